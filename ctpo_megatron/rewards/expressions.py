@@ -56,9 +56,12 @@ def equal_to_any(relations: Sequence[str], region: str) -> bool:
     Raises any exception of sympy.
     """
     from sympy import Set, Union
+    from sympy.logic.boolalg import Boolean
 
     sets, other = [parse(relation) for relation in relations], parse(region)
-    if other is None or any(each is None for each in sets) or not isinstance(other, Set):
+    if not isinstance(other, Set) or not all(
+        isinstance(each, Boolean) and len(each.free_symbols) == 1 for each in sets
+    ):
         return False
     return bool(Union(*(each.as_set() for each in sets)) == other)
 

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 _PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 _NUMBER = re.compile(r"\d+")
 _NOTHING = word_set(
-    "none, null, nil, nan, unknown, missing, empty, error, unanswered, notfound, tbd, tba, todo, idk, proof, "
-    "omitted, unavailable, unspecified, unsolved, answer, solution, placeholder, na, n/a, n.a, undetermined, "
-    "noanswer, no answer, no answer given, no answer provided, no final answer, no response, no result, not "
-    "found, not given, not provided, not available, not applicable, not specified, not known, not stated, not "
-    "answered, not solved, to be determined, to be done, to be added, i do not know, i don't know, don't know, "
-    "see solution, see explanation, see proof, see above, see below, see image, see figure, see the solution, "
-    "see the explanation, see the proof, proof required, proof needed, proof omitted, answer not found, answer "
-    "not given, answer not available, answer unknown, unknown answer, the proof, answer not provided, no "
-    "numerical answer, not a number, answers vary, answers will vary, varies, proof problem, solution not "
-    "found, unable to determine, unable to answer, cannot answer",
+    "none, null, nil, nan, unknown, missing, error, unanswered, notfound, tbd, tba, todo, idk, proof, omitted, "
+    "unavailable, unspecified, unsolved, answer, solution, placeholder, n/a, n.a, noanswer, no answer, no "
+    "answer given, no answer provided, no final answer, no response, no result, not found, not given, not "
+    "provided, not available, not applicable, not specified, not known, not stated, not answered, not solved, "
+    "to be determined, to be done, to be added, i do not know, i don't know, don't know, see solution, see "
+    "explanation, see proof, see above, see below, see image, see figure, see the solution, see the "
+    "explanation, see the proof, proof required, proof needed, proof omitted, answer not found, answer not "
+    "given, answer not available, answer unknown, unknown answer, the proof, answer not provided, no numerical "
+    "answer, not a number, answers vary, answers will vary, solution not found, unable to answer, cannot "
+    "answer",
     ", ",
 )
 """Words for there being no answer."""
@@ -70,6 +70,8 @@ def _is_nothing(answer: str) -> bool:
     """Whether it is a word for there being no answer."""
     text = re.sub(r"\\[a-zA-Z]+|[{}()\[\]$<>*_\"?!:-]", " ", answer.replace("\u2019", "'"))
     words = re.sub(r"\.(?=\s|$)", " ", text).casefold().split()
+    if words == ["na"]:
+        return "NA" in answer  # `Na` is sodium
     return " ".join(words) in _NOTHING or "".join(words) in _NOTHING
 
 

@@ -51,6 +51,8 @@ _RULES = (
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
     (r"\\(?:lt|gt)(?![a-z])", lambda m: " < " if m[0] == r"\lt" else " > "),
+    (r"(?<![A-Za-z\\])([A-Za-z])_\{(\w)\}(?!\w)", r"\1_\2"),
+    (r"\^\s*\\text\{o\}|\^\s*\{\s*\\text\{o\}\s*\}", r"^\\circ "),
     (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![a-z])|\\(?:degree|circ)(?![a-z])", r"^\\circ "),
     (r"\^\s*\{\s*\\prime\s*\\prime\s*\}|\^\s*\\prime\s*\\prime(?![a-z])|''", '"'),
     (r"\^\s*\{\s*\\prime\s*\}|\^\s*\\prime(?![a-z])", "'"),

@@ -141,9 +141,13 @@ _UNIT = re.compile(
 _SET = re.compile(r"\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\||:)\s*(.+)")
 _TRIGONOMETRIC = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
+_WORD_ALONE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}|(?:(?<![\\A-Za-z])[A-Za-z]+ ){3}")
 _FUNCTIONS = word_set("sinh cosh tanh sqrt arcsin arccos arctan frac")
 _ALIASES = {"all real numbers": r"\mathbb{R}", "all reals": r"\mathbb{R}", "empty set": r"\emptyset"}
-_MONTHS = word_set("jan feb mar apr may jun jul aug sep oct nov dec")
+_MONTHS = word_set(
+    "january february march april may june july august september october november december "
+    "jan feb mar apr jun jul aug sep sept oct nov dec"
+)
 
 
 @lru_cache(maxsize=4096)
@@ -164,7 +168,7 @@ def leaves(reading: Reading) -> list[Reading]:
 
 def is_date(words: Wording) -> bool:
     """Whether the words name a day, such as `June 20`."""
-    return any(word[:3] in _MONTHS for word in words.text.split())
+    return not _MONTHS.isdisjoint(words.text.split())
 
 
 def _read(text: str) -> Reading:
@@ -232,7 +236,7 @@ def _leading(text: str) -> tuple[Quantity, str] | None:
     named = _UNIT.match(text, end)
     after = named.end() if named else end
     written = text[end:after]
-    if written.startswith("/"):
+    if written.lstrip().startswith(("/", "\\cdot")):
         return None
     what = unit(written, blank=written.startswith(" ") or after < len(text))
     if what is None or (after < len(text) and not written):
@@ -298,15 +302,9 @@ def _bracketed(text: str) -> Reading | None:
     parts = split(inner, _LIST)
     if not all(parts) or (brackets == "{}" and re.search(r"\\mid|\||:", inner)):
         return None
-    if len(parts) == 1:
-        return (
-            _read(inner)
-            if brackets == "()" and not _RELATION.search(inner)
-            else Several((_read(inner),), brackets)
-            if brackets == "{}"
-            else None
-        )
-    return Several(tuple(map(_read, parts)), brackets)
+    if len(parts) > 1 or brackets == "{}":
+        return Several(tuple(map(_read, parts)), brackets)
+    return _read(inner) if brackets == "()" and not _RELATION.search(inner) else None
 
 
 def _named(text: str) -> Reading | None:
@@ -331,27 +329,21 @@ def _measured(text: str) -> Reading | None:
     found = _TRAILING.search(text)
     if found is None:
         return None
-    before = text[: found.start()].strip()
-    what = unit(found[1], blank=True)
-    if (
-        what is None
-        or not before
-        or "\\text" in before
-        or _TRIGONOMETRIC.search(before)
-        or _RELATION.search(before)
-        or before[-1] in "+-*/^=("
-    ):
+    before, what = text[: found.start()].strip(), unit(found[1], blank=True)
+    if what is None or not _may_be_measured(before) or (what.percent and re.search(r".\s*[+-]", before)):
         return None
-    if what.percent and re.search(r".\s*[+-]", before):
-        return None
-    letters = re.sub(r"\\[A-Za-z]+", "", before)
-    if not re.search(r"\d|\\pi|\\sqrt|\\frac", before) and what.dimension is None:
-        return None
-    if re.search(r"[A-Za-z]", letters) and (
-        what.dimension is None or len(letters.split()) > 3 or _WORD.search(letters)
-    ):
-        return None
+    if what.dimension is None:  # a word may be part of a sentence
+        letters = re.sub(r"\\[A-Za-z]+", "", before)
+        if re.search(r"[A-Za-z]", letters) or not re.search(r"\d|\\(?:pi|sqrt|frac)", before):
+            return None
     return Quantity(Formula(before), what)
+
+
+def _may_be_measured(text: str) -> bool:
+    """Whether a formula can be a number before its unit."""
+    if not text or text[-1] in "+-*/^=(" or "\\text" in text:
+        return False
+    return not any(pattern.search(text) for pattern in (_TRIGONOMETRIC, _RELATION, _WORD_ALONE))
 
 
 def _words(text: str) -> Reading | None:

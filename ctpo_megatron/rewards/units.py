@@ -49,7 +49,7 @@ _GENERIC = {"unit", "units"}
 _FUNCTIONS = word_set(
     "sin cos tan cot sec csc log ln exp sqrt pi max min mod gcd lcm det arcsin arccos arctan infty infinity"
 )
-_NO_UNIT = word_set("is are not or and if when where for with only if no but")
+_NO_UNIT = word_set("is are not or and if when where for with only no but factorial below minus plus negative")
 _ONE_LETTER = frozenset("mgshlLJNWVt")
 _SHORT = word_set(
     "bag bed bit boy box bus car cat cow cup day dog egg hat hen jar lap lot man men pen pie pig red row toy "
@@ -122,6 +122,8 @@ def _unit_of(text: str) -> Unit | None:
     words = [word for word in words if word and word not in ("a", "an", "the", "of", "old", "per")]
     if not words:
         return None if re.search(r"[\d^/]", text) else NONE
+    if {word.lower() for word in words} <= _POWERS.keys():
+        return None
     if len(words) > _WORDS_AT_ONCE or not _NO_UNIT.isdisjoint(word.lower() for word in words):
         return None
     scale = 1

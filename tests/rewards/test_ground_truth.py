@@ -39,6 +39,7 @@ UNREADABLE = {
     "\\text{Unknown.}": "is no answer",
     "N/A": "is no answer",
     "n.a.": "is no answer",
+    "NA": "is no answer",
     "Not given": "is no answer",
     "Don\u2019t know": "is no answer",
     "5 \\mid n": "cannot be read",
