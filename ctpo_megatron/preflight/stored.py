@@ -43,6 +43,7 @@ class RowStore:
     paths: of the run; None: nothing is kept. begun: where the rows are if they are not there: of the run that
     `checkpoint.load` names. made_of: what the rendering depends on now; scorer: what verdicts on ground truths depend
     on. rerender: stored tokens are not used, but rows have to be what they were.
+    writes: false for a dry run.
     """
 
     paths: RunPaths | None
@@ -50,9 +51,12 @@ class RowStore:
     made_of: dict[str, str]
     scorer: str
     rerender: bool = False
+    writes: bool = True
 
     @classmethod
-    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, directory: Path | None) -> RowStore:
+    def of(
+        cls, config: Config, tokenizer: PreTrainedTokenizerBase, directory: Path | None, *, writes: bool = True
+    ) -> RowStore:
         """The store of a run directory, or of the output of `ctpo eval`."""
         load = config.checkpoint.load
         of_load = [path.parent for path in Path(load).parents if path.name == "checkpoints"] if load else []
@@ -62,6 +66,7 @@ class RowStore:
             _made_of(config, tokenizer),
             scorer_of(config.reward) if directory else "",
             config.data.rerender,
+            writes,
         )
 
     def read(self, kind: Kind) -> StoredRows | None:
@@ -118,7 +123,7 @@ class RowStore:
         """Keep what was rendered and judged, unless all of it is there already."""
         from ctpo_megatron.data import StoredRows
 
-        if self.paths is None:
+        if self.paths is None or not self.writes:
             return
         again = stored is None or self.rerender
         made_of = self.made_of if stored is None or self.rerender else stored.made_of
