@@ -40,14 +40,14 @@ _RERENDER = "data.rerender=true renders them again"
 class RowStore:
     """Stored rows of a run, a file for each of `train`, `eval` and `sft`.
 
-    paths: of the run; None: nothing is kept. begun: where the rows are if they are not there: of the run that
-    `checkpoint.load` names. made_of: what the rendering depends on now; scorer: what verdicts on ground truths depend
-    on. rerender: stored tokens are not used, but rows have to be what they were.
-    writes: false for a dry run.
+    paths: of the run; None: nothing is kept. others: of the runs that `checkpoint.load` and `rollout.replay` name,
+    whose rows are taken where it has none. made_of: what the rendering depends on now; scorer: what verdicts on ground
+    truths depend on. rerender: stored tokens are not used, but rows have to be what they were. writes: false for a dry
+    run.
     """
 
     paths: RunPaths | None
-    begun: RunPaths | None
+    others: tuple[RunPaths, ...]
     made_of: dict[str, str]
     scorer: str
     rerender: bool = False
@@ -58,11 +58,10 @@ class RowStore:
         cls, config: Config, tokenizer: PreTrainedTokenizerBase, directory: Path | None, *, writes: bool = True
     ) -> RowStore:
         """The store of a run directory, or of the output of `ctpo eval`."""
-        load = config.checkpoint.load
-        of_load = [path.parent for path in Path(load).parents if path.name == "checkpoints"] if load else []
+        named = [Path(each) for each in (config.checkpoint.load, config.rollout.replay) if each]
         return cls(
             RunPaths(directory) if directory else None,
-            RunPaths(of_load[0]) if of_load else None,
+            tuple(RunPaths(folder) for path in named for folder in (path, *path.parents[:3])),
             _made_of(config, tokenizer),
             scorer_of(config.reward) if directory else "",
             config.data.rerender,
@@ -73,8 +72,10 @@ class RowStore:
         """The rows of a kind that were stored. Raises DamagedFileError."""
         from ctpo_megatron.data import StoredRows
 
-        for paths in (self.paths, self.begun):
-            if self.paths is None or paths is None or not (file := paths.rows_of(kind)).exists():
+        if self.paths is None:
+            return None
+        for paths in (self.paths, *self.others):
+            if not (file := paths.rows_of(kind)).exists():
                 continue
             try:
                 stored = StoredRows.read(file)
