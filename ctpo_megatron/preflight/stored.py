@@ -112,9 +112,9 @@ class RowStore:
         if stored is None or self.rerender:
             return []
         names = [
-            _named(name, was, self.made_of[name])
+            _named(name, was)
             for name, was in stored.made_of.items()
-            if name not in _SETTINGS and was != self.made_of[name]
+            if name not in _SETTINGS and was and self.made_of[name] not in ("", was)
         ]
         if not names:
             return []
@@ -163,7 +163,5 @@ def _digest(value: Any) -> str:
     return blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
-def _named(name: str, was: str, now: str) -> str:
-    if name == _DATE and was and now:
-        return f"the chat template writes the date, which was {was}"
-    return f"the {name} has changed" if name != _DATE else "the chat template writes the date now, or no longer"
+def _named(name: str, was: str) -> str:
+    return f"the chat template writes the date, which was {was}" if name == _DATE else f"the {name} has changed"
