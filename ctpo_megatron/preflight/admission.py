@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.config import (
     Config,
     ConfigError,
@@ -67,27 +68,39 @@ class Admission:
     limit: int | None = None
 
     @classmethod
-    def of(
-        cls, config: Config, directory: Path | None, limit: int | None = None, *, taught: bool | None = None
-    ) -> Admission:
+    def of(cls, config: Config, directory: Path, *, taught: bool | None = None) -> Admission:
         """Of a run, or of `ctpo eval`, that keeps its rows in `directory`.
 
         taught: None: if there is a supervised stage. Raises TokenizerError for a chat template or a tokenizer that
         cannot be used.
         """
-        from ctpo_megatron.environments.factory import offered_schemas
-        from ctpo_megatron.environments.prompts import chat_tokenizer
         from ctpo_megatron.environments.tokenizer import TokenizerError
-        from ctpo_megatron.preflight.stored import RowStore
 
-        tokenizer = chat_tokenizer(config.model, offered_schemas(config.data, config.rollout))
-        store = RowStore.of(config, tokenizer, directory)
-        admission = cls(
-            config, tokenizer, _spec(config), store, config.sft is not None if taught is None else taught, limit
-        )
+        admission = cls._of(config, directory, taught=config.sft is not None if taught is None else taught)
         if problem := admission.problem():
             raise TokenizerError(problem)
         return admission
+
+    @classmethod
+    def planned(cls, config: Config, limit: int | None) -> Admission:
+        """Of a dry run, which stores nothing; where a run would be resumed, with its stored rows.
+
+        Raises TokenizerError for a chat template that cannot render.
+        """
+        directory = config.run.directory if config.run.resume else None
+        return cls._of(config, directory, taught=config.sft is not None, limit=limit, writes=False)
+
+    @classmethod
+    def _of(
+        cls, config: Config, directory: Path | None, *, taught: bool, limit: int | None = None, writes: bool = True
+    ) -> Admission:
+        from ctpo_megatron.environments.factory import offered_schemas
+        from ctpo_megatron.environments.prompts import chat_tokenizer
+        from ctpo_megatron.preflight.stored import RowStore
+
+        tokenizer = chat_tokenizer(config.model, offered_schemas(config.data, config.rollout))
+        store = RowStore.of(config, tokenizer, directory, writes=writes)
+        return cls(config, tokenizer, _spec(config), store, taught, limit)
 
     def training(self) -> PromptSet:
         """The prompts of `data.train`. Raises DamagedFileError for stored rows that are damaged; so do the others."""
@@ -209,24 +222,33 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
     from ctpo_megatron.environments.tokenizer import TokenizerError
 
     try:
-        admission = Admission.of(config, None, limit)
+        admission = Admission.planned(config, limit)
+        if problem := admission.problem():
+            report.problems.append(Problem("model.path", problem))
+        _read(report, admission)
     except TokenizerError as error:
         report.problems.append(Problem("model.path", str(error)))
         report.not_checked = "the tokenizer cannot render prompts"
-        return report
-    found = admission.training()
+    except DamagedFileError as error:
+        report.problems.append(Problem("run.resume", str(error)))
+        report.not_checked = "stored rows are damaged"
+    return report
+
+
+def _read(report: DataCheck, admission: Admission) -> None:
+    config, found = admission.config, admission.training()
     _add(report, "data.train", found, config)
     _add_words(report, found, config.reward)
     report.problems += check_prompts(config.rollout, sum(found.rows.values()) or None)
-    if found.prompts:
-        report.first_prompt, report.first = found.texts[0], (admission.tokenizer, found.prompts[0])
+    if found.places:
+        report.first_prompt = found.texts[0] or str(admission.tokenizer.decode(list(found.tokens(0))))
+        report.first = admission.tokenizer, found.prompts[0]
     if config.data.eval:
         held_out = admission.held_out()
         _add(report, "data.eval", held_out, config)
         _add_words(report, held_out, config.reward)
     if config.sft:
         _add(report, "sft.data", admission.conversations(), config)
-    return report
 
 
 def check_prompt_file(file: Path, model: Path, max_tokens: int) -> list[Problem]:

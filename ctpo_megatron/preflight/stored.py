@@ -40,36 +40,42 @@ _RERENDER = "data.rerender=true renders them again"
 class RowStore:
     """Stored rows of a run, a file for each of `train`, `eval` and `sft`.
 
-    paths: of the run; None: nothing is kept. begun: where the rows are if they are not there: of the run that
-    `checkpoint.load` names. made_of: what the rendering depends on now; scorer: what verdicts on ground truths depend
-    on. rerender: stored tokens are not used, but rows have to be what they were.
+    paths: of the run; None: nothing is kept. others: of the runs that `checkpoint.load` and `rollout.replay` name,
+    whose rows are taken where it has none. made_of: what the rendering depends on now; scorer: what verdicts on ground
+    truths depend on. rerender: stored tokens are not used, but rows have to be what they were. writes: false for a dry
+    run.
     """
 
     paths: RunPaths | None
-    begun: RunPaths | None
+    others: tuple[RunPaths, ...]
     made_of: dict[str, str]
     scorer: str
     rerender: bool = False
+    writes: bool = True
 
     @classmethod
-    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, directory: Path | None) -> RowStore:
+    def of(
+        cls, config: Config, tokenizer: PreTrainedTokenizerBase, directory: Path | None, *, writes: bool = True
+    ) -> RowStore:
         """The store of a run directory, or of the output of `ctpo eval`."""
-        load = config.checkpoint.load
-        of_load = [path.parent for path in Path(load).parents if path.name == "checkpoints"] if load else []
+        named = [Path(each) for each in (config.checkpoint.load, config.rollout.replay) if each]
         return cls(
             RunPaths(directory) if directory else None,
-            RunPaths(of_load[0]) if of_load else None,
+            tuple(RunPaths(folder) for path in named for folder in (path, *path.parents[:3])),
             _made_of(config, tokenizer),
             scorer_of(config.reward) if directory else "",
             config.data.rerender,
+            writes,
         )
 
     def read(self, kind: Kind) -> StoredRows | None:
         """The rows of a kind that were stored. Raises DamagedFileError."""
         from ctpo_megatron.data import StoredRows
 
-        for paths in (self.paths, self.begun):
-            if self.paths is None or paths is None or not (file := paths.rows_of(kind)).exists():
+        if self.paths is None:
+            return None
+        for paths in (self.paths, *self.others):
+            if not (file := paths.rows_of(kind)).exists():
                 continue
             try:
                 stored = StoredRows.read(file)
@@ -106,9 +112,9 @@ class RowStore:
         if stored is None or self.rerender:
             return []
         names = [
-            _named(name, was, self.made_of[name])
+            _named(name, was)
             for name, was in stored.made_of.items()
-            if name not in _SETTINGS and was != self.made_of[name]
+            if name not in _SETTINGS and was and self.made_of[name] not in ("", was)
         ]
         if not names:
             return []
@@ -118,7 +124,7 @@ class RowStore:
         """Keep what was rendered and judged, unless all of it is there already."""
         from ctpo_megatron.data import StoredRows
 
-        if self.paths is None:
+        if self.paths is None or not self.writes:
             return
         again = stored is None or self.rerender
         made_of = self.made_of if stored is None or self.rerender else stored.made_of
@@ -157,7 +163,5 @@ def _digest(value: Any) -> str:
     return blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
-def _named(name: str, was: str, now: str) -> str:
-    if name == _DATE and was and now:
-        return f"the chat template writes the date, which was {was}"
-    return f"the {name} has changed" if name != _DATE else "the chat template writes the date now, or no longer"
+def _named(name: str, was: str) -> str:
+    return f"the chat template writes the date, which was {was}" if name == _DATE else f"the {name} has changed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ctpo_megatron import cli
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.data import RowSet
 from ctpo_megatron.environments.prompts import chat_tokenizer
 from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
@@ -26,7 +28,8 @@ USER, CALLED = {"role": "user", "content": "q"}, {"role": "tool", "content": "42
 
 
 def admit(own: Path, kind: str, *overrides: str) -> RowSet:
-    admission = Admission.of(config(own, *overrides), None)
+    admission = Admission.of(config(own, *overrides), own / "run")
+    shutil.rmtree(own / "run", ignore_errors=True)
     return {"train": admission.training, "eval": admission.held_out, "sft": admission.conversations}[kind]()
 
 
@@ -341,6 +344,39 @@ def test_rows_that_are_lists(own: Path) -> None:
         'since a row is no object; write each as {"data_source": ..., "prompt": ..., "reward_model": ...}'
         in problems[0]
     )
+
+
+def test_a_dry_run_of_a_resume_looks_at_the_stored_rows(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def dry_run(*overrides: str) -> tuple[int, str]:
+        config(own)
+        status = cli.main(["train", "own.yaml", "--dry-run", "run.root=.", "run.name=run", *overrides])
+        return status, capsys.readouterr().err
+
+    given = ["run.resume=true", "rollout.engine.dtype=float32"]
+    first = Admission.of(config(own), own / "run").training()
+    assert dry_run(*given)[0] == 0
+    template = own / "model" / "chat_template.jinja"
+    template.write_text("other" + template.read_text())
+    status, err = dry_run(*given)
+    assert (status, "train: the stored tokens are used, although the chat template has changed" in err) == (0, True)
+    lines = (own / "train.jsonl").read_text().splitlines()
+    (own / "train.jsonl").write_text("\n".join([lines[0].replace("?", "!"), *lines[1:]]))
+    status, err = dry_run(*given)
+    assert (status, "train.jsonl row 0 has changed since" in err) == (2, True)
+    RunPaths(own / "run").rows_of("train").write_bytes(b"PAR1")
+    status, err = dry_run(*given)
+    assert (status, "does not hold the rows of this run" in err) == (2, True)
+    assert first.places
+
+
+def test_an_end_that_is_none_hides_no_rows(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(own / "model" / "tokenizer_config.json", eos_token="<|endoftext|>")
+    edit(own / "model" / "generation_config.json", eos_token_id=0)
+    config(own)
+    write(own / "train.jsonl", row("a", data_source=""))
+    assert cli.main(["train", "own.yaml", "--dry-run", "sft=null"]) == 2
+    err = capsys.readouterr().err
+    assert "it writes <|im_end|>: add 2" in err and "expected a non-empty text" in err
 
 
 def test_data_prepare_says_the_same(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,9 +217,13 @@ def test_other_evaluation_files_are_no_missing_rows(own: Path) -> None:
     assert len(tokens(admitted(own, "eval", "data.eval=[other.jsonl]"))) == 1
 
 
-def test_a_run_that_begins_from_a_checkpoint_of_another_has_its_tokens(own: Path) -> None:
+@pytest.mark.parametrize(
+    "named",
+    ["checkpoint.load=run/checkpoints/sft/step_000001", "rollout.replay=run", "rollout.replay=run/trajectories"],
+)
+def test_a_run_that_follows_another_has_its_tokens(own: Path, named: str) -> None:
     first = admitted(own, "train")
-    load = f"checkpoint.load={own / 'run' / 'checkpoints' / 'step_000001'}"
+    load = named.replace("=run", f"={own / 'run'}")
     admission = Admission.of(config(own, load), own / "second")
     assert tokens(admission.training()) == tokens(first)
     other = Admission.of(config(own, load, "data.system_prompt=Think."), own / "third").training()
