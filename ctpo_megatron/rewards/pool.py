@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.trajectory import Trajectory
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_LONGEST_REASON = 1000
 _PER_TOKEN = ("token_ids", "response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn")
 
 log = logging.getLogger(__name__)
@@ -69,8 +70,8 @@ class ScoreReport:
 def reward_metrics(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
     """`reward/*` of scored groups; mean and standard deviation are over the verdicts, and absent without any.
 
-    Also the share of groups with a signal, the metrics of the reward functions, and counts of what has no verdict, by
-    cause. `timeouts` and `failures` are there even where nothing is missing.
+    Also the share of groups with a signal, and the metrics of the reward functions. What has no verdict is counted by
+    cause; where nothing is missing, `timeouts` and `failures` alone are there.
     """
     verdicts: list[float] = []
     for group in groups:
@@ -309,7 +310,8 @@ def _text_of(pair: Pair) -> Pair:
 
 
 def _leave_unjudged(trajectory: Trajectory, why: NoVerdict) -> None:
-    reason = hidden(why.reason)  # it is dumped, and an exception may quote the address of a judge with its login
+    # It is dumped, and an exception may quote the address of a judge with its login, or all of its answer.
+    reason = " ".join(hidden(why.reason).split())[:_LONGEST_REASON]
     trajectory.reward, trajectory.reward_components = None, {}
     trajectory.no_verdict = replace(why, reason=reason)
     log.warning("%s: %s, no verdict", _name(trajectory), reason)

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 import json
-import math
 import signal
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,6 +28,9 @@ Routes = Mapping[str | None, tuple[str, Mapping[str, Any]]]
 
 
 Scored = Reward | NoVerdict
+
+_LARGEST = 3.4e38
+"""Of float32, which advantages are in; a sum of such figures is finite in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ def _scored(result: Any) -> Scored:
     components = {name: float(part) for name, part in found.components.items()}
     metrics = {name: bool(part) if _is_flag(part) else float(part) for name, part in found.metrics.items()}
     for name, figure in (("", value), *components.items(), *metrics.items()):
-        if not math.isfinite(figure):
+        if not abs(figure) <= _LARGEST:
             return NoVerdict("not_finite", f"the scorer returned {name}{'=' * bool(name)}{figure}")
     return Reward(value, components, metrics)
 

@@ -37,6 +37,8 @@ def misbehaving(trajectory: Any, prompt: Any) -> Any:
         return 1.0
     if text == "raise":
         raise KeyError("broken scorer")
+    if text == "long":
+        raise ValueError("word\n" * 10_000)
     if text == "login":
         raise ConnectionError("http://me:hunter2@judge:80 does not answer")
     if text in RAISED:
@@ -79,6 +81,7 @@ ANSWERS: dict[str, Any] = {
     "array nan": np.array(np.nan),
     "decimal nan": Decimal("nan"),
     "infinite": -math.inf,
+    "nearly infinite": 1e308,
     "nan in a Reward": Reward(float("nan"), components={"length": 1.0}),
     "nan metric": Reward(1.0, metrics={"length": float("nan")}),
     "none in a Reward": Reward(None),

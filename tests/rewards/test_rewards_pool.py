@@ -108,6 +108,7 @@ def test_a_hang_is_killed_and_costs_only_itself(
         ("array nan", "not_finite", "returned nan"),
         ("decimal nan", "not_finite", "returned nan"),
         ("infinite", "not_finite", "returned -inf"),
+        ("nearly infinite", "not_finite", "returned 1e+308"),
         ("nan in a Reward", "not_finite", "returned nan"),
         ("infinite component", "not_finite", "returned length=inf"),
         ("nan metric", "not_finite", "returned length=nan"),
@@ -160,6 +161,14 @@ def test_no_secret_of_an_exception_is_kept(unruly: RewardPool, caplog: pytest.Lo
     (found,) = groups[0].trajectories
     assert found.no_verdict is not None and "http://***@judge" in found.no_verdict.reason
     assert "hunter2" not in found.no_verdict.reason + caplog.text
+
+
+def test_a_reason_is_one_line_of_bounded_length(unruly: RewardPool) -> None:
+    groups = [group("long")]
+    unruly.score(groups)
+    (found,) = groups[0].trajectories
+    assert found.no_verdict is not None and "\n" not in found.no_verdict.reason
+    assert 500 < len(found.no_verdict.reason) <= 1000
 
 
 def test_an_unreadable_ground_truth_is_a_failure_not_a_wrong_answer(caplog: pytest.LogCaptureFixture) -> None:

@@ -53,6 +53,12 @@ def said(changes: dict[str, float], tools: bool = True) -> list[str]:
             "the gradient is zero, though groups have both",
             "rollout.filters took every token",
         ),
+        ({"reward/no_verdict": 0.25}, "25% of the trajectories have no verdict", "longer than reward.timeout_s"),
+        (
+            {"reward/no_verdict": 1.0, "reward/groups_mixed": 0.0, "actor/grad_norm_max": 0.0},
+            "100% of the trajectories have no verdict",
+            "the reward function raises",
+        ),
         ({"reward/no_box": 16.0}, r"100% of the answers have no complete \boxed{}", "does not ask for a box"),
         ({"rollout/truncated": 0.75}, "75% of the trajectories were cut off", "rollout.max_response_tokens"),
         ({"sandbox/calls": 0.0}, "no tool was called", "rollout.tool_parser"),
@@ -77,6 +83,9 @@ def test_a_sign_has_its_cause_and_a_place_to_look(changes: dict[str, float], wha
 def test_a_healthy_batch_says_nothing() -> None:
     assert said({}) == []
     assert said({"sandbox/calls": 0.0}, tools=False) == []
+    unjudged = {name: value for name, value in HEALTHY.items() if name not in ("reward/mean", "reward/std")}
+    lost = {"reward/no_verdict": 1.0, "reward/groups_mixed": 0.0}
+    assert len(list(first_batch_warnings(unjudged | lost, DUMP, tools=True))) == 1  # there is no mean to speak of
     assert list(first_batch_warnings({}, DUMP, tools=True)) == []  # a reward of one's own, a replay, an old recording
 
 
@@ -100,4 +109,7 @@ def test_the_report_judges_the_whole_run(tmp_path: Path) -> None:
     }
     good = rows(tmp_path / "good", *[{}] * 9, UNIFORM)
     assert good["Steps without signal"] == ("1 of 10", True) and all(ok for _, ok in good.values())
+    lost = [rows(tmp_path / f"{share}", {}, {"reward/no_verdict": share}, {}) for share in (0.25, 0.75)]
+    assert [each["Without a verdict"] for each in lost] == [("25%", True), ("75%", False)]
+    assert "Without a verdict" not in good
     assert rows(tmp_path / "late", {}, {}, {"rollout/truncated": 0.9})["Cut off"] == ("37%", False)

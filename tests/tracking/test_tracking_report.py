@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ctpo_megatron.data.trajectory import NoVerdict
+from ctpo_megatron.rewards.protocol import COUNTS
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, print_summary, summarize, write_report, write_trajectories
 from ctpo_megatron.tracking.panels import panels
@@ -244,6 +246,26 @@ def test_what_users_rewards_return_is_drawn_by_itself(tmp_path):
     (panel,) = [panel for panel in panels(RunData.load(tmp_path)) if panel.name == "reward_parts"]
     assert [line.metric for line in panel.lines] == ["reward/format", "reward/judge"]
     assert (tmp_path / "figures" / "reward_parts.png").stat().st_size > 5_000
+
+
+def test_what_was_not_judged_is_no_part_of_the_reward_and_no_right_or_wrong_answer(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: {name: unjudged}\n")
+    counts = {f"reward/{name}": 1.0 for name in ("no_verdict", "groups_unjudged", *COUNTS.values())}
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.log(step, {"reward/mean": 0.2, "reward/std": 0.1, **counts})
+    groups = make_groups(random.Random(0), prompts=2, samples=3, share_right=0.5)
+    for group in groups:
+        group.trajectories[0].reward, group.trajectories[0].no_verdict = None, NoVerdict("timeout", "late")
+    write_trajectories(tmp_path, 2, groups, decode)
+    run = RunData.load(tmp_path)
+    assert not any(panel.name == "reward_parts" for panel in panels(run))
+    judged = {check.label: check.good for check in checks(run) if check.label.startswith("Scorer")}
+    assert judged == dict.fromkeys(
+        ("Scorer failures", "Scorer timeouts", "Scorer crashes", "Scorer without an answer", "Scorer not finite"), False
+    )
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert 'class="episode"' in page and 'data-reward="none"' not in page  # the best and the worst of a group
 
 
 def test_noise_that_leaves_the_clip_window_within_a_response_is_told(tmp_path):
