@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from tests.engines.pool_helpers import (
     MAX_TURN,
     Stage,
     engine_processes,
+    groups_of,
     largest_log_prob_error,
     tokens,
     versions,
@@ -96,6 +98,14 @@ def test_same_seed_same_tokens_and_other_step_other_tokens(stage: Stage) -> None
         ids for i in range(7, -1, -1) for ids in first[4 * i : 4 * i + 4]
     ]
     assert tokens(stage.generate(prompts, step=4)) != first
+
+
+def test_a_prompt_that_is_drawn_twice_is_sampled_twice(stage: Stage) -> None:
+    [prompt], draws = stage.prompts(1), count()
+    once = stage.generate([prompt], step=7)
+    request = Request(7, 4, Sampling(), occurrence=lambda _: next(draws))
+    first, second = groups_of(stage.scheduler.another(), [prompt] * 2, request)
+    assert tokens([first]) == tokens(once) and not {*map(tuple, tokens([second]))} & {*map(tuple, tokens(once))}
 
 
 def test_samples_are_handed_over_as_they_finish_and_others_are_not_played(stage: Stage) -> None:
