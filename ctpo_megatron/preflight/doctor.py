@@ -44,7 +44,6 @@ from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import Check, Gpu, MachineContext, RunContext, Wanted, failed, run_checks
 from ctpo_megatron.preflight.configuration import validate
 from ctpo_megatron.preflight.devices import check_collectives, check_devices, gpus, torch_cuda
-from ctpo_megatron.preflight.engine import engine_dtype
 from ctpo_megatron.preflight.machine import NODE, check_machine, check_sandbox
 from ctpo_megatron.preflight.packages import check_imports, check_packages
 from ctpo_megatron.preflight.placement import GpuMemory
@@ -97,7 +96,7 @@ def _sizes(context: RunContext, spec: ModelSpec) -> dict[str, Any]:
     """The fields of `Wanted` that follow from the model."""
     config = context.config
     count, policy, kept = model_parameters(spec)[0], config.policy, config.checkpoint
-    weights = count * ELEMENT_BYTES[engine_dtype(config.rollout.engine, spec)]
+    weights = count * ELEMENT_BYTES[config.engine_dtype]
     # Weights, and the optimizer's two moments and, below float32, its copy of the weights.
     one = count * (ELEMENT_BYTES[policy.dtype] + 8 + (4 if policy.dtype != "float32" else 0))
     saves = kept.keep_last + kept.keep_best + 1 if kept.every else 1

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctpo_megatron.config import ELEMENT_BYTES, DataConfig, EngineConfig, Problem, RolloutConfig, sequence_multiple
+from ctpo_megatron.config import (
+    ELEMENT_BYTES,
+    Config,
+    DataConfig,
+    EngineConfig,
+    Problem,
+    RolloutConfig,
+    sequence_multiple,
+)
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import RunContext, failed
 
@@ -86,7 +94,7 @@ def check_engine(context: RunContext) -> Iterator[Problem]:
         fix = f"it supports {', '.join(map(str, _CPU_HEAD_SIZES))}"
         yield context.error("model.path", f"head_dim {spec.head_dim} is unknown to vLLM's CPU attention", fix)
     yield from _cache(context, spec)
-    yield from _precision(context, spec)
+    yield from _precision(context)
 
 
 def check_engine_starts(context: RunContext) -> list[Problem]:
@@ -124,15 +132,10 @@ def _transport(context: RunContext) -> Iterator[Problem]:
         yield context.error(key, "cannot join two processes on one GPU (placement.mode: colocated)", "set ipc")
 
 
-def engine_dtype(engine: EngineConfig, spec: ModelSpec) -> str:
-    """Of the engines' weights and of their keys and values."""
-    return spec.dtype if engine.dtype == "auto" else engine.dtype
-
-
-def cache_bytes(engine: EngineConfig, spec: ModelSpec) -> int:
+def cache_bytes(config: Config, spec: ModelSpec) -> int:
     """Bytes of the keys and values of one token on each GPU of an engine."""
-    heads = max(1, spec.num_key_value_heads // engine.tensor_parallel_size)
-    return 2 * spec.num_layers * heads * spec.head_dim * ELEMENT_BYTES[engine_dtype(engine, spec)]
+    heads = max(1, spec.num_key_value_heads // config.rollout.engine.tensor_parallel_size)
+    return 2 * spec.num_layers * heads * spec.head_dim * ELEMENT_BYTES[config.engine_dtype]
 
 
 def _cache(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
@@ -140,20 +143,20 @@ def _cache(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
     engine = context.config.rollout.engine
     if engine.kv_cache_mb is None:
         return
-    per_token = cache_bytes(engine, spec)
+    per_token = cache_bytes(context.config, spec)
     needed = -(-per_token * engine.max_model_len // 2**20)
     if engine.kv_cache_mb < needed:
         message = f"cannot hold one sequence of {engine.max_model_len} tokens ({per_token} bytes each)"
         yield context.error("rollout.engine.kv_cache_mb", message, f"set at least {needed}")
 
 
-def _precision(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
+def _precision(context: RunContext) -> Iterator[Problem]:
     config = context.config
-    trainer, sampler = config.policy.dtype, engine_dtype(config.rollout.engine, spec)
+    trainer, sampler = config.policy.dtype, config.engine_dtype
     limit = config.rollout.mismatch_limit
     if trainer != sampler:
-        message = f"but the engine runs in {sampler}: sampler and trainer will disagree by rounding"
-        yield context.warning("policy.dtype", message, "set rollout.engine.dtype to the same")
+        message = f"but the engine runs in {sampler} (rollout.engine.dtype): their log-probs will differ by rounding"
+        yield context.warning("policy.dtype", message, "set rollout.engine.dtype: auto")
     if limit is not None and limit < _BFLOAT16_MISMATCH and "bfloat16" in (trainer, sampler):
         message = "is within the rounding of bfloat16: a healthy run may stop"
         yield context.warning("rollout.mismatch_limit", message, f"set {_BFLOAT16_MISMATCH} or more, or null")

@@ -23,6 +23,9 @@ from ctpo_megatron.tracking.trajectory_view import sample_views
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
+ROUNDING = {"float32": 0.005, "bfloat16": 0.05}
+"""Mean |sampler - trainer log-prob| in nats that rounding gives at most, by the precision of both; generous."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -136,9 +139,7 @@ def left_out(run: RunData, shown: list[Panel], figures: dict[str, Any]) -> Itera
 def checks(run: RunData) -> Iterator[Indicator]:
     """Rows of the health section: whether the run could learn, and numbers that should be zero or small."""
     yield from learning_checks(run)
-    limit = run.setting("rollout.mismatch_limit")
-    judged = f"limit {limit:g}" if limit else "no limit set"
-    yield from _largest(run, "mismatch/log_prob_abs_max", "Sampler–trainer mismatch", limit, f"nats; {judged}")
+    yield from _mismatch(run)
     yield from _noise(run)
     note = "nats in the first mini-batch; above 0.001 the pass for old log-probs and the training pass disagree"
     if run.setting("objective.anchor") != "behaviour":  # there the first ratio compares sampler and trainer
@@ -171,6 +172,28 @@ def rank_memory(run: RunData) -> list[tuple[str, list[str]]]:
     ranks, last = list(steps[-1]), steps[-1]
     rows = [ranks[start : start + 8] for start in range(0, len(ranks), 8)]
     return [(f"ranks {row[0]}–{row[-1]}", [f"{last[rank]:,.0f}" for rank in row]) for row in rows]
+
+
+def _mismatch(run: RunData) -> Iterator[Indicator]:
+    """Judged by the limit, or without one by the rounding of the precision. Two precisions are never good."""
+    if not (largest := run.series("mismatch/log_prob_abs_max")):
+        return
+    value, label = f"{max(largest.values):.2g}", "Sampler–trainer mismatch"
+    trainer, chosen = (run.setting(key) or "" for key in ("policy.dtype", "rollout.engine.dtype"))
+    sampler = trainer if chosen == "auto" else chosen
+    limit, means = run.setting("rollout.mismatch_limit"), run.series("mismatch/log_prob_abs_mean")
+    rounding = ROUNDING.get(trainer)
+    if trainer != sampler and run.setting("rollout.replay") is None:
+        note = f"nats; policy.dtype is {trainer}, rollout.engine.dtype {sampler}: give both the same (auto)"
+        yield Indicator(label, value, False, note)
+    elif limit is not None:
+        yield Indicator(label, value, max(largest.values) <= limit, f"nats; limit {limit:g}")
+    elif means and rounding is not None:
+        mean = max(means.values)
+        note = f"nats; mean {mean:.2g}, {trainer} on both sides (policy.dtype, rollout.engine.dtype) has {rounding:g}"
+        yield Indicator(label, value, mean <= rounding, f"{note} at most, unless a weight sync was lost")
+    else:
+        yield Indicator(label, value, None, "nats; no limit set")
 
 
 def _noise(run: RunData) -> Iterator[Indicator]:

@@ -202,6 +202,10 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
         ),
         (["rollout.top_p=0.9"], "rollout.top_p = 0.9: the sampler's log-probs are of the filtered distribution"),
         (["policy.dtype=bfloat16"], 'policy.dtype = "bfloat16": but the engine runs in float32'),
+        (
+            ["rollout.engine.dtype=bfloat16"],
+            "(rollout.engine.dtype): their log-probs will differ by rounding; set roll",
+        ),
         (["rollout.mismatch_limit=0.001", "policy.dtype=bfloat16"], "is within the rounding of bfloat16"),
         (["eval.samples=4"], "greedy decoding gives the same answer every time"),
         (["eval.prompts=4"], "eval.prompts = 4: has no effect without data.eval"),
@@ -253,6 +257,20 @@ def test_cache_must_hold_one_sequence(config_with: Make) -> None:
     (text,) = found(config_with(), spec=wide)
     assert "rollout.engine.kv_cache_mb = 64: cannot hold one sequence of 256 tokens (294912 bytes each)" in text
     assert text.endswith("set at least 72")
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("trainer", "chosen", "each"), [("float32", "auto", 4), ("bfloat16", "auto", 2), ("float32", "bfloat16", 2)]
+)
+def test_sizes_are_planned_for_the_precision_that_the_engine_gets(
+    config_with: Make, stored: str, trainer: str, chosen: str, each: int
+) -> None:
+    wide = replace(SPEC, num_layers=36, num_key_value_heads=8, head_dim=128, dtype=stored)
+    keys = [f"policy.dtype={trainer}", f"rollout.engine.dtype={chosen}", "rollout.engine.kv_cache_mb=1"]
+    texts = found(config_with(*keys, "rollout.mismatch_limit=null"), spec=wide)
+    assert any(f"tokens ({2 * 36 * 8 * 128 * each} bytes each)" in text for text in texts)
+    assert [text for text in texts if "policy.dtype" in text and chosen == "auto"] == []
 
 
 def test_head_size_that_the_cpu_engine_lacks(config_with: Make) -> None:

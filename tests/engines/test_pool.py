@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from ctpo_megatron.base.stop import Cancelled
 from ctpo_megatron.data.batch import Group
@@ -74,6 +75,13 @@ def test_an_engine_on_a_cpu_is_one_process(stage: Stage) -> None:
     titles = [[title(child) for child in actor.children(recursive=True)] for actor in actors]
     assert actors and not any(titles), titles
     assert {actor.nice() for actor in actors} == {psutil.Process().nice()}  # Ray's default is 15 more
+
+
+def test_an_engine_has_the_trainers_precision(stage: Stage) -> None:
+    """vLLM's own `auto` would make this float32 model bfloat16."""
+    config = stage.fleet._spec.config
+    assert config.rollout.engine.dtype == "auto" and config.policy.dtype == "float32"
+    assert stage.fleet.wait_ready().dtype == torch.float32
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
