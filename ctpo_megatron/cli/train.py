@@ -40,6 +40,7 @@ from ctpo_megatron.preflight import (
     RunPlan,
     check_data,
     check_extensions,
+    check_libraries,
     failed,
     has_cuda_device,
     memory_table,
@@ -109,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
             placed = [place(problem, sources) for problem in data.problems]
             problems += failed(placed)
             warnings += [problem for problem in placed if not problem.failed]
+            warnings += check_libraries(config.sandbox, config.rollout)
     if problems:
         raise ConfigError(problems)
     if is_rank_zero():

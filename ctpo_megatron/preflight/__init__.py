@@ -12,7 +12,7 @@ from ctpo_megatron.preflight.devices import gpus, has_cuda_device
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_run, install_line, verdict
 from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.preflight.job import LAUNCH_CHECKS, NODE_CHECKS, LaunchContext, NodeContext
-from ctpo_megatron.preflight.machine import START_CHECKS, weight_bytes
+from ctpo_megatron.preflight.machine import START_CHECKS, check_libraries, weight_bytes
 from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
 from ctpo_megatron.preflight.placement import GpuMemory
 from ctpo_megatron.preflight.plan import RunPlan, memory_table
@@ -36,6 +36,7 @@ __all__ = [
     "Wanted",
     "check_data",
     "check_extensions",
+    "check_libraries",
     "check_template",
     "diagnose",
     "diagnose_nodes",
