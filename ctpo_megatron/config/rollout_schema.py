@@ -149,6 +149,11 @@ class RolloutConfig(Section):
         description="stop when |sampler - trainer log-prob| exceeds this (a weight-sync bug); null: only log it",
     )
 
+    @property
+    def can_call_tools(self) -> bool:
+        """Whether a model turn may call a tool: there is one, and the turn is not the last."""
+        return bool(self.tools) and self.max_turns > 1
+
 
 class ClusterConfig(Section):
     """The Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, Ray is private to this node."""

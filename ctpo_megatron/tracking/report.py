@@ -18,7 +18,7 @@ from ctpo_megatron.tracking.figures import write_figures
 from ctpo_megatron.tracking.learning import Indicator, learning_checks
 from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
 from ctpo_megatron.tracking.run_data import RunData, Series
-from ctpo_megatron.tracking.summary import LAST, Summary, evaluation_label, summarize
+from ctpo_megatron.tracking.summary import LAST, Summary, conversation_uses, evaluation_label, summarize
 from ctpo_megatron.tracking.trajectory_view import sample_views
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -236,6 +236,8 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
     yield "Batch", f"{prompts} prompts × {samples} samples, mini-batches of {mini} prompts"
     yield "Learning rate", f"{get('policy.optimizer.lr', '?')} ({get('policy.optimizer.schedule', '?')})"
     yield "Sampling", f"temperature {get('rollout.temperature', '?')}, up to {get('rollout.max_turns', '?')} turns"
+    if epoch := run.series("sft/epoch"):
+        yield "SFT conversations", conversation_uses(epoch.values[-1])
     yield "Seed", str(get("run.seed", "?"))
     if started := run.environment.get("started"):
         yield "Started", str(started)

@@ -210,6 +210,10 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
         (["eval.samples=4"], "greedy decoding gives the same answer every time"),
         (["eval.prompts=4"], "eval.prompts = 4: has no effect without data.eval"),
         (["policy.optimizer.warmup_steps=32"], "never reaches the full lr: there are 32 optimizer steps"),
+        (
+            ["rollout.max_turns=1"],
+            "rollout.max_turns = 1: is the last turn, which may not call: the tools (python)",
+        ),
         (["rollout.max_turn_tokens=500"], "never acts: rollout.max_response_tokens (176) is smaller"),
         (
             ["rollout.group_timeout_s=60"],
@@ -352,6 +356,19 @@ def test_modules_of_dense_layers_are_not_those_of_experts(config_with: Make) -> 
 
 
 # --- layout -----------------------------------------------------------------------------------------------------
+
+
+def test_a_single_turn_without_tools_is_fine(config_with: Make) -> None:
+    assert found(config_with("rollout.max_turns=1", "rollout.tools=[]")) == []
+    assert found(config_with("rollout.tools=[]")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "can"),
+    [([], True), (["rollout.max_turns=2"], True), (["rollout.max_turns=1"], False), (["rollout.tools=[]"], False)],
+)
+def test_whether_a_tool_can_be_called(config_with: Make, overrides: list[str], can: bool) -> None:
+    assert config_with(*overrides).rollout.can_call_tools is can
 
 
 def test_layout_arithmetic(config_with: Make) -> None:
