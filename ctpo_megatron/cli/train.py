@@ -19,12 +19,14 @@ from ctpo_megatron.config import (
     GPU_GIB,
     Config,
     ConfigError,
+    CpuCache,
     DataConfig,
     Job,
     Problem,
     RolloutConfig,
     Split,
     dump,
+    free_memory,
     load_with_sources,
     node_ranks,
     rank_problem,
@@ -117,7 +119,10 @@ def run(args: argparse.Namespace) -> int:
         _print_warnings(warnings)
     if args.dry_run:
         if is_rank_zero():
-            _print_plan(config, job, args.gpu_gib, shapes or spec_for(config))
+            spec = shapes or spec_for(config)
+            _print_plan(config, job, args.gpu_gib, spec)
+            if not cuda:
+                _print_cache(config, spec)
             _print_data(data, args.full)
         return 0
     logging.basicConfig(format="%(message)s")
@@ -183,6 +188,12 @@ def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> No
     node = GpuMemory(config, job, spec, gpu_gib).table()
     print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), node)
     _print_system_prompt(config.data, config.rollout)
+
+
+def _print_cache(config: Config, spec: ModelSpec) -> None:
+    cache = CpuCache.of(config, spec, free_memory())
+    why = "rollout.engine.kv_cache_mb" if config.rollout.engine.kv_cache_mb else str(cache)
+    print_table("Engines on a CPU", ("", "size", "from"), [("KV cache of each", f"{cache.mb:,} MiB", why)])
 
 
 def _print_system_prompt(data: DataConfig, rollout: RolloutConfig) -> None:

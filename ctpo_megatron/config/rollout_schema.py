@@ -23,7 +23,11 @@ class EngineConfig(Section):
         default="auto", description="precision; auto: the trainer's (`policy.dtype`)"
     )
     tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs of one engine")
-    kv_cache_mb: PositiveInt | None = Field(default=None, description="KV cache size in MiB; required on CPU")
+    kv_cache_mb: PositiveInt | None = Field(
+        default=None,
+        description="KV cache size in MiB; null: on a CPU for what is sampled at once, within half of the free memory; "
+        "on CUDA what `gpu_memory_utilization` leaves",
+    )
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1, description="CUDA only")
     block_size: PositiveInt | None = Field(default=None, description="tokens of one KV block; null: vLLM's choice")
     enforce_eager: bool = Field(

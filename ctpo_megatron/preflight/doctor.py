@@ -19,6 +19,7 @@ from ctpo_megatron.config import (
     ClusterConfig,
     Config,
     ConfigError,
+    CpuCache,
     Job,
     Problem,
     RolloutConfig,
@@ -27,6 +28,7 @@ from ctpo_megatron.config import (
     Split,
     TrackingConfig,
     engine_count,
+    free_memory,
     model_parameters,
     passed,
     peak_memory,
@@ -113,9 +115,8 @@ def _host_bytes(context: RunContext, spec: ModelSpec, weights: float) -> float:
     config, job = context.config, context.job
     rank = peak_memory(spec, Split.of(config.policy, job.world_size)).while_sampling("none")
     engines = 0 if config.rollout.replay else engine_count(config)
-    return rank * (job.node_ranks or job.world_size) + engines * (
-        weights + (config.rollout.engine.kv_cache_mb or 0) * 2**20
-    )
+    cache = CpuCache.of(config, spec, free_memory()).mb * 2**20
+    return rank * (job.node_ranks or job.world_size) + engines * (weights + cache)
 
 
 def _sandbox(sandbox: SandboxConfig, rollout: RolloutConfig, cluster: ClusterConfig) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ctpo_megatron.config import (
-    ELEMENT_BYTES,
-    Config,
+    SHARE,
+    CpuCache,
     DataConfig,
     EngineConfig,
     Problem,
     RolloutConfig,
+    cache_bytes,
+    free_memory,
     sequence_multiple,
 )
 from ctpo_megatron.models import ModelSpec
@@ -103,9 +105,12 @@ def check_engine_starts(context: RunContext) -> list[Problem]:
 
 
 def _cpu(context: RunContext, engine: EngineConfig) -> Iterator[Problem]:
-    if engine.kv_cache_mb is None:
-        message = "required without CUDA: vLLM would claim most of the machine's memory"
-        yield context.error("rollout.engine.kv_cache_mb", message, "64 suffices for a tiny model")
+    if context.spec is not None and engine.kv_cache_mb is None:
+        cache = CpuCache.of(context.config, context.spec, free_memory())
+        if cache.mb > cache.most_mb:
+            message = f"one sequence of {cache.tokens:,} tokens needs {cache.mb:,} MiB; {SHARE:.0%} of the free memory"
+            fix = "shorten rollout.engine.max_model_len, free memory, or give a size"
+            yield context.error("rollout.engine.kv_cache_mb", f"{message} is {cache.most_mb:,} MiB an engine", fix)
     if engine.model_runner == "v2":
         yield context.error("rollout.engine.model_runner", "needs CUDA and Triton", "set v1")
     if engine.block_size is not None and engine.block_size % 32:
@@ -130,12 +135,6 @@ def _transport(context: RunContext) -> Iterator[Problem]:
         yield context.error(key, "is for engines on the trainer's GPUs", "set nccl, or placement.mode: colocated")
     elif chosen == "nccl" and shared:
         yield context.error(key, "cannot join two processes on one GPU (placement.mode: colocated)", "set ipc")
-
-
-def cache_bytes(config: Config, spec: ModelSpec) -> int:
-    """Bytes of the keys and values of one token on each GPU of an engine."""
-    heads = max(1, spec.num_key_value_heads // config.rollout.engine.tensor_parallel_size)
-    return 2 * spec.num_layers * heads * spec.head_dim * ELEMENT_BYTES[config.engine_dtype]
 
 
 def _cache(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:

@@ -20,13 +20,13 @@ from ctpo_megatron.config import (
     PolicyConfig,
     Problem,
     Split,
+    cache_bytes,
     gib,
     model_parameters,
     peak_memory,
 )
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import RunContext
-from ctpo_megatron.preflight.engine import cache_bytes
 
 ASLEEP = 2 * GIB
 """What a sleeping engine keeps: CUDA context, NCCL, workspaces, captured graphs. An estimate."""

@@ -100,7 +100,10 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         ),
         (["rollout.engine.max_model_len=600"], "exceeds the model's max_position_embeddings (512)"),
         (["policy.micro_batch_tokens=200"], "cannot hold the longest sequence"),
-        (["rollout.engine.kv_cache_mb=null"], "kv_cache_mb = null: required without CUDA"),
+        (
+            ["rollout.engine.kv_cache_mb=null", "rollout.engine.max_model_len=2000000000"],
+            "kv_cache_mb = null: one sequence of 2,000,000,000 tokens needs",
+        ),
         (["rollout.engine.model_runner=v2"], 'model_runner = "v2": needs CUDA and Triton; set v1'),
         (["rollout.weights.transport=nccl"], 'transport = "nccl": needs CUDA; set auto, file or tcp'),
         (["rollout.engine.block_size=16"], "must be a multiple of 32 without CUDA"),
