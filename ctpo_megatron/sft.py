@@ -43,7 +43,8 @@ def fine_tune(
                 controller.check_start()
             with report.phase("sft"):
                 metrics = trainer.fine_tune(batch, sft.conversations_per_step)
-            report.log_sft(step, sft.steps, metrics)
+            epoch = step * sft.conversations_per_step / len(conversations)
+            report.log_sft(step, sft.steps, metrics | {"sft/epoch": epoch})
             stopping = trainer.stop_agreed()
             if stopping or (every and step % every == 0):
                 persistence.save_sft(step, order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -140,9 +141,12 @@ def test_dry_run_is_light() -> None:
 def test_dry_run_for_another_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     arguments = ["train", "first.yaml", "--dry-run", "rollout.engine.kv_cache_mb=null"]
-    assert cli.main(arguments) == 2
+    assert cli.main(arguments) == 0
+    here = capsys.readouterr().out
+    assert re.search(r"KV cache of each +[\d,]+ MiB  128 sequences x 256 tokens x [\d,]+ bytes, at most", here)
     assert cli.main([*arguments, "--cuda"]) == 0
-    assert "data parallel              4" in capsys.readouterr().out
+    there = capsys.readouterr().out
+    assert "data parallel              4" in there and "KV cache of each" not in there
 
 
 def test_output_that_nobody_reads_is_no_error() -> None:

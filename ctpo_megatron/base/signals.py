@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,34 @@ ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Schedulers send the first two, a keyboard the third, a terminal or an SSH connection that is closed the last."""
 
 
+_LARGEST_SIGACTION = 1024
+"""Bytes for C's struct sigaction, of 152 with glibc on x86-64."""
+
+
 def heeded() -> tuple[signal.Signals, ...]:
     """The signals of `ENDING` that this process acts on: under `nohup` it survives its terminal."""
     spared = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in ENDING if not (spared and number == signal.SIGHUP))
+
+
+@contextmanager
+def action_kept(number: signal.Signals) -> Iterator[None]:
+    """Afterwards this process acts on the signal as before, whatever libraries have installed within, in C too.
+
+    In any thread, where Python's own function is for the main thread. Raises OSError.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = ctypes.create_string_buffer(_LARGEST_SIGACTION)
+    _checked(libc.sigaction(number, None, before))
+    try:
+        yield
+    finally:
+        _checked(libc.sigaction(number, before, None))
+
+
+def _checked(status: int) -> None:
+    if status:
+        raise OSError(ctypes.get_errno(), "sigaction")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ctpo_megatron.config import (
     GPU_GIB,
     Config,
     ConfigError,
+    CpuCache,
     DataConfig,
     Job,
     Problem,
@@ -26,6 +27,7 @@ from ctpo_megatron.config import (
     Sources,
     Split,
     dump,
+    free_memory,
     load_with_sources,
     node_ranks,
     rank_problem,
@@ -41,6 +43,7 @@ from ctpo_megatron.preflight import (
     RunPlan,
     check_data,
     check_extensions,
+    check_libraries,
     failed,
     has_cuda_device,
     memory_table,
@@ -112,13 +115,17 @@ def run(args: argparse.Namespace) -> int:
             placed = [place(problem, sources) for problem in data.problems]
             problems += failed(placed)
             warnings += [problem for problem in placed if not problem.failed]
+            warnings += check_libraries(config.sandbox, config.rollout)
     if problems:
         raise ConfigError(problems)
     if is_rank_zero():
         _print_warnings(warnings)
     if args.dry_run:
         if is_rank_zero():
-            _print_plan(config, job, args.gpu_gib, shapes or spec_for(config))
+            spec = shapes or spec_for(config)
+            _print_plan(config, job, args.gpu_gib, spec)
+            if not cuda:
+                _print_cache(config, spec)
             _print_data(data, args.full)
             _play_first(config, data, sources)
         return 0
@@ -197,6 +204,12 @@ def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> No
     node = GpuMemory(config, job, spec, gpu_gib).table()
     print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), node)
     _print_system_prompt(config.data, config.rollout)
+
+
+def _print_cache(config: Config, spec: ModelSpec) -> None:
+    cache = CpuCache.of(config, spec, free_memory())
+    why = "rollout.engine.kv_cache_mb" if config.rollout.engine.kv_cache_mb else str(cache)
+    print_table("Engines on a CPU", ("", "size", "from"), [("KV cache of each", f"{cache.mb:,} MiB", why)])
 
 
 def _print_system_prompt(data: DataConfig, rollout: RolloutConfig) -> None:

@@ -3,6 +3,7 @@
 config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigError names every mistake at once
 """
 
+from ctpo_megatron.config.engine_cache import SHARE, CpuCache, cache_bytes, free_memory
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import (
@@ -96,6 +97,7 @@ __all__ = [
     "NO_VALUE",
     "PREPARED",
     "PRESETS",
+    "SHARE",
     "USABLE",
     "AdvantageConfig",
     "CheckpointConfig",
@@ -104,6 +106,7 @@ __all__ = [
     "ConfigError",
     "CorrectionConfig",
     "CorruptionConfig",
+    "CpuCache",
     "DataConfig",
     "EngineConfig",
     "EvalConfig",
@@ -135,12 +138,14 @@ __all__ = [
     "WeightsConfig",
     "advantage_from_config",
     "available_cores",
+    "cache_bytes",
     "chat_template_names",
     "chat_template_text",
     "check_parallel",
     "dump",
     "engine_count",
     "family_for",
+    "free_memory",
     "gib",
     "head_chunk_rows",
     "in_flight",

@@ -20,10 +20,14 @@ class EngineConfig(Section):
     max_model_len: PositiveInt = Field(default=2048, description="longest sequence in tokens, prompt included")
     max_num_seqs: PositiveInt = Field(default=128, description="sequences decoded at once")
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
-        default="auto", description="precision; auto: as the model's config.json says"
+        default="auto", description="precision; auto: the trainer's (`policy.dtype`)"
     )
     tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs of one engine")
-    kv_cache_mb: PositiveInt | None = Field(default=None, description="KV cache size in MiB; required on CPU")
+    kv_cache_mb: PositiveInt | None = Field(
+        default=None,
+        description="KV cache size in MiB; null: on a CPU for what is sampled at once, within half of the free memory; "
+        "on CUDA what `gpu_memory_utilization` leaves",
+    )
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1, description="CUDA only")
     block_size: PositiveInt | None = Field(default=None, description="tokens of one KV block; null: vLLM's choice")
     enforce_eager: bool = Field(
@@ -148,6 +152,11 @@ class RolloutConfig(Section):
         default=None,
         description="stop when |sampler - trainer log-prob| exceeds this (a weight-sync bug); null: only log it",
     )
+
+    @property
+    def can_call_tools(self) -> bool:
+        """Whether a model turn may call a tool: there is one, and the turn is not the last."""
+        return bool(self.tools) and self.max_turns > 1
 
 
 class ClusterConfig(Section):

@@ -402,6 +402,12 @@ class Config(Section):
         yield from (("configuration", file) for file in self._files)
 
     @property
+    def engine_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Precision of the engines: `rollout.engine.dtype`, the trainer's where it is auto."""
+        chosen = self.rollout.engine.dtype
+        return self.policy.dtype if chosen == "auto" else chosen
+
+    @property
     def leaves_out_zero_advantage(self) -> bool:
         """Whether trajectories of advantage 0 are skipped in the passes: `policy.skip_zero_advantage`, if exact.
 

@@ -122,8 +122,9 @@ class RolloutEngine:
         # Calls of an actor run concurrently: a group may begin before the update that was called earlier has ended.
         async with self._updated:
             await self._updated.wait_for(lambda: self._version >= task.version)
+        run_seed, prompt_id = self._config.run.seed, task.prompt.id
         trajectories = [
-            Trajectory(task.prompt.id, i, trajectory_seed(self._config.run.seed, task.step, task.prompt.id, i))
+            Trajectory(prompt_id, i, trajectory_seed(run_seed, task.step, prompt_id, i, task.occurrence))
             for i in task.samples
         ]
         finished: list[Trajectory] = []

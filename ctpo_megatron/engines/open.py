@@ -63,10 +63,25 @@ def cluster_of(cluster: ClusterConfig) -> ClusterConfig | None:
 def _sandbox(sandbox: SandboxConfig, nodes: int, logs: Path) -> Iterator[str | None]:
     """Address of the sandbox of all engines; None: every node has its own."""
     if sandbox.url is not None:
+        for url in sandbox.url.split(","):
+            _warn_of_missing(url)
         yield sandbox.url
         return
     if nodes > 1 or node_sandbox.names_a_server():
+        if node_sandbox.names_a_server():
+            _warn_of_missing(node_sandbox.node_sandbox_url())
         yield None
         return
     with start_configured_server(sandbox, LogPaths(logs).sandbox) as server:
+        _warn_of_missing(server.url)
         yield server.url
+
+
+def _warn_of_missing(url: str) -> None:
+    try:
+        problems = list(node_sandbox.lacking(node_sandbox.not_installed(url), f"the sandbox {url}"))
+    except OSError as error:  # its clients try for longer
+        log.warning("warning: %s", error)
+        return
+    for problem in problems:
+        log.warning("warning: %s", problem)

@@ -16,7 +16,7 @@ import ray
 
 from ctpo_megatron.base.run_paths import LogPaths, RunPaths
 from ctpo_megatron.base.stop import Cancelled, NeverStop, Stop, stop_poll
-from ctpo_megatron.config import ClusterConfig, Config, Placement, engine_count
+from ctpo_megatron.config import ClusterConfig, Config, CpuCache, Placement, engine_count, free_memory, spec_for
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines.cluster import EngineGroup
 from ctpo_megatron.engines.handle import EngineHandle
@@ -101,8 +101,10 @@ class EnginePool:
     def _launch(self, gpus: float) -> None:
         device: Device = "cuda" if gpus > 0 else "cpu"
         config, in_cluster = self._spec.config, self._cluster is not None
+        if device == "cpu" and config.rollout.engine.kv_cache_mb is None:
+            config = _with_cache(config)
         transport = choose_transport(config.rollout.weights, config.placement, device, cluster=in_cluster)
-        self._spec = replace(self._spec, device=device, transport=transport)
+        self._spec = replace(self._spec, config=config, device=device, transport=transport)
         if self._cluster is not None:
             deadline = self._started_at + self.settings.start_timeout_s
             self._group = EngineGroup(self._spec, self._count, self._cluster, deadline)
@@ -376,3 +378,11 @@ class EnginePool:
                 engine.retry_start(failed[engine])
             else:
                 engine.admit()
+
+
+def _with_cache(config: Config) -> Config:
+    """With the size of an engine's KV cache on this CPU, which it logs."""
+    cache = CpuCache.of(config, spec_for(config), free_memory())
+    log.info("engines: a KV cache of %d MiB each (rollout.engine.kv_cache_mb; %s)", cache.mb, cache)
+    engine = config.rollout.engine.model_copy(update={"kv_cache_mb": cache.mb})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -24,7 +25,7 @@ from ray.exceptions import RayError
 
 from ctpo_megatron.base.addresses import is_own
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN, TOKEN_FILE
-from ctpo_megatron.base.signals import children_spared
+from ctpo_megatron.base.signals import action_kept, children_spared
 from ctpo_megatron.base.stop import NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.engines.tasks import EngineError
@@ -231,7 +232,8 @@ class RayRuntime:
 
     def _run(self) -> None:
         try:
-            self._connect()
+            with action_kept(signal.SIGTERM):  # Ray would print a trace of C++ before the run's own message
+                self._connect()
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             self._then(float(resources.get("GPU", 0.0)))
         except BaseException as error:  # raised by `wait` and `is_up`

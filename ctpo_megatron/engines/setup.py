@@ -52,7 +52,7 @@ class EngineSetup:
         engine, colocated = config.rollout.engine, config.placement.mode == "colocated"
         arguments: dict[str, Any] = {
             "model": model_path,
-            "dtype": engine.dtype,
+            "dtype": config.engine_dtype,  # never vLLM's `auto`, which makes float32 models bfloat16
             "seed": config.run.seed,
             "max_model_len": engine.max_model_len,
             "max_num_seqs": engine.max_num_seqs,

@@ -75,7 +75,7 @@ class GroupTask:
     """One prompt to be sampled once for each index in `samples`.
 
     early: finished samples can be fetched before the group is complete (`RolloutEngine.take_finished`). version: of the
-    weights that its engine is to take before: older ones sample none of it.
+    weights that its engine is to take before: older ones sample none of it. occurrence: as in `trajectory_seed`.
     """
 
     prompt: Prompt
@@ -84,6 +84,7 @@ class GroupTask:
     sampling: Sampling
     early: bool = False
     version: int = INITIAL_VERSION
+    occurrence: int = 0
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
-"""The sandbox of a cluster node: the node program starts it and passes its address on."""
+"""The sandbox of a cluster node, whose program passes its address on, and what a server that runs already lacks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 
 from ctpo_megatron.config import Problem
 
@@ -25,6 +26,31 @@ def node_sandbox_url() -> str:
             "`python -m ctpo_launchers.node`, or set sandbox.url"
         )
     return url
+
+
+def not_installed(url: str) -> list[str]:
+    """Libraries that programs may expect and the server at `url` lacks, as its `/health` says.
+
+    Raises OSError when it does not answer.
+    """
+    import httpx
+
+    from ctpo_sandbox.client import authorization
+
+    try:
+        # Ten seconds: it answers at once, unless its node is overloaded.
+        answer = httpx.get(f"{url}/health", headers=authorization(), timeout=10, trust_env=False).raise_for_status()
+        return [str(name) for name in answer.json().get("not_installed", ())]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise OSError(f"the sandbox {url} does not answer: {error}") from error
+
+
+def lacking(names: Sequence[str], whose: str) -> Iterator[Problem]:
+    """A warning that programs will miss these libraries, if there are any."""
+    if names:
+        message = f"{whose} lacks {', '.join(names)}: programs that import them fail, and the model learns not to"
+        fix = "pip install 'ctpo-megatron[sandbox-math]' into the server's environment"
+        yield Problem("sandbox", message, fix, severity="warning")
 
 
 def node_sandbox_problem() -> Problem | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ctpo_megatron.config import SandboxConfig
 from ctpo_megatron.environments.protocol import Schema, ToolResult, ToolUnavailable
+from ctpo_sandbox.records import WALL_FACTOR
 
 if TYPE_CHECKING:
     from ctpo_sandbox import ExecutionResult
@@ -55,11 +56,11 @@ class PythonTool:
             execution = await self._client.run(arguments["code"], run_timeout_s=self._run_timeout_s)
         except SandboxUnavailable as error:
             raise ToolUnavailable(str(error)) from error
-        return shown(execution)
+        return shown(execution, self._run_timeout_s)
 
 
-def shown(execution: ExecutionResult) -> ToolResult:
-    """What the model is shown: stdout on success, else status, the end of stderr and any stdout.
+def shown(execution: ExecutionResult, run_timeout_s: float) -> ToolResult:
+    """What the model is shown: stdout on success, else status, the end of stderr and any stdout; the limit it hit.
 
     Trailing newlines are dropped, as the chat template writes its own.
     """
@@ -69,5 +70,8 @@ def shown(execution: ExecutionResult) -> ToolResult:
     stderr = execution.stderr.strip("\n")
     if len(stderr) > _STDERR_CHARS:
         stderr = f"[... {len(stderr) - _STDERR_CHARS} characters cut ...]\n{stderr[-_STDERR_CHARS:]}"
-    parts = [f"[{execution.status}]", stderr, f"[stdout before the error]\n{stdout}" if stdout else ""]
+    status = f"[{execution.status}]"
+    if execution.status == "timeout":
+        status += f" A program may compute for {run_timeout_s:g} s, and end after {WALL_FACTOR * run_timeout_s:g} s."
+    parts = [status, stderr, f"[stdout before the error]\n{stdout}" if stdout else ""]
     return ToolResult("\n".join(part for part in parts if part), execution.status, execution.wall_s)

@@ -12,12 +12,13 @@ def _hash(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big") >> (64 - _BITS)
 
 
-def trajectory_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
+def trajectory_seed(run_seed: int, step: int, prompt_id: str, sample_index: int, occurrence: int = 0) -> int:
     """Seed of one trajectory: the top 53 bits of blake2b-64 over the fields joined by the unit separator (0x1f).
 
-    A retried group gets the same seeds, so a fault does not change what is sampled.
+    occurrence: how often the step has drawn the prompt before; 0 is no field, so a prompt that is drawn once has the
+    same seed as ever. A retried group gets the same seeds, so a fault does not change what is sampled.
     """
-    return _hash("trajectory", run_seed, step, prompt_id, sample_index)
+    return _hash("trajectory", run_seed, step, prompt_id, sample_index, *([occurrence] if occurrence else []))
 
 
 def turn_seed(seed: int, turn: int, tokens: int = 0) -> int:

@@ -122,7 +122,7 @@ def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
         "eval.temperature": config.eval.temperature,
         "eval.top_p": config.eval.top_p,
         "rollout.engine.max_model_len": rollout.engine.max_model_len,
-        "rollout.engine.dtype": rollout.engine.dtype,
+        "rollout.engine.dtype": config.engine_dtype,
         "sandbox": sandbox.model_dump(mode="json", include={"run_timeout_s", "cpu_s", "memory_mb", "output_kb"}),
         "reward": config.reward.model_dump(mode="json", include={"function", "by_source"}),
     }

@@ -30,29 +30,42 @@ from ctpo_megatron.policy.passes import Passes
 log = logging.getLogger(__name__)
 
 
-def check_mismatch(metrics: Mapping[str, float], limit: float | None, max_response_tokens: int) -> None:
+def check_mismatch(
+    metrics: Mapping[str, float], limit: float | None, max_response_tokens: int, dtypes: tuple[str, str]
+) -> None:
     """Raises RuntimeError when sampler and trainer log-probs differ by more than `limit` (nats; None: no limit).
 
     A batch without tokens of the current weights has nothing to compare. Warns once when their noise alone crosses the
-    clip window within `max_response_tokens` (`mismatch/t_star`).
+    clip window within `max_response_tokens` (`mismatch/t_star`). dtypes: of trainer and sampler, for the messages.
     """
     difference = metrics.get("mismatch/log_prob_abs_max", 0.0)
     if limit is not None and not difference <= limit:  # a NaN exceeds every limit
         raise RuntimeError(
             f"sampler and trainer log-probs differ by up to {difference:.3g}, more than rollout.mismatch_limit="
-            f"{limit}: a weight sync did not arrive, or the two sides compute in different precision"
+            f"{limit}. {_precision(dtypes)}"
         )
     if metrics.get("mismatch/t_star", math.inf) < max_response_tokens:
-        _warn_of_noise(max_response_tokens)
+        _warn_of_noise(max_response_tokens, dtypes)
+
+
+def _precision(dtypes: tuple[str, str]) -> str:
+    """What the precision of trainer and sampler says of the cause."""
+    trainer, sampler = dtypes
+    if trainer != sampler:
+        sides = f"the trainer computes in {trainer} (policy.dtype), the sampler in {sampler} (rollout.engine.dtype)"
+        return f"Likely: {sides}; set rollout.engine.dtype: auto"
+    rounding = "" if trainer == "float32" else f" the rounding of {trainer} (policy.dtype: float32 has less), or"
+    return f"Both sides compute in {trainer} (policy.dtype, rollout.engine.dtype). Likely:{rounding} a lost weight sync"
 
 
 @functools.cache
-def _warn_of_noise(longest: int) -> None:
+def _warn_of_noise(longest: int, dtypes: tuple[str, str]) -> None:
     log.warning(
         "sampler and trainer differ by so much noise at equal weights (mismatch/sigma) that a ratio against the "
-        "sampler leaves the clip window by it alone (at token mismatch/t_star) before rollout.max_response_tokens=%d: "
-        "compute both sides in the same precision, or see objective.correction (docs/objective.md)",
+        "sampler leaves the clip window by it alone (at token mismatch/t_star) before rollout.max_response_tokens=%d. "
+        "%s. See also objective.correction (docs/objective.md)",
         longest,
+        _precision(dtypes),
     )
 
 

@@ -25,7 +25,8 @@ class TrainSettings:
 
     batches: of the run. updates_per_batch: optimizer steps of a full batch. mini_batch_size: trajectories of one
     optimizer step, over all ranks. skip_zero_advantage: trajectories of advantage 0 stay out of the passes.
-    mismatch_limit, max_response_tokens: see `check_mismatch`. diagnostics: whether `TrainResult` has them.
+    mismatch_limit, max_response_tokens: see `check_mismatch`. sampler_dtype: `Config.engine_dtype`. diagnostics:
+    whether `TrainResult` has them.
     """
 
     objective: ObjectiveConfig
@@ -35,6 +36,7 @@ class TrainSettings:
     skip_zero_advantage: bool
     mismatch_limit: float | None
     max_response_tokens: int
+    sampler_dtype: str
     diagnostics: bool
 
     @classmethod
@@ -46,6 +48,7 @@ class TrainSettings:
         *,
         batches: int,
         skip_zero_advantage: bool,
+        sampler_dtype: str,
         diagnostics: bool,
     ) -> TrainSettings:
         """From the sections of a configuration."""
@@ -57,6 +60,7 @@ class TrainSettings:
             skip_zero_advantage=skip_zero_advantage,
             mismatch_limit=rollout.mismatch_limit,
             max_response_tokens=rollout.max_response_tokens,
+            sampler_dtype=sampler_dtype,
             diagnostics=diagnostics,
         )
 

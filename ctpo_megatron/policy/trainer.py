@@ -102,7 +102,8 @@ class Trainer:
                 if not updates:
                     # Now all old log-probs are known and no weight has changed, so a bad batch can still be refused.
                     metrics |= old_log_probs.after_first_gradient(mini_batches)
-                    check_mismatch(metrics, settings.mismatch_limit, settings.max_response_tokens)
+                    dtypes = self.config.dtype, settings.sampler_dtype
+                    check_mismatch(metrics, settings.mismatch_limit, settings.max_response_tokens, dtypes)
                 updates.append(steps.apply(gradient))
             steps.skip(settings.updates_per_batch - len(updates))
             metrics |= summarize_updates(updates)

@@ -24,7 +24,7 @@ from ctpo_megatron.preflight.doctor import diagnose, diagnose_run, install_line,
 from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.preflight.first_trajectory import play_first
 from ctpo_megatron.preflight.job import LAUNCH_CHECKS, NODE_CHECKS, LaunchContext, NodeContext
-from ctpo_megatron.preflight.machine import START_CHECKS, weight_bytes
+from ctpo_megatron.preflight.machine import START_CHECKS, check_libraries, weight_bytes
 from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
 from ctpo_megatron.preflight.placement import GpuMemory
 from ctpo_megatron.preflight.plan import RunPlan, memory_table
@@ -50,6 +50,7 @@ __all__ = [
     "check_data",
     "check_extensions",
     "check_prompt_file",
+    "check_libraries",
     "check_template",
     "diagnose",
     "diagnose_nodes",

@@ -335,6 +335,7 @@ def check_prompts(rollout: RolloutConfig, count: int | None) -> list[Problem]:
     size = rollout.prompts_per_step
     if count is None or count >= size:
         return []
-    message = f"is more than the {count} prompts of data.train: a prompt is in a batch up to {-(-size // count)} times"
+    times = f"a prompt is in a batch up to {-(-size // count)} times, each a group of its own with other seeds"
+    message = f"is more than the {count} prompts of data.train: {times}"
     fix = "lower it, or give more data"
     return [Problem("rollout.prompts_per_step", message, fix, size, severity="warning")]

@@ -19,6 +19,7 @@ from ctpo_megatron.config import (
     ClusterConfig,
     Config,
     ConfigError,
+    CpuCache,
     Job,
     Problem,
     RolloutConfig,
@@ -27,6 +28,7 @@ from ctpo_megatron.config import (
     Split,
     TrackingConfig,
     engine_count,
+    free_memory,
     model_parameters,
     passed,
     peak_memory,
@@ -44,7 +46,6 @@ from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import Check, Gpu, MachineContext, RunContext, Wanted, failed, run_checks
 from ctpo_megatron.preflight.configuration import validate
 from ctpo_megatron.preflight.devices import check_collectives, check_devices, gpus, torch_cuda
-from ctpo_megatron.preflight.engine import engine_dtype
 from ctpo_megatron.preflight.machine import NODE, check_machine, check_sandbox
 from ctpo_megatron.preflight.packages import check_imports, check_packages
 from ctpo_megatron.preflight.placement import GpuMemory
@@ -97,7 +98,7 @@ def _sizes(context: RunContext, spec: ModelSpec) -> dict[str, Any]:
     """The fields of `Wanted` that follow from the model."""
     config = context.config
     count, policy, kept = model_parameters(spec)[0], config.policy, config.checkpoint
-    weights = count * ELEMENT_BYTES[engine_dtype(config.rollout.engine, spec)]
+    weights = count * ELEMENT_BYTES[config.engine_dtype]
     # Weights, and the optimizer's two moments and, below float32, its copy of the weights.
     one = count * (ELEMENT_BYTES[policy.dtype] + 8 + (4 if policy.dtype != "float32" else 0))
     saves = kept.keep_last + kept.keep_best + 1 if kept.every else 1
@@ -114,9 +115,8 @@ def _host_bytes(context: RunContext, spec: ModelSpec, weights: float) -> float:
     config, job = context.config, context.job
     rank = peak_memory(spec, Split.of(config.policy, job.world_size)).while_sampling("none")
     engines = 0 if config.rollout.replay else engine_count(config)
-    return rank * (job.node_ranks or job.world_size) + engines * (
-        weights + (config.rollout.engine.kv_cache_mb or 0) * 2**20
-    )
+    cache = CpuCache.of(config, spec, free_memory()).mb * 2**20
+    return rank * (job.node_ranks or job.world_size) + engines * (weights + cache)
 
 
 def _sandbox(sandbox: SandboxConfig, rollout: RolloutConfig, cluster: ClusterConfig) -> str:

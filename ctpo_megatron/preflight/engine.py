@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctpo_megatron.config import ELEMENT_BYTES, DataConfig, EngineConfig, Problem, RolloutConfig, sequence_multiple
+from ctpo_megatron.config import (
+    SHARE,
+    CpuCache,
+    DataConfig,
+    EngineConfig,
+    Problem,
+    RolloutConfig,
+    cache_bytes,
+    free_memory,
+    sequence_multiple,
+)
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import RunContext, failed
 
@@ -86,7 +96,7 @@ def check_engine(context: RunContext) -> Iterator[Problem]:
         fix = f"it supports {', '.join(map(str, _CPU_HEAD_SIZES))}"
         yield context.error("model.path", f"head_dim {spec.head_dim} is unknown to vLLM's CPU attention", fix)
     yield from _cache(context, spec)
-    yield from _precision(context, spec)
+    yield from _precision(context)
 
 
 def check_engine_starts(context: RunContext) -> list[Problem]:
@@ -95,9 +105,12 @@ def check_engine_starts(context: RunContext) -> list[Problem]:
 
 
 def _cpu(context: RunContext, engine: EngineConfig) -> Iterator[Problem]:
-    if engine.kv_cache_mb is None:
-        message = "required without CUDA: vLLM would claim most of the machine's memory"
-        yield context.error("rollout.engine.kv_cache_mb", message, "64 suffices for a tiny model")
+    if context.spec is not None and engine.kv_cache_mb is None:
+        cache = CpuCache.of(context.config, context.spec, free_memory())
+        if cache.mb > cache.most_mb:
+            message = f"one sequence of {cache.tokens:,} tokens needs {cache.mb:,} MiB; {SHARE:.0%} of the free memory"
+            fix = "shorten rollout.engine.max_model_len, free memory, or give a size"
+            yield context.error("rollout.engine.kv_cache_mb", f"{message} is {cache.most_mb:,} MiB an engine", fix)
     if engine.model_runner == "v2":
         yield context.error("rollout.engine.model_runner", "needs CUDA and Triton", "set v1")
     if engine.block_size is not None and engine.block_size % 32:
@@ -124,36 +137,25 @@ def _transport(context: RunContext) -> Iterator[Problem]:
         yield context.error(key, "cannot join two processes on one GPU (placement.mode: colocated)", "set ipc")
 
 
-def engine_dtype(engine: EngineConfig, spec: ModelSpec) -> str:
-    """Of the engines' weights and of their keys and values."""
-    return spec.dtype if engine.dtype == "auto" else engine.dtype
-
-
-def cache_bytes(engine: EngineConfig, spec: ModelSpec) -> int:
-    """Bytes of the keys and values of one token on each GPU of an engine."""
-    heads = max(1, spec.num_key_value_heads // engine.tensor_parallel_size)
-    return 2 * spec.num_layers * heads * spec.head_dim * ELEMENT_BYTES[engine_dtype(engine, spec)]
-
-
 def _cache(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
     """vLLM refuses to start when its cache cannot hold one sequence of max_model_len."""
     engine = context.config.rollout.engine
     if engine.kv_cache_mb is None:
         return
-    per_token = cache_bytes(engine, spec)
+    per_token = cache_bytes(context.config, spec)
     needed = -(-per_token * engine.max_model_len // 2**20)
     if engine.kv_cache_mb < needed:
         message = f"cannot hold one sequence of {engine.max_model_len} tokens ({per_token} bytes each)"
         yield context.error("rollout.engine.kv_cache_mb", message, f"set at least {needed}")
 
 
-def _precision(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
+def _precision(context: RunContext) -> Iterator[Problem]:
     config = context.config
-    trainer, sampler = config.policy.dtype, engine_dtype(config.rollout.engine, spec)
+    trainer, sampler = config.policy.dtype, config.engine_dtype
     limit = config.rollout.mismatch_limit
     if trainer != sampler:
-        message = f"but the engine runs in {sampler}: sampler and trainer will disagree by rounding"
-        yield context.warning("policy.dtype", message, "set rollout.engine.dtype to the same")
+        message = f"but the engine runs in {sampler} (rollout.engine.dtype): their log-probs will differ by rounding"
+        yield context.warning("policy.dtype", message, "set rollout.engine.dtype: auto")
     if limit is not None and limit < _BFLOAT16_MISMATCH and "bfloat16" in (trainer, sampler):
         message = "is within the rounding of bfloat16: a healthy run may stop"
         yield context.warning("rollout.mismatch_limit", message, f"set {_BFLOAT16_MISMATCH} or more, or null")

@@ -14,10 +14,26 @@ from math import ceil
 from pathlib import Path
 
 from ctpo_megatron.base.run_paths import LogPaths
-from ctpo_megatron.config import NO_VALUE, Problem, Severity, available_cores, passed
-from ctpo_megatron.environments.node_sandbox import names_a_server, node_sandbox_problem, node_sandbox_url
+from ctpo_megatron.config import (
+    NO_VALUE,
+    Problem,
+    RolloutConfig,
+    SandboxConfig,
+    Severity,
+    available_cores,
+    passed,
+)
+from ctpo_megatron.environments.factory import needs_sandbox
+from ctpo_megatron.environments.node_sandbox import (
+    lacking,
+    names_a_server,
+    node_sandbox_problem,
+    node_sandbox_url,
+    not_installed,
+)
 from ctpo_megatron.preflight.check import Check, MachineContext, Wanted
 from ctpo_megatron.preflight.timeouts import CONNECT_TIMEOUT_S, SANDBOX_START_TIMEOUT_S
+from ctpo_sandbox.libraries import absent
 
 GIB = 1 << 30
 _OPEN_FILES = (1024, 65536)
@@ -139,7 +155,7 @@ def check_sandbox(context: MachineContext) -> list[Problem]:
     """Its isolation. One that does not start is only a warning where none is wanted."""
     require = context.wanted.sandbox
     if require == NODE or names_a_server():
-        return [_of_node()]
+        return list(_of_node())
     bad: Severity = "error" if require else "warning"
     fix = "docs/sandbox.md says what each level needs; sandbox.require takes less, sandbox.url another machine"
     try:
@@ -163,13 +179,30 @@ def check_sandbox(context: MachineContext) -> list[Problem]:
     return [
         passed("sandbox", f"level {health['level']}: {'; '.join(health['enforced'])}"),
         Problem("  not enforced", "; ".join(health["not_enforced"]), severity="warning"),
+        *lacking(health["not_installed"], "the sandbox of this machine"),
     ]
 
 
-def _of_node() -> Problem:
+def check_libraries(sandbox: SandboxConfig, rollout: RolloutConfig) -> list[Problem]:
+    """What programs may expect to import and the sandbox of a run lacks; a server that runs is asked."""
+    if not needs_sandbox(rollout) or rollout.replay is not None:
+        return []
+    if sandbox.url is None and not names_a_server():
+        return list(lacking(absent(), "the sandbox that a run starts"))
+    try:
+        urls = [node_sandbox_url()] if sandbox.url is None else sandbox.url.split(",")
+        return [problem for url in urls for problem in lacking(not_installed(url), f"the sandbox {url}")]
+    except (OSError, ValueError) as error:
+        return [Problem("sandbox", str(error), "start it before the run", severity="warning")]
+
+
+def _of_node() -> Iterator[Problem]:
     if problem := node_sandbox_problem():
-        return replace(problem, fix="logs/ of the node program say why it ended")
-    return passed("sandbox", f"this node's own answers at {node_sandbox_url()}")
+        yield replace(problem, fix="logs/ of the node program say why it ended")
+        return
+    url = node_sandbox_url()
+    yield passed("sandbox", f"this node's own answers at {url}")
+    yield from lacking(not_installed(url), "it")
 
 
 START_CHECKS: tuple[Check[None], ...] = (check_docstrings, check_temporary)

@@ -14,20 +14,19 @@ from ctpo_megatron.config import (
     GIB,
     USABLE,
     Config,
-    EngineConfig,
     Job,
     Memory,
     Placement,
     PolicyConfig,
     Problem,
     Split,
+    cache_bytes,
     gib,
     model_parameters,
     peak_memory,
 )
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import RunContext
-from ctpo_megatron.preflight.engine import cache_bytes, engine_dtype
 
 ASLEEP = 2 * GIB
 """What a sleeping engine keeps: CUDA context, NCCL, workspaces, captured graphs. An estimate."""
@@ -87,7 +86,7 @@ def check_gpu_memory(context: RunContext) -> Iterator[Problem]:
     config, spec, job, gpu_gib = context.config, context.spec, context.job, context.gpu_gib
     if spec is None or gpu_gib is None:
         return
-    share, least = config.rollout.engine.gpu_memory_utilization, least_of_engine(config.rollout.engine, spec)
+    share, least = config.rollout.engine.gpu_memory_utilization, least_of_engine(config, spec)
     if config.rollout.replay is None and share * gpu_gib * GIB < least:
         message = f"of {gpu_gib:g} GiB cannot hold the model and one longest sequence, {gib(least)} on each GPU"
         needed = math.ceil(100 * least / (gpu_gib * GIB)) / 100
@@ -144,7 +143,7 @@ class GpuMemory:
         most = peak_memory(self.spec, Split.of(config.policy, self.job.world_size))
         held = config.rollout.engine.gpu_memory_utilization * self.gpu_gib * GIB
         if config.placement.mode == "colocated" and placed.engines:
-            weights = _weights(config.rollout.engine, self.spec)
+            weights = _weights(config, self.spec)
             return _shared(config.policy, weights, most, held, _named(placed.engines))
         trainer = Moment(_named(placed.trainer), "in an update", {"trainer": most.total})
         alone = Moment(_named(placed.engines), "while sampling", {"engine": held})
@@ -198,7 +197,7 @@ class GpuMemory:
             for what in ("optimizer", "all"):
                 if policy.offload not in (what, "all"):
                     yield {"policy.offload": what}
-        smallest = least_of_engine(engine, spec) / (self.gpu_gib * GIB)
+        smallest = least_of_engine(config, spec) / (self.gpu_gib * GIB)
         for share in (0.5, 0.4, 0.3):
             if smallest <= share < engine.gpu_memory_utilization:
                 yield {"rollout.engine.gpu_memory_utilization": share}
@@ -238,15 +237,16 @@ def _shared(policy: PolicyConfig, weights: float, most: Memory, held: float, gpu
     )
 
 
-def _weights(engine: EngineConfig, spec: ModelSpec) -> float:
+def _weights(config: Config, spec: ModelSpec) -> float:
     """Bytes of the model on each GPU of an engine."""
-    return model_parameters(spec)[0] * ELEMENT_BYTES[engine_dtype(engine, spec)] / engine.tensor_parallel_size
+    whole = model_parameters(spec)[0] * ELEMENT_BYTES[config.engine_dtype]
+    return whole / config.rollout.engine.tensor_parallel_size
 
 
-def least_of_engine(engine: EngineConfig, spec: ModelSpec) -> float:
+def least_of_engine(config: Config, spec: ModelSpec) -> float:
     """Bytes with which an engine can start: weights, keys and values of one longest sequence, what it keeps asleep."""
-    sequence = cache_bytes(engine, spec) * engine.max_model_len
-    return _weights(engine, spec) + sequence + ASLEEP
+    sequence = cache_bytes(config, spec) * config.rollout.engine.max_model_len
+    return _weights(config, spec) + sequence + ASLEEP
 
 
 def _with(section: T, path: list[str], value: object) -> T:

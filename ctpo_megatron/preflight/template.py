@@ -44,7 +44,7 @@ _FIX = (
 
 
 def check_protocol(context: RunContext) -> Iterator[Problem]:
-    """The protocol `fenced` has one tool and no schemas; chat template and system prompt can be read."""
+    """The protocol `fenced` has one tool and no schemas; tools can run; chat template and system prompt can be read."""
     config = context.config
     template, prompt = config.model.chat_template, config.data.system_prompt
     if template is not None and (reason := _unreadable(chat_template_text, template)):
@@ -52,6 +52,10 @@ def check_protocol(context: RunContext) -> Iterator[Problem]:
         yield context.error("model.chat_template", f"cannot be read: {reason}", fix)
     if config.rollout.tool_parser.name == "fenced":
         yield from _fenced(context)
+    if config.rollout.tools and not config.rollout.can_call_tools:
+        tools = ", ".join(map(str, config.rollout.tools))
+        message = f"is the last turn, which may not call: the tools ({tools}) are offered and can never run"
+        yield context.warning("rollout.max_turns", message, "raise it, or set rollout.tools: []")
     for name in ("max_tool_calls", "max_tool_s"):
         if getattr(config.rollout, name) is not None and not config.rollout.tools:
             message = "limits calls, and rollout.tools is empty"

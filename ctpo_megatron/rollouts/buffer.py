@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,11 +84,23 @@ class OpenBatch:
         self.scored: dict[int, Group] = {}
         self.reports: dict[int, Any] = {}
         self.waiting: dict[int, Prompt] = {}
+        self._occurrences: dict[int, int] = {}
+        self._draws: Counter[str] = Counter()
         self.batch: Batch | None = None
         self.late: list[Prompt] = []
         self.late_groups = 0
         self._began = time.monotonic()
         self.seconds = 0.0
+
+    def occurrence(self, index: int, prompt: Prompt) -> int:
+        """How often the step has drawn the prompt before, now that it is to be sampled as group `index`.
+
+        Groups that a resumed run samples again keep their numbers. A number of a discarded group is not given again.
+        """
+        if self.waiting.get(index) != prompt:
+            self._occurrences[index] = self._draws[prompt.id]
+            self._draws[prompt.id] += 1
+        return self._occurrences[index]
 
     def add(self, index: int, group: Group, report: Any) -> None:
         """A group is scored."""
@@ -130,24 +143,27 @@ class OpenBatch:
         return batch
 
     def state_dict(self, in_flight: Mapping[Slot, Prompt], report_record: Any) -> dict[str, Any]:
-        """As a checkpoint keeps it: groups that are scored whole, of the others the prompt."""
+        """As a checkpoint keeps it: groups that are scored whole, of the others the prompt and which draw it is."""
         records: list[dict[str, Any]] = []
         for index in range(self.drawn):
             if (group := self.scored.get(index)) is None:
-                records.append({"prompt": in_flight[self.step, index].id})
+                records.append({"prompt": in_flight[self.step, index].id, "occurrence": self._occurrences[index]})
                 continue
             trajectories = [trajectory.to_json() for trajectory in group.trajectories]
             report = report_record(self.reports[index])
             records.append({"prompt": group.prompt.id, "trajectories": trajectories, "report": report})
-        return {"step": self.step, "refills": self.uniform.refills, "groups": records}
+        draws = dict(self._draws)
+        return {"step": self.step, "refills": self.uniform.refills, "draws": draws, "groups": records}
 
-    def load_groups(self, records: Sequence[Mapping[str, Any]], prompts: Mapping[str, Prompt], report_of: Any) -> None:
+    def load_groups(self, state: Mapping[str, Any], prompts: Mapping[str, Prompt], report_of: Any) -> None:
         """Take in the groups of a `state_dict`."""
+        records = state["groups"]
         self.drawn = len(records)
+        self._draws = Counter(state["draws"])
         for index, record in enumerate(records):
             prompt = prompts[record["prompt"]]
             if "trajectories" not in record:
-                self.waiting[index] = prompt
+                self.waiting[index], self._occurrences[index] = prompt, record["occurrence"]
                 continue
             group = Group(prompt, [Trajectory.from_json(trajectory) for trajectory in record["trajectories"]])
             self.add(index, group, report_of(record["report"]))

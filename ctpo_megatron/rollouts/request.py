@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,7 +23,8 @@ class Request:
 
     step: part of every sampling seed; groups of earlier steps go first. samples: trajectories of a group.
     replacements: endless, over the prompts of the data, each once an epoch; the next one is sampled instead of a
-    quarantined prompt. None: its group is left out.
+    quarantined prompt. None: its group is left out. occurrence: numbers the draws of one prompt for the step, given the
+    prompt that is sampled in the end; it is part of the seeds, so that copies differ. None: every prompt is drawn once.
     early: samples are reported as they finish, and complete groups without them. done: sample indices that are not
     wanted, by prompt id.
     """
@@ -32,17 +33,20 @@ class Request:
     samples: int
     sampling: Sampling
     replacements: Iterator[Prompt] | None = None
+    occurrence: Callable[[Prompt], int] | None = None
     early: bool = False
     done: Mapping[str, Collection[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class GroupJob:
-    """A group to sample: its slot in the answer, how often it failed, and when it may be tried again (monotonic)."""
+    """A group to sample: its slot in the answer, which draw of its prompt it is, how often it failed, and when it may
+    be tried again (monotonic)."""
 
     slot: Hashable
     prompt: Prompt
     request: Request
+    occurrence: int = 0
     failures: int = 0
     not_before: float = 0.0
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Self
 
 from ctpo_megatron.base.stop import STOP_POLL_S, Cancelled, Stop
@@ -204,7 +205,7 @@ class Rollouts:
     def _restored(self, record: Mapping[str, Any]) -> OpenBatch:
         opened = OpenBatch(record["step"], self._uniform(record["refills"]))
         prompts = self._prompts.named({group["prompt"] for group in record["groups"]})
-        opened.load_groups(record["groups"], prompts, self._scorer.report_of)
+        opened.load_groups(record, prompts, self._scorer.report_of)
         return opened
 
     @property
@@ -364,7 +365,7 @@ class Rollouts:
         """Begin the batches that the current version permits."""
         for opened in self._open:
             for index, prompt in opened.waiting.items():
-                self._generator.add((opened.step, index), prompt, self._request(opened.step))
+                self._generator.add((opened.step, index), prompt, self._request(opened, index))
             opened.waiting.clear()
         self._next = self._next or self._version  # the first step trains the version that is published first
         while self._next <= min(self._settings.steps, self._version + self.ahead):
@@ -376,12 +377,13 @@ class Rollouts:
     def _draw(self, opened: OpenBatch, count: int) -> None:
         for prompt in self._ledger.take(count):
             index, opened.drawn = opened.drawn, opened.drawn + 1
-            self._generator.add((opened.step, index), prompt, self._request(opened.step))
+            self._generator.add((opened.step, index), prompt, self._request(opened, index))
 
-    def _request(self, step: int) -> Request:
+    def _request(self, opened: OpenBatch, index: int) -> Request:
         config = self._config
         sampling = Sampling(config.temperature, config.top_p, config.top_k)
-        return Request(step, config.samples_per_prompt, sampling, self._ledger.replacements())
+        replacements, occurrence = self._ledger.replacements(), partial(opened.occurrence, index)
+        return Request(opened.step, config.samples_per_prompt, sampling, replacements, occurrence)
 
     def _take_scores(self) -> None:
         by_step = {opened.step: opened for opened in self._open}

@@ -134,7 +134,8 @@ class Scheduler:
                 return
             prompt = self._quarantine.draw(request.replacements)
         self._pool.check_prompt(prompt)
-        self._waiting.append(GroupJob(slot, prompt, request))
+        occurrence = request.occurrence(prompt) if request.occurrence is not None else 0
+        self._waiting.append(GroupJob(slot, prompt, request, occurrence))
 
     def submit(self) -> None:
         """See `Generator`. The least busy engine comes first, and takes as many groups as fill its batches."""
@@ -160,7 +161,9 @@ class Scheduler:
         request = job.request
         done = {*request.done.get(job.prompt.id, ()), *self._reported.get(job.prompt.id, ())}
         samples = tuple(index for index in range(request.samples) if index not in done)
-        task = GroupTask(job.prompt, request.step, samples, request.sampling, early=request.early)
+        task = GroupTask(
+            job.prompt, request.step, samples, request.sampling, early=request.early, occurrence=job.occurrence
+        )
         self._in_flight[engine.submit(task)] = _InFlight(job, engine, engine.launches, deadline, len(samples))
         self._pool.occupancy.add(engine.index, len(samples))
 

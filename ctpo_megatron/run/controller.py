@@ -45,7 +45,7 @@ class Controller:
         memory afterwards."""
         self._trainer, self._report = trainer, report
         self._rollouts, self._evaluation, self._pool = services.rollouts, services.evaluation, services.pool
-        self._ahead = config.rollout.max_staleness > 0
+        self._ahead, self._dtype = config.rollout.max_staleness > 0, config.policy.dtype
         # Not before the thread of the rollouts has begun, which would do the same.
         self._yields = self._ahead and not capabilities().cuda
         self._connected = False
@@ -92,8 +92,15 @@ class Controller:
                 facts = self._pool.wait_ready()
                 chosen = self._pool.settings.weights.transport
                 log.info("weights go to the engines by %s (rollout.weights.transport: %s)", facts.transport, chosen)
+                self._compare_precision(str(facts.dtype).removeprefix("torch."))
                 self._trainer.connect(facts)
         self._connected = True
+
+    def _compare_precision(self, sampler: str) -> None:
+        """Say where the engines have come up in another precision than the trainer's, whatever was configured."""
+        if sampler != self._dtype:
+            sides = f"the engines compute in {sampler} (rollout.engine.dtype), the trainer in {self._dtype}"
+            log.warning("warning: %s (policy.dtype): their log-probs will differ by rounding", sides)
 
     def next_batch(self, step: int) -> Batch | None:
         """The batch of a step; None when the run is to stop."""

@@ -203,6 +203,7 @@ class TrainerGroup:
             config.rollout,
             batches=config.run.steps,
             skip_zero_advantage=config.leaves_out_zero_advantage,
+            sampler_dtype=config.engine_dtype,
             diagnostics=config.tracking.trajectories != "none",
         )
         self.trainer.prepare_rl(settings, self.phases)

@@ -24,6 +24,7 @@ from ctpo_megatron.tracking import (
     Phases,
     PhaseTimer,
     TrainLog,
+    conversation_uses,
     discard_dumps,
     first_batch_warnings,
     open_trackers,
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _SAMPLE = 8
 """Prompts of a step whose trajectories `tracking.trajectories: sample` writes."""
-_SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/tokens_per_s")
+_SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/epoch", "sft/tokens_per_s")
 
 
 class Reporter:
@@ -63,7 +64,7 @@ class Reporter:
         self._display = self._exit.enter_context(display)
         self._dumps = self._exit.enter_context(closing(DumpWriter()))
         self._sft: MetricsWriter | None = None
-        self._tools, self._is_first_batch = bool(config.rollout.tools), True
+        self._tools, self._is_first_batch = config.rollout.can_call_tools, True
         self.note(f"writing to {directory}")
 
     @classmethod
@@ -179,7 +180,9 @@ class Reporter:
         record = sft_metrics(metrics | throughput_metrics(metrics, self._peaks))
         self._sft.log(step, record)
         self.progress.step = step
-        self._display.progress(step, total, {name: record[name] for name in _SFT_SHOWN})
+        self._display.progress(step, total, {name: record[name] for name in _SFT_SHOWN if name in record})
+        if step == total and "sft/epoch" in record:
+            self.note(f"[sft] conversations: {conversation_uses(record['sft/epoch'])}")
 
     def discard(self, after: int, record: Mapping[str, Any] | None) -> None:
         """Set aside dumps and metrics beyond step `after`; see `MetricsWriter.truncate_after`."""

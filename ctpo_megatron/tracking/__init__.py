@@ -17,7 +17,7 @@ from ctpo_megatron.tracking.learning import first_batch_warnings
 from ctpo_megatron.tracking.metrics import MetricsWriter, read_metrics
 from ctpo_megatron.tracking.panels import LIGHT
 from ctpo_megatron.tracking.report import write_page, write_report
-from ctpo_megatron.tracking.summary import Summary, print_summary, summarize
+from ctpo_megatron.tracking.summary import Summary, conversation_uses, print_summary, summarize
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
 from ctpo_megatron.tracking.timing import Phases, PhaseTimer, Progress
 from ctpo_megatron.tracking.trackers import PROMETHEUS_ADDRESS, Tracker, Trackers, open_trackers, tracker_problem
@@ -48,6 +48,7 @@ __all__ = [
     "Tracker",
     "Trackers",
     "TrainLog",
+    "conversation_uses",
     "discard_dumps",
     "drawn",
     "first_batch_warnings",

@@ -32,7 +32,7 @@ def first_batch_warnings(metrics: Mapping[str, float], dump: str, *, tools: bool
     none.
 
     metrics: of the step; missing ones are not judged. dump: the file with its trajectories. tools: whether the model
-    has any.
+    can call any (`RolloutConfig.can_call_tools`).
     """
     yield from _no_verdict(metrics, dump)
     yield from _no_signal(metrics, dump)

@@ -18,10 +18,13 @@ from ctpo_megatron.tracking.figures import write_figures
 from ctpo_megatron.tracking.learning import Indicator, learning_checks
 from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
 from ctpo_megatron.tracking.run_data import RunData, Series
-from ctpo_megatron.tracking.summary import LAST, Summary, evaluation_label, summarize
+from ctpo_megatron.tracking.summary import LAST, Summary, conversation_uses, evaluation_label, summarize
 from ctpo_megatron.tracking.trajectory_view import sample_views
 
 _TEMPLATES = Path(__file__).parent / "templates"
+
+ROUNDING = {"float32": 0.005, "bfloat16": 0.05}
+"""Mean |sampler - trainer log-prob| in nats that rounding gives at most, by the precision of both; generous."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,7 @@ def left_out(run: RunData, shown: list[Panel], figures: dict[str, Any]) -> Itera
 def checks(run: RunData) -> Iterator[Indicator]:
     """Rows of the health section: whether the run could learn, and numbers that should be zero or small."""
     yield from learning_checks(run)
-    limit = run.setting("rollout.mismatch_limit")
-    judged = f"limit {limit:g}" if limit else "no limit set"
-    yield from _largest(run, "mismatch/log_prob_abs_max", "Sampler–trainer mismatch", limit, f"nats; {judged}")
+    yield from _mismatch(run)
     yield from _noise(run)
     note = "nats in the first mini-batch; above 0.001 the pass for old log-probs and the training pass disagree"
     if run.setting("objective.anchor") != "behaviour":  # there the first ratio compares sampler and trainer
@@ -174,6 +175,28 @@ def rank_memory(run: RunData) -> list[tuple[str, list[str]]]:
     ranks, last = list(steps[-1]), steps[-1]
     rows = [ranks[start : start + 8] for start in range(0, len(ranks), 8)]
     return [(f"ranks {row[0]}–{row[-1]}", [f"{last[rank]:,.0f}" for rank in row]) for row in rows]
+
+
+def _mismatch(run: RunData) -> Iterator[Indicator]:
+    """Judged by the limit, or without one by the rounding of the precision. Two precisions are never good."""
+    if not (largest := run.series("mismatch/log_prob_abs_max")):
+        return
+    value, label = f"{max(largest.values):.2g}", "Sampler–trainer mismatch"
+    trainer, chosen = (run.setting(key) or "" for key in ("policy.dtype", "rollout.engine.dtype"))
+    sampler = trainer if chosen == "auto" else chosen
+    limit, means = run.setting("rollout.mismatch_limit"), run.series("mismatch/log_prob_abs_mean")
+    rounding = ROUNDING.get(trainer)
+    if trainer != sampler and run.setting("rollout.replay") is None:
+        note = f"nats; policy.dtype is {trainer}, rollout.engine.dtype {sampler}: give both the same (auto)"
+        yield Indicator(label, value, False, note)
+    elif limit is not None:
+        yield Indicator(label, value, max(largest.values) <= limit, f"nats; limit {limit:g}")
+    elif means and rounding is not None:
+        mean = max(means.values)
+        note = f"nats; mean {mean:.2g}, {trainer} on both sides (policy.dtype, rollout.engine.dtype) has {rounding:g}"
+        yield Indicator(label, value, mean <= rounding, f"{note} at most, unless a weight sync was lost")
+    else:
+        yield Indicator(label, value, None, "nats; no limit set")
 
 
 def _noise(run: RunData) -> Iterator[Indicator]:
@@ -216,6 +239,8 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
     yield "Batch", f"{prompts} prompts × {samples} samples, mini-batches of {mini} prompts"
     yield "Learning rate", f"{get('policy.optimizer.lr', '?')} ({get('policy.optimizer.schedule', '?')})"
     yield "Sampling", f"temperature {get('rollout.temperature', '?')}, up to {get('rollout.max_turns', '?')} turns"
+    if epoch := run.series("sft/epoch"):
+        yield "SFT conversations", conversation_uses(epoch.values[-1])
     yield "Seed", str(get("run.seed", "?"))
     if started := run.environment.get("started"):
         yield "Started", str(started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,8 @@ class Summary:
     reward: first RL step, and the mean of the last five.
     accuracy: per data source, the first and the last evaluation.
     tool_use: share of trajectories with a successful call, first and last RL step.
-    peak_mib: largest peak memory of a trainer rank. phases: seconds over all RL steps; stages: of each stage of the
-    run.
+    peak_mib: largest peak memory of a trainer rank. sft_epoch: mean uses of a conversation by SFT.
+    phases: seconds over all RL steps; stages: of each stage of the run.
     """
 
     steps: int
@@ -44,6 +45,7 @@ class Summary:
     tokens: float | None
     tokens_per_second: float | None
     peak_mib: float | None
+    sft_epoch: float | None
     phases: dict[str, TimeSpent]
     stages: dict[str, TimeSpent]
     report: Path | None
@@ -66,7 +68,7 @@ def summarize(run: RunData | Path) -> Summary:
     run = run if isinstance(run, RunData) else RunData.load(run)
     report = RunPaths(run.directory).report
     tokens, wall = run.series("tokens/total"), run.series("time/step")
-    memory = run.series("memory/trainer_peak_mib")
+    memory, epoch = run.series("memory/trainer_peak_mib"), run.series("sft/epoch")
     total_tokens = sum(tokens.values) if tokens else None
     return Summary(
         steps=max((record["step"] for record in run.metrics), default=0),
@@ -76,6 +78,7 @@ def summarize(run: RunData | Path) -> Summary:
         tokens=total_tokens,
         tokens_per_second=total_tokens / sum(wall.values) if total_tokens and wall and sum(wall.values) else None,
         peak_mib=max(memory.values) if memory else None,
+        sft_epoch=epoch.values[-1] if epoch else None,
         phases=_phases(run),
         stages=run.stages,
         report=report if report.exists() else None,
@@ -103,6 +106,17 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
     (console or Console()).print(
         Panel(grid, title=f"[bold]{run.setting('run.name', run.directory.name)}[/]", border_style="dim", expand=False)
     )
+
+
+def conversation_uses(epoch: float) -> str:
+    """How often SFT used each conversation, in words; epoch: the mean. No count differs from another by more than 1."""
+    mean = round(epoch, 6)
+    low, high = math.floor(mean), math.ceil(mean)
+    if low == high:
+        return "each used once" if low == 1 else f"each used {low} times"
+    if low == 0:
+        return f"{mean:.1%} used once, the others never"
+    return f"each used {low} or {high} times, {mean:.2f} on average"
 
 
 def evaluation_label(run: RunData) -> str:
@@ -165,6 +179,8 @@ def _dim_cpu(seconds: TimeSpent) -> str:
 
 def _closing(summary: Summary) -> str:
     parts = [f"{summary.steps} RL steps"]
+    if summary.sft_epoch:
+        parts.append(f"SFT conversations: {conversation_uses(summary.sft_epoch)}")
     if summary.tokens:
         parts.append(f"{summary.tokens:,.0f} tokens")
     if summary.tokens_per_second:

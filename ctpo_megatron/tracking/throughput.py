@@ -43,6 +43,7 @@ def sft_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Record of a supervised step for `sft.jsonl`: `metrics` and their `throughput_metrics`."""
     names = {
         "sft/loss": "supervised/loss",
+        "sft/epoch": "sft/epoch",
         "sft/grad_norm": "actor/grad_norm",
         "sft/bad_steps": "actor/bad_steps",
         "sft/lr": "actor/lr",

@@ -1,4 +1,4 @@
-"""The forked child: drops its privileges, then behaves like `python main.py` until it exits.
+"""The forked child: drops its privileges, then behaves like `python -u main.py` until it exits.
 
 Every memory page that it writes to is copied, and even reading a Python object writes to it (reference counts). So its
 worker prepares everything that can be prepared.

@@ -1,4 +1,4 @@
-"""Runs a snippet like `python main.py`: module, outputs, recursion limit, and shutdown."""
+"""Runs a snippet like `python -u main.py`: module, outputs, recursion limit, and shutdown."""
 
 import _signal  # type: ignore[import-not-found]  # without the enums of signal
 import _thread
@@ -77,12 +77,14 @@ def prepare_main(*, explain: bool) -> None:
 
 
 def _output(number: int, name: str) -> io.TextIOWrapper:
-    """Such a stdout or stderr, otherwise as the interpreter creates it."""
+    """Such a stdout or stderr, otherwise as the interpreter creates it with -u.
+
+    Nothing is kept back: what is in a buffer when a limit ends the program would be lost.
+    """
     made = getattr(sys, name)
     raw = _Output(number, "w", closefd=False)
     raw.name = f"<{name}>"
-    buffer = io.BufferedWriter(raw)
-    stream = io.TextIOWrapper(buffer, made.encoding, made.errors, "\n", line_buffering=made.line_buffering)
+    stream = io.TextIOWrapper(raw, made.encoding, made.errors, "\n", write_through=True)
     stream.mode = "w"  # type: ignore[misc]
     return stream
 

@@ -100,7 +100,10 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         ),
         (["rollout.engine.max_model_len=600"], "exceeds the model's max_position_embeddings (512)"),
         (["policy.micro_batch_tokens=200"], "cannot hold the longest sequence"),
-        (["rollout.engine.kv_cache_mb=null"], "kv_cache_mb = null: required without CUDA"),
+        (
+            ["rollout.engine.kv_cache_mb=null", "rollout.engine.max_model_len=2000000000"],
+            "kv_cache_mb = null: one sequence of 2,000,000,000 tokens needs",
+        ),
         (["rollout.engine.model_runner=v2"], 'model_runner = "v2": needs CUDA and Triton; set v1'),
         (["rollout.weights.transport=nccl"], 'transport = "nccl": needs CUDA; set auto, file or tcp'),
         (["rollout.engine.block_size=16"], "must be a multiple of 32 without CUDA"),
@@ -202,10 +205,18 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
         ),
         (["rollout.top_p=0.9"], "rollout.top_p = 0.9: the sampler's log-probs are of the filtered distribution"),
         (["policy.dtype=bfloat16"], 'policy.dtype = "bfloat16": but the engine runs in float32'),
+        (
+            ["rollout.engine.dtype=bfloat16"],
+            "(rollout.engine.dtype): their log-probs will differ by rounding; set roll",
+        ),
         (["rollout.mismatch_limit=0.001", "policy.dtype=bfloat16"], "is within the rounding of bfloat16"),
         (["eval.samples=4"], "greedy decoding gives the same answer every time"),
         (["eval.prompts=4"], "eval.prompts = 4: has no effect without data.eval"),
         (["policy.optimizer.warmup_steps=32"], "never reaches the full lr: there are 32 optimizer steps"),
+        (
+            ["rollout.max_turns=1"],
+            "rollout.max_turns = 1: is the last turn, which may not call: the tools (python)",
+        ),
         (["rollout.max_turn_tokens=500"], "never acts: rollout.max_response_tokens (176) is smaller"),
         (
             ["rollout.group_timeout_s=60"],
@@ -253,6 +264,20 @@ def test_cache_must_hold_one_sequence(config_with: Make) -> None:
     (text,) = found(config_with(), spec=wide)
     assert "rollout.engine.kv_cache_mb = 64: cannot hold one sequence of 256 tokens (294912 bytes each)" in text
     assert text.endswith("set at least 72")
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("trainer", "chosen", "each"), [("float32", "auto", 4), ("bfloat16", "auto", 2), ("float32", "bfloat16", 2)]
+)
+def test_sizes_are_planned_for_the_precision_that_the_engine_gets(
+    config_with: Make, stored: str, trainer: str, chosen: str, each: int
+) -> None:
+    wide = replace(SPEC, num_layers=36, num_key_value_heads=8, head_dim=128, dtype=stored)
+    keys = [f"policy.dtype={trainer}", f"rollout.engine.dtype={chosen}", "rollout.engine.kv_cache_mb=1"]
+    texts = found(config_with(*keys, "rollout.mismatch_limit=null"), spec=wide)
+    assert any(f"tokens ({2 * 36 * 8 * 128 * each} bytes each)" in text for text in texts)
+    assert [text for text in texts if "policy.dtype" in text and chosen == "auto"] == []
 
 
 def test_head_size_that_the_cpu_engine_lacks(config_with: Make) -> None:
@@ -334,6 +359,19 @@ def test_modules_of_dense_layers_are_not_those_of_experts(config_with: Make) -> 
 
 
 # --- layout -----------------------------------------------------------------------------------------------------
+
+
+def test_a_single_turn_without_tools_is_fine(config_with: Make) -> None:
+    assert found(config_with("rollout.max_turns=1", "rollout.tools=[]")) == []
+    assert found(config_with("rollout.tools=[]")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "can"),
+    [([], True), (["rollout.max_turns=2"], True), (["rollout.max_turns=1"], False), (["rollout.tools=[]"], False)],
+)
+def test_whether_a_tool_can_be_called(config_with: Make, overrides: list[str], can: bool) -> None:
+    assert config_with(*overrides).rollout.can_call_tools is can
 
 
 def test_layout_arithmetic(config_with: Make) -> None:

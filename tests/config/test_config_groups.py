@@ -106,7 +106,7 @@ def test_a_batch_of_more_prompts_than_there_are_is_warned_of(config_with: Make) 
     assert problem.severity == "warning"
     assert str(problem) == (
         "rollout.prompts_per_step = 64: is more than the 5 prompts of data.train: "
-        "a prompt is in a batch up to 13 times; lower it, or give more data"
+        "a prompt is in a batch up to 13 times, each a group of its own with other seeds; lower it, or give more data"
     )
     assert list(check_prompts(config.rollout, 64)) == list(check_prompts(config.rollout, None)) == []
 

@@ -23,7 +23,9 @@ def test_a_run_writes_what_it_promises(finished: Path) -> None:
     metrics = records(finished)
     assert [record["step"] for record in metrics] == [0, 1, 2, 3]
     assert "val/toolmath/acc/mean@1" in metrics[0] and "val/toolmath/acc/mean@1" in metrics[-1]
-    assert len(records(finished, "sft.jsonl")) == 40
+    supervised = records(finished, "sft.jsonl")
+    assert len(supervised) == 40 and supervised[-1]["sft/epoch"] == 40 * supervised[0]["sft/epoch"] > 0
+    assert "[sft] conversations: " in (finished / "output.txt").read_text()
     for path in ("config.yaml", "report.html", "figures/reward.png", "model/config.json", "model/tokenizer.json"):
         assert (finished / path).stat().st_size > 0, path
     assert list((finished / "tensorboard").glob("events.*"))
@@ -170,7 +172,10 @@ def test_a_replay_repeats_the_run_without_engines(ctpo: Ctpo, finished: Path) ->
 
 
 @pytest.mark.slow  # without engines: test_kill_resume.py
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)],
+)
 def test_a_signal_to_the_whole_job_checkpoints_the_step_at_hand(
     ctpo: Ctpo, number: signal.Signals, status: int
 ) -> None:
@@ -181,6 +186,7 @@ def test_a_signal_to_the_whole_job_checkpoints_the_step_at_hand(
     run = ctpo.directory / "runs" / name
     assert ended == status, output[-4000:]
     assert ": a checkpoint follows, within" in output
+    assert "***" not in output and "PC: @" not in output  # no native trace, as of a crash
     done = records(run)[-1]["step"]
     assert 1 <= done < 5 and (run / "checkpoints" / f"step_{done:06d}" / "COMPLETE.json").exists()
     continued = ctpo.train(*settings, "run.resume=auto")

@@ -39,7 +39,7 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
     rollout: its settings; `sections`: further ones of the configuration.
     """
     sections = rollout.pop("sections", {})
-    engine = {"max_model_len": 320, "max_num_seqs": 64, "dtype": "float32", "kv_cache_mb": 32, "block_size": 32}
+    engine = {"max_model_len": 320, "max_num_seqs": 64, "kv_cache_mb": 32, "block_size": 32}
     settings = {
         "max_turns": 3,
         "max_turn_tokens": MAX_TURN,

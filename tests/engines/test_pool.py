@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from itertools import count
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from ctpo_megatron.base.stop import Cancelled
 from ctpo_megatron.data.batch import Group
@@ -21,6 +23,7 @@ from tests.engines.pool_helpers import (
     MAX_TURN,
     Stage,
     engine_processes,
+    groups_of,
     largest_log_prob_error,
     tokens,
     versions,
@@ -74,6 +77,13 @@ def test_an_engine_on_a_cpu_is_one_process(stage: Stage) -> None:
     assert {actor.nice() for actor in actors} == {psutil.Process().nice()}  # Ray's default is 15 more
 
 
+def test_an_engine_has_the_trainers_precision(stage: Stage) -> None:
+    """vLLM's own `auto` would make this float32 model bfloat16."""
+    config = stage.fleet._spec.config
+    assert config.rollout.engine.dtype == "auto" and config.policy.dtype == "float32"
+    assert stage.fleet.wait_ready().dtype == torch.float32
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_rollout_log_probs_is_the_models(stage: Stage, temperature: float) -> None:
     groups = stage.generate(stage.prompts(3), step=1, temperature=temperature)
@@ -96,6 +106,14 @@ def test_same_seed_same_tokens_and_other_step_other_tokens(stage: Stage) -> None
         ids for i in range(7, -1, -1) for ids in first[4 * i : 4 * i + 4]
     ]
     assert tokens(stage.generate(prompts, step=4)) != first
+
+
+def test_a_prompt_that_is_drawn_twice_is_sampled_twice(stage: Stage) -> None:
+    [prompt], draws = stage.prompts(1), count()
+    once = stage.generate([prompt], step=7)
+    request = Request(7, 4, Sampling(), occurrence=lambda _: next(draws))
+    first, second = groups_of(stage.scheduler.another(), [prompt] * 2, request)
+    assert tokens([first]) == tokens(once) and not {*map(tuple, tokens([second]))} & {*map(tuple, tokens(once))}
 
 
 def test_samples_are_handed_over_as_they_finish_and_others_are_not_played(stage: Stage) -> None:

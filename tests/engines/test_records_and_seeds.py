@@ -20,7 +20,7 @@ from ctpo_megatron.rollouts.metrics import rollout_metrics
 
 
 def test_seed_values_never_change() -> None:
-    assert trajectory_seed(0, 0, "p", 0) == SEED_A
+    assert trajectory_seed(0, 0, "p", 0) == trajectory_seed(0, 0, "p", 0, occurrence=0) == SEED_A
     assert turn_seed(SEED_A, 1) == SEED_B
 
 
@@ -29,8 +29,9 @@ SEED_A, SEED_B = 410233806287856, 8191741766354100
 
 def test_seeds_differ_in_every_field_and_fit_json() -> None:
     seeds = {trajectory_seed(r, s, p, i) for r in (0, 1) for s in range(5) for p in ("a", "b", "a1") for i in range(5)}
+    seeds |= {trajectory_seed(0, 0, "a", i, occurrence) for i in range(5) for occurrence in range(1, 5)}
     seeds |= {turn_seed(7, t) for t in range(5)}
-    assert len(seeds) == 2 * 5 * 3 * 5 + 5
+    assert len(seeds) == 2 * 5 * 3 * 5 + 5 * 4 + 5
     assert all(0 <= seed < 2**53 for seed in seeds)
     assert trajectory_seed(1, 11, "p", 0) != trajectory_seed(11, 1, "p", 0)
 

@@ -50,6 +50,7 @@ actor = engine.RolloutEngine(0, spec)
 asyncio.run(actor.start())
 (arguments,) = LLM.made
 assert arguments["gpu_memory_utilization"] == config.rollout.engine.gpu_memory_utilization
+assert arguments["dtype"] == "float32" and config.rollout.engine.dtype == "auto"
 assert "enable_chunked_prefill" not in arguments and "TORCHDYNAMO_DISABLE" not in os.environ
 print("CPU:", [name for name in sys.modules if name.startswith("ctpo_megatron.engines.cpu")])
 """

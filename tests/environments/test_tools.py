@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError
+from ctpo_megatron.data.toolmath.conversations import PROTOCOLS
 from ctpo_megatron.data.trajectory import ToolCall
+from ctpo_megatron.environments.parsers.fenced import FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolResult, ToolUnavailable
 from ctpo_megatron.environments.python_tool import PythonTool, shown
@@ -135,7 +137,7 @@ def test_plain_text_is_no_call() -> None:
 
 
 def observation_text(execution: Any, max_chars: int) -> str:
-    return cut_middle(shown(execution).text, max_chars)
+    return cut_middle(shown(execution, 4.0).text, max_chars)
 
 
 def result(status: str = "success", stdout: str = "", stderr: str = "") -> SimpleNamespace:
@@ -146,10 +148,10 @@ def test_the_record_of_a_call_has_how_long_it_waited_and_ran() -> None:
     class Queued(Interpreter):
         async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
             await asyncio.sleep(0.05)
-            return shown(result("runtime_error"))
+            return shown(result("runtime_error"), 4.0)
 
     ([record], _), ([unknown], _) = run(call(good()), Queued()), run(call(good()))
-    assert record.exec_s == shown(result()).exec_s == 0.01
+    assert record.exec_s == shown(result(), 4.0).exec_s == 0.01
     assert record.queue_s == record.wall_s - 0.01 >= 0.04
     assert unknown.exec_s is None and unknown.queue_s is None
 
@@ -162,7 +164,10 @@ def test_success_shows_stdout_only() -> None:
 def test_errors_show_status_and_stderr() -> None:
     text = observation_text(result("runtime_error", "partial\n", "Traceback\nNameError: x\n"), 1000)
     assert text == "[runtime_error]\nTraceback\nNameError: x\n[stdout before the error]\npartial"
-    assert observation_text(result("timeout"), 1000) == "[timeout]"
+    told = "[timeout] A program may compute for 4 s, and end after 8 s."
+    assert observation_text(result("timeout"), 1000) == told
+    began = observation_text(result("timeout", "start\n"), 1000)
+    assert began == f"{told}\n[stdout before the error]\nstart"
 
 
 def test_long_stderr_keeps_its_tail() -> None:
@@ -271,3 +276,13 @@ def test_a_parser_that_shows_nothing_is_named(messages: Any, monkeypatch: pytest
     monkeypatch.setattr(HermesParser, "render", lambda self, calls: messages)
     with pytest.raises(ExtensionError, match=r"HermesParser\.render gave .*; it must return the messages"):
         Toolbox([Interpreter()], HermesParser(), 100).render([ToolCall(1, "", {}, "success", "42", 0.0)])
+
+
+@pytest.mark.parametrize("output", ["", "2", "a\nb"])
+@pytest.mark.parametrize(("protocol", "parser"), [("hermes", HermesParser()), ("fenced", FencedParser())])
+def test_the_quickstarts_conversations_show_an_output_as_an_episode_does(
+    protocol: str, parser: Any, output: str
+) -> None:
+    (shown_there,) = parser.render([ToolCall(1, "code_interpreter", {}, "success", output, 0.0)])
+    _, answered = PROTOCOLS[protocol]("print()", output)
+    assert answered == {"role": shown_there.role, "content": shown_there.content} and shown_there.content

@@ -96,6 +96,7 @@ class Run:
                 skip_zero_advantage=False,
                 mismatch_limit=mismatch_limit,
                 max_response_tokens=0,
+                sampler_dtype="float32",
                 diagnostics=True,
             ),
             self.timer,

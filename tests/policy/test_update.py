@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -112,6 +113,26 @@ def test_the_same_sample_twice_has_two_diagnostics(policy: Trainer) -> None:
 
 @pytest.mark.parametrize("found", [0.1, math.nan])
 def test_a_mismatch_beyond_the_limit_or_unknown_stops_the_run(found: float) -> None:
+    same = ("float32", "float32")
     with pytest.raises(RuntimeError, match=r"rollout\.mismatch_limit=0\.001"):
-        check_mismatch({"mismatch/log_prob_abs_max": found}, 1e-3, 1024)
-    check_mismatch({"mismatch/log_prob_abs_max": 1e-4}, 1e-3, 1024)
+        check_mismatch({"mismatch/log_prob_abs_max": found}, 1e-3, 1024, same)
+    check_mismatch({"mismatch/log_prob_abs_max": 1e-4}, 1e-3, 1024, same)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "cause"),
+    [
+        (("float32", "bfloat16"), "trainer computes in float32 (policy.dtype), the sampler in bfloat16 (rollout.engin"),
+        (("bfloat16", "float32"), "trainer computes in bfloat16 (policy.dtype), the sampler in float32 (rollout.engin"),
+        (("bfloat16", "bfloat16"), "compute in bfloat16 (policy.dtype, rollout.engine.dtype). Likely: the rounding of"),
+        (("float32", "float32"), "compute in float32 (policy.dtype, rollout.engine.dtype). Likely: a lost weight sync"),
+    ],
+)
+def test_messages_about_a_mismatch_name_both_types_and_their_keys(
+    dtypes: tuple[str, str], cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(cause)):
+        check_mismatch({"mismatch/log_prob_abs_max": 1.0}, 1e-3, 1024, dtypes)
+    for _ in range(2):  # the warning comes once
+        check_mismatch({"mismatch/t_star": 100.0}, None, 1025, dtypes)
+    assert [cause in record.message for record in caplog.records] == [True]

@@ -13,6 +13,7 @@ from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import NoVerdict, Trajectory
 from ctpo_megatron.engines import pool_stats
+from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.rollouts import Answers, Quarantined, Request
 
 
@@ -34,8 +35,8 @@ class ScriptedGenerator:
         self.rng = random.Random(seed)
         self.in_update = 0
         self.counts: Counter[str] = Counter()
-        self._queue: list[tuple[Hashable, Prompt, Request]] = []
-        self._sampling: dict[Hashable, tuple[Prompt, Request, int]] = {}
+        self._queue: list[tuple[Hashable, Prompt, Request, int]] = []
+        self._sampling: dict[Hashable, tuple[Prompt, Request, int, int]] = {}
 
     def update(self, trainer: Any, version: int) -> None:
         """Also while trajectories are in flight."""
@@ -57,13 +58,14 @@ class ScriptedGenerator:
             if request.replacements is None:
                 return
             prompt = next(request.replacements)
-        self._queue.append((slot, prompt, request))
+        occurrence = request.occurrence(prompt) if request.occurrence is not None else 0
+        self._queue.append((slot, prompt, request, occurrence))
 
     def submit(self) -> None:
         while self._queue and not self.on_hold:
-            slot, prompt, request = self._queue.pop(0)
+            slot, prompt, request, occurrence = self._queue.pop(0)
             self.begun[slot] = self.version
-            self._sampling[slot] = (prompt, request, self.version)
+            self._sampling[slot] = (prompt, request, self.version, occurrence)
 
     def wait(self, timeout_s: float) -> None:
         time.sleep(0.0005)
@@ -74,22 +76,22 @@ class ScriptedGenerator:
         able = [slot for slot in self._sampling if slot not in self.stuck]
         answers = Answers()
         for slot in self.rng.sample(able, min(3, len(able))):
-            prompt, request, version = self._sampling.pop(slot)
-            answers.groups.append(
-                (slot, Group(prompt, [self.play(prompt, n, version) for n in range(request.samples)]))
-            )
+            prompt, request, version, occurrence = self._sampling.pop(slot)
+            seeds = [trajectory_seed(0, request.step, prompt.id, n, occurrence) for n in range(request.samples)]
+            group = [self.play(prompt, n, seed, version) for n, seed in enumerate(seeds)]
+            answers.groups.append((slot, Group(prompt, group)))
         return answers
 
-    def play(self, prompt: Prompt, sample: int, began: int) -> Trajectory:
-        result = Trajectory(prompt.id, sample, seed=sample, finish_reason="answer")
+    def play(self, prompt: Prompt, sample: int, seed: int, began: int) -> Trajectory:
+        result = Trajectory(prompt.id, sample, seed, finish_reason="answer")
         result.append_context(prompt.token_ids, turn=0)
         result.append_model([7, 8 + sample], [-0.5, -0.25], [began, self.version], turn=1)
         return result
 
     @property
     def pending(self) -> Mapping[Any, Prompt]:
-        queued = {slot: prompt for slot, prompt, _ in self._queue}
-        return queued | {slot: prompt for slot, (prompt, _, _) in self._sampling.items()}
+        queued = {slot: prompt for slot, prompt, _, _ in self._queue}
+        return queued | {slot: prompt for slot, (prompt, *_) in self._sampling.items()}
 
     @property
     def in_flight(self) -> int:

@@ -228,3 +228,17 @@ def test_an_evaluation_that_something_needs_is_waited_for_when_sampling_ahead() 
     controller.evaluate(0, awaited=True)
     controller.wait_for_updates()
     assert recorder.calls == ["evaluate 0", "engines have them"] and recorder.logged == [{}]
+
+
+@pytest.mark.parametrize(("trainer", "told"), [("float32", []), ("bfloat16", ["float32", "bfloat16"])])
+def test_engines_that_came_up_in_another_precision_are_named(
+    trainer: str, told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder()
+    anything: Any = recorder
+    policy = CONFIG.policy.model_copy(update={"dtype": trainer})
+    services = Services(anything, anything, anything)
+    with Controller(CONFIG.model_copy(update={"policy": policy}), anything, services, anything) as controller:
+        controller.publish(1)
+    said = [record.message for record in caplog.records if "(policy.dtype)" in record.message]
+    assert [all(name in text for name in [*told, "rollout.engine.dtype"]) for text in said] == [True] * bool(told)

@@ -170,3 +170,17 @@ def test_a_run_has_a_heartbeat_from_beginning_to_end(tmp_path: Path) -> None:
     last = read_heartbeat(tmp_path)
     assert first is not None and last is not None
     assert (first.state, first.ranks) == ("running", 1) and (last.state, last.step, last.stalls) == ("ended", 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "told"), [({}, True), ({"max_turns": 2}, True), ({"max_turns": 1}, False), ({"tools": []}, False)]
+)
+def test_no_tool_was_called_is_said_only_where_one_could_have_been(
+    tmp_path: Path, rollout: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path, tracking={"live": "off", "trackers": []}, rollout=rollout)
+    with Reporter(config, tmp_path, lambda ids: "", trainers=1, peak=None) as report:
+        first = batch()
+        first.metrics["sandbox/calls"] = 0.0
+        report.log_step(1, first, {}, {})
+    assert any("no tool was called" in record.message for record in caplog.records) is told

@@ -1,4 +1,4 @@
-"""Programs as models write them, to be compared with `python main.py`: stdout, exit status, last line of stderr."""
+"""Programs as models write them, to be compared with `python -u main.py`: stdout, exit status, last line of stderr."""
 
 STDIN = "3 4\n1 2 3 4\nabc\n5.5\n"
 

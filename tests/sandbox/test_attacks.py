@@ -145,3 +145,31 @@ def test_nothing_is_left_for_the_next_run(target: Target, name: str) -> None:
     assert target.run(leave)["status"] == "success"
     assert target.run(look)["run_result"]["stdout"] == "[]\n"
     target.assert_well()
+
+
+BEFORE = {
+    "a line": "print('start')",
+    "half a line": "print('start', end='')",
+    "several": "print('sta', end=''); print('rt', sep='')",
+    "a character": "import sys; sys.stdout.write('start'[:4]); sys.stdout.write('t')",
+    "bytes": "import sys; sys.stdout.buffer.write(b'start')",
+    "with a file as target": "import sys; print('start', file=sys.__stdout__)",
+}
+ENDLESS = {"python": "while True: pass", "c": "pow(73, 99855421)", "sleep": "import time; time.sleep(60)"}
+
+
+@EVERY_LEVEL
+@pytest.mark.parametrize("loop", ENDLESS)
+@pytest.mark.parametrize("way", BEFORE)
+def test_output_before_a_time_limit_is_kept_without_flush(target: Target, way: str, loop: str) -> None:
+    reply = target.run(f"{BEFORE[way]}\n{ENDLESS[loop]}", SHORT_S)
+    assert reply["status"] == "timeout", reply
+    assert reply["run_result"]["stdout"].rstrip("\n") == "start"
+
+
+@EVERY_LEVEL
+def test_output_before_another_end_is_kept_too(target: Target) -> None:
+    for end in ("import os; os._exit(3)", "import os; os.abort()", "import ctypes; ctypes.string_at(0)"):
+        reply = target.run(f"import sys\nprint('start')\nprint('why', end='', file=sys.stderr)\n{end}")
+        assert (reply["status"], reply["run_result"]["stdout"]) == ("runtime_error", "start\n"), (end, reply)
+        assert reply["run_result"]["stderr"].startswith("why")

@@ -1,4 +1,4 @@
-"""A snippet behaves as under `python main.py`, and its verdict says what happened to it."""
+"""A snippet behaves as under `python -u main.py`, and its verdict says what happened to it."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def test_stdin_is_what_was_given_and_then_ends(execute):
 )
 def test_like_python_main(execute, tmp_path, code):
     (tmp_path / "main.py").write_text(code)
-    command = [sys.executable, "-X", "utf8", "main.py"]
+    command = [sys.executable, "-u", "-X", "utf8", "main.py"]
     expected = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(30), check=False)
     result = execute(code)
     assert result.status == ("success" if expected.returncode == 0 else "runtime_error")

@@ -1,4 +1,4 @@
-"""Typical programs end as they do under `python main.py`: byte for byte on stdout, and with the same last words."""
+"""Typical programs end as they do under `python -u main.py`: byte for byte on stdout, and with the same last words."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_as_under_python_with_libraries(sandbox_server: SandboxServer, tmp_path:
 
 def _assert_alike(server: SandboxServer, folder: Path, program: str) -> None:
     (folder / "main.py").write_text(program)
-    command = [sys.executable, "-X", "utf8", "main.py"]
+    command = [sys.executable, "-u", "-X", "utf8", "main.py"]
     options = {"capture_output": True, "text": True, "timeout": scaled(60), "check": False, "env": ENVIRONMENT}
     plain = subprocess.run(command, cwd=folder, input=STDIN, **options)
     ours = post(server, {"code": program, "stdin": STDIN, "run_timeout": scaled(8)}).json()["run_result"]

@@ -127,6 +127,33 @@ def test_throughput_memory_and_packing_are_told(demo_run, page):
     assert summarize(run).peak_mib == 660.0
 
 
+@pytest.mark.parametrize(
+    ("trainer", "sampler", "limit", "largest", "mean", "good"),
+    [
+        ("float32", "auto", None, 3e-5, 2e-6, True),
+        ("float32", "float32", None, 0.4, 0.02, False),
+        ("bfloat16", "auto", None, 0.9, 0.012, True),
+        ("bfloat16", "bfloat16", None, 9.0, 0.6, False),
+        ("float32", "bfloat16", None, 0.9, 0.004, False),
+        ("bfloat16", "float32", 1.0, 0.9, 0.004, False),  # the limit does not make up for it
+        ("float32", "auto", 1e-3, 3e-5, 2e-6, True),
+        ("float32", "auto", 1e-3, 3e-3, 2e-6, False),
+        ("bfloat16", "auto", 1.0, 0.9, 0.2, True),
+    ],
+)
+def test_the_mismatch_is_judged_without_a_limit_too(tmp_path, trainer, sampler, limit, largest, mean, good):
+    rollout = {"engine": {"dtype": sampler}, "mismatch_limit": limit}
+    run_dir = open_run_directory(make_config(tmp_path, rollout=rollout, policy={"dtype": trainer}))
+    with MetricsWriter(run_dir) as writer:
+        for step in (1, 2):
+            found = {"mismatch/log_prob_abs_max": largest / (3 - step), "mismatch/log_prob_abs_mean": mean * step / 2}
+            writer.log(step, found)
+    [row] = [check for check in checks(RunData.load(run_dir)) if check.label == "Sampler–trainer mismatch"]
+    assert row.good is good and row.value == f"{largest:.2g}"
+    if limit is None or trainer != sampler != "auto":
+        assert "policy.dtype" in row.note and "rollout.engine.dtype" in row.note and trainer in row.note
+
+
 def test_utilization_is_drawn_where_it_is_known(tmp_path):
     run_dir = open_run_directory(make_config(tmp_path))
     with MetricsWriter(run_dir) as writer:

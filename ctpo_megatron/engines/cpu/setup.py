@@ -38,9 +38,8 @@ class CpuSetup(EngineSetup):
         }
 
     def device_arguments(self, engine: EngineConfig, colocated: bool) -> dict[str, Any]:
-        """Arguments that CPUs need. Raises ValueError without `rollout.engine.kv_cache_mb`."""
-        if engine.kv_cache_mb is None:
-            raise ValueError("rollout.engine.kv_cache_mb is required on CPU (vLLM would claim most of the machine)")
+        """Arguments that CPUs need."""
+        assert engine.kv_cache_mb is not None, "the pool gives it (`CpuCache`): vLLM would claim most of the machine"
         return {
             # vLLM's CPU default of 128 would keep short prompts out of the prefix cache.
             "block_size": engine.block_size or 32,

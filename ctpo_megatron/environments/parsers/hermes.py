@@ -11,6 +11,7 @@ from ctpo_megatron.environments.parsers.thinking import without_thinking
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+NO_OUTPUT = "[no output]"
 
 
 class HermesParser:
@@ -42,8 +43,8 @@ class HermesParser:
         return [_call(part) for part in text.split(CALL_OPEN)[1:]]
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """One tool message per call."""
-        return [Message("tool", call.output, call.name) for call in calls]
+        """One tool message per call, never an empty one: the model is to know that its program printed nothing."""
+        return [Message("tool", call.output or NO_OUTPUT, call.name) for call in calls]
 
 
 def _call(part: str) -> ToolCallRequest:
