@@ -14,7 +14,11 @@ class LevelRefused(Exception):
 
 
 class WorkerLost(Exception):
-    """A template or worker died or hung, and has to be replaced."""
+    """A template or worker died or hung, and has to be replaced. raised: by an exception of its own, not by a kill."""
+
+    def __init__(self, reason: str, *, raised: bool = False) -> None:
+        super().__init__(reason)
+        self.raised = raised
 
 
 class RunFault(Exception):

@@ -198,7 +198,8 @@ class Pool:
     async def _run_with_retry(self, worker: Worker, job: "_QueuedRun") -> None:
         """Set the verdict, unless the caller no longer waits for it. Raises RunFault.
 
-        Losing workers is the program's fault when every worker that took the place of a lost one ran another program.
+        Losing workers is the program's fault when they raised exceptions over it, and each that took the place of one
+        ran another program. A kill says nothing about the program.
         """
         reasons: list[str] = []
         lost = healthy = 0
@@ -215,8 +216,9 @@ class Pool:
                 self._replace(worker, error)
                 reasons.append(str(error))
                 passes = False
-                lost += started and isinstance(error, WorkerLost)
-                healthy += await self._is_healthy(worker)
+                if started and isinstance(error, WorkerLost) and error.raised:
+                    lost += 1
+                    healthy += await self._is_healthy(worker)
                 if lost == healthy == RUN_ATTEMPTS:
                     return job.succeed(_ended_by_program(lost, job.queue_s))
             except RunFault as error:

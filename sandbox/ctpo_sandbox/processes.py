@@ -187,6 +187,9 @@ class Worker:
             reply = await self._channel.receive(deadline_s, f"to report a run of {run_timeout_s:g} s")
         finally:
             self._running = False
+        if reply.startswith(FAILED):
+            reason = reply.removeprefix(FAILED).decode(errors="replace")
+            raise WorkerLost(f"{self.name} failed over a run: {reason}", raised=True)
         outcome = self._excess_of_memory(ChildOutcome.decode(reply))
         self._cleaning = outcome.cleaning
         if outcome.refused:

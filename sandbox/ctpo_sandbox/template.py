@@ -121,11 +121,11 @@ def _serve(control: socket.socket, confinement: Confinement) -> None:
 
 def _become_worker(descriptor: int, confinement: Confinement, request: dict[str, Any], template: int) -> None:
     status = 1
+    server = socket.socket(fileno=descriptor)
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # one session for all runs: the kernel creates a scheduler group for each session
         libc.die_with_parent(template, signal.SIGKILL)
-        server = socket.socket(fileno=descriptor)
         try:
             work = confinement.enter_worker(request["slot"], request["directory"])
         except OSError as error:
@@ -136,8 +136,10 @@ def _become_worker(descriptor: int, confinement: Confinement, request: dict[str,
         finally:
             work.close()
         status = 0
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        with contextlib.suppress(OSError):  # the server is gone
+            server.send(FAILED + f"{type(error).__name__}: {error}".encode(errors="replace")[: MAX_MESSAGE_BYTES // 2])
         raise
     finally:
         os._exit(status)

@@ -108,7 +108,7 @@ def test_the_loop_is_algorithm_1(tmp_path: Path, stop: StopSignal) -> None:
         *("sample 3", "train 3", "publish 4", "log 3", "save 3"),
         *("sample 4", "train 4", "publish 5", "log 4", "evaluate 4 False"),
         *("sample 5", "train 5", "publish 6", "log 5", "evaluate 5 True"),
-        "settle",
+        "wait_for_updates",
     ]
 
 
@@ -155,10 +155,10 @@ def test_a_stop_before_the_first_evaluation_is_reported_by_it(tmp_path: Path, st
 
 
 def test_a_stop_while_the_last_update_is_awaited_saves_too(tmp_path: Path, stop: StopSignal) -> None:
-    run, recorder = a_run(tmp_path, stop, fails="settle")
+    run, recorder = a_run(tmp_path, stop, fails="wait_for_updates")
     everything: Any = recorder
     reinforce(run, everything, everything)
-    assert not run.end() and recorder.calls[-2:] == ["settle", "ensure_saved 5"]
+    assert not run.end() and recorder.calls[-2:] == ["wait_for_updates", "ensure_saved 5"]
 
 
 def test_the_first_evaluation_can_be_left_out_but_not_that_of_a_run_without_steps(

@@ -74,7 +74,7 @@ def fragile(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         code = os.pread(files[0], 100, 0)
         ran.append(code)
         if code == BAD:
-            raise WorkerLost("died")
+            raise WorkerLost("died", raised=True)
         return await run(worker, files, run_timeout_s)
 
     monkeypatch.setattr(Worker, "run", dying_run)
