@@ -120,8 +120,9 @@ def _is_alive(group: int) -> bool:
     """Whether a process of the group is alive; zombies stay in it until reaped, in some containers forever."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
-            state, _, of = status.read_text().rpartition(")")[2].split()[:3]
-            if int(of) == group and state not in "ZX":
+            # As bytes: the name in it is a program's, and need not be text.
+            state, _, of = status.read_bytes().rpartition(b")")[2].split()[:3]
+            if int(of) == group and state not in b"ZX":
                 return True
     return False
 

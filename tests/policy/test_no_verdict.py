@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def layout() -> Iterator[Layout]:
     yield init_distributed(PolicyConfig(), seed=0)
     destroy_distributed()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from ctpo_sandbox import ExecutionResult, SandboxServer
+from ctpo_sandbox.launch import _is_alive
 from ctpo_sandbox.pool import Pool, RunResult
 from tests.sandbox.sandbox_http import health, post
 from tests.sandbox.test_lost_processes import one_slot
@@ -128,6 +131,19 @@ def outside_measured(
     log = tmp_path_factory.mktemp("contract") / "log"
     with start_server(**options, log_path=log) as server, runner(server.url) as run:
         yield run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_name_of_another_process_keeps_a_server_from_stopping(name: str) -> None:
+    """It looks at all processes of the machine for those of its group."""
+    renamed = f"ctypes.CDLL(None).prctl(15, {NAMES[name]!r}, 0, 0, 0)"
+    code = f"import ctypes, time; {renamed}; print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as named:
+        assert named.stdout is not None and named.stdout.readline() == b"\n"
+        try:
+            assert not _is_alive(-1)
+        finally:
+            named.kill()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection as connections
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class Child:
 
     def wait(self, timeout_s: float | None) -> int | None:
         """The exit status, negative for a signal; None when it has not ended in time."""
-        if self._status is None and select.select([self], [], [], timeout_s)[0]:
+        if self._status is None and connections.wait([self], timeout_s):
             self._status = int(self._answers.readline())
         return self._status
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
-import select
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,8 @@ def _wait(children: list[Child], seconds: float) -> list[int | None]:
     statuses: list[int | None] = [None] * len(children)
     end = time.monotonic() + seconds
     while (waiting := [n for n, status in enumerate(statuses) if status is None]) and time.monotonic() < end:
-        ready, _, _ = select.select([children[n] for n in waiting], [], [], max(0.0, end - time.monotonic()))
+        # Not select, which takes no descriptor above 1,023: torch leaves some open with each process group.
+        ready = connection.wait([children[n] for n in waiting], max(0.0, end - time.monotonic()))
         for number in waiting:
             if children[number] in ready:
                 statuses[number] = children[number].wait(scaled(_GRACE_S))
