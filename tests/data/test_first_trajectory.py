@@ -58,6 +58,7 @@ def test_a_prompt_that_opens_the_thinking_is_answered_after_it(folder: Path) -> 
 
 
 def test_no_sandbox_is_a_doubt_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctpo_megatron.preflight.first_trajectory.FIRST_CALL_TIMEOUT_S", 1.0)
     (problem,) = first("sandbox.url=http://127.0.0.1:9", "sandbox.request_timeout_s=300").problems
     assert problem.severity == "warning" and "the first call was not tried" in str(problem)
     from ctpo_sandbox import SandboxStartError
