@@ -285,4 +285,4 @@ def test_the_quickstarts_conversations_show_an_output_as_an_episode_does(
 ) -> None:
     (shown_there,) = parser.render([ToolCall(1, "code_interpreter", {}, "success", output, 0.0)])
     _, answered = PROTOCOLS[protocol]("print()", output)
-    assert answered == {"role": shown_there.role, "content": shown_there.content} and shown_there.content
+    assert answered == {"role": shown_there.role, "content": shown_there.content}

@@ -16,7 +16,7 @@ def hermes(code: str, output: str) -> list[ChatMessage]:
     call = json.dumps({"name": "code_interpreter", "arguments": {"code": code}})
     return [
         {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
-        {"role": "tool", "content": output or "[no output]"},
+        {"role": "tool", "content": output},
     ]
 
 
@@ -35,7 +35,7 @@ def conversation(
     """One conversation about `problem`, each kind of spoiling drawn independently with its own probability.
 
     An observation is the interpreter's output without the final newline: the value of the called program, right or
-    wrong, or that there was none if print() was forgotten. The answer is a guess then.
+    wrong, or nothing if print() was forgotten. After an empty observation the answer is a guess.
     """
     spoiled = {name: rng.random() < getattr(corruption, name) for name in ("guess", "no_print", "no_box")}
     program = _choose_program(problem, corruption, rng)

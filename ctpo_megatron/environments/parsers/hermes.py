@@ -11,7 +11,6 @@ from ctpo_megatron.environments.parsers.thinking import without_thinking
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
-NO_OUTPUT = "[no output]"
 
 
 class HermesParser:
@@ -43,8 +42,8 @@ class HermesParser:
         return [_call(part) for part in text.split(CALL_OPEN)[1:]]
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """One tool message per call, never an empty one: the model is to know that its program printed nothing."""
-        return [Message("tool", call.output or NO_OUTPUT, call.name) for call in calls]
+        """One tool message per call; it is empty where a program printed nothing."""
+        return [Message("tool", call.output, call.name) for call in calls]
 
 
 def _call(part: str) -> ToolCallRequest:
