@@ -159,11 +159,11 @@ class OpenBatch:
         """Take in the groups of a `state_dict`."""
         records = state["groups"]
         self.drawn = len(records)
-        self._draws = Counter(state["draws"])
+        self._draws = Counter(state.get("draws", {}))  # older checkpoints do not have them
         for index, record in enumerate(records):
             prompt = prompts[record["prompt"]]
             if "trajectories" not in record:
-                self.waiting[index], self._occurrences[index] = prompt, record["occurrence"]
+                self.waiting[index], self._occurrences[index] = prompt, record.get("occurrence", 0)
                 continue
             group = Group(prompt, [Trajectory.from_json(trajectory) for trajectory in record["trajectories"]])
             self.add(index, group, report_of(record["report"]))

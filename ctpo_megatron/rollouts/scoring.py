@@ -49,8 +49,11 @@ class Scorer:
         return asdict(report)
 
     def report_of(self, record: Mapping[str, Any]) -> ScoreReport:
-        """The report of a `report_record`."""
-        return ScoreReport(**record)
+        """The report of a `report_record`, also of one in which samples without a verdict had the reward 0."""
+        fields = dict(record)
+        former = {"timeout": fields.pop("timeouts", 0), "exception": fields.pop("failures", 0)}
+        fields.setdefault("missing", {cause: count for cause, count in former.items() if count})
+        return ScoreReport(**fields)
 
     def metrics(self, groups: Sequence[Group], reports: Sequence[ScoreReport]) -> dict[str, float]:
         """`reward/*` of scored groups, given the reports of all calls that scored them."""

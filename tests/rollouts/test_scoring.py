@@ -108,3 +108,13 @@ def test_a_checkpoint_keeps_what_was_missing(pool: RewardPool) -> None:
     report = scoring.begin([answers("4", "?", "?")]).result()
     again = scoring.report_of(json.loads(json.dumps(scoring.report_record(report))))
     assert again == report and (again + report).missing == {"exception": 4}
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "failures", "missing"), [(0, 0, {}), (2, 0, {"timeout": 2}), (1, 3, {"timeout": 1, "exception": 3})]
+)
+def test_a_report_of_an_older_checkpoint_is_read(timeouts: int, failures: int, missing: dict[str, int]) -> None:
+    old = {"scored": 4, "timeouts": timeouts, "failures": failures, "metrics": {}, "values": {}}
+    with RewardPool(RewardConfig()) as pool:
+        report = Scorer(pool, None).report_of(old)
+    assert (report.scored, report.missing) == (4, missing)
