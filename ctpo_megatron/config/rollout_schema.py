@@ -97,8 +97,8 @@ class RolloutConfig(Section):
     )
     tool_parser: Extension = Field(
         default=Extension(name="hermes"),
-        description="how tools are called: `hermes` (argument `parallel_calls`, default false), `fenced` (the first "
-        "```python block of a turn), or `package.module:Name`",
+        description="how tools are called: `hermes` (arguments `parallel_calls`, default false, and `empty_output`, "
+        "default `[no output]`), `fenced` (the first ```python block of a turn), or `package.module:Name`",
     )
     environment: Extension = Field(
         default=Extension(name="tools"),

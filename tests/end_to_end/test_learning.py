@@ -17,10 +17,10 @@ FIRST_RATIO = "pg_update/first_log_ratio_abs_max"
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("seed", "protocol"), [(0, "hermes"), (1, "hermes"), (2, "hermes"), (0, "fenced")])
-def test_quickstart_learns(tmp_path: Path, seed: int, protocol: str) -> None:
+@pytest.mark.parametrize(("seed", "overrides"), [(0, []), (1, []), (2, []), (0, ["rollout.tool_parser=fenced"])])
+def test_quickstart_learns(tmp_path: Path, seed: int, overrides: list[str]) -> None:
     command = [sys.executable, "-m", "ctpo_megatron.train", str(ROOT / "configs" / "quickstart.yaml")]
-    command += [f"run.seed={seed}", f"rollout.tool_parser={protocol}", "tracking.live=plain"]
+    command += [f"run.seed={seed}", "tracking.live=plain", *overrides]
     done = children.run(command, directory=tmp_path, environment=Ctpo(tmp_path).environment, deadline_s=1400)
     assert done.returncode == 0, done.stderr[-4000:]
     metrics = records(tmp_path / "runs" / "quickstart")

@@ -278,8 +278,25 @@ def test_a_parser_that_shows_nothing_is_named(messages: Any, monkeypatch: pytest
         Toolbox([Interpreter()], HermesParser(), 100).render([ToolCall(1, "", {}, "success", "42", 0.0)])
 
 
+@pytest.mark.parametrize(
+    ("parser", "shown"),
+    [
+        (HermesParser(), "[no output]"),
+        (HermesParser(empty_output="nothing was printed"), "nothing was printed"),
+        (HermesParser(empty_output=""), ""),
+        (FencedParser(), "The program printed nothing."),
+    ],
+)
+def test_a_program_that_prints_nothing_is_told_so(parser: Any, shown: str) -> None:
+    silent, said = ToolCall(1, "python", {}, "success", "", 0.0), ToolCall(1, "python", {}, "success", " ", 0.0)
+    assert parser.render([silent])[0].content == shown
+    assert parser.render([said])[0].content.endswith(" ")
+
+
 @pytest.mark.parametrize("output", ["", "2", "a\nb"])
-@pytest.mark.parametrize(("protocol", "parser"), [("hermes", HermesParser()), ("fenced", FencedParser())])
+@pytest.mark.parametrize(
+    ("protocol", "parser"), [("hermes", HermesParser(empty_output="")), ("fenced", FencedParser())]
+)
 def test_the_quickstarts_conversations_show_an_output_as_an_episode_does(
     protocol: str, parser: Any, output: str
 ) -> None:

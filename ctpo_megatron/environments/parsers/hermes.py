@@ -16,13 +16,15 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser:
     """Strict: text may come before the calls, only white space between and after them. Thinking is ignored.
 
-    parallel_calls: whether a turn may hold several calls; otherwise exactly one.
+    parallel_calls: whether a turn may hold several calls; otherwise exactly one. empty_output: what the model is shown
+    where a tool answered with no text, as a program that prints nothing does.
     """
 
     example = f'{CALL_OPEN}\n{{"name": "code_interpreter", "arguments": {{"code": "print(6 * 7)"}}}}\n{CALL_CLOSE}'
 
-    def __init__(self, parallel_calls: bool = False) -> None:
+    def __init__(self, parallel_calls: bool = False, empty_output: str = "[no output]") -> None:
         self._parallel_calls = parallel_calls
+        self._empty_output = empty_output
 
     def mentions_call(self, text: str) -> bool:
         """True when a turn contains either tag, so that it must be read as a tool call, well-formed or not."""
@@ -42,8 +44,8 @@ class HermesParser:
         return [_call(part) for part in text.split(CALL_OPEN)[1:]]
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """One tool message per call; it is empty where a program printed nothing."""
-        return [Message("tool", call.output, call.name) for call in calls]
+        """One tool message per call."""
+        return [Message("tool", call.output or self._empty_output, call.name) for call in calls]
 
 
 def _call(part: str) -> ToolCallRequest:
