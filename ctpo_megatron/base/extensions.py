@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib
 import inspect
 import signal
@@ -35,14 +36,22 @@ def load(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise ExtensionError(
-                f"{name}: there is no module {error.name!r} in extensions.path or among the installed packages"
+                f"{name}: there is no module {error.name!r} in extensions.path or among the installed packages; "
+                "add the folder of its file to extensions.path, or correct the name"
             ) from error
-        raise ExtensionError(f"{name}: {module_name} needs a module that is missing: {error.name!r}") from error
+        raise ExtensionError(
+            f"{name}: {module_name} needs a module that is missing: {error.name!r}; install it"
+        ) from error
     except Exception as error:  # a user's module may raise anything while it is imported
-        raise ExtensionError(f"{name}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+        raise ExtensionError(
+            f"{name}: importing {module_name} failed: {type(error).__name__}: {error}; correct it until "
+            f"`python -c 'import {module_name}'` passes in its folder"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ExtensionError(f"{name}: {module_name} has no {attribute!r}")
+            close = difflib.get_close_matches(part, vars(found) if hasattr(found, "__dict__") else (), n=1)
+            meant = f"did you mean {close[0]!r}?" if close else "define it there, or correct the name"
+            raise ExtensionError(f"{name}: {module_name} has no {attribute!r}; {meant}")
         found = getattr(found, part)
     return found
 

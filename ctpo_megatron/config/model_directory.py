@@ -77,6 +77,9 @@ def load_family(extension: Extension, search_path: Sequence[str]) -> ModelFamily
     return family
 
 
+_AGAIN = "download or copy the model again"
+
+
 def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
     """Spec of the model in a directory, or of a config.json alone. Raises ConfigError with everything unsupported.
 
@@ -89,11 +92,12 @@ def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
         fix = "model.path must be a directory in Hugging Face format"
         raise ConfigError([Problem("model.path", f"cannot read {file}: {error.strerror}", fix, str(path))]) from error
     except json.JSONDecodeError as error:
-        raise ConfigError([Problem("model.path", f"{file}:{error.lineno}: not valid JSON: {error.msg}")]) from error
+        message = f"{file}:{error.lineno}: not valid JSON: {error.msg}"
+        raise ConfigError([Problem("model.path", message, _AGAIN)]) from error
     except UnicodeDecodeError as error:
-        raise ConfigError([Problem("model.path", f"{file}: not valid JSON: {error}")]) from error
+        raise ConfigError([Problem("model.path", f"{file}: not valid JSON: {error}", _AGAIN)]) from error
     if not isinstance(raw, dict):
-        raise ConfigError([Problem("model.path", "config.json must hold a JSON object", where=str(file))])
+        raise ConfigError([Problem("model.path", "config.json must hold a JSON object", _AGAIN, where=str(file))])
     named = raw.get("architectures")
     architecture = str(named[0] if isinstance(named, list) and named else None)
     if family is not None and architecture != family.architecture:

@@ -63,7 +63,8 @@ def _read_chain(file: Path, seen: tuple[Path, ...]) -> list[Layer]:
     name, real = _display(file), file.resolve()
     if real in seen:
         chain = " -> ".join(_display(p) for p in (*seen[seen.index(real) :], real))
-        raise ConfigError([Problem("defaults", f"the files include each other in a circle: {chain}", where=name)])
+        message = f"the files include each other in a circle: {chain}"
+        raise ConfigError([Problem("defaults", message, "remove one of these defaults", where=name)])
     layer = _read_file(file, name)
     where = layer.places.get(("defaults",))
     if where is None:

@@ -111,7 +111,7 @@ def read_conversations(
             messages, own = cells["messages"], cells.get("tools")
             reason = check_messages(messages)
             if reason is None and messages[-1]["role"] != "assistant":
-                reason = "must end with an assistant message"
+                reason = "must end with an assistant message: remove what comes after the last one, or the row"
             said: tuple[ChatMessage, ...] = ()
             if reason is None:
                 try:

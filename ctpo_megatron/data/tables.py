@@ -92,7 +92,7 @@ def read_rows(
                 problems.general(f"{file} row {row}: expected a JSON object, not {type(cells).__name__}")
     except (DataError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
         kind = "JSON" if file.suffix in _JSON else "Arrow" if file.suffix == ".arrow" else "parquet"
-        problems.general(f"{file}: not a readable {kind} file ({error})")
+        problems.general(f"{file}: not a readable {kind} file ({error}); correct it, or write or download it again")
 
 
 def count_rows(file: Path) -> int:

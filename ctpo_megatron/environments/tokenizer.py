@@ -51,7 +51,8 @@ def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
         return PreTrainedTokenizerFast.from_pretrained(str(model), local_files_only=True)
     except Exception as error:  # tokenizers raises plain Exception for a file that it cannot parse
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TokenizerError(f"{model}: the tokenizer cannot be read: {reason}") from error
+        fix = "download or copy the model again, with its tokenizer files"
+        raise TokenizerError(f"{model}: the tokenizer cannot be read: {reason}; {fix}") from error
 
 
 def automatic_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:

@@ -135,10 +135,11 @@ def _schedule(context: RunContext, key: str, optimizer: OptimizerConfig, steps: 
     if optimizer.min_lr > optimizer.lr:
         yield context.error(f"{key}.min_lr", f"is above lr ({optimizer.lr:g})", "lower it")
     if steps and optimizer.warmup_steps >= steps:
-        yield context.warning(f"{key}.warmup_steps", f"never reaches the full lr: there are {steps} optimizer steps")
+        message = f"never reaches the full lr: there are {steps} optimizer steps"
+        yield context.warning(f"{key}.warmup_steps", message, "lower it")
     for index, beta in enumerate(optimizer.betas):
         if not 0 <= beta < 1:
-            yield context.error(f"{key}.betas", f"item {index} must be in [0, 1)")
+            yield context.error(f"{key}.betas", f"item {index} must be in [0, 1)", "the usual values are [0.9, 0.95]")
 
 
 def check_evaluation(context: RunContext) -> Iterator[Problem]:
@@ -148,7 +149,7 @@ def check_evaluation(context: RunContext) -> Iterator[Problem]:
         if evaluation.every:
             yield context.error("eval.every", "there is nothing to evaluate on", "give data.eval, or set it to 0")
         elif evaluation.prompts is not None:
-            yield context.warning("eval.prompts", "has no effect without data.eval")
+            yield context.warning("eval.prompts", "has no effect without data.eval", "give data.eval, or remove it")
     training = {Path(file).resolve() for file in config.data.train}
     if both := [file for file in config.data.eval if Path(file).resolve() in training]:
         message = "is training data too: the accuracy there says nothing about other problems"
@@ -166,7 +167,8 @@ def check_deadlines(context: RunContext) -> Iterator[Problem]:
     sandbox = config.sandbox
     if sandbox.request_timeout_s <= sandbox.run_timeout_s:
         message = f"must exceed sandbox.run_timeout_s ({sandbox.run_timeout_s:g})"
-        yield context.error("sandbox.request_timeout_s", message, "queueing and start-up come on top of the execution")
+        enough = f"queueing and start-up come on top of the execution: set {10 * sandbox.run_timeout_s:g} or more"
+        yield context.error("sandbox.request_timeout_s", message, enough)
     if config.rollout.group_timeout_s <= sandbox.request_timeout_s:
         allowed = f"{sandbox.request_timeout_s:g} s allowed"
         message = f"one slow tool call ({allowed}) makes the whole group time out, and it is sampled again"

@@ -174,8 +174,12 @@ def _check_call(calls: Sequence[ToolCall], found: FirstTrajectory) -> None:
     """The example of a parser is a program that succeeds."""
     for call in calls:
         if call.status != "success":
-            message = f"the example call of rollout.tool_parser ends with {call.status}: {call.output[:300]!r}"
-            found.problems.append(Problem("rollout.tools", message))
+            output = (
+                repr(call.output[-300:]) if call.output else "its output has no room in rollout.max_response_tokens"
+            )
+            message = f"the example call of rollout.tool_parser ends with {call.status}: {output}"
+            fix = "repair the example, or what it calls: the model learns to call a tool from both"
+            found.problems.append(Problem("rollout.tools", message, fix))
 
 
 def _score(config: Config, prompt: Prompt, trajectory: Trajectory, found: FirstTrajectory) -> None:

@@ -81,7 +81,8 @@ def test_defaults_refuse_a_circle_and_a_missing_file(tmp_path: Path, monkeypatch
     Path("a.yaml").write_text("defaults: b.yaml\n")
     Path("b.yaml").write_text("run: {seed: 1}\ndefaults: a.yaml\n")
     assert problems_of("a.yaml") == [
-        "a.yaml: defaults: the files include each other in a circle: a.yaml -> b.yaml -> a.yaml"
+        "a.yaml: defaults: the files include each other in a circle: a.yaml -> b.yaml -> a.yaml; "
+        "remove one of these defaults"
     ]
     Path("b.yaml").write_text("run: {seed: 1}\ndefaults: c.yaml\n")
     assert problems_of("a.yaml") == [
