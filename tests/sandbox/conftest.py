@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +18,7 @@ from tests.support.deadlines import scaled
 
 Runner = Callable[..., ExecutionResult]
 HERE = Path(__file__).parent
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,6 +44,22 @@ def sandbox_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox
 def execute(sandbox_server: SandboxServer) -> Iterator[Runner]:
     with runner(sandbox_server.url) as run:
         yield run
+
+
+@contextmanager
+def server_in_memory(**options: Any) -> Iterator[SandboxServer]:
+    """A server that keeps the files of runs in memory, if there is room: a slow disk is not what is tested.
+
+    The disk of a virtual machine may need 2 ms for each directory that it removes.
+    """
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2**30:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY))
+                Path(folder).chmod(0o711)  # runs may have a user of their own
+                patch.setenv("TMPDIR", folder)
+            server = start_server(**options)
+        yield stack.enter_context(server)
 
 
 @pytest.fixture

@@ -45,10 +45,10 @@ def hoarder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """Level C, and where the tests are root without the right to look into others' processes, as in a container."""
     folder = tmp_path_factory.mktemp("hoarder")
     folder.chmod(0o711)
-    from tests.sandbox.conftest import runner
+    from tests.sandbox.conftest import runner, server_in_memory
 
     options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "level": "landlock"}
-    with start_server(**options, log_path=folder / "log") as server, runner(server.url) as run:
+    with server_in_memory(**options, log_path=folder / "log") as server, runner(server.url) as run:
         yield run
 
 
