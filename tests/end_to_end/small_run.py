@@ -107,6 +107,7 @@ def train_main(arguments: list[str], log: Path | None = None) -> int:
     """`python -m ctpo_megatron.train`, with both outputs in one file if one is given."""
     from ctpo_megatron import cli
 
+    time.tzset()  # the process was forked before its environment was set
     if log is not None:
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
