@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ctpo_megatron.config import load_config
 from ctpo_megatron.data import prepare
-from tests.end_to_end.small_run import SMALL, Ctpo, records
-from tests.support import children
+from tests.end_to_end.small_run import SMALL, Ctpo, records, train_main
+from tests.support import ranks
 from tests.support.prefork import ROOT
 
-STEPS = 10
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_ten_steps_without_tools(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_steps_without_tools(tmp_path: Path, steps: int) -> None:
     ctpo, task = Ctpo(tmp_path), tmp_path / "task"
     quickstart = load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, f"prepare.directory={task}"])
     assert quickstart.prepare is not None
@@ -33,23 +34,22 @@ def test_ten_steps_without_tools(tmp_path: Path) -> None:
     ]
     data = ctpo.directory / "plain.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [*ctpo.command()[:3], str(ROOT / "configs" / "no_tools.yaml")]
-    command += [
+    command = [
+        str(ROOT / "configs" / "no_tools.yaml"),
         f"model.path={task / 'model'}",
         f"data.train=[{data}]",
         "data.system_prompt=''",
-        f"run.steps={STEPS}",
+        f"run.steps={steps}",
     ]
     command += ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "policy.mini_batch_prompts=2"]
     command += ["data.max_prompt_tokens=96", "rollout.max_response_tokens=64", "rollout.engine.max_model_len=160"]
     command += ["reward.function=endless_user:even_length_of_last_turn", f"extensions.path=[{Path(__file__).parent}]"]
     command += ["policy.threads=1", "tracking.live=plain"]
-    planned = children.run(
-        [*command, "--dry-run"], directory=ctpo.directory, environment=ctpo.environment, deadline_s=60
-    )
+    how: Any = {"directory": ctpo.directory, "environment": ctpo.environment}
+    planned = ranks.prefork().run(train_main, [*command, "--dry-run"], **how, deadline_s=60)
     assert planned.returncode == 0, planned.stderr[-4000:]
     assert "KV cache of each" in planned.stdout and "16 sequences x 160 tokens" in planned.stdout
-    done = children.run(command, directory=ctpo.directory, environment=ctpo.environment, deadline_s=300)
+    done = ranks.prefork().run(train_main, command, **how, deadline_s=300)
     assert done.returncode == 0, done.stderr[-4000:]
     for said in (planned.stderr, done.stdout + done.stderr):
         about = [line for line in said.splitlines() if "warning" in line and "tool" in line.replace("no_tools", "")]
@@ -58,9 +58,9 @@ def test_ten_steps_without_tools(tmp_path: Path) -> None:
         r"a KV cache of \d+ MiB each \(rollout\.engine\.kv_cache_mb; 16 sequences", done.stdout + done.stderr
     )
     run = ctpo.directory / "runs" / "no_tools"
-    steps = records(run)[1:]
-    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
-    assert any(record["actor/grad_norm"] > 0 for record in steps)
-    assert all(record["rollout/turns_mean"] == 1 and record["sandbox/calls"] == 0 for record in steps)
-    assert max(record["mismatch/log_prob_abs_max"] for record in steps) < 1e-3
+    metrics = records(run)[1:]
+    assert [record["step"] for record in metrics] == list(range(1, steps + 1))
+    assert any(record["actor/grad_norm"] > 0 for record in metrics)
+    assert all(record["rollout/turns_mean"] == 1 and record["sandbox/calls"] == 0 for record in metrics)
+    assert max(record["mismatch/log_prob_abs_max"] for record in metrics) < 1e-3
     assert not (run / "logs" / "sandbox.log").exists()
