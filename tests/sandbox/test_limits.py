@@ -8,6 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ctpo_sandbox import start_server
+from tests.sandbox.conftest import runner
+from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
 
 _SHORT_S = scaled(0.5)
@@ -120,7 +123,7 @@ def _left_in(directory: Path) -> list[str]:
         return []
 
 
-def test_work_directory_is_removed_whatever_is_in_it(server_at, tmp_path, monkeypatch):
+def test_work_directory_is_removed_whatever_is_in_it(tmp_path, monkeypatch):
     """At a level whose runs keep their files in the server's file system."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code = """
@@ -130,7 +133,8 @@ os.symlink('/usr', 'link'); os.mkdir('closed'); open('closed/f', 'w').close(); o
 for _ in range(1500):
     os.mkdir('d'); os.chdir('d')
 """
-    with server_at("seccomp") as execute:
+    options = {"slots": 1, "tiers": ["stdlib"], "level": "seccomp", "require": "none", "start_timeout_s": scaled(60)}
+    with start_server(**options, log_path=tmp_path / "log") as server, runner(server.url) as execute:
         directory = Path(execute(code).stdout.strip())
         assert directory.is_relative_to(tmp_path)
         deadline = time.monotonic() + scaled(10)
@@ -138,5 +142,6 @@ for _ in range(1500):
             time.sleep(0.02)
         assert _left_in(directory) == []
         assert execute("import os; print(os.listdir())").stdout == "[]\n"
+        assert health(server.url)["restarts"] == 0  # by the worker itself, not by the end of one that found it there
     assert Path("/usr/bin").exists()
     assert list(tmp_path.glob("ctpo-sandbox-*")) == []
