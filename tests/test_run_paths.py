@@ -11,6 +11,7 @@ import pytest
 
 from ctpo_megatron.base.run_paths import (
     AHEAD,
+    AHEAD_JSON,
     EVALUATION,
     EXPORT,
     MARKER,
@@ -28,7 +29,7 @@ PATHS, LOGS = RunPaths(Path()), LogPaths(Path())
 FILES = {
     *(name for name in RunPaths.names() if "." in name),
     *(path.name for path in (LOGS.train, LOGS.occupancy, LOGS.sandbox, PATHS.stall_report)),
-    *(MARKER, AHEAD),
+    *(MARKER, AHEAD, AHEAD_JSON),
 }
 FOLDERS = {name for name in RunPaths.names() if "." not in name}
 PARTS = ("discarded_", "rollout_engine_", "model-step_", "tracker_", "step_", "rank_")

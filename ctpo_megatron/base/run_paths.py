@@ -22,7 +22,7 @@ SFT_CHECKPOINTS = "sft"
 """Folder of the supervised stage's checkpoints, within the folder of RL checkpoints."""
 MARKER = "COMPLETE.json"
 """In a checkpoint that was written whole."""
-AHEAD = "ahead.json.gz"
+AHEAD, AHEAD_JSON = "ahead.parquet", "ahead.json.gz"
 """In a checkpoint of a run that samples ahead: the groups that were sampled and not trained on."""
 
 _DISCARDED = "discarded_"

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.packing import (
         PackedBatch,
         PackingRules,
-        TokenArrays,
         TokenSequence,
         micro_batch_count,
         pack,
@@ -52,7 +51,6 @@ _MODULES = {
     "RowSet": "rows",
     "RowTokens": "rows",
     "StoredRows": "stored",
-    "TokenArrays": "packing",
     "TokenSequence": "packing",
     "batch_order": "conversations",
     "batches": "conversations",
@@ -83,7 +81,6 @@ __all__ = [
     "RowSet",
     "RowTokens",
     "StoredRows",
-    "TokenArrays",
     "TokenSequence",
     "ToolCall",
     "Trajectory",

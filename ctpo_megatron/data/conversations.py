@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.messages import (
@@ -21,6 +22,7 @@ from ctpo_megatron.data.messages import (
 from ctpo_megatron.data.rows import Cell, Location, Offered, RowSet, RowTokens, encode, render, row_key
 from ctpo_megatron.data.stored import StoredRows
 from ctpo_megatron.data.tables import find_files, read_rows
+from ctpo_megatron.data.tokens import records
 from ctpo_megatron.data.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -155,8 +157,9 @@ def batch_order(conversations: Sequence[Trajectory], per_step: int, seed: int) -
     """
     digest = blake2b(digest_size=16)
     for conversation in conversations:
-        digest.update(array("i", [len(conversation), *conversation.token_ids]))
-        digest.update(bytes(conversation.loss_mask))
+        digest.update(np.int32(len(conversation)).tobytes())
+        digest.update(conversation.tokens["token_ids"].tobytes())
+        digest.update(conversation.tokens["loss_mask"].tobytes())
     return {"seed": seed, "conversations_per_step": per_step, "conversations": digest.hexdigest()}
 
 
@@ -197,14 +200,12 @@ def _tokenize(
 
 
 def _append(conversation: Trajectory, token_ids: Sequence[int], lengths: Sequence[int]) -> None:
-    start = 0
-    for number, length in enumerate(lengths):
-        ids, turn = token_ids[start : start + length], (number + 1) // 2
-        start += length
-        if number % 2:
-            conversation.append_model(ids, [0.0] * length, [0] * length, turn)
-        else:
-            conversation.append_context(ids, turn)
+    """Pieces in turn: context, then what the assistant says."""
+    numbers = np.arange(len(lengths))
+    mask, turn = np.repeat(numbers % 2, lengths), np.repeat((numbers + 1) // 2, lengths)
+    conversation.tokens = records(
+        len(token_ids), token_ids=token_ids, turn=turn, weight_version=mask - 1, response_mask=mask, loss_mask=mask
+    )
 
 
 def _segments(

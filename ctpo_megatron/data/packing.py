@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ctpo_megatron.data.tokens import PACKED, common_type, further
 from ctpo_megatron.data.trajectory import Trajectory
-
-
-class TokenArrays(NamedTuple):
-    """Per token `[T]`: token_ids int32; response_mask, loss_mask, current bool; rollout_log_probs float32 (nats).
-
-    current: sampled by the trainer's current weights, so that the trainer's log-prob must agree.
-    """
-
-    token_ids: NDArray[np.int32]
-    response_mask: NDArray[np.bool_]
-    loss_mask: NDArray[np.bool_]
-    current: NDArray[np.bool_]
-    rollout_log_probs: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +19,8 @@ class TokenSequence:
     """One trajectory of a training step.
 
     place: its index among the trajectories of the step. name: prompt and sample, for messages. length, sampled_tokens,
-    loss_tokens: number of all tokens, of sampled tokens and of loss tokens. tokens: None on ranks that do not train on
-    it.
+    loss_tokens: number of all tokens, of sampled tokens and of loss tokens. tokens: `[length]`, a record of `PACKED`
+    each, with further columns; None on ranks that do not train on it. kind: their type, on every rank.
     """
 
     place: int
@@ -41,13 +28,14 @@ class TokenSequence:
     length: int
     sampled_tokens: int
     loss_tokens: int
-    tokens: TokenArrays | None
+    tokens: NDArray[np.void] | None
+    kind: np.dtype[np.void] = PACKED
 
     def __len__(self) -> int:
         return self.length
 
     @property
-    def arrays(self) -> TokenArrays:
+    def records(self) -> NDArray[np.void]:
         """Its tokens. Raises ValueError on a rank that has only its sizes."""
         if self.tokens is None:
             raise ValueError(f"trajectory {self.name} has no tokens on this rank: it belongs to another replica")
@@ -66,18 +54,16 @@ def _sequence(place: int, trajectory: Trajectory, version: int | None) -> TokenS
     name = f"{trajectory.prompt_id}#{trajectory.sample_index}"
     if not len(trajectory):
         raise ValueError(f"trajectory {name} has no tokens")
-    if trajectory.response_mask[0]:
+    given, more = trajectory.tokens, further(trajectory.tokens)
+    if given["response_mask"][0]:
         raise ValueError(f"trajectory {name} starts with a sampled token; it needs a prompt")
-    sampled_mask = np.array(trajectory.response_mask, np.bool_)
-    tokens = TokenArrays(
-        np.array(trajectory.token_ids, np.int32),
-        sampled_mask,
-        np.array(trajectory.loss_mask, np.bool_),
-        sampled_mask if version is None else np.array(trajectory.weight_version, np.int64) == version,
-        np.array(trajectory.rollout_log_probs, np.float32),
-    )
-    sampled, loss = (int(mask.sum()) for mask in (tokens.response_mask, tokens.loss_mask))
-    return TokenSequence(place, name, len(trajectory), sampled, loss, tokens)
+    kind = np.dtype([*PACKED.descr, *((name, values.dtype, values.shape[1:]) for name, values in more.items())])
+    tokens = np.zeros(len(given), kind)
+    for column in ("token_ids", "rollout_log_probs", "response_mask", "loss_mask", *more):
+        tokens[column] = given[column]
+    tokens["current"] = given["response_mask"] if version is None else given["weight_version"] == version
+    sampled, loss = (int(np.count_nonzero(tokens[mask])) for mask in ("response_mask", "loss_mask"))
+    return TokenSequence(place, name, len(trajectory), sampled, loss, tokens, tokens.dtype)
 
 
 @dataclass(slots=True)
@@ -95,6 +81,7 @@ class PackedBatch:
     sequence, inside its boundaries, and one masked, unlisted sequence to the micro-batch.
     on_policy: the weights have not been updated since the batch began, so the old log-probs are the log-probs of the
     training pass itself. packed: the original in host memory, from `pack`; None if this is the original.
+    more: further columns of tokens by name, `[N, ...]` of their own types, 0 at alignment.
     """
 
     token_ids: torch.Tensor
@@ -113,6 +100,7 @@ class PackedBatch:
     correction_weights: torch.Tensor | None = None
     on_policy: bool = False
     packed: PackedBatch | None = None
+    more: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def on_host(self) -> PackedBatch:
@@ -144,7 +132,8 @@ class PackedBatch:
             for name in self.__slots__
             if isinstance(value := getattr(self, name), torch.Tensor)
         }
-        return replace(self, **tensors, packed=self.on_host)  # type: ignore[arg-type] # only names of tensors
+        more = {name: value.to(device, non_blocking=True) for name, value in self.more.items()}
+        return replace(self, **tensors, more=more, packed=self.on_host)  # type: ignore[arg-type] # only names of tensors
 
 
 @dataclass(frozen=True)
@@ -257,27 +246,29 @@ def _concatenate(chosen: list[TokenSequence], advantages: list[float], rules: Pa
         sizes.append(filler)
     starts = np.cumsum([0, *sizes]).tolist()
 
-    tokens = [sequence.arrays for sequence in chosen]
+    kind = common_type([PACKED, *(sequence.kind for sequence in chosen)])
+    tokens = np.zeros(sum(sizes), kind)
+    for start, sequence in zip(starts, chosen, strict=False):
+        records = sequence.records
+        for name in records.dtype.names or ():
+            tokens[name][start : start + len(records)] = records[name]
 
-    def flat(column: str, dtype: torch.dtype) -> torch.Tensor:
-        values = torch.zeros(sum(sizes), dtype=dtype)
-        for start, arrays in zip(starts, tokens, strict=False):
-            array = getattr(arrays, column)
-            values[start : start + len(array)] = torch.from_numpy(array)
-        return values
+    def flat(column: str) -> torch.Tensor:
+        return torch.from_numpy(tokens[column].copy())
 
     in_order = torch.tensor(sizes)
     cu_seqlens = torch.zeros(len(sizes) + 1, dtype=torch.int32)
     cu_seqlens[1:] = in_order.cumsum(0)
     return PackedBatch(
-        token_ids=flat("token_ids", torch.int64),
+        token_ids=flat("token_ids").long(),
         position_ids=torch.arange(int(in_order.sum())) - cu_seqlens[:-1].long().repeat_interleave(in_order),
         cu_seqlens=cu_seqlens,
-        response_mask=flat("response_mask", torch.bool),
-        loss_mask=flat("loss_mask", torch.bool),
-        current=flat("current", torch.bool),
-        rollout_log_probs=flat("rollout_log_probs", torch.float32),
+        response_mask=flat("response_mask"),
+        loss_mask=flat("loss_mask"),
+        current=flat("current"),
+        rollout_log_probs=flat("rollout_log_probs"),
         advantages=torch.tensor([*advantages, *[0.0] * bool(filler)]).repeat_interleave(in_order),
         sequences=tuple(sequence.place for sequence in chosen),
         lengths=tuple(lengths),
+        more={name: flat(name) for name in further(tokens)},
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ctpo_megatron.data.tokens import COLUMNS, NO_COLUMNS, Column, checked, joined, records
 
 FinishReason = Literal["answer", "length", "max_turns", "tool_budget"]
 """Why an episode ended: an answer without a call, or a limit of tokens, turns or tool use."""
@@ -49,12 +53,13 @@ class NoVerdict:
     reason: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Trajectory:
     """Append-only token record of one episode: the prompt, then alternating model turns and observations.
 
-    The six per-token lists always have the same length. History is never re-rendered or re-tokenized: the tokens that
-    the engine sampled are trained on.
+    tokens: `[T]`, a record of `TOKEN` each, with further columns where an engine reports them; never changed in place.
+    The attributes of its columns read like lists. History is never re-rendered or re-tokenized: the tokens that the
+    engine sampled are trained on.
 
     token_ids: vocabulary ids.
     response_mask: 1 where the policy sampled the token, else 0 (prompt, observation, template).
@@ -67,12 +72,7 @@ class Trajectory:
     prompt_id: str
     sample_index: int
     seed: int
-    token_ids: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    rollout_log_probs: list[float] = field(default_factory=list)
-    weight_version: list[int] = field(default_factory=list)
-    turn: list[int] = field(default_factory=list)
+    tokens: NDArray[np.void] = field(default_factory=lambda: records(0))
     finish_reason: FinishReason | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
     final_text: str = ""
@@ -83,58 +83,137 @@ class Trajectory:
     no_verdict: NoVerdict | None = None
     """Why a scored trajectory has no reward: it is no wrong answer, and nothing is learned from it."""
 
+    @property
+    def token_ids(self) -> Column[int]:
+        return Column(self.tokens["token_ids"])
+
+    @property
+    def response_mask(self) -> Column[int]:
+        return Column(self.tokens["response_mask"])
+
+    @property
+    def loss_mask(self) -> Column[int]:
+        return Column(self.tokens["loss_mask"])
+
+    @loss_mask.setter
+    def loss_mask(self, mask: ArrayLike) -> None:
+        # The tokens may be memory of Ray's object store, which cannot be written.
+        tokens = self.tokens.copy()
+        tokens["loss_mask"] = mask
+        self.tokens = tokens
+
+    @property
+    def rollout_log_probs(self) -> Column[float]:
+        return Column(self.tokens["rollout_log_probs"])
+
+    @property
+    def weight_version(self) -> Column[int]:
+        return Column(self.tokens["weight_version"])
+
+    @property
+    def turn(self) -> Column[int]:
+        return Column(self.tokens["turn"])
+
     def append_model(
-        self, token_ids: Sequence[int], rollout_log_probs: Sequence[float], weight_version: Sequence[int], turn: int
-    ) -> None:
-        """Append tokens the policy sampled, with one log-probability and one weight version each."""
-        n = len(token_ids)
-        self._extend(token_ids, [1] * n, rollout_log_probs, weight_version, turn)
-
-    def append_context(self, token_ids: Sequence[int], turn: int) -> None:
-        """Append tokens the policy did not sample (prompt, tool observation, template)."""
-        n = len(token_ids)
-        self._extend(token_ids, [0] * n, [0.0] * n, [-1] * n, turn)
-
-    def _extend(
         self,
         token_ids: Sequence[int],
-        mask: Sequence[int],
         rollout_log_probs: Sequence[float],
         weight_version: Sequence[int],
         turn: int,
+        more: Mapping[str, NDArray[Any]] = NO_COLUMNS,
     ) -> None:
+        """Append tokens the policy sampled, with one log-probability and one weight version each.
+
+        more: further columns, `[n, ...]` each; they are 0 for all other tokens. Raises ValueError for lengths that
+        differ.
+        """
         n = len(token_ids)
-        if not len(mask) == len(rollout_log_probs) == len(weight_version) == n:
+        if not len(rollout_log_probs) == len(weight_version) == n or any(len(values) != n for values in more.values()):
             raise ValueError(
                 f"trajectory {self.prompt_id}#{self.sample_index} turn {turn}: {n} tokens with "
                 f"{len(rollout_log_probs)} log-probs and {len(weight_version)} weight versions"
+                + "".join(f", {len(values)} of {name}" for name, values in more.items())
             )
-        self.token_ids += token_ids
-        self.response_mask += mask
-        self.loss_mask += mask
-        self.rollout_log_probs += rollout_log_probs
-        self.weight_version += weight_version
-        self.turn += [turn] * n
+        made = records(
+            n,
+            more,
+            token_ids=token_ids,
+            rollout_log_probs=rollout_log_probs,
+            weight_version=weight_version,
+            turn=turn,
+            response_mask=1,
+            loss_mask=1,
+        )
+        self.tokens = joined([self.tokens, made])
+
+    def append_context(self, token_ids: Sequence[int], turn: int) -> None:
+        """Append tokens the policy did not sample (prompt, tool observation, template)."""
+        made = records(len(token_ids), token_ids=token_ids, weight_version=-1, turn=turn)
+        self.tokens = joined([self.tokens, made])
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trajectory):
+            return NotImplemented
+        ours, theirs = (
+            [getattr(each, part.name) for part in fields(self) if part.name != "tokens"] for each in (self, other)
+        )
+        same = self.tokens.dtype == other.tokens.dtype and self.tokens.tobytes() == other.tokens.tobytes()
+        return same and ours == theirs
+
+    @property
+    def model_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(np.count_nonzero(self.tokens["response_mask"]))
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens that contribute to the loss."""
+        return int(np.count_nonzero(self.tokens["loss_mask"]))
 
     @property
     def response_tokens(self) -> int:
         """Tokens after the prompt, observations included (the budget that `rollout.max_response_tokens` limits)."""
-        return sum(1 for turn in self.turn if turn > 0)
+        return int(np.count_nonzero(self.tokens["turn"]))
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain-JSON form that `from_json` restores exactly (Python floats round-trip through JSON)."""
-        # `asdict` of the trajectory would copy every number separately.
-        record = {each.name: copy.copy(getattr(self, each.name)) for each in fields(self) if each.name != "no_verdict"}
+    @property
+    def turns(self) -> int:
+        """Number of the last turn. Raises ValueError for a trajectory without tokens."""
+        return int(self.tokens["turn"].max())
+
+    def facts(self) -> dict[str, Any]:
+        """All but the tokens, in a plain-JSON form; `of_facts` restores it exactly."""
+        record = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _APART}
         if self.no_verdict is not None:
             record["no_verdict"] = asdict(self.no_verdict)
         return record | {"tool_calls": [asdict(call) for call in self.tool_calls]}
 
     @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Trajectory:
-        """Inverse of `to_json`."""
-        calls = [ToolCall(**call) for call in record["tool_calls"]]
+    def of_facts(cls, record: Mapping[str, Any], tokens: NDArray[np.void]) -> Trajectory:
+        """Inverse of `facts`; fields that a trajectory does not have are ignored."""
+        known = {each.name: record[each.name] for each in fields(cls) if each.name in record}
         missing = record.get("no_verdict")
-        return cls(**{**record, "tool_calls": calls, "no_verdict": None if missing is None else NoVerdict(**missing)})
+        return cls(
+            **{
+                **known,
+                "tokens": tokens,
+                "tool_calls": [ToolCall(**call) for call in record["tool_calls"]],
+                "no_verdict": None if missing is None else NoVerdict(**missing),
+            }
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain-JSON form that `from_json` restores exactly: lists of numbers for the columns of `TOKEN`."""
+        names = ("prompt_id", "sample_index", "seed")
+        columns = {name: self.tokens[name].tolist() for name in COLUMNS}
+        return {name: getattr(self, name) for name in names} | columns | self.facts()
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Trajectory:
+        """Inverse of `to_json`. Raises ValueError and KeyError for columns that cannot be what they say."""
+        return cls.of_facts(record, checked(record))
+
+
+_APART = ("tokens", "no_verdict")

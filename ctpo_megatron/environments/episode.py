@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from numpy.typing import NDArray
 
 from ctpo_megatron.base.extensions import called
 from ctpo_megatron.data.prompt import Prompt
@@ -26,12 +28,14 @@ class ModelTurn:
     """What an engine sampled for one turn; the stop token, when there is one, is the last token.
 
     rollout_log_probs: nats, under the distribution sampled from (temperature, top-p and top-k applied).
-    weight_version: one integer per token.
+    weight_version: one integer per token. more: further columns of tokens, `[n, ...]` each; they stay with the
+    trajectory up to the micro-batch.
     """
 
     token_ids: Sequence[int]
     rollout_log_probs: Sequence[float]
     weight_version: Sequence[int]
+    more: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
 class GenerateTurn(Protocol):
@@ -132,14 +136,14 @@ class Episode:
     async def _sample(self, number: int, max_tokens: int, seed: int) -> Sequence[int]:
         """Have the engine continue turn `number`; record and return the tokens."""
         trajectory = self._trajectory
-        sampled = await self._engine(trajectory.token_ids, max_tokens=max_tokens, seed=seed)
+        sampled = await self._engine(trajectory.token_ids.copy(), max_tokens=max_tokens, seed=seed)
         ids = sampled.token_ids
         if not 1 <= len(ids) <= max_tokens:
             raise RuntimeError(
                 f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: the engine returned {len(ids)} "
                 f"tokens, asked for 1 to {max_tokens}"
             )
-        trajectory.append_model(ids, sampled.rollout_log_probs, sampled.weight_version, number)
+        trajectory.append_model(ids, sampled.rollout_log_probs, sampled.weight_version, number, sampled.more)
         return ids
 
     def mentions_call(self, turn: Turn) -> bool:

@@ -9,7 +9,8 @@ import multiprocessing
 import pickle
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,8 @@ class Writer:
         self._timeout_s = timeout_s
         self._queue = AsyncCallsQueue()
         self._aside = Path()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attached")
+        self._attached: dict[str, Future[bytes]] = {}
         atexit.register(self._abandon)
 
     def save(
@@ -68,15 +71,15 @@ class Writer:
         run_state: dict[str, Any],
         config: CheckpointConfig,
         score: float | None,
-        attached: Mapping[str, bytes] = MappingProxyType({}),
+        attached: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
     ) -> Path:
         """Write `<directory>/step_%06d`; it exists under that name only when complete.
 
         run_state: JSON-serializable state of the driver; rank 0's is kept, as are its `score` (see
-        `checkpoint.keep_best`) and `attached`, further files by name. With `config.asynchronous` a copy of this process
-        writes while training continues. A later call of `finish` or `save` then completes the checkpoint and deletes
-        older ones. Raises CheckpointError when a file could not be written, now or by an earlier save in the
-        background.
+        `checkpoint.keep_best`) and `attached`, further files by name, whose content a thread makes meanwhile. With
+        `config.asynchronous` a copy of this process writes while training continues. A later call of `finish` or `save`
+        then completes the checkpoint and deletes older ones. Raises CheckpointError when a file could not be written,
+        now or by an earlier save in the background.
         """
         self.finish()
         _start_results_queue()
@@ -90,13 +93,12 @@ class Writer:
                 async_sharded_save=True,
                 content_metadata=dict(FORMAT),
             )
-        with _named_failure(aside):  # megatron takes a folder that is not empty for a broken checkpoint
-            for name, content in attached.items():
-                (aside / name).write_bytes(content)
         settings = {**state.settings, **model_settings(state.model.spec)}
         request.add_finalize_fn(partial(self._publish, aside, step, run_state, config, score, settings))
         with _named_failure(aside):
             self._queue.schedule_async_request(request)
+        # Only now: the fork of a process that writes is not to meet a thread of ours.
+        self._attached = {name: self._thread.submit(content) for name, content in attached.items()}
         if not config.asynchronous:
             self.finish()  # the request's own wait has no deadline for a writer that was killed
         return directory / step_name(step)
@@ -133,6 +135,7 @@ class Writer:
         score: float | None,
         settings: Mapping[str, Any],
     ) -> None:
+        self._layout.on_rank_zero(lambda: self._attach(aside))
         rank, names = self._layout.rank, [path.name for path in aside.iterdir()]
         mine = [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
         shares = gather_objects(files.digests(aside, mine))
@@ -141,6 +144,11 @@ class Writer:
         self._layout.on_rank_zero(
             lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best)
         )
+
+    def _attach(self, aside: Path) -> None:
+        """Not before all else is written: megatron takes a folder that is not empty for a broken checkpoint."""
+        for name, content in self._attached.items():
+            (aside / name).write_bytes(content.result(self._timeout_s))
 
 
 class _PickledQueue:

@@ -8,18 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ctpo_megatron.config import PolicyConfig, sequence_multiple
 from ctpo_megatron.data import (
     DataError,
     PackedBatch,
     PackingRules,
-    TokenArrays,
     TokenSequence,
     Trajectory,
     micro_batch_count,
@@ -27,13 +26,11 @@ from ctpo_megatron.data import (
     split_evenly,
     token_sequences,
 )
+from ctpo_megatron.data.tokens import PACKED, common_type, joined
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import Denominators
 from ctpo_megatron.policy.layers import padded_tokens
 from ctpo_megatron.policy.parallel import Layout
-
-_LOSS, _RESPONSE, _CURRENT = 1, 2, 4
-"""Bits of the byte that carries the masks of a token."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def checked_sequences(
         raise ValueError(f"{len(advantages)} advantages for {len(trajectories)} trajectories")
     sequences = token_sequences(trajectories, version)
     for sequence in sequences:
-        ids = sequence.arrays.token_ids
+        ids = sequence.records["token_ids"]
         beyond = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if beyond.size:
             at = int(beyond[0])
@@ -110,14 +107,16 @@ def share_sizes(
 ) -> tuple[list[TokenSequence], list[float | None]]:
     """The sequences of rank zero without their tokens, and their advantages, on every rank; collective.
 
-    Sends int64 `[4, B]` and float64 `[B]`. Ranks other than zero pass empty sequences. Rank zero keeps its tokens.
+    Sends int64 `[4, B]`, float64 `[B]`, and the type of the tokens. Ranks other than zero pass empty sequences. Rank
+    zero keeps its tokens.
     """
     if layout.world_size == 1:
         return list(sequences), list(advantages)
-    count = torch.tensor([len(sequences)])
-    dist.broadcast(count, src=0)
-    sizes = torch.zeros(4, int(count), dtype=torch.int64)
-    values = torch.zeros(int(count), dtype=torch.float64)
+    about: list[Any] = [len(sequences), common_type([PACKED, *(sequence.kind for sequence in sequences)])]
+    dist.broadcast_object_list(about, src=0, device=torch.device("cpu"))
+    count, kind = about
+    sizes = torch.zeros(4, count, dtype=torch.int64)
+    values = torch.zeros(count, dtype=torch.float64)
     if layout.is_rank_zero:
         pairs = zip(sequences, advantages, strict=True)
         sizes[:] = torch.tensor([[s.length, s.sampled_tokens, s.loss_tokens, a is not None] for s, a in pairs]).T
@@ -125,9 +124,9 @@ def share_sizes(
     dist.broadcast(sizes, src=0)
     dist.broadcast(values, src=0)
     if layout.is_rank_zero:
-        return list(sequences), list(advantages)
+        return [replace(sequence, kind=kind) for sequence in sequences], list(advantages)
     outline = [
-        TokenSequence(place, f"{place} of the step", length, sampled, loss, None)
+        TokenSequence(place, f"{place} of the step", length, sampled, loss, None, kind)
         for place, (length, sampled, loss, _) in enumerate(sizes.T.tolist())
     ]
     known = zip(values.tolist(), sizes[3].tolist(), strict=True)
@@ -209,8 +208,8 @@ def share_tokens(
 ) -> list[TokenSequence]:
     """This rank's share with its tokens; collective.
 
-    sequences: from `share_sizes`. shares: the indices that each data-parallel rank trains on. A token is sent as int32
-    id, one byte of masks and float32 log-prob, to the ranks of the replica that trains on it.
+    sequences: from `share_sizes`. shares: the indices that each data-parallel rank trains on. A token is sent as a
+    record of its type, to the ranks of the replica that trains on it.
     """
     own = [sequences[index] for index in shares[layout.dp_rank]]
     if layout.world_size == 1:
@@ -229,40 +228,22 @@ def share_tokens(
 def _send(
     sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rank: int, layout: Layout
 ) -> Iterator[dist.Work]:
-    arrays = [sequences[index].arrays for index in shares[layout.dp_ranks[rank]]]
-    if not arrays:
+    share = [sequences[index] for index in shares[layout.dp_ranks[rank]]]
+    if not share:
         return
-    for column in _columns(arrays):
-        work = dist.isend(column, dst=rank)
-        if work is None:
-            raise RuntimeError(f"rank {rank} is not in the job's process group")
-        yield work
+    tokens = joined([sequence.records for sequence in share], share[0].kind)
+    work = dist.isend(torch.from_numpy(tokens.view(np.uint8)), dst=rank)
+    if work is None:
+        raise RuntimeError(f"rank {rank} is not in the job's process group")
+    yield work
 
 
 def _receive(own: Sequence[TokenSequence]) -> list[TokenSequence]:
     if not own:
         return []
-    total = sum(len(sequence) for sequence in own)
-    columns = [torch.zeros(total, dtype=dtype) for dtype in (torch.int32, torch.uint8, torch.float32)]
-    for column in columns:
-        dist.recv(column, src=0)
-    ids, masks, log_probs = (column.numpy() for column in columns)
+    tokens = np.zeros(sum(len(sequence) for sequence in own), own[0].kind)
+    dist.recv(torch.from_numpy(tokens.view(np.uint8)), src=0)
     ends = np.cumsum([len(sequence) for sequence in own])
-    result = []
-    for sequence, end in zip(own, ends, strict=True):
-        part = slice(end - len(sequence), end)
-        bits = masks[part]
-        response, loss, current = ((bits & bit) != 0 for bit in (_RESPONSE, _LOSS, _CURRENT))
-        tokens = TokenArrays(ids[part], response, loss, current, log_probs[part])
-        result.append(replace(sequence, tokens=tokens))
-    return result
-
-
-def _columns(arrays: Sequence[TokenArrays]) -> tuple[Tensor, Tensor, Tensor]:
-    """int32 ids, uint8 masks, float32 log-probs, each `[N]`, of sequences laid end to end."""
-    ids = np.concatenate([tokens.token_ids for tokens in arrays])
-    masks = np.concatenate(
-        [_LOSS * each.loss_mask + _RESPONSE * each.response_mask + _CURRENT * each.current for each in arrays]
-    )
-    log_probs = np.concatenate([tokens.rollout_log_probs for tokens in arrays])
-    return torch.from_numpy(ids), torch.from_numpy(masks.astype(np.uint8)), torch.from_numpy(log_probs)
+    return [
+        replace(sequence, tokens=tokens[end - len(sequence) : end]) for sequence, end in zip(own, ends, strict=True)
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -256,7 +256,7 @@ class Trainer:
         run_state: dict[str, Any],
         config: CheckpointConfig | None = None,
         score: float | None = None,
-        attached: Mapping[str, bytes] = MappingProxyType({}),
+        attached: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
     ) -> Path:
         """Checkpoint weights, optimizer, schedule, random streams and the driver's state; see `checkpoint.Writer`."""
         with self._memory.weights_complete():

@@ -15,12 +15,13 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.base.redact import hidden
+from ctpo_megatron.data.tokens import records
 from ctpo_megatron.data.trajectory import MissingCause, NoVerdict
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _LONGEST_REASON = 1000
-_PER_TOKEN = ("token_ids", "response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn")
 
 log = logging.getLogger(__name__)
 
@@ -303,10 +303,9 @@ def _stop(pool: ProcessPool) -> None:
 
 
 def _text_of(pair: Pair) -> Pair:
-    """Without the per-token lists: for 8000 tokens, sending them takes longer than scoring with math-verify."""
+    """Without the tokens: for 8000 tokens, sending them takes longer than scoring with math-verify."""
     trajectory, prompt = pair
-    empty: dict[str, Any] = {name: [] for name in _PER_TOKEN}
-    return replace(trajectory, **empty), replace(prompt, token_ids=())
+    return replace(trajectory, tokens=records(0)), replace(prompt, token_ids=())
 
 
 def _leave_unjudged(trajectory: Trajectory, why: NoVerdict) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.rollouts.filters import Filters
 
 Slot = tuple[int, int]
@@ -138,18 +140,21 @@ class OpenBatch:
         repeated = len(groups) - len({group.prompt.id for group in groups})
         batch.metrics["rollout/prompts_repeated"] = float(repeated)
         batch.metrics |= self.uniform.metrics(groups) | filters.apply(batch.trained)
-        versions = {version for t in batch.trajectories for version in t.weight_version if version >= 0}
-        batch.weight_versions = tuple(sorted(versions))
+        versions = set[int]().union(*(np.unique(t.tokens["weight_version"]).tolist() for t in batch.trajectories))
+        batch.weight_versions = tuple(sorted(version for version in versions if version >= 0))
         return batch
 
     def state_dict(self, in_flight: Mapping[Slot, Prompt], report_record: Any) -> dict[str, Any]:
-        """As a checkpoint keeps it: groups that are scored whole, of the others the prompt and which draw it is."""
+        """As a checkpoint keeps it: groups that are scored whole, of the others the prompt and which draw it is.
+
+        All is JSON but the trajectories.
+        """
         records: list[dict[str, Any]] = []
         for index in range(self.drawn):
             if (group := self.scored.get(index)) is None:
                 records.append({"prompt": in_flight[self.step, index].id, "occurrence": self._occurrences[index]})
                 continue
-            trajectories = [trajectory.to_json() for trajectory in group.trajectories]
+            trajectories = [copy.copy(trajectory) for trajectory in group.trajectories]  # filters will set masks
             report = report_record(self.reports[index])
             records.append({"prompt": group.prompt.id, "trajectories": trajectories, "report": report})
         draws = dict(self._draws)
@@ -165,5 +170,5 @@ class OpenBatch:
             if "trajectories" not in record:
                 self.waiting[index], self._occurrences[index] = prompt, record.get("occurrence", 0)
                 continue
-            group = Group(prompt, [Trajectory.from_json(trajectory) for trajectory in record["trajectories"]])
+            group = Group(prompt, list(record["trajectories"]))
             self.add(index, group, report_of(record["report"]))

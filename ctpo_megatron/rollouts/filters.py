@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ctpo_megatron.base.extensions import call_problem, called, load
 from ctpo_megatron.config import Extension
 from ctpo_megatron.data.batch import Group
@@ -25,7 +27,7 @@ def void_turn(trajectory: Trajectory, _prompt: Prompt, *, answer: str | None = N
     `max_turns` or `tool_budget`, which is not run. answer: regular expression of a final answer; None: a complete
     `\\boxed{}`.
     """
-    turns = range(1, max(trajectory.turn) + 1)
+    turns = range(1, trajectory.turns + 1)
     complete = {call.turn for call in trajectory.tool_calls if call.status != "parse_error"}
     if trajectory.finish_reason in ("max_turns", "tool_budget") or _has_answer(trajectory, answer):
         complete.add(turns[-1])
@@ -35,12 +37,12 @@ def void_turn(trajectory: Trajectory, _prompt: Prompt, *, answer: str | None = N
 def void_trajectory(trajectory: Trajectory, _prompt: Prompt, *, answer: str | None = None) -> Collection[int]:
     """Every turn, if no tool call was run and there is no final answer (the rule of CTPO's published code)."""
     called = any(call.status != "parse_error" for call in trajectory.tool_calls)
-    return () if called or _has_answer(trajectory, answer) else range(1, max(trajectory.turn) + 1)
+    return () if called or _has_answer(trajectory, answer) else range(1, trajectory.turns + 1)
 
 
 def truncated(trajectory: Trajectory, _prompt: Prompt) -> Collection[int]:
     """Every turn, if a token limit ended the trajectory (`finish_reason` is `length`)."""
-    return range(1, max(trajectory.turn) + 1) if trajectory.finish_reason == "length" else ()
+    return range(1, trajectory.turns + 1) if trajectory.finish_reason == "length" else ()
 
 
 def failed_tool(trajectory: Trajectory, _prompt: Prompt) -> Collection[int]:
@@ -104,8 +106,8 @@ class Filters:
             _mask(trajectory, set().union(*turns.values()))
         if not self._filters or not pairs:
             return {}
-        kept = [sum(trajectory.loss_mask) for trajectory, _ in pairs]
-        model = sum(sum(trajectory.response_mask) for trajectory, _ in pairs)
+        kept = [trajectory.loss_tokens for trajectory, _ in pairs]
+        model = sum(trajectory.model_tokens for trajectory, _ in pairs)
         return {
             "rollout/masked_tokens": 1 - sum(kept) / model,
             "rollout/masked_trajectories": kept.count(0) / len(pairs),
@@ -119,14 +121,14 @@ class Filters:
                 turns = set(self._filters[name](trajectory, prompt))
         except Exception as error:  # a user's function may raise anything
             raise ValueError(f"{where}: {error!r}") from error
-        if unknown := turns.difference(range(1, max(trajectory.turn) + 1)):
-            raise ValueError(f"{where}: names turns {unknown}; there are 1 to {max(trajectory.turn)}")
+        if unknown := turns.difference(range(1, trajectory.turns + 1)):
+            raise ValueError(f"{where}: names turns {unknown}; there are 1 to {trajectory.turns}")
         return turns
 
 
 def _mask(trajectory: Trajectory, turns: set[int]) -> None:
     """From `response_mask`, so that a recording that is replayed has the mask of this run's filters."""
-    trajectory.loss_mask = trajectory.response_mask.copy()
-    if turns:
-        masks = zip(trajectory.response_mask, trajectory.turn, strict=True)
-        trajectory.loss_mask = [0 if turn in turns else mask for mask, turn in masks]
+    tokens = trajectory.tokens
+    mask = tokens["response_mask"] & ~np.isin(tokens["turn"], list(turns))
+    if not np.array_equal(mask, tokens["loss_mask"]):
+        trajectory.loss_mask = mask

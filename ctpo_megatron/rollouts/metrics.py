@@ -29,7 +29,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
     statuses: Counter[str] = Counter(call.status for call in calls)
     reasons = Counter(trajectory.finish_reason for trajectory in trajectories)
-    model = sum(sum(trajectory.response_mask) for trajectory in trajectories)
+    model = sum(trajectory.model_tokens for trajectory in trajectories)
     total = sum(len(trajectory) for trajectory in trajectories)
     response = sum(trajectory.response_tokens for trajectory in trajectories)
     users = sum(any(call.status == "success" for call in trajectory.tool_calls) for trajectory in trajectories)
@@ -39,7 +39,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/truncated": reasons["length"] / n,
         "rollout/max_turns": reasons["max_turns"] / n,
         "rollout/tool_budget": reasons["tool_budget"] / n,
-        "rollout/turns_mean": sum(max(trajectory.turn) for trajectory in trajectories) / n,
+        "rollout/turns_mean": sum(trajectory.turns for trajectory in trajectories) / n,
         "rollout/response_length_mean": response / n,
         "rollout/model_tokens_mean": model / n,
         "tokens/model": float(model),
@@ -68,7 +68,7 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
     rollout/staleness_mean and staleness_max in versions; tokens/stale counts tokens of an earlier version;
     rollout/continued_tokens is the share of tokens sampled after an update of the weights within their trajectory.
     """
-    sampled = [np.array(t.weight_version) for group in groups for t in group.trajectories]
+    sampled = [t.tokens["weight_version"] for group in groups for t in group.trajectories]
     sampled = [versions[versions >= 0] for versions in sampled]
     lags = version - np.concatenate(sampled)
     continued = sum(int((versions > versions[:1]).sum()) for versions in sampled)

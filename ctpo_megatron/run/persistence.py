@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base.run_paths import AHEAD as _AHEAD
+from ctpo_megatron.base.files import DamagedFileError
+from ctpo_megatron.base.run_paths import AHEAD, RunPaths
 from ctpo_megatron.base.run_paths import SFT_CHECKPOINTS as _SFT
-from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, SftConfig
 from ctpo_megatron.policy import CheckpointError, discard_checkpoints, latest_checkpoint, read_checkpoint_marker
-from ctpo_megatron.rollouts import Rollouts
+from ctpo_megatron.rollouts import Rollouts, encode_ahead, read_ahead
 from ctpo_megatron.run.directory import take_over, written_by_another_version
 from ctpo_megatron.run.ranks import TrainerGroup
 from ctpo_megatron.run.reporter import Reporter
@@ -120,7 +119,8 @@ class Persistence:
         """Checkpoint the trainer and the state of the run after `done` steps."""
         with self._report.phase("checkpoint"):
             settings, state = self._config.checkpoint, self._state(done)
-            attached = _sampled_ahead(state)
+            ahead = state["rollouts"].pop("ahead", None)  # a file of its own, encoded while the ranks go on
+            attached = {} if ahead is None else {AHEAD: partial(encode_ahead, ahead)}
             self._report.flush()  # a resume from this checkpoint must find the lines of all its steps
             self._trainer.save(self._directory, done, state, settings, self._score(done), attached)
             self._trainer.release()
@@ -169,8 +169,9 @@ class Persistence:
 
     def _rewind(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         try:
-            self._rollouts.load_state_dict(state["rollouts"] | _read_sampled_ahead(checkpoint))
-        except ValueError as error:
+            ahead = read_ahead(checkpoint)
+            self._rollouts.load_state_dict(state["rollouts"] | ({} if ahead is None else {"ahead": ahead}))
+        except (ValueError, DamagedFileError) as error:
             raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
         self._discard(state["step"], state["metrics"])
         self._report.note(f"continuing after step {state['step']}, from {checkpoint}")
@@ -218,15 +219,3 @@ def _check_order(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, 
             f"{checkpoint} is in the middle of other batches: changed {'; '.join(changed)}. Give SFT what it was begun "
             "with, or begin it again in a run of another name; data.rerender=true continues with other tokens"
         )
-
-
-def _sampled_ahead(state: Mapping[str, Any]) -> dict[str, bytes]:
-    """Take what is sampled ahead out of the state of rank zero, for a file of its own."""
-    if "ahead" not in state.get("rollouts", {}):
-        return {}
-    return {_AHEAD: gzip.compress(json.dumps(state["rollouts"].pop("ahead")).encode(), compresslevel=1)}
-
-
-def _read_sampled_ahead(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint / _AHEAD
-    return {"ahead": json.loads(gzip.decompress(path.read_bytes()))} if path.exists() else {}

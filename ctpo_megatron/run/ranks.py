@@ -255,7 +255,7 @@ class TrainerGroup:
         state: dict[str, Any],
         settings: CheckpointConfig,
         score: float | None = None,
-        attached: Mapping[str, bytes] = MappingProxyType({}),
+        attached: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
     ) -> None:
         """See `Trainer.save`."""
         self.trainer.save(directory, step, state, settings, score, attached)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -95,8 +94,7 @@ def trajectory_of(record: Mapping[str, Any]) -> Trajectory:
     # Imported here: the report reads dumps on machines without the training stack.
     from ctpo_megatron.data.trajectory import Trajectory
 
-    names = {field.name for field in dataclasses.fields(Trajectory)}
-    return Trajectory.from_json({name: value for name, value in record.items() if name in names})
+    return Trajectory.from_json(record)
 
 
 def recorded_trajectories(path: Path) -> list[Trajectory]:

@@ -44,10 +44,10 @@ class Reference:
 
     def log_probs(self, trajectory: Trajectory) -> Tensor:
         """`[T]`, differentiable; 0 where the policy did not sample."""
-        ids = torch.tensor(trajectory.token_ids)
+        ids = torch.tensor(trajectory.token_ids.copy())
         logits = self._model(ids[None]).logits[0, :-1] / self._temperature
         log_probs = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
-        return torch.cat([log_probs.new_zeros(1), log_probs]) * torch.tensor(trajectory.response_mask)
+        return torch.cat([log_probs.new_zeros(1), log_probs]) * torch.tensor(trajectory.response_mask.copy())
 
     def evaluate(
         self, batch: Sequence[Trajectory], advantages: Sequence[float], objectives: dict[str, PolicyObjective]

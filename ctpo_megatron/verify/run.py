@@ -138,7 +138,7 @@ def _prepare(folder: Path, model: Path, objectives: Sequence[str], family: Model
     with torch.no_grad():
         for index, trajectory in enumerate(trajectories):
             log_probs = reference.log_probs(trajectory).tolist()
-            trajectory.rollout_log_probs[:] = [
+            trajectory.tokens["rollout_log_probs"] = [
                 value + batch.shift(index, t) if sampled else 0.0
                 for t, (value, sampled) in enumerate(zip(log_probs, trajectory.response_mask, strict=True))
             ]

@@ -5,7 +5,6 @@ Its log with the accounts of every step is printed, and kept in `chaos.txt` of t
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 import re
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from ctpo_megatron.rollouts import read_ahead
 from ctpo_megatron.tracking import read_trajectories, trajectory_files
 from tests.chaos import kills
 from tests.chaos.failing_prompts import always_fails
@@ -75,7 +75,8 @@ class Accounts:
 def accounts(run: Path, step: int) -> Accounts:
     checkpoint = run / "checkpoints" / f"step_{step:06d}"
     state = json.loads((checkpoint / "COMPLETE.json").read_text())["run"]["rollouts"]
-    ahead = json.loads(gzip.decompress((checkpoint / "ahead.json.gz").read_bytes()))
+    ahead = read_ahead(checkpoint)
+    assert ahead is not None
     groups = [group for batch in ahead["batches"] for group in batch["groups"]]
     trained = [
         record["prompt_id"]

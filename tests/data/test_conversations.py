@@ -115,9 +115,9 @@ def test_the_order_of_batches_is_known_by_what_it_follows_from(records):
     assert batch_order(records, 8, 1) == {**ours, "seed": 1, "conversations_per_step": 8}
     last = records[-1]
     for name in ("token_ids", "loss_mask"):
-        values = list(getattr(last, name))
-        values[-1] = 1 - values[-1] if name == "loss_mask" else values[-1] + 1
-        assert batch_order([*records[:-1], replace(last, **{name: values})], 32, 0) != ours
+        tokens = last.tokens.copy()
+        tokens[name][-1] = 1 - tokens[name][-1] if name == "loss_mask" else tokens[name][-1] + 1
+        assert batch_order([*records[:-1], replace(last, tokens=tokens)], 32, 0) != ours
     assert batch_order([records[1], records[0], *records[2:]], 32, 0) != ours
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ctpo_megatron.rollouts import read_ahead
 from ctpo_megatron.tracking import read_trajectories, trajectory_files
 from tests.end_to_end.small_run import Ctpo, records
 
@@ -20,7 +20,7 @@ SETTINGS = ("sft=null", "export.enabled=false", "tracking.report=false", "eval.e
 
 def rollouts_of(checkpoint: Path) -> Any:
     kept = json.loads((checkpoint / "COMPLETE.json").read_text())["run"]["rollouts"]
-    return kept | {"ahead": json.loads(gzip.decompress((checkpoint / "ahead.json.gz").read_bytes()))}
+    return kept | {"ahead": read_ahead(checkpoint)}
 
 
 def check_accounts(checkpoint: Path) -> int:

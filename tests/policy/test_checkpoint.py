@@ -272,7 +272,7 @@ def test_attached_files_are_those_of_rank_zero_and_checked(
     layout: Layout, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = make(layout, folder / "qwen3-tied")
-    path = policy.save(tmp_path, 1, {"step": 1}, attached={"ahead.json.gz": b"groups"})
+    path = policy.save(tmp_path, 1, {"step": 1}, attached={"ahead.json.gz": lambda: b"groups"})
     assert not caplog.records  # megatron would warn of a folder that is not empty
     assert (path / "ahead.json.gz").read_bytes() == b"groups" and policy.load(path) == {"step": 1}
     (path / "ahead.json.gz").write_bytes(b"grapes")

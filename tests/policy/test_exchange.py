@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.data import Trajectory, token_sequences
+from ctpo_megatron.data import TokenSequence, Trajectory, token_sequences
+from ctpo_megatron.data.tokens import common_type, joined
 from ctpo_megatron.policy import destroy_distributed, init_distributed
 from ctpo_megatron.policy.minibatch import share_sizes, share_tokens
 from tests.policy import models
@@ -16,11 +19,20 @@ SHARES = [[0, 3, 5, 7, 11], [1, 2, 4, 6, 8, 9, 10, 12, 13, 14, 15]]
 
 
 def trajectories() -> list[Trajectory]:
-    """Of 16, one with a response token that is not in the loss."""
+    """Of 16, one with a response token that is not in the loss, and one with a further column."""
     result: list[Trajectory] = models.trajectories()
     first = result[4].response_mask.index(1)
-    result[4].loss_mask[first], result[5].weight_version[result[5].response_mask.index(1)] = 0, 1
+    result[4].tokens["loss_mask"][first] = 0
+    result[5].tokens["weight_version"][result[5].response_mask.index(1)] = 1
+    result[6].append_model([3], [-0.5], [0], 9, {"experts": np.array([[[1, 2], [3, 255]]], np.uint8)})
     return result
+
+
+def plain(sequence: TokenSequence) -> tuple[Any, Any]:
+    """Type and tokens, with the columns that only some have: 0 where a trajectory has none."""
+    kind = common_type(each.kind for each in token_sequences(trajectories(), version=0))
+    tokens = joined([sequence.records], kind)
+    return tokens.dtype.descr, [[np.asarray(value).tolist() for value in token.tolist()] for token in tokens]
 
 
 def exchange(tensor_parallel: int) -> dict[str, Any]:
@@ -32,14 +44,14 @@ def exchange(tensor_parallel: int) -> dict[str, Any]:
     share = share_tokens(sequences, shares, layout)
     destroy_distributed()
     counts = [(s.place, s.length, s.sampled_tokens, s.loss_tokens) for s in sequences]
-    columns = {s.place: [(c.dtype.name, c.tolist()) for c in s.tokens or ()] for s in share}
+    columns = {s.place: plain(s) for s in share}
     known = [s.place for s in sequences if s.tokens is not None]
     return {"dp_rank": layout.dp_rank, "counts": counts, "advantages": advantages, "tokens": columns, "known": known}
 
 
 def expected(places: list[int]) -> dict[int, Any]:
     chosen = [s for s in token_sequences(trajectories(), version=0) if s.place in places]
-    return {s.place: [(c.dtype.name, c.tolist()) for c in s.tokens or ()] for s in chosen}
+    return {s.place: plain(s) for s in chosen}
 
 
 def check(answers: list[dict[str, Any]], shares: list[list[int]]) -> None:
@@ -49,7 +61,8 @@ def check(answers: list[dict[str, Any]], shares: list[list[int]]) -> None:
         assert answer["advantages"] == ADVANTAGES  # float64: the same bits
         assert answer["tokens"] == expected(shares[answer["dp_rank"]])
         assert rank == 0 or answer["known"] == []  # sizes travel to all, tokens to those that train on them
-    assert {name for row in answers[1]["tokens"].values() for name, _ in row} == {"int32", "bool", "float32"}
+    kinds = {kind[1:] for descr, _ in answers[1]["tokens"].values() for _, kind, *_ in descr}
+    assert kinds == {"i4", "f4", "b1", "u1"}
 
 
 def test_two_replicas_get_their_share() -> None:

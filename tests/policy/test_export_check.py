@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         policy.use_optimizer(OptimizerConfig(lr=1e-2), total_steps=2)
         trajectories = models.trajectories(8)
         for trajectory in trajectories:
-            trajectory.token_ids[:] = [i % policy.spec.vocab_size for i in trajectory.token_ids]
+            trajectory.tokens["token_ids"] %= policy.spec.vocab_size
         (step,) = policy.distribute(trajectories, models.advantages(8), size=8)
         policy.compute_old_log_probs([step])
         policy.update(step, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))

@@ -62,7 +62,7 @@ def a_batch() -> Batch:
     trajectories = models.trajectories()
     for index, trajectory in enumerate(trajectories):
         trajectory.reward = float(index % 4 > 1) if index > 3 else 1.0
-        trajectory.weight_version = list(trajectory.response_mask)
+        trajectory.tokens["weight_version"] = trajectory.response_mask
     prompts = [Prompt(f"p{index}", "test", (), "", ()) for index in range(4)]
     groups = [Group(prompt, trajectories[4 * index :][:4]) for index, prompt in enumerate(prompts)]
     return Batch(groups, weight_versions=(1,))

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,7 +65,7 @@ def test_a_token_beyond_the_vocabulary_is_named(policy: Trainer, token: int, sam
     """Megatron pads the vocabulary to 512 rows, which would be trained."""
     trajectories = models.trajectories()
     position = trajectories[6].response_mask.index(int(sampled))
-    trajectories[6].token_ids[position] = token
+    trajectories[6].tokens["token_ids"][position] = token
     message = rf"trajectory p1#2 has token id {token} at position {position}, but the model's vocabulary has 500 "
     with pytest.raises(DataError, match=message):
         policy.distribute(trajectories, models.advantages(), 16)
@@ -88,7 +89,8 @@ def test_sampler_and_trainer_are_compared_at_tokens_of_the_same_weights_only(pol
     trajectories = models.trajectories(2)
     for trajectory in trajectories:  # the last sampled token alone is of version 7
         last = len(trajectory) - 1 - trajectory.response_mask[::-1].index(1)
-        trajectory.weight_version = [7 if at == last else 6 * mask for at, mask in enumerate(trajectory.response_mask)]
+        trajectory.tokens["weight_version"] = 6 * np.asarray(trajectory.response_mask)
+        trajectory.tokens["weight_version"][last] = 7
     whole = policy.compute_old_log_probs(policy.distribute(trajectories, [1.0, -1.0], 2))
     (mini_batch,) = policy.distribute(trajectories, [1.0, -1.0], 2, version=7)
     [micro] = mini_batch.micro_batches

@@ -137,7 +137,7 @@ def test_the_test_above_sees_a_prefix_that_moves() -> None:
     filtered = batch()
     Filters([Extension(name="failed_tool")]).apply(filtered)
     for group in filtered:
-        group.trajectories[0].response_mask = group.trajectories[0].loss_mask
+        group.trajectories[0].tokens["response_mask"] = group.trajectories[0].loss_mask
     some, _, kept = loss(filtered, objective)
     assert not torch.equal(some.per_token, torch.where(kept, whole.per_token, 0.0))
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ctpo_megatron.base.run_paths import AHEAD
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
 from ctpo_megatron.engines import EngineError
-from ctpo_megatron.rollouts import Rollouts, RolloutSettings
+from ctpo_megatron.rollouts import Rollouts, RolloutSettings, encode_ahead, read_ahead
 from ctpo_megatron.rollouts.ledger import AccountingError
 from ctpo_megatron.tracking import Phases
 from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer
@@ -78,7 +81,15 @@ class Run:
         return self
 
     def state(self) -> Any:
-        return json.loads(json.dumps(self.source.state_dict()))
+        """As a checkpoint has it."""
+        kept = self.source.state_dict()
+        ahead = kept.pop("ahead", None)
+        state = json.loads(json.dumps(kept))
+        if ahead is None:
+            return state
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / AHEAD).write_bytes(encode_ahead(ahead))
+            return state | {"ahead": read_ahead(Path(folder))}
 
     @property
     def ids(self) -> list[str]:

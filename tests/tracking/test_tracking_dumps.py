@@ -94,7 +94,7 @@ def test_a_dump_is_a_recording_as_it_was_written(tmp_path: Path, form: str) -> N
         ("token_ids", lambda values: [*values[:-1], "3"], "token_ids holds '3'"),
         ("response_mask", lambda values: [2 * value for value in values], "response_mask holds 2"),
         ("rollout_log_probs", lambda values: [*values[:-1], float("nan")], "rollout_log_probs holds nan"),
-        ("rollout_log_probs", lambda values: [*values[:-1], None], "must be real number"),
+        ("rollout_log_probs", lambda values: [*values[:-1], None], "rollout_log_probs holds None"),
         ("final_text", lambda text: None, "final_text is None"),
         ("tool_calls", lambda calls: None, "not iterable"),
         ("seed", lambda seed: ..., "missing 1 required positional argument: 'seed'"),

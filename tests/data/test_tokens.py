@@ -1,0 +1,155 @@
+"""Tokens as typed columns: what users see of them, and that any further column gets from an engine to the packing."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctpo_megatron.base.run_paths import AHEAD, AHEAD_JSON
+from ctpo_megatron.data import PackingRules, Trajectory, pack, token_sequences
+from ctpo_megatron.data.tokens import TOKEN, common_type
+from ctpo_megatron.rollouts import encode_ahead, read_ahead
+
+COLUMNS = {
+    "token_ids": [1, 2, 3, 4, 5, 6],
+    "response_mask": [0, 0, 1, 1, 0, 1],
+    "loss_mask": [0, 0, 1, 1, 0, 1],
+    "rollout_log_probs": [0.0, 0.0, -0.5, -0.25, 0.0, -1.5],
+    "weight_version": [-1, -1, 7, 8, -1, 8],
+    "turn": [0, 0, 1, 1, 1, 2],
+}
+
+
+def made(**more: Any) -> Trajectory:
+    trajectory = Trajectory("p", 0, 1)
+    trajectory.append_context([1, 2], 0)
+    trajectory.append_model([3, 4], [-0.5, -0.25], [7, 8], 1, {name: values[:2] for name, values in more.items()})
+    trajectory.append_context([5], 1)
+    trajectory.append_model([6], [-1.5], [8], 2, {name: values[2:] for name, values in more.items()})
+    return trajectory
+
+
+def test_a_token_is_a_record_of_16_bytes() -> None:
+    assert TOKEN.itemsize == 16 and made().tokens.nbytes == 6 * 16
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_users_read_a_column_like_a_list(name: str) -> None:
+    column, expected = getattr(made(), name), COLUMNS[name]
+    assert column == expected and expected == column and column != expected[1:] and column == tuple(expected)
+    assert list(column) == expected and [type(value) for value in column] == [type(value) for value in expected]
+    assert column[1:4] == expected[1:4] and type(column[1:4]) is list and column[-1] == expected[-1]
+    assert sum(column) == sum(expected) and max(column) == max(expected) and len(column) == 6
+    assert column.index(expected[3]) == expected.index(expected[3]) and column.count(0) == expected.count(0)
+    nine = [9]
+    assert column + nine == expected + nine and nine + column == nine + expected and column.copy() == expected
+    assert list(zip(column, expected, strict=True)) == list(zip(expected, expected, strict=True))
+    assert repr(column) == repr(expected) and expected[2] in column and list(reversed(column)) == expected[::-1]
+    assert np.array_equal(np.array(column), np.array(expected))
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        column[0] = 1
+    with pytest.raises(IndexError):
+        column[6]
+
+
+def test_only_the_loss_mask_is_given_anew() -> None:
+    trajectory = made()
+    before = trajectory.tokens
+    before.flags.writeable = False  # as memory of Ray's object store
+    trajectory.loss_mask = [0, 0, 1, 0, 0, 1]
+    assert trajectory.loss_mask == [0, 0, 1, 0, 0, 1] and before["loss_mask"].tolist() == COLUMNS["loss_mask"]
+    with pytest.raises(AttributeError):
+        trajectory.token_ids = [1]  # type: ignore[misc]
+
+
+def test_every_form_is_restored_exactly() -> None:
+    trajectory = made()
+    assert {name: trajectory.to_json()[name] for name in COLUMNS} == COLUMNS
+    assert Trajectory.from_json(json.loads(json.dumps(trajectory.to_json()))) == trajectory
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(trajectory, protocol=5, buffer_callback=buffers.append)
+    assert pickle.loads(pickled, buffers=buffers) == trajectory
+    assert [buffer.raw().nbytes for buffer in buffers] == [trajectory.tokens.nbytes]  # no copy in the pickle
+    other = made()
+    other.tokens["turn"][0] = 1
+    assert other != trajectory and trajectory != made(scores=np.ones(3, np.float16))
+
+
+@pytest.mark.parametrize(("name", "values"), [("token_ids", [1, 2**31]), ("turn", [0, 2**15]), ("loss_mask", [0, -1])])
+def test_numbers_that_a_column_cannot_hold_are_refused(name: str, values: list[int]) -> None:
+    record = {**made().to_json(), **{each: [0, 0] for each in COLUMNS}, name: values}
+    with pytest.raises(ValueError, match=f"{name} holds {values[1]}"):
+        Trajectory.from_json(record)
+
+
+def experts() -> np.ndarray[Any, Any]:
+    """Choices of three sampled tokens in two layers, eight experts each."""
+    return np.arange(3 * 2 * 8, dtype=np.uint8).reshape(3, 2, 8)
+
+
+def test_a_further_column_gets_from_an_engines_answer_to_the_micro_batch() -> None:
+    trajectories = [made(), made(experts=experts(), scores=np.array([1, 2, 3], np.float16))]
+    [packed] = pack(token_sequences(trajectories), None, PackingRules(max_tokens=64, sequence_multiple=8))
+    assert packed.more["experts"].shape == (16, 2, 8) and str(packed.more["experts"].dtype) == "torch.uint8"
+    found = {place: packed.more["experts"][tokens].numpy() for place, tokens in packed.places()}
+    assert not found[0].any()
+    assert np.array_equal(found[1][[2, 3, 5]], experts()) and not found[1][[0, 1, 4]].any()
+    scores = {place: packed.more["scores"][tokens].tolist() for place, tokens in packed.places()}
+    assert scores == {0: [0.0] * 6, 1: [0.0, 0.0, 1.0, 2.0, 0.0, 3.0]}
+    assert packed.more["scores"].sum() == 6  # nothing at alignment
+
+
+def test_columns_of_one_name_are_of_one_type() -> None:
+    trajectory = made(experts=experts())
+    with pytest.raises(ValueError, match="the column experts is"):
+        trajectory.append_model([7], [0.0], [8], 3, {"experts": np.zeros((1, 2, 4), np.uint8)})
+    with pytest.raises(ValueError, match=r"1 tokens with 1 log-probs and 1 weight versions, 2 of experts"):
+        trajectory.append_model([7], [0.0], [8], 3, {"experts": np.zeros((2, 2, 8), np.uint8)})
+    assert common_type([TOKEN, trajectory.tokens.dtype]) == trajectory.tokens.dtype
+
+
+def ahead(*trajectories: Trajectory) -> dict[str, Any]:
+    waiting = {"prompt": "q", "occurrence": 1}
+    group = {"prompt": "p", "trajectories": list(trajectories), "report": {"seconds": 0.5}}
+    return {"shape": [1, 2], "settled": {"trained": 3}, "batches": [{"step": 4, "groups": [waiting, group]}]}
+
+
+@pytest.mark.parametrize("more", [{}, {"experts": experts(), "scores": np.array([1, 2, 3], np.float16)}])
+def test_what_is_sampled_ahead_survives_a_checkpoint(tmp_path: Path, more: dict[str, Any]) -> None:
+    first, second = made(**more), made()
+    second.final_text, second.reward, second.reward_components = "\\boxed{2}", 0.1, {"a": 1.0}
+    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(first, second)))
+    found = read_ahead(tmp_path)
+    assert found is not None
+    [kept, restored] = found["batches"][0]["groups"][1].pop("trajectories")
+    assert found == {**ahead(), "batches": [{"step": 4, "groups": [{"prompt": "q", "occurrence": 1}, {
+        "prompt": "p", "report": {"seconds": 0.5}}]}]}  # fmt: skip
+    assert kept == first and restored.to_json() == second.to_json()
+
+
+def test_nothing_is_sampled_ahead(tmp_path: Path) -> None:
+    assert read_ahead(tmp_path) is None
+    empty = {**ahead(), "batches": []}
+    (tmp_path / AHEAD).write_bytes(encode_ahead(empty))
+    assert read_ahead(tmp_path) == empty
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made()))[:-30])
+    with pytest.raises(ValueError, match=r"ahead\.parquet does not hold what was sampled ahead"):
+        read_ahead(tmp_path)
+
+
+def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
+    import gzip
+
+    trajectory = made()
+    older = ahead()
+    older["batches"][0]["groups"][1]["trajectories"] = [trajectory.to_json()]
+    (tmp_path / AHEAD_JSON).write_bytes(gzip.compress(json.dumps(older).encode()))
+    assert read_ahead(tmp_path) == ahead(trajectory)
