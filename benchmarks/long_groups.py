@@ -38,7 +38,7 @@ from benchmarks.kernels import report
 from benchmarks.measured import spread
 from ctpo_megatron.config import Config, PrepareConfig
 from ctpo_megatron.data import Prompt, prepare
-from ctpo_megatron.data.trajectory import ToolCall
+from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.engines import Sampling
 from ctpo_megatron.engines.open import open_engines
 from ctpo_megatron.environments.episode import Episode

@@ -99,8 +99,12 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
     return values
 
 
+_PART = {"name", "arguments"}
+
+
 def _over(below: DictConfig, above: DictConfig) -> DictConfig:
-    """Both merged. A list and a mapping may replace each other, which OmegaConf refuses."""
+    """Both merged. A list and a mapping may replace each other, which OmegaConf refuses. Another part has arguments of
+    its own."""
     for *sections, key in _replaced(plain(below), plain(above)):
         node: Any = below
         for section in sections:
@@ -110,8 +114,15 @@ def _over(below: DictConfig, above: DictConfig) -> DictConfig:
 
 
 def _replaced(below: Any, above: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """Keys of mappings that `above` replaces by lists, and of lists that it replaces by mappings."""
+    """Keys of mappings that `above` replaces by lists, of lists that it replaces by mappings, and of other parts."""
     if isinstance(below, dict) and isinstance(above, dict):
+        if (
+            _PART.issuperset(below)
+            and _PART.issuperset(above)
+            and below.get("name") != above.get("name", below.get("name"))
+        ):
+            yield keys
+            return
         for key in below.keys() & above.keys():
             yield from _replaced(below[key], above[key], (*keys, key))
     elif {type(below), type(above)} == {dict, list}:

@@ -1,6 +1,7 @@
 """Data: prompt files, conversations, prompts, trajectories and batches, packing, the toolmath task.
 
-Names are imported on first use, so that reward workers and tools that need no tensors do not load torch.
+Names are imported on first use, so that reward workers and tools that need no tensors do not load torch, and
+checks before a run do not load numpy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import ToolCall, Trajectory
+from ctpo_megatron.data.tool_call import ToolCall
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.conversations import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.stored import StoredRows
     from ctpo_megatron.data.tables import count_all_rows
     from ctpo_megatron.data.toolmath import prepare
+    from ctpo_megatron.data.trajectory import Trajectory
 
 _MODULES = {
     "Cell": "rows",
@@ -52,6 +54,7 @@ _MODULES = {
     "RowTokens": "rows",
     "StoredRows": "stored",
     "TokenSequence": "packing",
+    "Trajectory": "trajectory",
     "batch_order": "conversations",
     "batches": "conversations",
     "count_all_rows": "tables",

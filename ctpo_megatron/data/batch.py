@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from ctpo_megatron.data.trajectory import Trajectory
 
 
 @dataclass(slots=True)

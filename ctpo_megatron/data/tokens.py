@@ -33,7 +33,7 @@ PACKED = np.dtype(
         ("current", np.bool_),
     ]
 )
-"""What the ranks that train on a token get of it, beside further columns. rollout_log_probs: nats; current: sampled by
+"""What the ranks that train on a token get of it, with further columns. rollout_log_probs: nats; current: sampled by
 the trainer's current weights, so that the trainer's log-prob must agree."""
 _USUAL = {*(TOKEN.names or ()), *(PACKED.names or ())}
 NO_COLUMNS: Mapping[str, NDArray[Any]] = MappingProxyType({})
@@ -42,8 +42,10 @@ NO_COLUMNS: Mapping[str, NDArray[Any]] = MappingProxyType({})
 def records(length: int, more: Mapping[str, NDArray[Any]] = NO_COLUMNS, **columns: ArrayLike) -> NDArray[np.void]:
     """`length` tokens, with columns of `TOKEN` as named, and 0 elsewhere. more: further columns, `[length, ...]`.
 
-    Raises ValueError for a column of another length.
+    Raises ValueError for a column of another length, and for a further one with the name of a usual one.
     """
+    if taken := _USUAL & more.keys():
+        raise ValueError(f"a further column of tokens is named {min(taken)}, which is taken: give it another name")
     further = [(name, values.dtype, values.shape[1:]) for name, values in more.items()]
     made = np.zeros(length, np.dtype([*TOKEN.descr, *further]))
     for name, values in {**columns, **more}.items():
@@ -88,7 +90,8 @@ def further(tokens: NDArray[np.void]) -> dict[str, NDArray[Any]]:
 def checked(columns: Mapping[str, Sequence[Any]]) -> NDArray[np.void]:
     """Tokens from lists of numbers, one for each column of `TOKEN`, as dumps and older checkpoints have them.
 
-    Raises ValueError for lists that differ in length, and for values that the column's type would change.
+    Log-probs are rounded to float32, as which engines report them. Raises ValueError for lists that differ in length,
+    for integers that the column's type cannot hold, and for log-probs that are not finite in float32.
     """
     lengths = {name: len(columns[name]) for name in COLUMNS}
     if len(set(lengths.values())) > 1:
@@ -101,7 +104,7 @@ def checked(columns: Mapping[str, Sequence[Any]]) -> NDArray[np.void]:
             raise ValueError(f"{name} holds {strange[0]!r}")
         values = np.asarray(given, np.float64 if kind == "f" else np.int64)
         made[name] = values
-        changed = ~np.isfinite(values) if kind == "f" else made[name] != values
+        changed = ~np.isfinite(made[name]) if kind == "f" else made[name] != values
         if changed.any():
             raise ValueError(f"{name} holds {given[int(changed.argmax())]!r}")
     return made

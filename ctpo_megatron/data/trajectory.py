@@ -4,53 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ctpo_megatron.data.tokens import COLUMNS, NO_COLUMNS, Column, checked, joined, records
+from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.verdict import NoVerdict
 
 FinishReason = Literal["answer", "length", "max_turns", "tool_budget"]
 """Why an episode ended: an answer without a call, or a limit of tokens, turns or tool use."""
-
-ToolStatus = Literal["success", "runtime_error", "timeout", "parse_error", "infrastructure_error"]
-TOOL_STATUSES: tuple[ToolStatus, ...] = get_args(ToolStatus)
-
-
-@dataclass(slots=True)
-class ToolCall:
-    """One tool call of an episode. `output` is the observation text as the model saw it.
-
-    name, arguments: empty when the call could not be read (status "parse_error"). wall_s: seconds from the call to its
-    answer. exec_s: seconds of execution, as reported by the tool's service; None if unknown.
-    """
-
-    turn: int
-    name: str
-    arguments: dict[str, Any]
-    status: ToolStatus
-    output: str
-    wall_s: float
-    exec_s: float | None = None
-
-    @property
-    def queue_s(self) -> float | None:
-        """Seconds of queueing and transfer; None if `exec_s` is unknown."""
-        return None if self.exec_s is None else max(0.0, self.wall_s - self.exec_s)
-
-
-MissingCause = Literal["timeout", "exception", "crash", "none", "not_finite"]
-"""Why there is no verdict: the reward function took too long, raised, its process died, or it returned None or a figure
-that is NaN or infinite."""
-
-
-@dataclass(frozen=True, slots=True)
-class NoVerdict:
-    """Stands for the reward of a trajectory that was not judged. reason: one line for people."""
-
-    cause: MissingCause
-    reason: str
 
 
 @dataclass(slots=True, eq=False)

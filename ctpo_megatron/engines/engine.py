@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import engine_count
-from ctpo_megatron.data.trajectory import ToolCall, Trajectory
+from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.logs import path_here, redirect_output
 from ctpo_megatron.engines.setup import engine_setup, leave_out_expected
 from ctpo_megatron.engines.tasks import (

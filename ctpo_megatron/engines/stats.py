@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from ctpo_megatron.data.trajectory import TOOL_STATUSES
+from ctpo_megatron.data.tool_call import TOOL_STATUSES
 from ctpo_megatron.engines.timeouts import OCCUPANCY_REPEAT_S, OCCUPANCY_ROW_S
 
 log = logging.getLogger(__name__)

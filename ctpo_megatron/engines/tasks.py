@@ -10,7 +10,8 @@ from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import PlacementConfig, WeightsConfig
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import ToolCall, Trajectory
+from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.weights import Transport
 
 Device = Literal["cpu", "cuda"]

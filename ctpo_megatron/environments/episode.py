@@ -6,17 +6,17 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from numpy.typing import NDArray
-
 from ctpo_megatron.base.extensions import called
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import FinishReason, Trajectory
 from ctpo_megatron.environments.parsers.thinking import left_open
 from ctpo_megatron.environments.protocol import Environment, Message, ToolUnavailable
 from ctpo_megatron.environments.seeds import turn_seed
 from ctpo_megatron.environments.toolbox import Toolbox, well_formed
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ctpo_megatron.data.trajectory import FinishReason, Trajectory
     from ctpo_megatron.environments.template import TokenizerCodec
 
 _TAG_TOKENS = 16

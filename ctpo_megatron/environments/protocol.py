@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.trajectory import ToolCall
+    from ctpo_megatron.data.tool_call import ToolCall
     from ctpo_megatron.environments.episode import Episode
 
 Schema = Mapping[str, Any]

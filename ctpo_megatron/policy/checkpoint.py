@@ -60,7 +60,7 @@ class Writer:
         self._queue = AsyncCallsQueue()
         self._aside = Path()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attached")
-        self._attached: dict[str, Future[bytes]] = {}
+        self._attached: list[Future[None]] = []
         atexit.register(self._abandon)
 
     def save(
@@ -97,8 +97,9 @@ class Writer:
         request.add_finalize_fn(partial(self._publish, aside, step, run_state, config, score, settings))
         with _named_failure(aside):
             self._queue.schedule_async_request(request)
-        # Only now: the fork of a process that writes is not to meet a thread of ours.
-        self._attached = {name: self._thread.submit(content) for name, content in attached.items()}
+        # Only now: the fork of a process that writes is not to meet a thread of ours, and megatron takes a folder that
+        # is not empty for a broken checkpoint.
+        self._attached = [self._thread.submit(_attach, aside / name, content) for name, content in attached.items()]
         if not config.asynchronous:
             self.finish()  # the request's own wait has no deadline for a writer that was killed
         return directory / step_name(step)
@@ -135,7 +136,7 @@ class Writer:
         score: float | None,
         settings: Mapping[str, Any],
     ) -> None:
-        self._layout.on_rank_zero(lambda: self._attach(aside))
+        self._layout.on_rank_zero(lambda: [attached.result(self._timeout_s) for attached in self._attached] and None)
         rank, names = self._layout.rank, [path.name for path in aside.iterdir()]
         mine = [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
         shares = gather_objects(files.digests(aside, mine))
@@ -145,10 +146,13 @@ class Writer:
             lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best)
         )
 
-    def _attach(self, aside: Path) -> None:
-        """Not before all else is written: megatron takes a folder that is not empty for a broken checkpoint."""
-        for name, content in self._attached.items():
-            (aside / name).write_bytes(content.result(self._timeout_s))
+
+def _attach(path: Path, content: Callable[[], bytes]) -> None:
+    """Raises OSError, which says that the checkpoint could not be written, whatever fails."""
+    try:
+        path.write_bytes(content())
+    except Exception as error:
+        raise OSError(f"{path.name} could not be made: {error}") from error
 
 
 class _PickledQueue:

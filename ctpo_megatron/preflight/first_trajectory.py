@@ -18,7 +18,7 @@ from ctpo_megatron.base.extensions import ExtensionError, activate
 from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.base.thinking import CLOSE
 from ctpo_megatron.config import Config, Problem
-from ctpo_megatron.data import Group, Prompt, ToolCall, Trajectory
+from ctpo_megatron.data import Group, Prompt, ToolCall
 from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_parser, needs_sandbox
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
@@ -32,6 +32,8 @@ from ctpo_megatron.preflight.timeouts import FIRST_CALL_TIMEOUT_S, SANDBOX_START
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ctpo_megatron.data import Trajectory
 
 _NO_ANSWER = "I do not know."
 
@@ -140,6 +142,8 @@ def _play(
     if calls:
         texts.insert(0, example_call(make_parser(rollout))[0])
     texts = [close + text for text in texts]
+    from ctpo_megatron.data import Trajectory
+
     trajectory = Trajectory(prompt.id, 0, 0)
     limits = EpisodeLimits(
         rollout.max_turns,

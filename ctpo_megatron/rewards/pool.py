@@ -21,8 +21,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.base.redact import hidden
-from ctpo_megatron.data.tokens import records
-from ctpo_megatron.data.trajectory import MissingCause, NoVerdict
+from ctpo_megatron.data.verdict import MissingCause, NoVerdict
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.protocol import COUNTS, RESERVED, Reward
@@ -305,7 +304,7 @@ def _stop(pool: ProcessPool) -> None:
 def _text_of(pair: Pair) -> Pair:
     """Without the tokens: for 8000 tokens, sending them takes longer than scoring with math-verify."""
     trajectory, prompt = pair
-    return replace(trajectory, tokens=records(0)), replace(prompt, token_ids=())
+    return replace(trajectory, tokens=trajectory.tokens[:0]), replace(prompt, token_ids=())
 
 
 def _leave_unjudged(trajectory: Trajectory, why: NoVerdict) -> None:

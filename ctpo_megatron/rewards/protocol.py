@@ -12,7 +12,8 @@ from ctpo_megatron.rewards.overlong import OVERLONG
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.prompt import Prompt
-    from ctpo_megatron.data.trajectory import MissingCause, Trajectory
+    from ctpo_megatron.data.trajectory import Trajectory
+    from ctpo_megatron.data.verdict import MissingCause
 
 WORDS: Mapping[str, str] = {"math_verify": "ctpo_megatron.rewards.math:MathVerify"}
 """Built-in reward functions by their name in a configuration."""

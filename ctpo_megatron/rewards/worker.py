@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.extensions import activate, load
 from ctpo_megatron.base.signals import ENDING
-from ctpo_megatron.data.trajectory import NoVerdict
+from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.rewards.protocol import WORDS, Reward
 
 if TYPE_CHECKING:

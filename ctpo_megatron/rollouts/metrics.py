@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.trajectory import TOOL_STATUSES
+from ctpo_megatron.data.tool_call import TOOL_STATUSES
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

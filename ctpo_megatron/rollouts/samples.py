@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import FinishReason, ToolStatus, Trajectory
+from ctpo_megatron.data.tool_call import ToolStatus
+from ctpo_megatron.data.trajectory import FinishReason, Trajectory
 
 RESAMPLES, LEVEL = 10_000, 0.95
 _CHUNK = 500

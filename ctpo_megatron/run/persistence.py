@@ -119,7 +119,7 @@ class Persistence:
         """Checkpoint the trainer and the state of the run after `done` steps."""
         with self._report.phase("checkpoint"):
             settings, state = self._config.checkpoint, self._state(done)
-            ahead = state["rollouts"].pop("ahead", None)  # a file of its own, encoded while the ranks go on
+            ahead = state["rollouts"].pop("ahead", None)  # a file of its own, encoded by a thread
             attached = {} if ahead is None else {AHEAD: partial(encode_ahead, ahead)}
             self._report.flush()  # a resume from this checkpoint must find the lines of all its steps
             self._trainer.save(self._directory, done, state, settings, self._score(done), attached)

@@ -42,6 +42,22 @@ def test_partly_given_section_keeps_the_defaults_of_its_place(config_with: Calla
     assert sft.optimizer.weight_decay == 0.5
 
 
+@pytest.mark.parametrize(
+    ("override", "arguments"),
+    [
+        ("rollout.tool_parser=fenced", {}),
+        ("rollout.tool_parser.name=fenced", {}),
+        ("rollout.tool_parser={name: 'a:B', arguments: {most: 2}}", {"most": 2}),
+        ("rollout.tool_parser.arguments.parallel_calls=true", {"empty_output": "", "parallel_calls": True}),
+    ],
+)
+def test_another_part_does_not_get_the_arguments_of_the_one_before(
+    config_with: Callable[..., Config], override: str, arguments: dict[str, object]
+) -> None:
+    below = "rollout.tool_parser={name: hermes, arguments: {empty_output: ''}}"
+    assert config_with(below, override).rollout.tool_parser.arguments == arguments
+
+
 def test_config_is_frozen(config_with: Callable[..., Config]) -> None:
     with pytest.raises(ValidationError, match="frozen"):
         config_with().run.steps = 5  # type: ignore[misc]

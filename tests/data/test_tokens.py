@@ -87,6 +87,19 @@ def test_numbers_that_a_column_cannot_hold_are_refused(name: str, values: list[i
         Trajectory.from_json(record)
 
 
+def test_a_log_prob_beyond_float32_is_refused() -> None:
+    record = made().to_json()
+    record["rollout_log_probs"][3] = -1e39
+    with pytest.raises(ValueError, match=r"rollout_log_probs holds -1e\+39"):
+        Trajectory.from_json(record)
+
+
+@pytest.mark.parametrize("name", ["turn", "current"])
+def test_a_further_column_needs_a_name_of_its_own(name: str) -> None:
+    with pytest.raises(ValueError, match=f"a further column of tokens is named {name}"):
+        made(**{name: np.ones(3, np.int8)})
+
+
 def experts() -> np.ndarray[Any, Any]:
     """Choices of three sampled tokens in two layers, eight experts each."""
     return np.arange(3 * 2 * 8, dtype=np.uint8).reshape(3, 2, 8)
@@ -122,6 +135,7 @@ def ahead(*trajectories: Trajectory) -> dict[str, Any]:
 @pytest.mark.parametrize("more", [{}, {"experts": experts(), "scores": np.array([1, 2, 3], np.float16)}])
 def test_what_is_sampled_ahead_survives_a_checkpoint(tmp_path: Path, more: dict[str, Any]) -> None:
     first, second = made(**more), made()
+    second.tokens["token_ids"] += 10
     second.final_text, second.reward, second.reward_components = "\\boxed{2}", 0.1, {"a": 1.0}
     (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(first, second)))
     found = read_ahead(tmp_path)

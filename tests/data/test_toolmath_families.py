@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from ctpo_megatron.config.task_schema import CorruptionConfig
+from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.toolmath.conversations import PROTOCOLS, conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, draw_problem, run
-from ctpo_megatron.data.trajectory import ToolCall
 from ctpo_megatron.environments.factory import PARSERS
 
 CLEAN = CorruptionConfig(guess=0, wrong_common=0, wrong_rare=0, no_print=0, no_box=0)
@@ -104,11 +104,15 @@ def test_the_mixture_has_the_configured_rates():
     assert {name: count / total for name, count in counts.items()} == pytest.approx(expected, abs=0.03)
 
 
+QUICKSTART = {"hermes": {"empty_output": ""}}
+"""Arguments of the parser in configs/quickstart.yaml."""
+
+
 @pytest.mark.parametrize("output", ["42", ""])
 @pytest.mark.parametrize("tool_parser", PARSERS)
 def test_a_call_is_written_as_the_parser_reads_it_and_answered_as_it_answers(tool_parser: str, output: str) -> None:
     said, answered = PROTOCOLS[tool_parser]("import math\nprint(math.gcd(12, 8))", output)
-    parser = PARSERS[tool_parser]()
+    parser = PARSERS[tool_parser](**QUICKSTART.get(tool_parser, {}))
     (request,) = parser.parse(said["content"])
     assert request.arguments == {"code": "import math\nprint(math.gcd(12, 8))"}
     (shown,) = parser.render([ToolCall(1, request.name, request.arguments, "success", output, 0.0)])

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import ToolCall, Trajectory
+from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.weights.file import FileOffer, WeightSnapshot, checkpoint_names
 from ctpo_megatron.environments.seeds import trajectory_seed, turn_seed
 from ctpo_megatron.rollouts.metrics import rollout_metrics

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.data.trajectory import ToolCall
+from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.environments.episode import Episode
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest, ToolResult, ToolUnavailable

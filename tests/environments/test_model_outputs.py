@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import ToolCall, Trajectory
+from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.parsers.fenced import FencedParser

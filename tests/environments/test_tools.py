@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError
+from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.toolmath.conversations import PROTOCOLS
-from ctpo_megatron.data.trajectory import ToolCall
 from ctpo_megatron.environments.parsers.fenced import FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolResult, ToolUnavailable

@@ -10,7 +10,8 @@ import yaml
 from ctpo_megatron.config.schema import RewardConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import ToolCall, Trajectory
+from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.rewards import RewardPool, ScoreReport
 from tests.extend.examples import example
 

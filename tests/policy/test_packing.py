@@ -82,9 +82,9 @@ def test_every_token_is_packed_once_within_the_rules(
             original = trajectories[index].tokens
             assert original is not None
             assert place.start == bounds[number] and place.stop <= bounds[number + 1]
-            assert batch.token_ids[place].tolist() == original.token_ids.tolist()
+            assert batch.token_ids[place].tolist() == original["token_ids"].tolist()
             assert batch.position_ids[place].tolist() == list(range(lengths[index]))
-            assert batch.response_mask[place].tolist() == [bool(m) for m in original.response_mask]
+            assert batch.response_mask[place].tolist() == original["response_mask"].tolist()
             assert set(batch.advantages[place].tolist()) == {float(index)}
             real[place] = True
             seen.append(index)

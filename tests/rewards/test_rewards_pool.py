@@ -18,7 +18,9 @@ from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.config.schema import RewardConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import MissingCause, ToolCall, Trajectory
+from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.verdict import MissingCause
 from ctpo_megatron.rewards import RewardPool, ScoreReport
 from tests.rewards.misbehaving_reward import RAISED
 from tests.support.deadlines import scaled

@@ -11,7 +11,8 @@ from typing import Any
 
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import NoVerdict, Trajectory
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.engines import pool_stats
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.rollouts import Answers, Quarantined, Request

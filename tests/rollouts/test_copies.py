@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
@@ -87,7 +87,7 @@ def test_a_resumed_run_samples_what_was_in_flight_with_the_same_seeds(stuck: Ite
     with rollouts(engines, 5, max_staleness=1) as source:
         source.publish(None, 1)  # type: ignore[arg-type]
         assert source.next_batch(1) is not None
-        state = json.loads(json.dumps(source.state_dict()))
+        state = copy.deepcopy(source.state_dict())
         engines.stuck.clear()
         source.publish(None, 2)  # type: ignore[arg-type]
         whole = [told(source.next_batch(step)) for step in (2, 3)]

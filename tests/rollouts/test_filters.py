@@ -12,7 +12,8 @@ import yaml
 from ctpo_megatron.base.extensions import ExtensionError, activate
 from ctpo_megatron.config import Extension, RolloutConfig
 from ctpo_megatron.data import Group, PackingRules, Prompt, ToolCall, Trajectory, pack, token_sequences
-from ctpo_megatron.data.trajectory import FinishReason, NoVerdict
+from ctpo_megatron.data.trajectory import FinishReason
+from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.objective import PRESETS, PolicyLossOutput, PolicyObjective, policy_loss
 from ctpo_megatron.rollouts import Filters, filter_problem
 from tests.extend.examples import example

@@ -207,7 +207,7 @@ def test_a_killed_run_goes_on_with_every_prompt_accounted_for(seed: int, uniform
         if state is not None:
             run.source.load_state_dict(state)
             kept = {
-                (batch["step"], group["prompt"]): [t["token_ids"] for t in group["trajectories"]]
+                (batch["step"], group["prompt"]): [t.token_ids for t in group["trajectories"]]
                 for batch in state["ahead"]["batches"]
                 for group in batch["groups"]
                 if "trajectories" in group

@@ -8,7 +8,8 @@ import pytest
 
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import NoVerdict, Trajectory
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.rollouts import rollout_metrics
 from ctpo_megatron.rollouts.samples import Sample, accuracies, by_problem, conduct, validation_metrics
 from tests.tracking.synthetic_run import make_groups

@@ -12,7 +12,7 @@ import pytest
 from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler, Trajectory
-from ctpo_megatron.data.trajectory import NoVerdict
+from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.rollouts import Generator, Replay, ReplayError, Rollouts, RolloutSettings
 from ctpo_megatron.rollouts.buffer import UniformGroups, is_uniform
 from ctpo_megatron.tracking import (

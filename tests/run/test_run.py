@@ -14,7 +14,7 @@ from ctpo_megatron.base.signals import ENDING
 from ctpo_megatron.base.stop import Cancelled, StopSignal
 from ctpo_megatron.cli.errors import report_error
 from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
-from ctpo_megatron.data.trajectory import NoVerdict
+from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.policy import TrainResult
 from ctpo_megatron.run import Run, TooManyFailed
 from ctpo_megatron.tracking import Progress

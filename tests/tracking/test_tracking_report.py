@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ctpo_megatron.data.trajectory import NoVerdict
+from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.rewards.protocol import COUNTS
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, print_summary, summarize, write_report, write_trajectories

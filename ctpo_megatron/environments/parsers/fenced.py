@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import dedent
 
-from ctpo_megatron.data.trajectory import ToolCall
+from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.environments.parsers.thinking import without_thinking
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest
 

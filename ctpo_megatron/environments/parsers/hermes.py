@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ctpo_megatron.data.trajectory import ToolCall
+from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.environments.parsers.thinking import without_thinking
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest
 
