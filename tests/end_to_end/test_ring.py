@@ -16,6 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ctpo_megatron.config import load_config, spec_for
+from ctpo_megatron.preflight import disk_use, held_out_prompts
 from tests.end_to_end.small_run import Ctpo, records, repeatable
 
 
@@ -78,6 +80,28 @@ def test_trajectories_are_whole_and_dumped_with_masks_and_ratios(finished: Path)
             traced += 1
             assert len(line["log_ratio"]) == len(line["clip_low"]) == length
     assert traced == 8  # the last mini-batch
+
+
+def test_as_much_is_written_as_the_dry_run_expects(ctpo: Ctpo, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints and export within a tenth: they follow from the model.
+
+    Dumps within a factor of 3: an answer may be as long as the limit, twice what is expected, or a few words.
+    """
+    monkeypatch.chdir(ctpo.directory)
+    config = load_config(finished / "config.yaml")
+    expected = {use.what: use.total for use in disk_use(config, spec_for(config), held_out_prompts(config))}
+    expected["checkpoints"] *= config.checkpoint.keep_last / (config.checkpoint.keep_last + 1)  # none is being written
+    for what, files, factor in (
+        ("trajectories", "trajectories/*", 3.0),
+        ("held-out answers", "evaluation/*", 3.0),
+        ("checkpoints", "checkpoints/**/*", 1.1),
+    ):
+        written = sum(path.stat().st_size for path in finished.glob(files) if path.is_file())
+        assert written / factor <= expected[what] <= written * factor, (what, written, expected[what])
+    (weights,) = (finished / "model").glob("*.safetensors")
+    with weights.open("rb") as file:  # its header has room for a large model's
+        header = 8 + int.from_bytes(file.read(8), "little")
+    assert weights.stat().st_size - header == expected["export"]
 
 
 def test_exported_model_gives_the_same_greedy_answers(finished: Path) -> None:
