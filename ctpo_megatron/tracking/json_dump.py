@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from ctpo_megatron.base.files import DamagedFileError
+from ctpo_megatron.tracking.give_way import AT_ONCE, GiveWay
 from ctpo_megatron.tracking.records import Head, Record
 
-_AT_ONCE = 2_048
-"""Numbers that are written by one call, which holds the interpreter's lock for about a millisecond."""
-_PAUSE_S = 5e-5
+_NUMBER = 4
+"""Writing a number takes as long as other work on this number of tokens."""
 
 
 def write_lines(path: Path, records: Iterable[Record]) -> None:
@@ -48,17 +47,19 @@ def _parsed(line: bytes, where: str) -> Record:
 
 def pieces_of_line(record: Record) -> Iterator[str]:
     """The line as `json.dumps` gives it, in pieces: a long list is written in parts."""
+    give_way, size = GiveWay(), AT_ONCE // _NUMBER
     before = "{"
     for name, value in record.items():
         yield f"{before}{json.dumps(name)}: "
         before = ", "
-        if isinstance(value, list) and len(value) > _AT_ONCE:
+        if isinstance(value, list) and len(value) > size:
             between = "["
-            for start in range(0, len(value), _AT_ONCE):
-                yield between + json.dumps(value[start : start + _AT_ONCE])[1:-1]
+            for start in range(0, len(value), size):
+                yield between + json.dumps(value[start : start + size])[1:-1]
                 between = ", "
-                time.sleep(_PAUSE_S)  # another thread that waits for the lock gets it here
+                give_way.after(size * _NUMBER)
             yield "]"
         else:
             yield json.dumps(value)
+            give_way.after(size)
     yield "}\n"

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ctpo_megatron.base.files import DamagedFileError
+from ctpo_megatron.tracking.give_way import GiveWay
 from ctpo_megatron.tracking.records import Head, Record
 
 _TRACES = ("log_ratio", "clip_low", "clip_high")
@@ -58,13 +59,19 @@ SCHEMA = pa.schema(
 )
 """Columns of a dump. `other`: JSON of fields without a column; null where there are none."""
 
+NUMBERS = {
+    field.name: field.type.value_type.to_pandas_dtype()
+    for field in SCHEMA
+    if pa.types.is_list(field.type) and pa.types.is_primitive(field.type.value_type)
+}
+"""Columns with a number for each token -> numpy's type."""
 _REPEATED = ("response_mask", "loss_mask", "weight_version", "turn")
 """Long runs of one number, which a dictionary with run lengths makes tiny."""
 _SPLIT = ("token_ids", "rollout_log_probs", *_TRACES, "segments.list.element.token_chars")
 """Numbers whose bytes of equal weight compress better side by side."""
 _OPTIONAL = {"no_verdict", "advantage", *_TRACES}
 """Fields that a record lacks where the column is null."""
-_GROUP_TOKENS = 1 << 17
+_GROUP_TOKENS = 1 << 16
 """Tokens of a row group: held in memory as arrays, and read at once to get any of its rows."""
 _READ_ROWS = 16
 """Rows that are Python objects at the same time, about 40 times as large as in the file."""
@@ -75,9 +82,14 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     split = [f"{name}.list.element" for name in _SPLIT]
     dictionary = [f"{name}.list.element" for name in _REPEATED]
     options = {"compression": "zstd", "use_dictionary": dictionary, "use_byte_stream_split": split}
+    give_way = GiveWay()
     with pq.ParquetWriter(path, SCHEMA, **options) as writer:
         for part in _parts(rows):
-            writer.write_table(pa.table([_column(field, part) for field in SCHEMA], schema=SCHEMA))
+            columns = []
+            for field in SCHEMA:
+                columns.append(_column(field, part))
+                give_way.after(_GROUP_TOKENS)
+            writer.write_table(pa.table(columns, schema=SCHEMA))  # without the interpreter's lock
 
 
 def read_table(path: Path, without: Collection[str] = ()) -> Iterator[Record]:

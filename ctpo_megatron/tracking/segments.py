@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ctpo_megatron.tracking.give_way import AT_ONCE, GiveWay
 from ctpo_megatron.tracking.records import Record
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.trajectory import Trajectory
     from ctpo_megatron.tracking.trajectories import Decode
 
 
-AT_ONCE = 4_096
-"""Tokens that are decoded by one call, which holds the interpreter's lock for about a millisecond."""
 _LEFT = 4
 """Tokens before a part that is decoded with it: some tokenizers look at the neighbour, none further back."""
 _BYTES = 4
@@ -25,30 +22,30 @@ _BYTES = 4
 _BROKEN = "\ufffd"
 _MORE = 16
 """Tokens by which a part may grow, so that it does not end within a character; beyond, the text is no UTF-8 anyway."""
-_PAUSE_S = 5e-5
+_SINGLE = 32
+"""Decoding a single token takes as long as this number of tokens of a text."""
 
 
 class Texts:
     """Text of trajectories; remembers the text of single tokens."""
 
     def __init__(self, decode: Decode) -> None:
-        self._decode, self._single = decode, _Single(decode)
-        self._held = 0
+        self._give_way = GiveWay()
+        self._decode, self._single = decode, _Single(decode, self._give_way)
 
-    def segments(self, trajectory: Trajectory) -> list[Record]:
+    def segments(self, token_ids: Sequence[int], turn: Sequence[int], response_mask: Sequence[int]) -> list[Record]:
         """Runs of tokens of one origin: {turn, kind: prompt|model|observation, text}.
 
         A model's has `token_chars` too, the characters of the text that each token contributes; one spread over several
         tokens counts for the last. It is absent where the tokenizer does not decode token by token.
         """
-        ids = np.asarray(trajectory.token_ids, np.int32)
-        turn, mask = np.asarray(trajectory.turn, np.int32), np.asarray(trajectory.response_mask, np.int8)
-        changes = np.flatnonzero((np.diff(turn) != 0) | (np.diff(mask) != 0)) + 1
+        ids, turns, by_model = np.asarray(token_ids), np.asarray(turn), np.asarray(response_mask)
+        changes = np.flatnonzero((turns[1:] != turns[:-1]) | (by_model[1:] != by_model[:-1])) + 1
         found = []
         for start, end in zip([0, *changes.tolist()], [*changes.tolist(), len(ids)], strict=True):
             if start < end:
-                kind = "prompt" if turn[start] == 0 else "model" if mask[start] else "observation"
-                found.append({"turn": int(turn[start]), "kind": kind, **self._text(ids[start:end].tolist(), kind)})
+                kind = "prompt" if turns[start] == 0 else "model" if by_model[start] else "observation"
+                found.append({"turn": int(turns[start]), "kind": kind, **self._text(ids[start:end].tolist(), kind)})
         return found
 
     def _text(self, ids: list[int], kind: str) -> Record:
@@ -60,15 +57,8 @@ class Texts:
                 counted = self._chars(part, piece)
                 apart = counted is not None
                 chars += counted or ()
-            self._give_way(len(part))
+            self._give_way.after(len(part))
         return {"text": text, "token_chars": chars} if apart else {"text": text}
-
-    def _give_way(self, tokens: int) -> None:
-        """After `AT_ONCE` tokens, let another thread that waits for the interpreter's lock have it."""
-        self._held += tokens
-        if self._held >= AT_ONCE:
-            self._held = 0
-            time.sleep(_PAUSE_S)
 
     def _parts(self, ids: list[int]) -> Iterator[tuple[list[int], str]]:
         """Tokens and their text, `AT_ONCE` tokens or a few more at a time. No part ends within a character."""
@@ -109,10 +99,11 @@ class Texts:
 
 
 class _Single(dict[int, str]):
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
+    def __init__(self, decode: Decode, give_way: GiveWay) -> None:
+        self._decode, self._give_way = decode, give_way
 
     def __missing__(self, token: int) -> str:
+        self._give_way.after(_SINGLE)
         text = self[token] = self._decode([token])
         return text
 

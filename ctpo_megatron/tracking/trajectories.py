@@ -177,19 +177,23 @@ def _rows(
     texts = texts_of(decode)
     pairs = ((group.prompt, trajectory) for group in groups for trajectory in group.trajectories)
     for place, (prompt, trajectory) in enumerate(pairs):
-        yield fields(trajectory) | {
+        own = fields(trajectory)
+        yield own | {
             "answer": prompt.answer,
             "data_source": prompt.data_source,
-            "segments": texts.segments(trajectory),
+            "segments": texts.segments(own["token_ids"], own["turn"], own["response_mask"]),
             **extra.get(place, {}),
         }
 
 
 def _as_columns(trajectory: Trajectory) -> Record:
-    """Its fields, tokens as they are: a copy as lists of numbers takes longer than writing them."""
-    from ctpo_megatron.tracking.parquet_dump import SCHEMA
+    """Its fields, numbers of tokens as arrays."""
+    import numpy as np
+
+    from ctpo_megatron.tracking.parquet_dump import NUMBERS, SCHEMA
 
     fields = {name: getattr(trajectory, name) for name in SCHEMA.names if hasattr(trajectory, name)}
+    fields |= {name: np.asarray(fields[name], dtype) for name, dtype in NUMBERS.items() if name in fields}
     calls, missing = trajectory.tool_calls, trajectory.no_verdict
     parts = {"tool_calls": [*map(dataclasses.asdict, calls)], "no_verdict": missing and dataclasses.asdict(missing)}
     return fields | parts

@@ -37,6 +37,7 @@ from ctpo_megatron.tracking import (
     write_trajectories,
 )
 from ctpo_megatron.tracking.dump_writer import WAITING
+from ctpo_megatron.tracking.give_way import AT_ONCE
 from ctpo_megatron.tracking.parquet_dump import SCHEMA
 from ctpo_megatron.tracking.records import Head
 from ctpo_megatron.tracking.segments import Texts
@@ -139,6 +140,17 @@ def test_every_row_group_holds_whole_trajectories(tmp_path: Path, monkeypatch: p
     assert all("token_chars" in segment for record in records for segment in record["segments"][1::2])
     for places in ([14, 0, 7, 8], [3], []):
         assert records_at(path, places) == [records[place] for place in places]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_dump_gives_way_to_other_threads_every_few_thousand_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    pauses = list[float]()
+    monkeypatch.setattr("ctpo_megatron.tracking.give_way.time.sleep", pauses.append)
+    groups = [one_turn([97] * 10_000) for _ in range(4)]
+    write_trajectories(tmp_path, 1, groups, decode, form=form)
+    assert len(pauses) >= 4 * 10_000 // AT_ONCE and all(0 < pause < 1e-3 for pause in pauses)
 
 
 def test_every_field_of_a_trajectory_has_a_column() -> None:
@@ -290,12 +302,12 @@ def test_a_long_text_is_decoded_in_parts_without_a_trace(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("ctpo_megatron.tracking.segments.AT_ONCE", at_once)
     text = "a€ b🙂  \ufffdé" * 5
-    (segment,) = Texts(lambda ids: decode_bytes(ids).removeprefix(" ")).segments(
-        one_turn([*text.encode()]).trajectories[0]
-    )
+    columns = [*text.encode()], [1] * len(text.encode()), [1] * len(text.encode())
+    (segment,) = Texts(lambda ids: decode_bytes(ids).removeprefix(" ")).segments(*columns)
     assert segment["text"] == text
     text = text.replace("\ufffd", "")
-    (segment,) = Texts(decode_bytes).segments(one_turn([*text.encode()]).trajectories[0])
+    columns = [*text.encode()], [1] * len(text.encode()), [1] * len(text.encode())
+    (segment,) = Texts(decode_bytes).segments(*columns)
     assert segment["text"] == text
     assert segment["token_chars"] == [int(last) for letter in text for last in [0] * (len(letter.encode()) - 1) + [1]]
 
