@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ctpo_megatron.config import ELEMENT_BYTES, GIB, Config, Problem, gib, model_parameters, passed, will_be_prepared
+from ctpo_megatron.config import ELEMENT_BYTES, GIB, Config, Problem, model_parameters, passed, will_be_prepared
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import DiskNeeds, RunContext
 from ctpo_megatron.preflight.plan import RunPlan, TableRow
@@ -119,13 +119,13 @@ def held_out_prompts(config: Config) -> int | None:
 
 def disk_table(uses: Sequence[DiskUse]) -> list[TableRow]:
     """Rows (what, size in the end, how it follows), and their sums per step and in all."""
-    rows = [(use.what, gib(use.total), f"{use.count:,} x {gib(use.each)}: {use.why}") for use in uses]
+    rows = [(use.what, _shown(use.total), f"{use.count:,} x {_shown(use.each)}: {use.why}") for use in uses]
     grows = [use for use in uses if use.what in ("trajectories", "held-out answers", "logs")]
     steps = next(use.count for use in uses if use.what == "logs")
     return [
         *rows,
-        ("a step", gib(sum(use.total for use in grows) / max(steps, 1)), "what grows with the steps, on average"),
-        ("the run", gib(sum(use.total for use in uses)), "in the end"),
+        ("a step", _shown(sum(use.total for use in grows) / max(steps, 1)), "what grows with the steps, on average"),
+        ("the run", _shown(sum(use.total for use in uses)), "in the end"),
     ]
 
 
@@ -134,7 +134,7 @@ def disk_needs(config: Config, spec: ModelSpec) -> DiskNeeds:
     uses = disk_use(config, spec, held_out_prompts(config))
     largest = max(uses, key=lambda use: use.total)
     once = max((use.each for use in uses if use.what == "checkpoints"), default=0.0)
-    parts = ", ".join(f"{use.what} {gib(use.total)}" for use in uses if use.total > GIB / 10) or "files"
+    parts = ", ".join(f"{use.what} {_shown(use.total)}" for use in uses if use.total > GIB / 10) or "files"
     return DiskNeeds(str(config.run.directory), once, sum(use.total for use in uses), parts, largest.key, largest.fix)
 
 
@@ -145,15 +145,15 @@ def disk_problem(name: str, needs: DiskNeeds) -> Problem:
     if not os.access(there, os.W_OK):
         return Problem(name, f"{there} cannot be written to", "another run.root, or chmod")
     free = shutil.disk_usage(there).free
-    room, fix = f"{gib(free)} free", f"free some, another run.root, or {needs.key}: {needs.fix}"
+    room, fix = f"{_shown(free)} free", f"free some, another run.root, or {needs.key}: {needs.fix}"
     if there == folder and (written := _size(folder)) > GIB / 10:
-        room, free = f"{room} and {gib(written)} of this run", free + written
+        room, free = f"{room} and {_shown(written)} of this run", free + written
     if free < needs.once:
-        return Problem(name, f"{room}, but one checkpoint takes {gib(needs.once)}", fix)
+        return Problem(name, f"{room}, but one checkpoint takes {_shown(needs.once)}", fix)
     if free < needs.whole:
-        message = f"{room}, but the run writes {gib(needs.whole)}: {needs.parts}"
+        message = f"{room}, but the run writes {_shown(needs.whole)}: {needs.parts}"
         return Problem(name, message, fix, severity="warning")
-    return passed(name, f"{room}, the run writes {gib(needs.whole)}" if needs.parts else room)
+    return passed(name, f"{room}, the run writes {_shown(needs.whole)}" if needs.parts else room)
 
 
 def check_disk(context: RunContext) -> Iterator[Problem]:
@@ -175,3 +175,12 @@ def _size(folder: Path) -> int:
             except OSError:  # it was deleted meanwhile
                 continue
     return sizes
+
+
+def _shown(size: float) -> str:
+    """Bytes with three digits: logs of a step have kilobytes, checkpoints terabytes."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:,.0f} PiB"

@@ -41,8 +41,8 @@ def test_the_sums_of_a_recipe(model: str) -> None:
     assert uses["trajectories"].total == pytest.approx(305 * 4096 * 4512 * 8, rel=0.01)
     assert (uses["held-out answers"].count, uses["held-out answers"].each) == (17, 60 * 32 * 4512 * 8 + 16384)
     rows = {what: size for what, size, _ in disk_table([*uses.values()])}
-    assert rows["a step"] == "0.1 GiB"
-    assert float(rows["the run"].split()[0]) == pytest.approx(sum(use.total for use in uses.values()) / GIB, abs=0.06)
+    assert rows["a step"] == "145 MiB"
+    assert float(rows["the run"].split()[0]) == pytest.approx(sum(use.total for use in uses.values()) / GIB, rel=0.01)
     lines = {use.what: use for use in disk_use(recipe(model, "tracking.trajectory_format=jsonl"), spec, 60)}
     assert lines["trajectories"].total / uses["trajectories"].total == pytest.approx(44 / 8, rel=0.01)
     sample = {use.what: use for use in disk_use(recipe(model, "tracking.trajectories=sample"), spec, 60)}
@@ -56,8 +56,12 @@ JSON_LINES = ["checkpoint.every=0", "tracking.trajectory_format=jsonl"]
 @pytest.mark.parametrize(
     ("gib", "overrides", "said"),
     [
-        (10, [], "error: checkpoint.keep_last = 2: disk of .*ctpo: 10.0 GiB free, but one checkpoint takes 52"),
-        (150, [], "warning: checkpoint.keep_last = 2: .* but the run writes .* trajectories 42.0 GiB, checkpoints 157"),
+        (10, [], "error: checkpoint.keep_last = 2: disk of .*ctpo: 10 GiB free, but one checkpoint takes 52"),
+        (
+            150,
+            [],
+            "warning: checkpoint.keep_last = 2: .* but the run writes .* trajectories 42 GiB, checkpoints 157 GiB",
+        ),
         (150, ["checkpoint.every=0"], None),
         (150, JSON_LINES, 'warning: tracking.trajectory_format = "jsonl": .* parquet takes 8 bytes a token'),
         (20, ["checkpoint.every=0"], 'warning: tracking.trajectories = "all": .*trajectories: sample or none'),
@@ -109,9 +113,9 @@ def test_the_dry_run_and_the_doctor_tell(
     cli.main(["train", "own.yaml", "--dry-run"])
     shown = capsys.readouterr()
     # 4 x 8 trajectories of 112 + 200 tokens of 8 bytes, 4,000 times.
-    assert re.search(r"trajectories +0\.4 GiB +4,000 x 0\.1 MiB: 32 trajectories x 312 tokens x 8 B", shown.out)
+    assert re.search(r"trajectories +367 MiB +4,000 x 94 KiB: 32 trajectories x 312 tokens x 8 B", shown.out)
     assert re.search(r"held-out answers .* 10 answers x 312 tokens", shown.out)
-    said = "0.2 GiB free, but the run writes 0.5 GiB: trajectories 0.4 GiB, logs 0.2 GiB"
+    said = "200 MiB free, but the run writes 559 MiB: trajectories 367 MiB, logs 188 MiB"
     assert f'default: tracking.trajectories = "all": disk of runs/own: {said}' in shown.err, shown.err
     cli.main(["doctor", "own.yaml", "--json"])
     findings = json.loads(capsys.readouterr().out)["findings"]["This machine"]

@@ -98,14 +98,14 @@ def test_sizes_are_held_against_what_a_run_wants(tmp_path: Path) -> None:
     )
     assert small["/dev/shm"].severity == "warning" and "--shm-size 1073741826g" in small["/dev/shm"].fix
     disk = small[f"disk of {tmp_path}/runs/x"]
-    assert disk.severity == "error" and disk.message.endswith("but one checkpoint takes 1073741824.0 GiB")
+    assert disk.severity == "error" and disk.message.endswith("but one checkpoint takes 1,024 PiB")
     assert small["memory"].severity == "error"
     filled = DiskNeeds(str(tmp_path), 1.0, HUGE, "all of it", "tracking.trajectories", "none")
     enough = machine(shared_memory=str(tmp_path), disk=(filled,))
     assert (enough["/dev/shm"].severity, enough["memory"].severity) == ("ok", "ok")
     full = enough[f"disk of {tmp_path}"]
     assert full.severity == "warning" and full.fix.endswith("or tracking.trajectories: none")
-    assert full.message.endswith("free, but the run writes 1073741824.0 GiB: all of it")
+    assert full.message.endswith("free, but the run writes 1,024 PiB: all of it")
 
 
 def test_shared_memory_is_held_against_the_weights_of_a_model(
