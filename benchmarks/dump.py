@@ -5,56 +5,110 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import random
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.kernels import report
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.run.reporter import decoder
 from ctpo_megatron.tracking import read_trajectories, trajectory_of, write_trajectories
 
-LENGTHS = (500, 2_000, 8_000)
+LENGTHS = (500, 2_000, 8_000, 32_000)
 FORMS = ("jsonl", "parquet")
+SOURCES = Path(__file__).parents[1] / "ctpo_megatron"
 
 
-def batch(vocabulary: int, length: int, tokens: int) -> list[Group]:
-    """Groups of 8 trajectories of three turns with `length` random tokens each; log-probs as an engine reports them."""
-    rng = random.Random(0)
-    groups = []
-    for number in range(max(1, tokens // length // 8)):
-        group = Group(Prompt(f"p{number}", "bench", (), "4", ()), [])
-        for sample in range(8):
-            trajectory = Trajectory(f"p{number}", sample, seed=sample, reward=1.0, finish_reason="answer")
-            trajectory.append_context([rng.randrange(vocabulary) for _ in range(length // 10)], 0)
-            for turn in (1, 2, 3):
-                count = length // 4
-                ids = [rng.randrange(vocabulary) for _ in range(count)]
-                log_probs = [-rng.randrange(1 << 20) / (1 << 18) for _ in ids]
-                trajectory.append_model(ids, log_probs, [7] * count, turn)
-                trajectory.append_context([rng.randrange(vocabulary) for _ in range(length // 20)], turn)
-            group.trajectories.append(trajectory)
-        groups.append(group)
-    return groups
+def byte_tokenizer(size: int = 8_000) -> Tokenizer:
+    """A byte-level tokenizer that has learned the words of this repository's source."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    texts = (path.read_text(encoding="utf-8") for path in sorted(SOURCES.rglob("*.py")))
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
-def measure(folder: Path, form: Any, groups: list[Group], decode: Any) -> dict[str, float]:
+def made_up(
+    vocabulary: int, prompts: int, samples: int, length: int, traced: int = 0
+) -> tuple[Iterator[Group], Mapping[int, Mapping[str, Any]]]:
+    """Groups, each made when it is asked for, and what is known of the last `traced` trajectories.
+
+    A trajectory has `length` random tokens: a prompt, and three turns with an observation after each.
+    """
+    rng = np.random.default_rng(0)
+
+    def ids(count: int) -> list[int]:
+        return rng.integers(min(256, vocabulary // 2), vocabulary, count).tolist()  # bytes come first: no whole texts
+
+    def trajectory(number: int, sample: int) -> Trajectory:
+        made = Trajectory(f"p{number}", sample, seed=sample, reward=float(rng.random() < 0.5), finish_reason="answer")
+        made.append_context(ids(length // 10), 0)
+        for turn in (1, 2, 3):
+            said = ids(length // 4)
+            log_probs = (-rng.exponential(0.4, len(said))).astype(np.float32).tolist()  # as an engine reports them
+            made.append_model(said, log_probs, [7] * len(said), turn)
+            made.append_context(ids(length // 20), turn)
+        return made
+
+    def groups() -> Iterator[Group]:
+        for number in range(prompts):
+            prompt = Prompt(f"p{number}", "bench", (), "4", ())
+            yield Group(prompt, [trajectory(number, sample) for sample in range(samples)])
+
+    count, size = prompts * samples, len(trajectory(0, 0))
+    curve = np.cumsum(rng.normal(0, 0.03, size)).astype(np.float32)
+    traces = {"advantage": 0.5, "log_ratio": curve, "clip_low": curve - 1, "clip_high": curve + 1}
+    return groups(), dict.fromkeys(range(count - traced, count), traces)
+
+
+def as_arrays(groups: list[Group]) -> None:
+    """Have the trajectories hold arrays instead of lists."""
+    kinds = {"token_ids": "i4", "response_mask": "u1", "loss_mask": "u1", "weight_version": "i2", "turn": "i2"}
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        for name, kind in (kinds | {"rollout_log_probs": "f4"}).items():
+            setattr(trajectory, name, np.array(getattr(trajectory, name), kind))
+
+
+def decoding_s(groups: list[Group], tokenizer: Tokenizer) -> float:
+    """CPU seconds that the tokenizer itself takes for the text of these trajectories, turn by turn."""
+    turns = [
+        [[token for token, _ in run] for _, run in itertools.groupby(pairs, key=lambda pair: pair[1])]
+        for group in groups
+        for trajectory in group.trajectories
+        for pairs in [
+            list(zip(trajectory.token_ids, zip(trajectory.turn, trajectory.response_mask, strict=True), strict=True))
+        ]
+    ]
+    began = time.process_time()
+    for turn in itertools.chain.from_iterable(turns):
+        tokenizer.decode(turn, skip_special_tokens=False)
+    return time.process_time() - began
+
+
+def measure(folder: Path, form: Any, groups: list[Group], tokenizer: Tokenizer) -> dict[str, float]:
     """CPU seconds per million tokens to write and to read a step, and bytes a token; what is read equals what was."""
     tokens = sum(len(trajectory) for group in groups for trajectory in group.trajectories)
+    decoding = decoding_s(groups, tokenizer)
     began = time.process_time()
-    path = write_trajectories(folder, 1, groups, decode, form=form)
+    path = write_trajectories(
+        folder, 1, groups, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), form=form
+    )
     wrote = time.process_time()
     records = read_trajectories(path)
     read = time.process_time()
     assert [trajectory_of(record) for record in records] == [t for group in groups for t in group.trajectories]
     return {
         "tokens": tokens,
+        "decoding_cpu_s": decoding * 1e6 / tokens,
         "write_cpu_s": (wrote - began) * 1e6 / tokens,
         "read_cpu_s": (read - wrote) * 1e6 / tokens,
         "bytes": path.stat().st_size / tokens,
@@ -63,30 +117,29 @@ def measure(folder: Path, form: Any, groups: list[Group], decode: Any) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="directory with a tokenizer")
+    parser.add_argument("--model", help="directory with a tokenizer; default: one made from this repository's source")
     parser.add_argument("--tokens", type=int, default=400_000, help="of a dump")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
-    decode, vocabulary = decoder(options.model), len(AutoTokenizer.from_pretrained(options.model))
+    tokenizer = Tokenizer.from_file(f"{options.model}/tokenizer.json") if options.model else byte_tokenizer()
     found = []
     for length, form in itertools.product(LENGTHS, FORMS):
-        groups = batch(vocabulary, length, options.tokens)
+        groups = list(made_up(tokenizer.get_vocab_size(), max(1, options.tokens // length // 8), 8, length)[0])
         with tempfile.TemporaryDirectory() as folder:
-            best = min((measure(Path(folder), form, groups, decode) for _ in range(3)), key=lambda m: m["write_cpu_s"])
+            runs = (measure(Path(folder), form, groups, tokenizer) for _ in range(3))
+            best = min(runs, key=lambda found: found["write_cpu_s"])
         found.append({"length": length, "format": form, **best})
     about = report.environment("cpu")
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "dump.json").write_text(json.dumps({"environment": about, "rows": found}, indent=1) + "\n")
-    rows = [
-        (m["length"], m["format"], f"{m['write_cpu_s']:.2f}", f"{m['read_cpu_s']:.2f}", f"{m['bytes']:.1f}")
-        for m in found
-    ]
+    figures = ("write_cpu_s", "decoding_cpu_s", "read_cpu_s")
+    rows = [(m["length"], m["format"], *(f"{m[name]:.2f}" for name in figures), f"{m['bytes']:.1f}") for m in found]
     text = "\n\n".join(
         (
             "# Dumps of trajectories",
-            "CPU seconds per million tokens to write and to read, best of three, with decoded text; "
-            f"{options.tokens:,} random tokens a dump.",
-            report.markdown(("tokens a trajectory", "format", "write", "read", "bytes a token"), rows),
+            "CPU seconds per million tokens to write with decoded text, of which the tokenizer's own decoding takes "
+            f"part, and to read, best of three; {options.tokens:,} random tokens a dump.",
+            report.markdown(("tokens a trajectory", "format", "write", "decoding", "read", "bytes a token"), rows),
             report.describe(about),
         )
     )

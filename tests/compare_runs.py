@@ -41,6 +41,8 @@ PARTS = ("sft", "trajectories", "metrics", "evaluation", "tensors")
 """In the order in which a step writes them."""
 NEEDED = ("trajectories", "metrics", "tensors")
 """Without one of these two runs are not called equal, unless `--only` leaves it out."""
+ABSENT = ("no_verdict", "advantage", "dropped", "log_ratio", "clip_low", "clip_high")
+"""Fields of a trajectory that a line lacks where a column is null, or false."""
 FIRST = ("token_ids", "weight_version", "rollout_log_probs", "reward")
 """Fields of a trajectory that are compared before the others."""
 
@@ -129,8 +131,23 @@ def _records(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     import pyarrow.parquet as pq  # for these dumps only
 
-    rows = pq.read_table(path).to_pylist()
-    return [row | json.loads(row.pop("other")) for row in rows]
+    return [_from_columns(row) for row in pq.read_table(path).to_pylist()]
+
+
+def _from_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as a line of JSON has it: what is not there is absent. Earlier versions have most fields in `other`."""
+    row |= json.loads(row.pop("other", None) or "{}")
+    absent = [name for name in ABSENT if row.get(name, ...) in (None, False)]
+    row = {name: value for name, value in row.items() if name not in absent}
+    for call in row.get("tool_calls", ()):
+        if isinstance(call["arguments"], str):
+            call["arguments"] = json.loads(call["arguments"])
+    for segment in row.get("segments", ()):
+        if segment.get("token_chars", ...) is None:
+            del segment["token_chars"]
+    if isinstance(row.get("reward_components"), list):
+        row["reward_components"] = dict(row["reward_components"])
+    return row
 
 
 def tensors(path: Path) -> Items:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 import struct
 import subprocess
@@ -16,7 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.compare_runs import compare
+from ctpo_megatron.tracking import write_trajectories
+from tests.compare_runs import compare, trajectories
+from tests.tracking.synthetic_run import decode, make_groups
 
 ROOT = Path(__file__).resolve().parents[1]
 Record = dict[str, Any]
@@ -243,7 +246,7 @@ def test_dumps_of_resumed_steps_and_checkpoints_are_left_out(runs: tuple[Path, P
 
 
 def test_parquet_dumps_are_compared(runs: tuple[Path, Path]) -> None:
-    """Typed columns, and all other fields as JSON in one more."""
+    """As earlier versions wrote them: typed columns, and all other fields as JSON in one more."""
     columns = ("prompt_id", "sample_index", "reward", "token_ids", "rollout_log_probs", "weight_version")
     for run, reward in zip(runs, (1.0, next_float(1.0)), strict=True):
         shutil.rmtree(run / "trajectories")
@@ -253,6 +256,17 @@ def test_parquet_dumps_are_compared(runs: tuple[Path, Path]) -> None:
         pq.write_table(pa.Table.from_pylist([row]), run / "trajectories" / "step_000001.parquet")
     named = "trajectories, step 1, trajectory 0, prompt train-3, sample 1, reward: 1.0 against 1.0000000000000002"
     assert compare(*runs)[1][0] == f"first difference: {named}"
+
+
+def test_a_dump_is_the_same_in_both_formats(tmp_path: Path) -> None:
+    groups = make_groups(random.Random(0), prompts=2, samples=2, share_right=0.5)
+    groups[0].trajectories[0].reward_components = {"format": 0.5}
+    extra = {1: {"advantage": 0.5}, 2: {"dropped": True}}
+    lines, rows = (
+        trajectories(write_trajectories(tmp_path, 1, groups, decode, extra=extra, form=form))
+        for form in ("jsonl", "parquet")
+    )
+    assert lines == rows and len(lines) > 4 * 10
 
 
 @pytest.mark.parametrize("part", ["trajectories", "evaluation", "model", "sft.jsonl", "metrics.jsonl"])

@@ -53,7 +53,7 @@ def test_the_documented_table_has_every_entry_and_no_other() -> None:
 
 
 def test_the_documented_table_has_what_lies_in_folders() -> None:
-    dumps = [PATHS.dump(1, "jsonl"), PATHS.dump(1, "jsonl", EVALUATION)]
+    dumps = [PATHS.dump(1, "parquet"), PATHS.dump(1, "parquet", EVALUATION)]
     checkpoints = [PATHS.checkpoints / step_name(1), PATHS.sft_checkpoints, PATHS.checkpoint_export(Path(step_name(1)))]
     logs = [PATHS.logs.train, PATHS.logs.occupancy, PATHS.logs.sandbox, PATHS.logs.tracker("NAME")]
     numbered = {str(path).replace("1", "%d") for path in (PATHS.logs.engine(1), PATHS.stacks(1))}

@@ -40,12 +40,17 @@ from ctpo_megatron.preflight import (
     START_CHECKS,
     DataCheck,
     GpuMemory,
+    RunContext,
     RunPlan,
     check_data,
+    check_disk,
     check_extensions,
     check_libraries,
+    disk_table,
+    disk_use,
     failed,
     has_cuda_device,
+    held_out_prompts,
     memory_table,
     place,
     play_first,
@@ -108,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
     warnings: list[Problem] = []
     with _collected(problems):
         warnings = validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib, shapes=shapes)
+        if shapes is None and is_rank_zero():  # with shapes, the machine of the run is another
+            warnings += warnings_of(check_disk(RunContext(config, spec_for(config))), sources)
     with _collected(problems):
         check_extensions(config, sources)
         if args.dry_run and is_rank_zero():
@@ -203,6 +210,8 @@ def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> No
     print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
     node = GpuMemory(config, job, spec, gpu_gib).table()
     print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), node)
+    disk = disk_table(disk_use(config, spec, held_out_prompts(config)))
+    print_table(f"What is written to {config.run.directory}, expected", ("", "size", "from"), disk)
     _print_system_prompt(config.data, config.rollout)
 
 

@@ -105,6 +105,8 @@ def checked(columns: Mapping[str, Sequence[Any]]) -> NDArray[np.void]:
         values = np.asarray(given, np.float64 if kind == "f" else np.int64)
         made[name] = values
         changed = ~np.isfinite(made[name]) if kind == "f" else made[name] != values
+        if name.endswith("_mask"):
+            changed |= values > 1
         if changed.any():
             raise ValueError(f"{name} holds {given[int(changed.argmax())]!r}")
     return made

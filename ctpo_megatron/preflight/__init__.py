@@ -9,6 +9,7 @@ over all rows of data, and `check_data` what a dry run says of them.
 from ctpo_megatron.preflight.admission import Admission, DataCheck, check_data, check_prompt_file
 from ctpo_megatron.preflight.check import (
     Check,
+    DiskNeeds,
     Gpu,
     MachineContext,
     RunContext,
@@ -20,6 +21,7 @@ from ctpo_megatron.preflight.check import (
 )
 from ctpo_megatron.preflight.configuration import validate, validate_sampling
 from ctpo_megatron.preflight.devices import gpus, has_cuda_device
+from ctpo_megatron.preflight.disk import check_disk, disk_table, disk_use, held_out_prompts
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_run, install_line, verdict
 from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.preflight.first_trajectory import play_first
@@ -37,6 +39,7 @@ __all__ = [
     "Admission",
     "Check",
     "DataCheck",
+    "DiskNeeds",
     "Gpu",
     "GpuMemory",
     "LaunchContext",
@@ -48,6 +51,7 @@ __all__ = [
     "RunPlan",
     "Wanted",
     "check_data",
+    "check_disk",
     "check_extensions",
     "check_libraries",
     "check_prompt_file",
@@ -55,9 +59,12 @@ __all__ = [
     "diagnose",
     "diagnose_nodes",
     "diagnose_run",
+    "disk_table",
+    "disk_use",
     "failed",
     "gpus",
     "has_cuda_device",
+    "held_out_prompts",
     "install_line",
     "memory_table",
     "place",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ctpo_megatron.config import Config, ConfigError, Job, Problem, Sources
 from ctpo_megatron.models import ModelSpec
@@ -81,18 +81,32 @@ class RunContext:
         return reduce(getattr, key.split("."), self.config)
 
 
+class DiskNeeds(NamedTuple):
+    """What a run writes into a folder.
+
+    once: bytes without which it fails. whole: bytes in the end; parts: of what; key, fix: what would make it less.
+    """
+
+    folder: str
+    once: float
+    whole: float
+    parts: str = ""
+    key: str = "run.root"
+    fix: str = "another folder"
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What a run needs of each machine.
 
-    weight_bytes: a copy of the weights in the engines' precision. disk: (folder, bytes of one checkpoint, bytes of all
-    that are kept). host_bytes: memory of all processes on a CPU. ports: (address, port, whose) to listen at.
-    servers: (address, port, whose) that have to answer. sandbox: least isolation of a server of our own, or
-    `sandbox.NODE`; empty: none is needed. deep: import packages and try collectives. shared_memory: where it is.
+    weight_bytes: a copy of the weights in the engines' precision. host_bytes: memory of all processes on a CPU.
+    ports: (address, port, whose) to listen at. servers: (address, port, whose) that have to answer. sandbox: least
+    isolation of a server of our own, or `sandbox.NODE`; empty: none is needed. deep: import packages and try
+    collectives. shared_memory: where it is.
     """
 
     weight_bytes: float = 0.0
-    disk: tuple[tuple[str, float, float], ...] = ((".", 0.0, float(1 << 30)),)
+    disk: tuple[DiskNeeds, ...] = (DiskNeeds(".", 0.0, float(1 << 30)),)
     host_bytes: float = 0.0
     ports: tuple[tuple[str, int, str], ...] = ()
     servers: tuple[tuple[str, int, str], ...] = ()

@@ -43,9 +43,10 @@ from ctpo_megatron.environments.tokenizer import (
     use_chat_template,
 )
 from ctpo_megatron.models import ModelSpec
-from ctpo_megatron.preflight.check import Check, Gpu, MachineContext, RunContext, Wanted, failed, run_checks
+from ctpo_megatron.preflight.check import Check, DiskNeeds, Gpu, MachineContext, RunContext, Wanted, failed, run_checks
 from ctpo_megatron.preflight.configuration import validate
 from ctpo_megatron.preflight.devices import check_collectives, check_devices, gpus, torch_cuda
+from ctpo_megatron.preflight.disk import disk_needs
 from ctpo_megatron.preflight.machine import NODE, check_machine, check_sandbox
 from ctpo_megatron.preflight.packages import check_imports, check_packages
 from ctpo_megatron.preflight.placement import GpuMemory
@@ -70,7 +71,7 @@ def diagnose_run(
         problems = error.problems
     findings = [_under("config", problem) for problem in problems] or [passed("config", config.run.name)]
     wanted = Wanted(
-        disk=((str(config.run.directory), 0.0, GIB),),
+        disk=(DiskNeeds(str(config.run.directory), 0.0, GIB),),
         ports=tuple(_ports(config.tracking)),
         servers=tuple(_servers(config.sandbox)),
         sandbox=_sandbox(config.sandbox, config.rollout, config.cluster),
@@ -96,16 +97,10 @@ def _under(name: str, problem: Problem) -> Problem:
 
 def _sizes(context: RunContext, spec: ModelSpec) -> dict[str, Any]:
     """The fields of `Wanted` that follow from the model."""
-    config = context.config
-    count, policy, kept = model_parameters(spec)[0], config.policy, config.checkpoint
-    weights = count * ELEMENT_BYTES[config.engine_dtype]
-    # Weights, and the optimizer's two moments and, below float32, its copy of the weights.
-    one = count * (ELEMENT_BYTES[policy.dtype] + 8 + (4 if policy.dtype != "float32" else 0))
-    saves = kept.keep_last + kept.keep_best + 1 if kept.every else 1
-    folder, export = str(config.run.directory), count * ELEMENT_BYTES[policy.dtype]
+    weights = model_parameters(spec)[0] * ELEMENT_BYTES[context.config.engine_dtype]
     return {
         "weight_bytes": weights,
-        "disk": ((folder, one if kept.every else 0.0, one * saves + export + GIB),),
+        "disk": (disk_needs(context.config, spec),),
         "host_bytes": 0.0 if context.cuda else _host_bytes(context, spec, weights),
     }
 

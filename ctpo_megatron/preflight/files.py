@@ -131,7 +131,7 @@ def check_replay(context: RunContext) -> Iterator[Problem]:
         yield context.error("rollout.replay", message, "give one, e.g. runs/first")
         return
     steps = {step_in(path.stem) for path in paths.trajectories.glob("*.[jp]*")}
-    missing = [paths.dump(step, "jsonl").name for step in range(1, config.run.steps + 1) if step not in steps]
+    missing = [paths.dump(step, "parquet").name for step in range(1, config.run.steps + 1) if step not in steps]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         message = f"lacks {len(missing)} of {config.run.steps} steps: {paths.trajectories.name}/{{{shown}}}"

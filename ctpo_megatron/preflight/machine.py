@@ -32,6 +32,7 @@ from ctpo_megatron.environments.node_sandbox import (
     not_installed,
 )
 from ctpo_megatron.preflight.check import Check, MachineContext, Wanted
+from ctpo_megatron.preflight.disk import disk_problem
 from ctpo_megatron.preflight.timeouts import CONNECT_TIMEOUT_S, SANDBOX_START_TIMEOUT_S
 from ctpo_sandbox.libraries import absent
 
@@ -51,7 +52,7 @@ def check_machine(context: MachineContext) -> Iterator[Problem]:
     yield _memory(wanted.host_bytes)
     if os.path.isdir(wanted.shared_memory):
         yield _shared_memory(wanted)
-    yield from (_disk(folder, one, kept) for folder, one, kept in wanted.disk)
+    yield from (disk_problem(f"disk of {needs.folder}", needs) for needs in wanted.disk)
     for problem in check_temporary(context):
         yield Problem("temporary directory", str(replace(problem, fix="")), problem.fix)
     yield _open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -81,20 +82,6 @@ def _shared_memory(wanted: Wanted) -> Problem:
         f"is full: docker run --shm-size {ceil(need / GIB) + 1}g"
     )
     return Problem("/dev/shm", f"{_gib(free)} free", fix, severity="warning")
-
-
-def _disk(folder: str, one: float, kept: float) -> Problem:
-    """one: bytes without which a run fails; kept: bytes that it fills in the end."""
-    there = next(path for path in (Path(folder).resolve(), *Path(folder).resolve().parents) if path.exists())
-    name = f"disk of {folder}"
-    if not os.access(there, os.W_OK):
-        return Problem(name, f"{there} cannot be written to", "another run.root, or chmod")
-    free, fix = shutil.disk_usage(there).free, "free some, another run.root, or fewer of checkpoint.keep_last"
-    if free < one:
-        return Problem(name, f"{_gib(free)} free, but one checkpoint takes {_gib(one)}", fix)
-    if free < kept:
-        return Problem(name, f"{_gib(free)} free, {_gib(kept)} wanted", fix, severity="warning")
-    return passed(name, f"{_gib(free)} free")
 
 
 def _open_files(limits: tuple[int, int]) -> Problem:

@@ -17,6 +17,7 @@ from ctpo_megatron.data import Batch, Group
 from ctpo_megatron.environments.tokenizer import read_tokenizer
 from ctpo_megatron.policy import peak_flops
 from ctpo_megatron.tracking import (
+    DUMP_FAILURES,
     Decode,
     Display,
     DumpWriter,
@@ -131,7 +132,7 @@ class Reporter:
         """Write and show a finished RL step; dump its trajectories with what `diagnostics` adds by index."""
         with self.phase("dump"):
             self._dumps.wait()  # a slow disk slows training down instead of filling memory
-        behind = {"time/dump_behind": self._dumps.take_cpu_s()}
+        behind = {"time/dump_behind": self._dumps.take_cpu_s(), **self._dumps_lost()}
         record = self._with_speed({**batch.metrics, **metrics, **behind}, {"time/step": 0.0})
         self._metrics.log(step, record)
         self.progress.step = step
@@ -164,9 +165,15 @@ class Reporter:
             self._dumps.put(f"the dump of step {step} in {folder}", write)
 
     def flush(self) -> None:
-        """Return when all dumps are on disk. Raises RuntimeError when one could not be written."""
+        """Return when all dumps are on disk that can be written; others are counted in the latest line."""
         with self.phase("dump"):
             self._dumps.flush()
+        if (latest := self.latest)["step"] >= 0 and (lost := self._dumps_lost()):
+            self._metrics.log(latest["step"], {name: count + latest.get(name, 0.0) for name, count in lost.items()})
+
+    def _dumps_lost(self) -> dict[str, float]:
+        lost = self._dumps.take_failures()
+        return {DUMP_FAILURES: float(lost)} if lost else {}
 
     def begin_sft(self, done: int) -> None:
         """Set aside what an earlier attempt wrote of the supervised steps beyond `done`."""

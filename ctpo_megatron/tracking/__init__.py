@@ -4,13 +4,15 @@
     writer = MetricsWriter(directory, trackers)             metrics.jsonl, and the same to the trackers
     timer = PhaseTimer(directory)                           time/<phase>, and totals per stage
     with Display(config.tracking.live, config.run.steps) as display: ...
-    write_trajectories(directory, step, groups, decode)     trajectories/step_%06d.jsonl; `DumpWriter`: in a thread
+    write_trajectories(directory, step, groups, decode)     trajectories/step_%06d.parquet; `DumpWriter`: in a thread
     write_report(directory); print_summary(directory)       both need the run directory only
 
 Training code calls these and ignores their results. Every metric is defined in docs/metrics.md.
 """
 
 from ctpo_megatron.tracking.display import Display
+from ctpo_megatron.tracking.dump_writer import FAILURES as DUMP_FAILURES
+from ctpo_megatron.tracking.dump_writer import DumpWriter
 from ctpo_megatron.tracking.figures import drawn
 from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
 from ctpo_megatron.tracking.learning import first_batch_warnings
@@ -24,8 +26,8 @@ from ctpo_megatron.tracking.trackers import PROMETHEUS_ADDRESS, Tracker, Tracker
 from ctpo_megatron.tracking.train_log import TrainLog
 from ctpo_megatron.tracking.trajectories import (
     Decode,
-    DumpWriter,
     discard_dumps,
+    export_lines,
     read_trajectories,
     recorded_trajectories,
     trajectory_files,
@@ -34,6 +36,7 @@ from ctpo_megatron.tracking.trajectories import (
 )
 
 __all__ = [
+    "DUMP_FAILURES",
     "LIGHT",
     "PROMETHEUS_ADDRESS",
     "Decode",
@@ -51,6 +54,7 @@ __all__ = [
     "conversation_uses",
     "discard_dumps",
     "drawn",
+    "export_lines",
     "first_batch_warnings",
     "open_trackers",
     "phase_peaks",

@@ -1,98 +1,224 @@
-"""Dumps as parquet with zstd: token columns are typed arrays instead of text."""
+"""Dumps as parquet with zstd: a row a trajectory, its tokens as typed arrays. docs/monitoring.md has the columns."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ctpo_megatron.base.files import DamagedFileError
+from ctpo_megatron.tracking.give_way import GiveWay
+from ctpo_megatron.tracking.records import Head, Record
 
-if TYPE_CHECKING:
-    from ctpo_megatron.tracking.trajectories import Record
-
-_TOKENS = {
-    "token_ids": pa.int32(),
-    "response_mask": pa.int8(),
-    "loss_mask": pa.int8(),
-    "rollout_log_probs": pa.float64(),  # exactly what the engine reported
-    "weight_version": pa.int32(),
-    "turn": pa.int32(),
-    "log_ratio": pa.float32(),
-    "clip_low": pa.float32(),
-    "clip_high": pa.float32(),
-}
-"""Columns with one number per token; the last three may be null."""
-_VALUES = {
-    "prompt_id": pa.string(),
-    "sample_index": pa.int32(),
-    "finish_reason": pa.string(),
-    "reward": pa.float64(),
-    "data_source": pa.string(),
-    "answer": pa.string(),
-    "final_text": pa.string(),
-}
-_OTHER = "other"
-"""Column with all other fields of a record, as JSON."""
-_SCHEMA = pa.schema(
-    [*_VALUES.items(), *((name, pa.list_(kind)) for name, kind in _TOKENS.items()), (_OTHER, pa.string())]
+_TRACES = ("log_ratio", "clip_low", "clip_high")
+_SEGMENT = pa.struct(
+    [("turn", pa.int32()), ("kind", pa.string()), ("text", pa.string()), ("token_chars", pa.list_(pa.int32()))]
 )
-_SPLIT = [f"{name}.list.element" for name, kind in _TOKENS.items() if pa.types.is_floating(kind)]
-_GROUP_TOKENS = 1_000_000
-"""Tokens of a row group, the amount held in memory as arrays."""
+_CALL = pa.struct(
+    [
+        ("turn", pa.int32()),
+        ("name", pa.string()),
+        ("arguments", pa.string()),
+        ("status", pa.string()),
+        ("output", pa.string()),
+        ("wall_s", pa.float64()),
+        ("exec_s", pa.float64()),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("sample_index", pa.int32()),
+        ("seed", pa.int64()),
+        ("data_source", pa.string()),
+        ("answer", pa.string()),
+        ("finish_reason", pa.string()),
+        ("final_text", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_components", pa.map_(pa.string(), pa.float64())),
+        ("no_verdict", pa.struct([("cause", pa.string()), ("reason", pa.string())])),
+        ("advantage", pa.float64()),
+        ("dropped", pa.bool_()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("response_mask", pa.list_(pa.int8())),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("rollout_log_probs", pa.list_(pa.float64())),  # exactly what the engine reported
+        ("weight_version", pa.list_(pa.int32())),
+        ("turn", pa.list_(pa.int32())),
+        *((name, pa.list_(pa.float32())) for name in _TRACES),
+        ("segments", pa.list_(_SEGMENT)),
+        ("tool_calls", pa.list_(_CALL)),
+        ("other", pa.string()),
+    ]
+)
+"""Columns of a dump. `other`: JSON of fields without a column; null where there are none."""
+
+NUMBERS = {
+    field.name: field.type.value_type.to_pandas_dtype()
+    for field in SCHEMA
+    if pa.types.is_list(field.type) and pa.types.is_primitive(field.type.value_type)
+}
+"""Columns with a number for each token -> numpy's type."""
+_REPEATED = ("response_mask", "loss_mask", "weight_version", "turn")
+"""Long runs of one number, which a dictionary with run lengths makes tiny."""
+_SPLIT = ("token_ids", "rollout_log_probs", *_TRACES, "segments.list.element.token_chars")
+"""Numbers whose bytes of equal weight compress better side by side."""
+_OPTIONAL = {"no_verdict", "advantage", *_TRACES}
+"""Fields that a record lacks where the column is null."""
+_GROUP_TOKENS = 1 << 16
+"""Tokens of a row group: held in memory as arrays, and read at once to get any of its rows."""
+_READ_ROWS = 16
+"""Rows that are Python objects at the same time, about 40 times as large as in the file."""
 
 
-def write_table(path: Path, records: Iterable[Record]) -> None:
-    """Write records of a dump; per-token fields may be lists or arrays. Raises OSError."""
-    options = {"compression": "zstd", "use_dictionary": False, "use_byte_stream_split": _SPLIT}
-    with pq.ParquetWriter(path, _SCHEMA, **options) as writer:
-        for part in _parts(records):
-            writer.write_table(pa.table([_column(field, part) for field in _SCHEMA], schema=_SCHEMA))
+def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows, whose fields are values or, of each token, sequences or arrays. Raises OSError."""
+    split = [f"{name}.list.element" for name in _SPLIT]
+    dictionary = [f"{name}.list.element" for name in _REPEATED]
+    options = {"compression": "zstd", "use_dictionary": dictionary, "use_byte_stream_split": split}
+    give_way = GiveWay()
+    with pq.ParquetWriter(path, SCHEMA, **options) as writer:
+        for part in _parts(rows):
+            columns = []
+            for field in SCHEMA:
+                columns.append(_column(field, part))
+                give_way.after(_GROUP_TOKENS)
+            writer.write_table(pa.table(columns, schema=SCHEMA))  # without the interpreter's lock
 
 
-def read_table(path: Path) -> list[Record]:
-    """The records, without missing fields. Raises DamagedFileError."""
+def read_table(path: Path, without: Collection[str] = ()) -> Iterator[Record]:
+    """The records, few in memory at a time; also of earlier versions. Raises DamagedFileError.
+
+    without: columns that are not read.
+    """
+    with _opened(path) as file:
+        wanted = [name for name in file.schema_arrow.names if name not in without]
+        for batch in file.iter_batches(_READ_ROWS, columns=wanted):
+            yield from map(_record, batch.to_pylist())
+
+
+def heads_of_table(path: Path) -> Iterator[Head]:
+    """What the records are chosen by, without reading the rest. Raises DamagedFileError."""
+    place = 0
+    with _opened(path) as file:
+        for batch in file.iter_batches(256, columns=["prompt_id", "reward", "log_ratio"]):
+            traced = batch["log_ratio"].is_valid().to_pylist()
+            for prompt, reward, has in zip(batch["prompt_id"], batch["reward"], traced, strict=True):
+                yield Head(place, prompt.as_py(), reward.as_py(), has)
+                place += 1
+
+
+def read_rows(path: Path, places: Collection[int]) -> dict[int, Record]:
+    """The records at these places; only their row groups are read. Raises DamagedFileError."""
+    found: dict[int, Record] = {}
+    with _opened(path) as file:
+        first = 0
+        for group in range(file.num_row_groups):
+            last = first + file.metadata.row_group(group).num_rows
+            if any(first <= place < last for place in places):
+                for batch in file.iter_batches(_READ_ROWS, row_groups=[group]):
+                    for place in places:
+                        if first <= place < first + batch.num_rows:
+                            (row,) = batch.slice(place - first, 1).to_pylist()
+                            found[place] = _record(row)
+                    first += batch.num_rows
+            first = last
+    return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
     try:
-        rows = pq.read_table(path).to_pylist()
+        with pq.ParquetFile(path) as file:
+            yield file
     except (pa.ArrowException, OSError) as error:
         raise DamagedFileError(f"{path} is damaged ({error})") from error
-    records = []
-    for row in rows:
-        other = json.loads(row.pop(_OTHER))
-        # A null per-token field is omitted from the record.
-        records.append({name: value for name, value in row.items() if value is not None or name in _VALUES} | other)
-    return records
 
 
-def _parts(records: Iterable[Record]) -> Iterator[list[Record]]:
-    part: list[Record] = []
+def _record(row: dict[str, Any]) -> Record:
+    """The record of a row, as JSON lines have it."""
+    other = row.pop("other", None)
+    record = {name: value for name, value in row.items() if value is not None or name not in _OPTIONAL}
+    if record.get("dropped") is False:
+        del record["dropped"]
+    if "reward_components" in record:
+        record["reward_components"] = dict(record["reward_components"])
+    for call in record.get("tool_calls", ()):
+        call["arguments"] = json.loads(call["arguments"])
+    for segment in record.get("segments", ()):
+        if segment["token_chars"] is None:
+            del segment["token_chars"]
+    record.update(json.loads(other or "{}"))
+    return record
+
+
+def _parts(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    part: list[Mapping[str, Any]] = []
     tokens = 0
-    for record in records:
-        part.append(record)
-        tokens += len(record["token_ids"])
+    for row in rows:
+        part.append(row)
+        tokens += len(row["token_ids"])
         if tokens >= _GROUP_TOKENS:
             yield part
             part, tokens = [], 0
     yield part
 
 
-def _column(field: pa.Field, records: Sequence[Record]) -> pa.Array:
-    if field.name == _OTHER:
-        typed = _TOKENS.keys() | _VALUES.keys()
-        rest = ({name: value for name, value in record.items() if name not in typed} for record in records)
-        return pa.array([json.dumps(record) for record in rest], field.type)
-    if field.name in _VALUES:
-        return pa.array([record[field.name] for record in records], field.type)
-    rows = [record.get(field.name) for record in records]
-    dtype = field.type.value_type.to_pandas_dtype()
-    arrays = [np.asarray(row, dtype) for row in rows if row is not None]
-    ends = np.cumsum([0, *(0 if row is None else len(row) for row in rows)])
-    missing = np.array([row is None for row in rows], bool)
-    return pa.ListArray.from_arrays(
-        pa.array(ends, pa.int32(), mask=np.append(missing, False)), np.concatenate([*arrays, np.empty(0, dtype)])
-    )
+def _column(field: pa.Field, rows: Sequence[Mapping[str, Any]]) -> pa.Array:
+    values = [row.get(field.name) for row in rows]
+    match field.name:
+        case "other":
+            rest = [{name: value for name, value in row.items() if name not in SCHEMA.names} for row in rows]
+            return pa.array([json.dumps(other) if other else None for other in rest], field.type)
+        case "dropped":
+            return pa.array(map(bool, values), field.type)
+        case "reward_components":
+            return pa.array([[*value.items()] for value in values if value is not None], field.type)
+        case "segments":
+            flat = [segment for segments in values for segment in segments or ()]
+            columns = [_array([segment.get(part.name) for segment in flat], part.type) for part in _SEGMENT]
+            return pa.ListArray.from_arrays(_ends(values), pa.StructArray.from_arrays(columns, fields=[*_SEGMENT]))
+        case "tool_calls":
+            calls = [[{**call, "arguments": json.dumps(call["arguments"])} for call in value or ()] for value in values]
+            return _texts(calls, field.type)
+    return _array(values, field.type)
+
+
+def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Values or, of a list type, sequences or arrays of numbers; None is null."""
+    if not pa.types.is_list(kind):
+        return _texts(values, kind)
+    dtype = kind.value_type.to_pandas_dtype()
+    arrays = [np.asarray(value, dtype) for value in values if value is not None]
+    return pa.ListArray.from_arrays(_ends(values), pa.array(np.concatenate([*arrays, np.empty(0, dtype)])))
+
+
+def _ends(values: Sequence[Any]) -> pa.Array:
+    """Offsets of a list column."""
+    ends = np.cumsum([0, *(0 if value is None else len(value) for value in values)])
+    return pa.array(ends, pa.int32(), mask=np.array([*(value is None for value in values), False]))
+
+
+def _texts(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """UTF-8 has no half of a character, which an escape in JSON may leave in a text: it is replaced."""
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:
+        return pa.array(_whole(values), kind)
+
+
+def _whole(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-8", "replace").decode()
+        case list():
+            return [*map(_whole, value)]
+        case dict():
+            return {name: _whole(each) for name, each in value.items()}
+    return value

@@ -14,6 +14,7 @@ from ctpo_megatron.base.files import write_text
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.tracking.display_view import duration
+from ctpo_megatron.tracking.dump_writer import FAILURES as DUMP_FAILURES
 from ctpo_megatron.tracking.figures import write_figures
 from ctpo_megatron.tracking.learning import Indicator, learning_checks
 from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
@@ -161,6 +162,9 @@ def checks(run: RunData) -> Iterator[Indicator]:
         yield Indicator(
             "Tracker failures", f"{sum(failures.values):,.0f}", False, "calls of a tracker; the run continued"
         )
+    if lost := run.series(DUMP_FAILURES):
+        note = "their trajectories are not on disk (train.log says why); the run continued"
+        yield Indicator("Dumps lost", f"{sum(lost.values):,.0f}", False, note)
     yield from _packing(run)
     nonfinite = run.series("tracking/nonfinite")
     count = sum(nonfinite.values) if nonfinite else 0.0

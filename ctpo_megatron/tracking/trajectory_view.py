@@ -11,7 +11,8 @@ from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.base.run_paths import EVALUATION, TRAJECTORIES
-from ctpo_megatron.tracking.trajectories import read_trajectories, trajectory_files
+from ctpo_megatron.tracking.records import Head, Record
+from ctpo_megatron.tracking.trajectories import TRACES, read_heads, records_at, trajectory_files
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ TOKEN_BUDGET = 8_000
 TEXT_LIMIT = 6_000
 """Characters of one piece of text; the middle of a longer one is omitted."""
 
+_OF_TOKENS = {"token_ids", "response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn", *TRACES}
 _CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 _CHAT_MARKS = re.compile(r"<\|im_(?:start|end)\|>(?:system|user|assistant)?\n?")
 
@@ -49,37 +51,47 @@ class Block:
 
 @dataclass
 class View:
-    """One trajectory, ready for the template."""
+    """One trajectory, ready for the template.
+
+    record: its fields that are not of tokens. tokens: their number, prompt included. coloured: whether any of its
+    tokens are shown individually.
+    """
 
     source: str
     step: int
-    record: dict[str, Any]
+    record: Record
     question: str
     blocks: list[Block]
     tool: str
     ratio: dict[str, Any] | None
+    tokens: int
+    model_tokens: int
 
     @property
-    def model_tokens(self) -> int:
-        """Tokens the model wrote."""
-        return sum(self.record["response_mask"])
+    def coloured(self) -> bool:
+        return any(token.level >= 0 for block in self.blocks for _, run in block.runs for token in run)
 
 
 def sample_views(run_dir: Path) -> list[View]:
-    """Trajectories worth reading: best and worst of groups of the first and last step, and evaluation examples."""
-    budget = Budget(TOKEN_BUDGET)
-    views = []
+    """Trajectories worth reading: best and worst of groups of the first and last step, and evaluation examples.
+
+    Of a dump, these alone are read. Each dump has the same share of the tokens that are shown individually.
+    """
+    dumps = []
     for source, folder in (("training", TRAJECTORIES), ("evaluation", EVALUATION)):
         files = trajectory_files(run_dir, folder)
-        for step in sorted({min(files), max(files)}) if files else ():
-            try:
-                records = read_trajectories(files[step])
-            except DamagedFileError as error:
-                log.warning("%s: the report goes without it", error)
-                continue
-            chosen = _best_and_worst(records) if source == "training" else _examples(records)
-            for record in chosen:
-                views.append(_view(source, step, record, budget))
+        dumps += [(source, step, files[step]) for step in sorted({min(files), max(files)} if files else ())]
+    views = []
+    for source, step, path in dumps:
+        budget = Budget(TOKEN_BUDGET // len(dumps))
+        try:
+            heads = read_heads(path)
+            chosen = _best_and_worst(heads) if source == "training" else _examples(heads)
+            records = records_at(path, [head.place for head in chosen])
+        except DamagedFileError as error:
+            log.warning("%s: the report goes without it", error)
+            continue
+        views += [_view(source, step, record, budget) for record in records]
     return views
 
 
@@ -89,57 +101,57 @@ class Budget:
 
     left: int
 
-    def take(self, count: int) -> bool:
-        """Whether `count` more tokens fit; if so, subtract them."""
-        if count > self.left:
-            return False
-        self.left -= count
-        return True
+    def take(self, count: int) -> int:
+        """How many of `count` more tokens fit; they are subtracted."""
+        granted = min(count, self.left)
+        self.left -= granted
+        return granted
 
 
-def _reward(record: dict[str, Any]) -> float:
-    return -math.inf if record["reward"] is None else record["reward"]
+def _reward(head: Head) -> float:
+    return -math.inf if head.reward is None else head.reward
 
 
-def _best_and_worst(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _best_and_worst(heads: list[Head]) -> list[Head]:
     """Best and worst trajectory of some groups; groups whose rewards differ come first, and among them groups with
     recorded ratios."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        groups.setdefault(record["prompt_id"], []).append(record)
-    judged = [[record for record in group if record["reward"] is not None] or group for group in groups.values()]
+    groups: dict[str, list[Head]] = {}
+    for head in heads:
+        groups.setdefault(head.prompt_id, []).append(head)
+    judged = [[head for head in group if head.reward is not None] or group for group in groups.values()]
     pairs = [(max(group, key=_reward), min(group, key=_reward)) for group in judged]
-    pairs.sort(key=lambda pair: (_reward(pair[0]) == _reward(pair[1]), "log_ratio" not in pair[0]))
+    pairs.sort(key=lambda pair: (_reward(pair[0]) == _reward(pair[1]), not pair[0].traced))
     chosen = []
     for best, worst in pairs[:GROUPS_PER_STEP]:
         chosen += [best] if _reward(best) == _reward(worst) else [best, worst]
     return chosen
 
 
-def _examples(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _examples(heads: list[Head]) -> list[Head]:
     """Half wrong, half right where both exist."""
-    ranked = sorted(records, key=_reward)
+    ranked = sorted(heads, key=_reward)
     half = EVALUATION_EXAMPLES // 2
     return ranked if len(ranked) <= EVALUATION_EXAMPLES else ranked[:half] + ranked[-half:]
 
 
-def _view(source: str, step: int, record: dict[str, Any], budget: Budget) -> View:
+def _view(source: str, step: int, record: Record, budget: Budget) -> View:
     blocks, start = [], 0
     calls = record["tool_calls"]
     for segment, length in zip(record["segments"], _segment_lengths(record), strict=True):
-        span = slice(start, start + length)
-        start += length
         if segment["kind"] == "model":
-            blocks.append(Block("model", segment["turn"], runs=_runs(segment, record, span, budget)))
+            blocks.append(Block("model", segment["turn"], runs=_runs(segment, record, start, budget)))
         elif segment["kind"] == "observation":
             answered = [call for call in calls if call["turn"] == segment["turn"]]
             if answered or _plain(segment["text"]):
                 blocks.append(Block("tool", segment["turn"], _shorten(segment["text"].strip()), calls=answered))
         else:
             blocks.append(Block("prompt", 0, _shorten(_plain(segment["text"]))))
+        start += length
     prompts = [block.text for block in blocks if block.kind == "prompt"]
     question = next((line for line in reversed("\n".join(prompts).splitlines()) if line.strip()), record["prompt_id"])
-    return View(source, step, record, question, blocks, _tool_status(calls), ratio_picture(record))
+    rest = {name: value for name, value in record.items() if name not in _OF_TOKENS}
+    size, by_model = len(record["token_ids"]), sum(record["response_mask"])
+    return View(source, step, rest, question, blocks, _tool_status(calls), ratio_picture(record), size, by_model)
 
 
 def _segment_lengths(record: dict[str, Any]) -> list[int]:
@@ -171,22 +183,21 @@ def _tool_status(calls: list[dict[str, Any]]) -> str:
     return "success" if any(call["status"] == "success" for call in calls) else "failed"
 
 
-def _runs(
-    segment: dict[str, Any], record: dict[str, Any], span: slice, budget: Budget
-) -> list[tuple[bool, list[Token]]]:
-    """Model text as tokens, grouped into runs inside and outside of a tool call."""
-    text, chars = segment["text"], segment.get("token_chars")
-    if chars is None or not budget.take(len(chars)):
-        return [(False, [Token(_shorten(text), "", -1, False)])]
+def _runs(segment: dict[str, Any], record: Record, start: int, budget: Budget) -> list[tuple[bool, list[Token]]]:
+    """Model text as tokens as far as the budget goes, grouped into runs inside and outside of a tool call."""
+    text, chars = segment["text"], segment.get("token_chars") or []
+    chars = chars[: budget.take(len(chars))]
     inside = [match.span() for match in _CALL.finditer(text)]
     runs: list[tuple[bool, list[Token]]] = []
     position = 0
-    for index, width in zip(range(span.start, span.stop), chars, strict=True):
-        in_call = any(start <= position < end for start, end in inside)
+    for index, width in enumerate(chars, start=start):
+        in_call = any(first <= position < end for first, end in inside)
         if not runs or runs[-1][0] != in_call:
             runs.append((in_call, []))
         runs[-1][1].append(_token(text[position : position + width], record, index))
         position += width
+    if rest := text[position:]:
+        runs.append((False, [Token(_shorten(rest), "", -1, False)]))
     return runs
 
 

@@ -91,7 +91,7 @@ def test_a_requeued_job_with_engines_on_both_nodes_trains_on_every_prompt_once(s
     assert [record["step"] for record in metrics] == [0, 1, 2, 3, 4]
     assert max(record["mismatch/log_prob_abs_max"] for record in metrics[1:]) <= 1e-3
     prompts = [
-        line["prompt_id"] for step in range(4) for line in records(run, f"trajectories/step_{step + 1:06d}.jsonl")
+        line["prompt_id"] for step in range(4) for line in records(run, f"trajectories/step_{step + 1:06d}.parquet")
     ]
     assert len(prompts) == 4 * 4 * 4 and len(set(prompts)) == 4 * 4
     for rank in (0, 1):

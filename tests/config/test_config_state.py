@@ -37,7 +37,7 @@ def test_a_recording_that_fits_is_no_problem(recording: Path, config_with: Make)
 
 def test_every_misfit_of_a_recording_is_named(recording: Path, config_with: Make) -> None:
     config = config_with("rollout.replay=runs/recorded", "run.steps=12", "run.seed=7", "rollout.samples_per_prompt=4")
-    steps = ", ".join(f"step_{step:06d}.jsonl" for step in (5, 6, 7, 8, 9))
+    steps = ", ".join(f"step_{step:06d}.parquet" for step in (5, 6, 7, 8, 9))
     texts = found(config)
     assert len(texts) == 3
     assert f"lacks 8 of 12 steps: trajectories/{{{steps} and 3 more}}; lower run.steps" in texts[0]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.tracking import read_trajectories
 from tests.compare_runs import repeatable as repeatable
 from tests.support import children
 from tests.support import ranks as pool
@@ -120,5 +121,7 @@ def read(log: Path) -> str:
 
 
 def records(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """A JSON-lines file of a run."""
+    """A JSON-lines file of a run, or a dump of trajectories."""
+    if name.endswith(".parquet"):
+        return read_trajectories(run / name)
     return [json.loads(line) for line in (run / name).read_text().splitlines()]

@@ -120,7 +120,7 @@ def test_a_replay_trains_on_the_recording(folder: Path, whole: Path) -> None:
     assert [line["step"] for line in metrics] == [0, 1, 2, 3]
     assert all(line["actor/grad_norm"] > 0 and 0 < line["reward/mean"] < 1 for line in metrics[1:])
     for step in range(1, STEPS + 1):
-        name = f"trajectories/step_{step:06d}.jsonl"
+        name = f"trajectories/step_{step:06d}.parquet"
         replayed = [(t["prompt_id"], t["token_ids"], t["rollout_log_probs"]) for t in records(whole, name)]
         assert replayed == [
             (t["prompt_id"], t["token_ids"], t["rollout_log_probs"])
@@ -170,8 +170,8 @@ def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Pat
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
     assert "discards later checkpoints of this run, now named discarded_step_000003." in killed.stderr
     assert [path.name for path in sorted((run / "trajectories").glob("step_*"))] == [
-        "step_000001.jsonl",
-        "step_000002.jsonl",
+        "step_000001.parquet",
+        "step_000002.parquet",
     ]
     resumed = train(folder, "run.name=discarded", "run.resume=true")
     assert resumed.returncode == 0, resumed.stderr[-4000:]

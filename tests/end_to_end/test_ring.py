@@ -16,6 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ctpo_megatron.config import load_config, spec_for
+from ctpo_megatron.preflight import disk_use, held_out_prompts
 from tests.end_to_end.small_run import Ctpo, records, repeatable
 
 
@@ -65,7 +67,7 @@ def test_anchor_and_training_pass_agree_and_sampler_agrees_with_trainer(finished
 
 
 def test_trajectories_are_whole_and_dumped_with_masks_and_ratios(finished: Path) -> None:
-    lines = records(finished, "trajectories/step_000002.jsonl")
+    lines = records(finished, "trajectories/step_000002.parquet")
     assert len(lines) == 16
     traced = 0
     for line in lines:
@@ -80,10 +82,32 @@ def test_trajectories_are_whole_and_dumped_with_masks_and_ratios(finished: Path)
     assert traced == 8  # the last mini-batch
 
 
+def test_as_much_is_written_as_the_dry_run_expects(ctpo: Ctpo, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints and export within a tenth: they follow from the model.
+
+    Dumps within a factor of 3: an answer may be as long as the limit, twice what is expected, or a few words.
+    """
+    monkeypatch.chdir(ctpo.directory)
+    config = load_config(finished / "config.yaml")
+    expected = {use.what: use.total for use in disk_use(config, spec_for(config), held_out_prompts(config))}
+    expected["checkpoints"] *= config.checkpoint.keep_last / (config.checkpoint.keep_last + 1)  # none is being written
+    for what, files, factor in (
+        ("trajectories", "trajectories/*", 3.0),
+        ("held-out answers", "evaluation/*", 3.0),
+        ("checkpoints", "checkpoints/**/*", 1.1),
+    ):
+        written = sum(path.stat().st_size for path in finished.glob(files) if path.is_file())
+        assert written / factor <= expected[what] <= written * factor, (what, written, expected[what])
+    (weights,) = (finished / "model").glob("*.safetensors")
+    with weights.open("rb") as file:  # its header has room for a large model's
+        header = 8 + int.from_bytes(file.read(8), "little")
+    assert weights.stat().st_size - header == expected["export"]
+
+
 def test_exported_model_gives_the_same_greedy_answers(finished: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(finished / "model")
     model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32).eval()
-    for line in records(finished, "evaluation/step_000003.jsonl")[::3]:
+    for line in records(finished, "evaluation/step_000003.parquet")[::3]:
         ids, mask = line["token_ids"], line["response_mask"]
         start, end = mask.index(1), next((i for i in range(mask.index(1), len(mask)) if not mask[i]), len(mask))
         prompt = torch.tensor([ids[:start]])
@@ -123,7 +147,7 @@ def assert_same_course(run: Path, other: Path) -> None:
     """Equal metrics, and equal tokens from equal seeds."""
     assert [repeatable(r) for r in records(run)] == [repeatable(r) for r in records(other)]
     for step in (1, 2, 3):
-        name = f"trajectories/step_{step:06d}.jsonl"
+        name = f"trajectories/step_{step:06d}.parquet"
         ours = [(t["prompt_id"], t["sample_index"], t["seed"], t["token_ids"]) for t in records(run, name)]
         theirs = [(t["prompt_id"], t["sample_index"], t["seed"], t["token_ids"]) for t in records(other, name)]
         assert ours == theirs
@@ -155,7 +179,7 @@ def test_resume_after_kill_ends_like_the_uninterrupted_run(ctpo: Ctpo, finished:
     assert done.returncode == 0, done.stderr[-4000:]
     assert [record["step"] for record in records(run)] == [0, 1, 2, 3]
     assert_same_course(run, finished)
-    drawn = [t["prompt_id"] for n in (1, 2, 3) for t in records(run, f"trajectories/step_{n:06d}.jsonl")]
+    drawn = [t["prompt_id"] for n in (1, 2, 3) for t in records(run, f"trajectories/step_{n:06d}.parquet")]
     prompts = [prompt for prompt, sample in itertools.groupby(drawn)]
     assert len(prompts) == len(set(prompts)) == 12  # every prompt is consumed once
     marker = json.loads((run / "checkpoints" / "step_000003" / "COMPLETE.json").read_text())

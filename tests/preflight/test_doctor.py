@@ -15,7 +15,7 @@ import pytest
 
 from ctpo_megatron import cli
 from ctpo_megatron.config import Problem, passed
-from ctpo_megatron.preflight import Gpu, MachineContext, Wanted, failed, install_line, verdict, weight_bytes
+from ctpo_megatron.preflight import DiskNeeds, Gpu, MachineContext, Wanted, failed, install_line, verdict, weight_bytes
 from ctpo_megatron.preflight.devices import check_collectives, check_devices, gpus
 from ctpo_megatron.preflight.machine import NODE, check_machine, check_sandbox
 from ctpo_megatron.preflight.nodes import _versions
@@ -93,16 +93,19 @@ def test_sizes_are_held_against_what_a_run_wants(tmp_path: Path) -> None:
     small = machine(
         weight_bytes=HUGE,
         shared_memory=str(tmp_path),
-        disk=((str(tmp_path / "runs" / "x"), HUGE, HUGE),),
+        disk=(DiskNeeds(str(tmp_path / "runs" / "x"), HUGE, HUGE),),
         host_bytes=HUGE,
     )
     assert small["/dev/shm"].severity == "warning" and "--shm-size 1073741826g" in small["/dev/shm"].fix
     disk = small[f"disk of {tmp_path}/runs/x"]
-    assert disk.severity == "error" and disk.message.endswith("but one checkpoint takes 1073741824.0 GiB")
+    assert disk.severity == "error" and disk.message.endswith("but one checkpoint takes 1,024 PiB")
     assert small["memory"].severity == "error"
-    enough = machine(shared_memory=str(tmp_path), disk=((str(tmp_path), 1.0, HUGE),))
+    filled = DiskNeeds(str(tmp_path), 1.0, HUGE, "all of it", "tracking.trajectories", "none")
+    enough = machine(shared_memory=str(tmp_path), disk=(filled,))
     assert (enough["/dev/shm"].severity, enough["memory"].severity) == ("ok", "ok")
-    assert enough[f"disk of {tmp_path}"].severity == "warning"
+    full = enough[f"disk of {tmp_path}"]
+    assert full.severity == "warning" and full.fix.endswith("or tracking.trajectories: none")
+    assert full.message.endswith("free, but the run writes 1,024 PiB: all of it")
 
 
 def test_shared_memory_is_held_against_the_weights_of_a_model(

@@ -9,7 +9,7 @@ import pytest
 
 from ctpo_megatron import cli
 from ctpo_megatron.config import Job, Problem, load_with_sources, passed
-from ctpo_megatron.preflight import Gpu, Wanted, diagnose_run
+from ctpo_megatron.preflight import DiskNeeds, Gpu, Wanted, diagnose_run
 from ctpo_megatron.preflight.machine import NODE
 from tests.engines.tiny_model import CHATML, build_tiny_model, tiny_tokenizer
 
@@ -47,8 +47,10 @@ def test_a_good_configuration(folder: Path) -> None:
     assert "a turn ends with <|im_end|>" in found["tokenizer"].message
     assert wanted.ports == (("127.0.0.1", 9464, "the tracker prometheus"),)
     assert wanted.sandbox == "seccomp" and wanted.servers == ()
-    ((where, one, kept),) = wanted.disk
-    assert where == "runs/first" and one == 3 * wanted.weight_bytes and kept > 4 * one
+    (disk,) = wanted.disk
+    assert disk.folder == "runs/first" and disk.once == 3 * wanted.weight_bytes
+    # Three checkpoints, the export, and less than 8 MiB of trajectories and logs.
+    assert 0 < disk.whole - 3 * disk.once - wanted.weight_bytes < 8 << 20
     assert wanted.host_bytes > 2 * wanted.weight_bytes + (64 << 20)
 
 
@@ -72,7 +74,8 @@ def test_a_model_that_is_not_there_hides_nothing_else(folder: Path) -> None:
     (folder / "elsewhere").mkdir()
     found, wanted = checked("model.path=elsewhere", 'tracking.trackers=[{"name": "prometheus"}]')
     assert found["config"].severity == "error" and "cannot read elsewhere/config.json" in found["config"].message
-    assert wanted.ports and wanted.sandbox == "landlock" and wanted.disk == (("runs/first", 0.0, float(1 << 30)),)
+    assert wanted.ports and wanted.sandbox == "landlock"
+    assert wanted.disk == (DiskNeeds("runs/first", 0.0, float(1 << 30)),)
 
 
 def test_servers_that_a_run_names_are_wanted() -> None:

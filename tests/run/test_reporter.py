@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run import Reporter, TrainerGroup
 from ctpo_megatron.tracking import read_heartbeat, read_trajectories
+from ctpo_megatron.tracking.report import checks
+from ctpo_megatron.tracking.run_data import RunData
 from tests.tracking.synthetic_run import make_config
 
 
@@ -47,8 +50,7 @@ def test_a_step_has_its_metrics_time_and_trajectories(report: Reporter, tmp_path
     assert line["time/step"] >= 0 and line["tokens/per_second"] == line["tokens/total"] / line["time/step"]
     assert report.latest == line
     report.flush()
-    (dumped,) = (tmp_path / "trajectories" / "step_000001.jsonl").read_text().splitlines()
-    record = json.loads(dumped)
+    (record,) = read_trajectories(tmp_path / "trajectories" / "step_000001.parquet")
     assert record["token_ids"] == [1, 2, 3, 4] and record["advantage"] == 1.5 and record["answer"] == "4"
 
 
@@ -83,16 +85,32 @@ def test_a_sample_is_of_the_last_prompts(tmp_path: Path) -> None:
     diagnostics = {number: {"advantage": float(number)} for number in range(12)}
     with Reporter(config, tmp_path, str, trainers=1, peak=None) as reporter:
         reporter.log_step(1, Batch(groups), {}, diagnostics)
-    dumped = read_trajectories(tmp_path / "trajectories" / "step_000001.jsonl")
+    dumped = read_trajectories(tmp_path / "trajectories" / "step_000001.parquet")
     assert [(record["reward"], record["advantage"]) for record in dumped] == [(n / 16, n) for n in range(4, 12)]
 
 
-def test_a_dump_that_fails_ends_the_run(report: Reporter, tmp_path: Path) -> None:
-    (tmp_path / "trajectories").write_text("a file where the folder should be")
+def test_a_dump_that_fails_is_counted_and_the_run_goes_on(
+    report: Reporter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "trajectories"
+    blocked.write_text("a file where the folder should be")
     report.log_step(1, batch(), {}, {})
-    with pytest.raises(RuntimeError, match=r"the dump of step 1 in trajectories could not be written: .*File exists"):
-        report.flush()
-    report.flush()  # said once
+    report.flush()  # as at a checkpoint
+    for step in (2, 3):
+        report.log_step(step, batch(), {}, {})
+        while report._dumps._pending and not report._dumps._pending[-1][1].done():
+            time.sleep(0.01)
+    blocked.unlink()
+    report.log_step(4, batch(), {}, {})
+    report.flush()
+    (tmp_path / "config.yaml").write_text("run: {name: lossy}\n")
+    assert [line.get("tracking/dump_failures") for line in lines(tmp_path)] == [1, None, 1, 1]
+    said = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == 3
+    assert re.match(r"the dump of step 1 in trajectories could not be written, and .*: .*File exists", said[0])
+    assert [path.name for path in blocked.iterdir()] == ["step_000004.parquet"]
+    (found,) = [check for check in checks(RunData.load(tmp_path)) if check.label == "Dumps lost"]
+    assert (found.value, found.good) == ("3", False)
 
 
 def test_an_evaluation_is_compared_with_the_first_of_the_run_also_after_a_resume(tmp_path: Path, capfd: Any) -> None:
@@ -109,7 +127,7 @@ def test_dropped_groups_are_dumped_where_they_were_sampled(report: Reporter, tmp
     sampled[0].dropped = sampled[2].dropped = True
     report.log_step(1, Batch(sampled), {}, {1: {"advantage": 1.5}})
     report.flush()
-    dumped = [json.loads(line) for line in (tmp_path / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
+    dumped = read_trajectories(tmp_path / "trajectories" / "step_000001.parquet")
     assert [record["reward"] for record in dumped] == [0.0, 0.25, 0.5, 0.75]
     assert [record.get("dropped", False) for record in dumped] == [True, False, True, False]
     assert [record.get("advantage") for record in dumped] == [None, None, None, 1.5]
@@ -126,7 +144,7 @@ def test_the_first_batch_says_what_is_wrong_and_later_ones_do_not(
     assert record.message.startswith(
         "warning: step 3: no group has both outcomes: all rewards are 0, so the gradient is"
     )
-    assert record.message.endswith(f"in {tmp_path / 'trajectories' / 'step_000003.jsonl'}")
+    assert record.message.endswith(f"in {tmp_path / 'trajectories' / 'step_000003.parquet'}")
 
 
 def test_what_is_discarded_is_set_aside(report: Reporter, tmp_path: Path) -> None:
@@ -135,7 +153,7 @@ def test_what_is_discarded_is_set_aside(report: Reporter, tmp_path: Path) -> Non
     report.discard(1, None)
     assert [line["step"] for line in lines(tmp_path)] == [1]
     dumps = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
-    assert dumps == ["discarded_step_000002.jsonl", "discarded_step_000003.jsonl", "step_000001.jsonl"]
+    assert dumps == ["discarded_step_000002.parquet", "discarded_step_000003.parquet", "step_000001.parquet"]
     report.log_step(2, batch(), {}, {})
     assert [line["reward/mean"] for line in lines(tmp_path)] == [0.25, 1.0]
 

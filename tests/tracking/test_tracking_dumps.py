@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.tokens import COLUMNS
+from ctpo_megatron.data.trajectory import NoVerdict, Trajectory
 from ctpo_megatron.tracking import (
     DumpWriter,
     PhaseTimer,
@@ -33,8 +36,13 @@ from ctpo_megatron.tracking import (
     trajectory_of,
     write_trajectories,
 )
+from ctpo_megatron.tracking.dump_writer import WAITING
+from ctpo_megatron.tracking.give_way import AT_ONCE
+from ctpo_megatron.tracking.parquet_dump import SCHEMA
+from ctpo_megatron.tracking.records import Head
+from ctpo_megatron.tracking.segments import Texts
 from ctpo_megatron.tracking.timing import read_stages
-from ctpo_megatron.tracking.trajectories import WAITING
+from ctpo_megatron.tracking.trajectories import read_heads, records_at
 from tests.support.deadlines import scaled
 from tests.tracking.synthetic_run import decode, encode, make_groups
 
@@ -42,7 +50,7 @@ from tests.tracking.synthetic_run import decode, encode, make_groups
 def test_dump_restores_trajectories_and_adds_readable_text(tmp_path):
     groups = make_groups(random.Random(0), prompts=2, samples=3, share_right=0.5)
     path = write_trajectories(tmp_path, 7, groups, decode, extra={1: {"advantage": -0.5}})
-    assert path.name == "step_000007.jsonl"
+    assert path.name == "step_000007.parquet"
     assert trajectory_files(tmp_path) == {7: path}
     records = read_trajectories(path)
     assert [trajectory_of(record) for record in records] == [t for group in groups for t in group.trajectories]
@@ -104,7 +112,7 @@ def test_a_recording_that_was_edited_badly_is_named(
     tmp_path: Path, name: str, change: Callable[[Any], Any], said: str
 ) -> None:
     groups = make_groups(random.Random(0), prompts=1, samples=2, share_right=0.5)
-    path = write_trajectories(tmp_path, 1, groups, decode)
+    path = write_trajectories(tmp_path, 1, groups, decode, form="jsonl")
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     if (value := change(second.pop(name))) is not ...:
         second[name] = value
@@ -113,14 +121,79 @@ def test_a_recording_that_was_edited_badly_is_named(
         recorded_trajectories(path)
 
 
-def test_a_large_parquet_dump_tells_few_tokens_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctpo_megatron.tracking.trajectories.TOLD_APART", 1)
-    monkeypatch.setattr("ctpo_megatron.tracking.parquet_dump._GROUP_TOKENS", 1)  # a row group each
-    groups = make_groups(random.Random(0), prompts=2, samples=1, share_right=0.5)
-    rows = read_trajectories(write_trajectories(tmp_path, 1, groups, decode, form="parquet"))
-    told = [any("token_chars" in segment for segment in row["segments"]) for row in rows]
-    assert told == [True, False]
-    assert [trajectory_of(row) for row in rows] == [group.trajectories[0] for group in groups]
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_every_row_group_holds_whole_trajectories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Readers get the heads of all, and the rows that they choose, from any of them."""
+    monkeypatch.setattr("ctpo_megatron.tracking.parquet_dump._GROUP_TOKENS", 400)
+    monkeypatch.setattr("ctpo_megatron.tracking.parquet_dump._READ_ROWS", 1)
+    groups = make_groups(random.Random(0), prompts=5, samples=3, share_right=0.5)
+    groups[3].trajectories[1].reward = None
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    traces = {"log_ratio": np.zeros(len(trajectories[14]), np.float32)}
+    path = write_trajectories(tmp_path, 1, groups, decode, extra={14: traces}, form=form)
+    if form == "parquet":
+        assert 2 < pq.ParquetFile(path).num_row_groups < len(trajectories)
+    heads = [Head(place, t.prompt_id, t.reward, place == 14) for place, t in enumerate(trajectories)]
+    assert read_heads(path) == heads
+    records = read_trajectories(path)
+    assert [trajectory_of(record) for record in records] == trajectories
+    assert all("token_chars" in segment for record in records for segment in record["segments"][1::2])
+    for places in ([14, 0, 7, 8], [3], []):
+        assert records_at(path, places) == [records[place] for place in places]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_dump_gives_way_to_other_threads_every_few_thousand_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    pauses = list[float]()
+    monkeypatch.setattr("ctpo_megatron.tracking.give_way.time.sleep", pauses.append)
+    groups = [one_turn([97] * 10_000) for _ in range(4)]
+    write_trajectories(tmp_path, 1, groups, decode, form=form)
+    assert len(pauses) >= 4 * 10_000 // AT_ONCE and all(0 < pause < 1e-3 for pause in pauses)
+
+
+def test_every_field_of_a_trajectory_has_a_column() -> None:
+    judged = Trajectory("p", 0, 0, no_verdict=NoVerdict("timeout", "late"))
+    assert judged.to_json().keys() <= set(SCHEMA.names)
+
+
+def test_both_formats_hold_the_columns_of_the_tokens(tmp_path: Path) -> None:
+    (group,) = make_groups(random.Random(0), prompts=1, samples=2, share_right=0.5)
+    lines, table = (
+        read_trajectories(write_trajectories(tmp_path, 1, [group], decode, form=form)) for form in ("jsonl", "parquet")
+    )
+    assert lines == table
+    for record, trajectory in zip(table, group.trajectories, strict=True):
+        assert {name: record[name] for name in COLUMNS} == {name: getattr(trajectory, name) for name in COLUMNS}
+
+
+def test_a_field_without_a_column_and_half_a_character_are_written(tmp_path: Path) -> None:
+    (group,) = make_groups(random.Random(0), prompts=1, samples=1, share_right=1.0)
+    call = group.trajectories[0].tool_calls[0]
+    call.output, call.arguments = "half \ud83d", {"code": "\ud83d"}
+    (record,) = read_trajectories(write_trajectories(tmp_path, 1, [group], decode, extra={0: {"noted": [1, "a"]}}))
+    assert record["noted"] == [1, "a"]
+    assert record["tool_calls"][0]["output"] == "half ?" and record["tool_calls"][0]["arguments"] == {"code": "\ud83d"}
+
+
+def test_a_dump_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It has all that had no column as JSON in `other`, and no text of tokens beyond the first."""
+    (group,) = make_groups(random.Random(0), prompts=1, samples=2, share_right=0.5)
+    written = read_trajectories(write_trajectories(tmp_path / "now", 1, [group], decode))
+    typed = ["prompt_id", "sample_index", "finish_reason", "reward", "data_source", "answer", "final_text"]
+    tokens = ["token_ids", "response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn"]
+    rows = []
+    for record in written:
+        row = {name: record.pop(name) for name in typed + tokens} | {"log_ratio": None, "clip_low": None}
+        rows.append(row | {"other": json.dumps(record)})
+        record.update(row)
+        del record["log_ratio"], record["clip_low"]
+    path = tmp_path / "step_000001.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    assert read_trajectories(path) == written
+    assert recorded_trajectories(path) == group.trajectories
+    assert [head.reward for head in read_heads(path)] == [t.reward for t in group.trajectories]
 
 
 def test_dumps_are_written_in_order_behind_the_caller_and_no_more_wait_than_fit(tmp_path: Path) -> None:
@@ -144,6 +217,35 @@ def test_dumps_are_written_in_order_behind_the_caller_and_no_more_wait_than_fit(
         assert 0 < writer.take_cpu_s() < scaled(1) and writer.take_cpu_s() == 0
 
 
+def test_a_dump_that_does_not_end_costs_the_deadline_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ctpo_megatron.tracking.dump_writer.DEADLINE_S", 0.1)
+    go = threading.Event()
+
+    def hang() -> Path:
+        assert go.wait(scaled(30))
+        return tmp_path
+
+    with closing(DumpWriter()) as writer:
+        writer.put("one", hang)
+        writer.put("two", lambda: tmp_path)
+        writer.flush()
+        assert writer.take_failures() == 2 and writer.take_failures() == 0
+        writer.put("three", lambda: tmp_path)
+        assert writer.take_failures() == 1
+        go.set()
+        assert writer._stuck is not None and writer._stuck.result(scaled(30)) == tmp_path
+        monkeypatch.setattr("ctpo_megatron.tracking.dump_writer.DEADLINE_S", scaled(30))
+        writer.put("four", lambda: tmp_path / 0)  # type: ignore[operator]
+        writer.put("five", lambda: tmp_path)
+        writer.flush()
+        assert writer.take_failures() == 1
+    said = [record.message for record in caplog.records if "training continues" in record.message]
+    assert [text.split()[0] for text in said] == ["one", "two", "three", "four"]
+    assert "not within 0.1 s: is the file system there?" in said[0] and "TypeError" in said[3]
+
+
 def test_a_prompt_that_was_drawn_twice_keeps_what_each_trajectory_adds(tmp_path):
     (group,) = make_groups(random.Random(0), prompts=1, samples=1, share_right=0.5)
     extra = {place: {"advantage": float(place)} for place in range(2)}
@@ -156,11 +258,11 @@ def test_dumps_of_a_course_that_is_discarded_are_kept_out_of_sight(tmp_path):
         groups = make_groups(random.Random(0), prompts=1, samples=1, share_right=share)
         for folder, step in itertools.product(("trajectories", "evaluation"), (2, 3)):
             last = write_trajectories(tmp_path, step, groups, decode, folder=folder)
-        content = last.read_text()
+        content = last.read_bytes()
         discard_dumps(tmp_path, after=2)
     for folder in ("trajectories", "evaluation"):
         assert list(trajectory_files(tmp_path, folder)) == [2]
-        assert (tmp_path / folder / "discarded_step_000003.jsonl").read_text() == content
+        assert (tmp_path / folder / "discarded_step_000003.parquet").read_bytes() == content
 
 
 def one_turn(ids: list[int]) -> Group:
@@ -185,6 +287,25 @@ def test_a_character_of_several_byte_tokens_counts_for_the_last(tmp_path, text, 
         assert got is None or (sum(got) == len(text) and len(got) == len(text.encode()))
         if "\ufffd" not in text:
             assert got == chars
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 7, 100])
+def test_a_long_text_is_decoded_in_parts_without_a_trace(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """Also by a decoder that drops a first space, as those of SentencePiece do."""
+
+    def decode_bytes(ids):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+    monkeypatch.setattr("ctpo_megatron.tracking.segments.AT_ONCE", at_once)
+    text = "a€ b🙂  \ufffdé" * 5
+    columns = [*text.encode()], [1] * len(text.encode()), [1] * len(text.encode())
+    (segment,) = Texts(lambda ids: decode_bytes(ids).removeprefix(" ")).segments(*columns)
+    assert segment["text"] == text
+    text = text.replace("\ufffd", "")
+    columns = [*text.encode()], [1] * len(text.encode()), [1] * len(text.encode())
+    (segment,) = Texts(decode_bytes).segments(*columns)
+    assert segment["text"] == text
+    assert segment["token_chars"] == [int(last) for letter in text for last in [0] * (len(letter.encode()) - 1) + [1]]
 
 
 def test_a_decoder_that_depends_on_neighbours_leaves_the_token_lengths_out(tmp_path):

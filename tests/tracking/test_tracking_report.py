@@ -106,6 +106,28 @@ def test_views_of_both_formats_of_a_dump_are_the_same(tmp_path):
     assert lines == rows and len(lines) > 1
 
 
+def test_every_dump_has_its_share_of_single_tokens_and_the_page_says_what_has_none(tmp_path, monkeypatch):
+    run_dir = write_run(tmp_path, steps=3)
+    monkeypatch.setattr("ctpo_megatron.tracking.trajectory_view.TOKEN_BUDGET", 4 * 200)
+    views = sample_views(run_dir)
+    apart = {(view.source, view.step): 0 for view in views}
+    for view in views:
+        tokens = [token for block in view.blocks for _, run in block.runs for token in run]
+        apart[view.source, view.step] += sum(token.level >= 0 for token in tokens)
+        said = [segment["text"] for segment in view.record["segments"] if segment["kind"] == "model"]
+        assert "".join(token.text for token in tokens) == "".join(said)
+    assert apart == dict.fromkeys([("training", 1), ("training", 3), ("evaluation", 0), ("evaluation", 3)], 200)
+    plain = sum(not view.coloured for view in views)
+    assert 0 < plain < len(views)
+    assert f"{plain} of {len(views)} trajectories are plain text" in write_report(run_dir).read_text(encoding="utf-8")
+
+
+def test_a_view_keeps_no_tokens_but_those_it_shows(demo_run):
+    view = sample_views(demo_run)[0]
+    assert not {"token_ids", "log_ratio", "rollout_log_probs"} & view.record.keys()
+    assert 0 < view.model_tokens < view.tokens
+
+
 def test_missing_metrics_leave_a_section_out_and_say_so(tmp_path):
     run_dir = open_run_directory(make_config(tmp_path))
     with MetricsWriter(run_dir) as writer:

@@ -1,0 +1,186 @@
+"""What a run writes, per step and in all, and whether the disk has room for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from ctpo_megatron.config import ELEMENT_BYTES, GIB, Config, Problem, model_parameters, passed, will_be_prepared
+from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.preflight.check import DiskNeeds, RunContext
+from ctpo_megatron.preflight.plan import RunPlan, TableRow
+
+TOKEN_BYTES = {"parquet": 8, "jsonl": 44}
+"""Of a dump, text included (docs/monitoring.md)."""
+FILE_BYTES = 16 << 10
+"""Of a dump without any token: names, places and sizes of the columns."""
+AHEAD_BYTES = 12
+"""A token that was sampled ahead, in a checkpoint."""
+STEP_BYTES = 48 << 10
+"""Metrics, events of TensorBoard, occupancy and logs of a step."""
+REPORT_BYTES = 3 << 20
+"""The page and its figures."""
+PROMPT_TOKENS = 512
+"""Longest prompt that is expected where longer ones are allowed: few data sets use all of `data.max_prompt_tokens`."""
+EXPECTED_SHARE = 0.5
+"""Of `rollout.max_response_tokens`, the mean length that is expected."""
+_SAMPLE = 8
+"""Prompts of `tracking.trajectories: sample`."""
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Files of one kind. each: bytes of one of them; count: how many there are in the end; key: what changes it."""
+
+    what: str
+    each: float
+    count: int
+    why: str
+    key: str
+    fix: str
+
+    @property
+    def total(self) -> float:
+        """Bytes in the end."""
+        return self.each * self.count
+
+
+def checkpoint_bytes(config: Config, spec: ModelSpec) -> float:
+    """One checkpoint: weights, two moments and, below float32, their copy of the weights; and what is sampled ahead."""
+    element = ELEMENT_BYTES[config.policy.dtype]
+    state = model_parameters(spec)[0] * (element + 8 + (4 if config.policy.dtype != "float32" else 0))
+    rollout = config.rollout
+    ahead = rollout.max_staleness * rollout.prompts_per_step * rollout.samples_per_prompt
+    return state + ahead * expected_tokens(config) * AHEAD_BYTES
+
+
+def expected_tokens(config: Config) -> float:
+    """Tokens of a trajectory, prompt included. A guess: no more than twice, and seldom less than a third of it."""
+    return min(config.data.max_prompt_tokens, PROMPT_TOKENS) + EXPECTED_SHARE * config.rollout.max_response_tokens
+
+
+def disk_use(config: Config, spec: ModelSpec, held_out: int | None) -> list[DiskUse]:
+    """Everything that grows with steps, and what is as large. held_out: prompts of `data.eval`; None: not known."""
+    kept, steps, count = config.checkpoint, config.run.steps, model_parameters(spec)[0]
+    uses = list(_dumps(config, held_out))
+    if kept.every:
+        saves = min(kept.keep_last + kept.keep_best + 1, steps // kept.every + 2)
+        why = f"{kept.keep_last} of keep_last, {kept.keep_best} of keep_best, one that is written"
+        fix = "keep fewer, or larger checkpoint.every"
+        one = checkpoint_bytes(config, spec)
+        uses.append(DiskUse("checkpoints", one, saves, why, "checkpoint.keep_last", f"{fix}, or another run.root"))
+    if config.export.enabled:
+        model = count * ELEMENT_BYTES[config.policy.dtype]
+        uses.append(DiskUse("export", model, 1, "weights", "export.enabled", "ctpo export makes it later"))
+    logs = "metrics, TensorBoard, logs"
+    uses.append(DiskUse("logs", STEP_BYTES, steps, logs, "tracking.trackers", "fewer write less"))
+    if config.tracking.report:
+        uses.append(DiskUse("report", REPORT_BYTES, 1, "page and figures", "tracking.report", "ctpo report makes it"))
+    return uses
+
+
+def _dumps(config: Config, held_out: int | None) -> Iterator[DiskUse]:
+    """Trajectories of steps, and held-out answers."""
+    tracking, rollout, tokens = config.tracking, config.rollout, expected_tokens(config)
+    form = tracking.trajectory_format
+    of_one = f"x {tokens:,.0f} tokens x {TOKEN_BYTES[form]} B"
+    prompts = {"all": rollout.prompts_per_step, "sample": min(_SAMPLE, rollout.prompts_per_step), "none": 0}
+    if count := prompts[tracking.trajectories] * rollout.samples_per_prompt:
+        size = count * tokens * TOKEN_BYTES[form] + FILE_BYTES
+        key, fix = "tracking.trajectories", "sample or none writes less"
+        if form == "jsonl":
+            key, fix = "tracking.trajectory_format", f"parquet takes {TOKEN_BYTES['parquet']} bytes a token"
+        yield DiskUse("trajectories", size, config.run.steps, f"{count:,} trajectories {of_one}", key, fix)
+    evaluations = RunPlan.of(config, 1).evaluations if rollout.replay is None else 0
+    if evaluations:
+        count = (held_out or 0) * config.eval.samples
+        size = count * tokens * TOKEN_BYTES[form] + FILE_BYTES
+        why = f"{count:,} answers {of_one}" if held_out else "not counted: data.eval cannot be read yet"
+        yield DiskUse("held-out answers", size, evaluations, why, "eval.every", "evaluate less often, or fewer samples")
+
+
+def held_out_prompts(config: Config) -> int | None:
+    """Prompts of `data.eval`, which `prepare` may be going to write; None where not all of it is there."""
+    files = [Path(file) for file in config.data.eval]
+    if not files:
+        return 0
+    if config.prepare is not None and all(will_be_prepared(config.prepare, file) for file in files):
+        return config.prepare.heldout_prompts
+    if find_spec("pyarrow") is None or not all(file.exists() for file in files):
+        return None
+    from ctpo_megatron.data import count_all_rows
+
+    return count_all_rows(config.data.eval)
+
+
+def disk_table(uses: Sequence[DiskUse]) -> list[TableRow]:
+    """Rows (what, size in the end, how it follows), and their sums per step and in all."""
+    rows = [(use.what, _shown(use.total), f"{use.count:,} x {_shown(use.each)}: {use.why}") for use in uses]
+    grows = [use for use in uses if use.what in ("trajectories", "held-out answers", "logs")]
+    steps = next(use.count for use in uses if use.what == "logs")
+    return [
+        *rows,
+        ("a step", _shown(sum(use.total for use in grows) / max(steps, 1)), "what grows with the steps, on average"),
+        ("the run", _shown(sum(use.total for use in uses)), "in the end"),
+    ]
+
+
+def disk_needs(config: Config, spec: ModelSpec) -> DiskNeeds:
+    """The sum of a run. What to change is what takes most."""
+    uses = disk_use(config, spec, held_out_prompts(config))
+    largest = max(uses, key=lambda use: use.total)
+    once = max((use.each for use in uses if use.what == "checkpoints"), default=0.0)
+    parts = ", ".join(f"{use.what} {_shown(use.total)}" for use in uses if use.total > GIB / 10) or "files"
+    return DiskNeeds(str(config.run.directory), once, sum(use.total for use in uses), parts, largest.key, largest.fix)
+
+
+def disk_problem(name: str, needs: DiskNeeds) -> Problem:
+    """The free disk against what a run writes; what it has written before counts as free."""
+    folder = Path(needs.folder).resolve()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        return Problem(name, f"{there} cannot be written to", "another run.root, or chmod")
+    free = shutil.disk_usage(there).free
+    room, fix = f"{_shown(free)} free", f"free some, another run.root, or {needs.key}: {needs.fix}"
+    if there == folder and (written := _size(folder)) > GIB / 10:
+        room, free = f"{room} and {_shown(written)} of this run", free + written
+    if free < needs.once:
+        return Problem(name, f"{room}, but one checkpoint takes {_shown(needs.once)}", fix)
+    if free < needs.whole:
+        message = f"{room}, but the run writes {_shown(needs.whole)}: {needs.parts}"
+        return Problem(name, message, fix, severity="warning")
+    return passed(name, f"{room}, the run writes {_shown(needs.whole)}" if needs.parts else room)
+
+
+def check_disk(context: RunContext) -> Iterator[Problem]:
+    """A disk on which the run ends, or that it fills."""
+    if context.spec is None:
+        return
+    needs = disk_needs(context.config, context.spec)
+    found = disk_problem(f"disk of {needs.folder}", needs)
+    if found.severity != "ok":
+        yield replace(found, key=needs.key, value=context.value(needs.key), message=f"{found.key}: {found.message}")
+
+
+def _size(folder: Path) -> int:
+    sizes = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                sizes += os.lstat(os.path.join(path, name)).st_size
+            except OSError:  # it was deleted meanwhile
+                continue
+    return sizes
+
+
+def _shown(size: float) -> str:
+    """Bytes with three digits: logs of a step have kilobytes, checkpoints terabytes."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:,.0f} PiB"

@@ -1,0 +1,114 @@
+"""The text of a trajectory, piece by piece, and how many characters of it each token of the model contributes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ctpo_megatron.tracking.give_way import AT_ONCE, GiveWay
+from ctpo_megatron.tracking.records import Record
+
+if TYPE_CHECKING:
+    from ctpo_megatron.tracking.trajectories import Decode
+
+
+_LEFT = 4
+"""Tokens before a part that is decoded with it: some tokenizers look at the neighbour, none further back."""
+_BYTES = 4
+"""No UTF-8 character needs more tokens than it has bytes."""
+_BROKEN = "\ufffd"
+_MORE = 16
+"""Tokens by which a part may grow, so that it does not end within a character; beyond, the text is no UTF-8 anyway."""
+_SINGLE = 32
+"""Decoding a single token takes as long as this number of tokens of a text."""
+
+
+class Texts:
+    """Text of trajectories; remembers the text of single tokens."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._give_way = GiveWay()
+        self._decode, self._single = decode, _Single(decode, self._give_way)
+
+    def segments(self, token_ids: Sequence[int], turn: Sequence[int], response_mask: Sequence[int]) -> list[Record]:
+        """Runs of tokens of one origin: {turn, kind: prompt|model|observation, text}.
+
+        A model's has `token_chars` too, the characters of the text that each token contributes; one spread over several
+        tokens counts for the last. It is absent where the tokenizer does not decode token by token.
+        """
+        ids, turns, by_model = np.asarray(token_ids), np.asarray(turn), np.asarray(response_mask)
+        changes = np.flatnonzero((turns[1:] != turns[:-1]) | (by_model[1:] != by_model[:-1])) + 1
+        found = []
+        for start, end in zip([0, *changes.tolist()], [*changes.tolist(), len(ids)], strict=True):
+            if start < end:
+                kind = "prompt" if turns[start] == 0 else "model" if by_model[start] else "observation"
+                found.append({"turn": int(turns[start]), "kind": kind, **self._text(ids[start:end].tolist(), kind)})
+        return found
+
+    def _text(self, ids: list[int], kind: str) -> Record:
+        text, chars = "", list[int]()
+        apart = kind == "model"
+        for part, piece in self._parts(ids):
+            text += piece
+            if apart:
+                counted = self._chars(part, piece)
+                apart = counted is not None
+                chars += counted or ()
+            self._give_way.after(len(part))
+        return {"text": text, "token_chars": chars} if apart else {"text": text}
+
+    def _parts(self, ids: list[int]) -> Iterator[tuple[list[int], str]]:
+        """Tokens and their text, `AT_ONCE` tokens or a few more at a time. No part ends within a character."""
+        start = 0
+        while start < len(ids):
+            left = ids[max(0, start - _LEFT) : start]
+            before = self._decode(left) if left else ""
+            end = min(start + AT_ONCE, len(ids))
+            text = self._decode(left + ids[start:end])
+            for _ in range(_MORE):
+                if end == len(ids) or not text.endswith(_BROKEN):
+                    break
+                end += 1
+                text = self._decode(left + ids[start:end])
+            yield ids[start:end], text[len(before) :]
+            start = end
+
+    def _chars(self, ids: list[int], text: str) -> list[int] | None:
+        """Characters of `text` a token; None where the texts of the tokens are not the text of all."""
+        pieces = [*map(self._single.__getitem__, ids)]
+        if "".join(pieces) != text:
+            self._join(ids, pieces)
+            if "".join(pieces) != text:
+                return None
+        return [*map(len, pieces)]
+
+    def _join(self, ids: list[int], pieces: list[str]) -> None:
+        """Give characters that are spread over several tokens to the last of these."""
+        done = 0
+        for start in [index for index, piece in enumerate(pieces) if piece.endswith(_BROKEN)]:
+            if start < done:
+                continue
+            done = start + 1
+            while pieces[done - 1].endswith(_BROKEN) and done - start < _BYTES and done < len(ids):
+                pieces[done - 1] = ""
+                done += 1
+                pieces[done - 1] = self._decode(ids[start:done])
+
+
+class _Single(dict[int, str]):
+    def __init__(self, decode: Decode, give_way: GiveWay) -> None:
+        self._decode, self._give_way = decode, give_way
+
+    def __missing__(self, token: int) -> str:
+        self._give_way.after(_SINGLE)
+        text = self[token] = self._decode([token])
+        return text
+
+
+@functools.lru_cache(maxsize=1)
+def texts_of(decode: Decode) -> Texts:
+    """One for all dumps of a run: each single token is decoded once."""
+    return Texts(decode)

@@ -1,0 +1,123 @@
+"""What a run is expected to write, and a disk that has no room for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ctpo_megatron import cli
+from ctpo_megatron.config import GIB, Config, load_config, read_shapes
+from ctpo_megatron.preflight import RunContext, check_disk, disk_table, disk_use
+from tests.engines.tiny_model import build_tiny_model
+from tests.support.prefork import ROOT
+
+CONFIGS = ROOT / "configs"
+RECIPES = {"4b": 4.02e9, "14b": 14.77e9}  # parameters
+
+
+def recipe(model: str, *overrides: str) -> Config:
+    return load_config(CONFIGS / f"qwen3_{model}_tir.yaml", [*overrides])
+
+
+def free(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
+    usage = SimpleNamespace(free=int(gib * GIB))
+    monkeypatch.setattr("ctpo_megatron.preflight.disk.shutil.disk_usage", lambda folder: usage)
+
+
+@pytest.mark.parametrize("model", RECIPES)
+def test_the_sums_of_a_recipe(model: str) -> None:
+    spec = read_shapes(CONFIGS / "models" / f"qwen3_{model}.json")
+    config = recipe(model)
+    uses = {use.what: use for use in disk_use(config, spec, held_out=60)}
+    # bfloat16 weights, two moments and float32 weights; three at a time. The export has the weights alone.
+    assert uses["checkpoints"].total == pytest.approx(3 * 14 * RECIPES[model], rel=0.01)
+    assert uses["export"].total == pytest.approx(2 * RECIPES[model], rel=0.01)
+    # 4,096 trajectories of 512 + 4,000 tokens, and 60 x 32 answers before, every 20 steps and at the end.
+    assert uses["trajectories"].total == pytest.approx(305 * 4096 * 4512 * 8, rel=0.01)
+    assert (uses["held-out answers"].count, uses["held-out answers"].each) == (17, 60 * 32 * 4512 * 8 + 16384)
+    rows = {what: size for what, size, _ in disk_table([*uses.values()])}
+    assert rows["a step"] == "145 MiB"
+    assert float(rows["the run"].split()[0]) == pytest.approx(sum(use.total for use in uses.values()) / GIB, rel=0.01)
+    lines = {use.what: use for use in disk_use(recipe(model, "tracking.trajectory_format=jsonl"), spec, 60)}
+    assert lines["trajectories"].total / uses["trajectories"].total == pytest.approx(44 / 8, rel=0.01)
+    sample = {use.what: use for use in disk_use(recipe(model, "tracking.trajectories=sample"), spec, 60)}
+    assert sample["trajectories"].total == pytest.approx(305 * (64 * 4512 * 8 + 16384))
+    assert "trajectories" not in {use.what for use in disk_use(recipe(model, "tracking.trajectories=none"), spec, 60)}
+
+
+JSON_LINES = ["checkpoint.every=0", "tracking.trajectory_format=jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("gib", "overrides", "said"),
+    [
+        (10, [], "error: checkpoint.keep_last = 2: disk of .*ctpo: 10 GiB free, but one checkpoint takes 52"),
+        (
+            150,
+            [],
+            "warning: checkpoint.keep_last = 2: .* but the run writes .* trajectories 42 GiB, checkpoints 157 GiB",
+        ),
+        (150, ["checkpoint.every=0"], None),
+        (150, JSON_LINES, 'warning: tracking.trajectory_format = "jsonl": .* parquet takes 8 bytes a token'),
+        (20, ["checkpoint.every=0"], 'warning: tracking.trajectories = "all": .*trajectories: sample or none'),
+        (300, [], None),
+    ],
+)
+def test_a_disk_that_is_too_small_names_the_key_of_what_takes_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: float, overrides: list[str], said: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    free(monkeypatch, gib)
+    spec = read_shapes(CONFIGS / "models" / "qwen3_4b.json")
+    found = [f"{problem.severity}: {problem}" for problem in check_disk(RunContext(recipe("4b", *overrides), spec))]
+    assert len(found) == (said is not None)
+    if said is not None:
+        assert re.match(said, found[0]), found
+
+
+def test_what_the_run_has_written_before_is_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, spec = recipe("4b", "checkpoint.every=0"), read_shapes(CONFIGS / "models" / "qwen3_4b.json")
+    free(monkeypatch, 30)
+    assert [*check_disk(RunContext(config, spec))]
+    config.run.directory.mkdir(parents=True)
+    with (config.run.directory / "dump").open("wb") as file:
+        file.truncate(40 * GIB)  # takes no room
+    assert not [*check_disk(RunContext(config, spec))]
+
+
+def test_the_dry_run_and_the_doctor_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    build_tiny_model(tmp_path / "model")
+    row = {"data_source": "d", "prompt": [{"role": "user", "content": "2+3?"}], "reward_model": {"ground_truth": "5"}}
+    for name, count in (("train", 32), ("eval", 10)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * count)
+    (tmp_path / "own.yaml").write_text(
+        "run: {name: own, root: runs, steps: 4000}\nmodel: {path: model}\n"
+        "data: {train: [train.jsonl], eval: [eval.jsonl], max_prompt_tokens: 112, tool_in_prompt: false}\n"
+        "policy: {mini_batch_prompts: 2}\nrollout: {tools: [], max_turns: 1, prompts_per_step: 4, "
+        "max_response_tokens: 400, engine: {max_model_len: 512, kv_cache_mb: 64}}\n"
+    )
+    real = shutil.disk_usage
+    monkeypatch.setattr(
+        "ctpo_megatron.preflight.disk.shutil.disk_usage",
+        lambda folder: SimpleNamespace(free=200 << 20) if Path(folder).is_relative_to(tmp_path) else real(folder),
+    )
+    cli.main(["train", "own.yaml", "--dry-run"])
+    shown = capsys.readouterr()
+    # 4 x 8 trajectories of 112 + 200 tokens of 8 bytes, 4,000 times.
+    assert re.search(r"trajectories +367 MiB +4,000 x 94 KiB: 32 trajectories x 312 tokens x 8 B", shown.out)
+    assert re.search(r"held-out answers .* 10 answers x 312 tokens", shown.out)
+    said = "200 MiB free, but the run writes 559 MiB: trajectories 367 MiB, logs 188 MiB"
+    assert f'default: tracking.trajectories = "all": disk of runs/own: {said}' in shown.err, shown.err
+    cli.main(["doctor", "own.yaml", "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]["This machine"]
+    (disk,) = [finding for finding in findings if finding["name"] == "disk of runs/own"]
+    assert disk["status"] == "note" and disk["detail"].startswith(said)
