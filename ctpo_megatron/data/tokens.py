@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import total_ordering
 from types import MappingProxyType
 from typing import Any, SupportsIndex, TypeVar, overload
 
@@ -103,7 +104,8 @@ def checked(columns: Mapping[str, Sequence[Any]]) -> NDArray[np.void]:
         if given and (strange := [value for value in given if type(value) not in _NUMBERS[kind]]):
             raise ValueError(f"{name} holds {strange[0]!r}")
         values = np.asarray(given, np.float64 if kind == "f" else np.int64)
-        made[name] = values
+        with np.errstate(over="ignore"):  # checked next
+            made[name] = values
         changed = ~np.isfinite(made[name]) if kind == "f" else made[name] != values
         if name.endswith("_mask"):
             changed |= values > 1
@@ -115,6 +117,7 @@ def checked(columns: Mapping[str, Sequence[Any]]) -> NDArray[np.void]:
 _NUMBERS = {"i": (int,), "u": (int,), "f": (float, int)}
 
 
+@total_ordering
 class Column(Sequence[NumberT]):
     """A column of numbers `[T]` that reads like a list: items and slices are Python's; it cannot be changed."""
 
@@ -144,6 +147,9 @@ class Column(Sequence[NumberT]):
         if isinstance(other, (Column, list, tuple)):
             return bool(self._values.tolist() == list(other))
         return NotImplemented
+
+    def __lt__(self, other: Sequence[NumberT]) -> bool:
+        return bool(list(self) < list(other))
 
     __hash__ = None  # type: ignore[assignment]
 

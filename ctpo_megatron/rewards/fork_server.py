@@ -10,7 +10,7 @@ from pebble import CONSTS
 
 from ctpo_megatron.base.signals import children_spared
 
-_ALWAYS = ["__main__", "ctpo_megatron.rewards.pool", "ctpo_megatron.data.batch"]
+_ALWAYS = ["__main__", "ctpo_megatron.rewards.pool", "ctpo_megatron.data.trajectory"]
 
 
 def fork_server(*, math: bool) -> BaseContext:

@@ -51,6 +51,7 @@ def test_users_read_a_column_like_a_list(name: str) -> None:
     assert list(zip(column, expected, strict=True)) == list(zip(expected, expected, strict=True))
     assert repr(column) == repr(expected) and expected[2] in column and list(reversed(column)) == expected[::-1]
     assert np.array_equal(np.array(column), np.array(expected))
+    assert column < [*expected, 9] and column <= expected and column > expected[:-1] and sorted([column, []])[0] == []
     with pytest.raises(TypeError, match="does not support item assignment"):
         column[0] = 1
     with pytest.raises(IndexError):
