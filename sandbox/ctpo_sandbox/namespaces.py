@@ -145,6 +145,10 @@ class RunMount:
         """The kernel enforces the limits."""
         return ""
 
+    def excess_left(self) -> str:
+        """The kernel has enforced the limits."""
+        return ""
+
     def discard_quickly(self) -> bool:
         """Always quick: memory is freed, not files one by one."""
         libc.perform(self._unmount)

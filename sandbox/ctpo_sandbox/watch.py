@@ -67,26 +67,27 @@ class Watch:
                 return "" if descriptor == pidfd else self._stopped()
             now = time.monotonic()
             if now >= next_look:
-                if reason := self._checked(child):
+                if reason := checked(lambda: self._excess(child)):
                     return reason
                 took_s = time.monotonic() - now
                 next_look = now + took_s + max(EXCESS_POLL_S, _REST * took_s)
             left_s = min(limit_s - _cpu_s(child), end - now)
         return TIME
 
-    def _checked(self, child: int) -> str:
-        """The run changes what is measured, so a failure to measure is the run's: it ends the run, not the worker."""
-        try:
-            return self._excess(child)
-        except Exception:
-            traceback.print_exc()
-            return UNCHECKED
-
     def _stopped(self) -> str:
         """The server has sent a message, which can only be STOP, or has closed its end."""
         if not self._control.recv(MAX_MESSAGE_BYTES):
             raise EOFError("the server is gone")
         return STOPPED
+
+
+def checked(excess: Callable[[], str]) -> str:
+    """`excess()`. The run changes what is measured, so a failure to measure is the run's: the worker goes on."""
+    try:
+        return excess()
+    except Exception:
+        traceback.print_exc()
+        return UNCHECKED
 
 
 def _cpu_s(child: int) -> float:

@@ -38,16 +38,23 @@ class RunDirectory:
 
         Deleted files that are still open count; deleted files that are only mapped are limited by the memory.
         """
-        most_files, most_mb = self._limits.disk_files, self._limits.disk_mb
-        files = size = 0
         try:
-            for found in itertools.chain(_files_below(self.path), self._nameless(child)):
-                files += 1
-                size += found.st_blocks * _BLOCK
+            return self._excess(itertools.chain(files_below(self.path), self._nameless(child)))
+        except (FileNotFoundError, ProcessLookupError):  # the run ended meanwhile
+            return ""
+
+    def excess_left(self) -> str:
+        """The limit of disk use that the files of a run exceed that has ended; "" for none."""
+        return self._excess(files_below(self.path))
+
+    def _excess(self, found: Iterator[os.stat_result]) -> str:
+        most_files, most_mb = self._limits.disk_files, self._limits.disk_mb
+        size = 0
+        try:
+            for files, file in enumerate(found, start=1):
+                size += file.st_blocks * _BLOCK
                 if files > most_files or size > most_mb * _MB:
                     return f"for more than {most_mb} MB or {most_files} files"
-        except (FileNotFoundError, ProcessLookupError):  # the run continues meanwhile, and may end
-            return ""
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
@@ -108,7 +115,7 @@ def _descriptors(process: int) -> Iterator[str]:
             yield from (f"{table}/{number}" for number in os.listdir(table))
 
 
-def _files_below(directory: str) -> Iterator[os.stat_result]:
+def files_below(directory: str) -> Iterator[os.stat_result]:
     """All files, including directories and links; links are not followed."""
     pending = [directory]
     while pending:
@@ -122,8 +129,11 @@ def _files_below(directory: str) -> Iterator[os.stat_result]:
 
 
 def _listed(directory: str) -> list[os.DirEntry[str]]:
-    try:
-        return list(os.scandir(directory))
-    except PermissionError:
-        os.chmod(directory, 0o700)
-        return list(os.scandir(directory))
+    """Nothing for a directory that the run has removed meanwhile: the others count all the same."""
+    with suppress(FileNotFoundError):
+        try:
+            return list(os.scandir(directory))
+        except PermissionError:
+            os.chmod(directory, 0o700)
+            return list(os.scandir(directory))
+    return []

@@ -11,7 +11,7 @@ from ctpo_sandbox import libc
 from ctpo_sandbox.child import SETUP_DONE, RunFiles, become_snippet, prepare_child
 from ctpo_sandbox.confine import Confinement, WorkDirectory
 from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, READY, STOP, ChildOutcome
-from ctpo_sandbox.watch import TIME, Watch, excess_threads
+from ctpo_sandbox.watch import TIME, Watch, checked, excess_threads
 
 
 class ForkServer:
@@ -77,6 +77,8 @@ class ForkServer:
             wall_s = time.monotonic() - started
         setup = self._setup_report()
         exit_code = os.waitstatus_to_exitcode(status)
+        if not killed_for and (killed_for := checked(self._work.excess_left)):
+            exit_code = -signal.SIGKILL  # a program may end before its files are counted
         killed_for = killed_for if exit_code == -signal.SIGKILL else ""
         cpu_s = usage.ru_utime + usage.ru_stime
         cpu_limit_fired = _cpu_limit_fired(exit_code, cpu_s, cpu_limit_s)

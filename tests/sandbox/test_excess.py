@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ctpo_sandbox import ExecutionResult, SandboxClient, start_server
+from ctpo_sandbox import ExecutionResult, Limits, SandboxClient, start_server
+from ctpo_sandbox.work import files_below
+from tests.sandbox.conftest import runner, server_in_memory
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
 
@@ -45,11 +47,32 @@ def hoarder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """Level C, and where the tests are root without the right to look into others' processes, as in a container."""
     folder = tmp_path_factory.mktemp("hoarder")
     folder.chmod(0o711)
-    from tests.sandbox.conftest import runner, server_in_memory
-
     options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "level": "landlock"}
     with server_in_memory(**options, log_path=folder / "log") as server, runner(server.url) as run:
         yield run
+
+
+def test_a_run_that_ends_before_its_files_are_counted_has_exceeded_the_limit(tmp_path: Path) -> None:
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "level": "landlock"}
+    with (
+        start_server(**options, log_path=tmp_path / "log", limits=Limits(disk_files=16)) as server,
+        runner(server.url) as run,
+    ):
+        within, beyond = (run(f"for i in range({n}): open(f'f{{i}}', 'wb').close()") for n in (16, 17))
+    assert (within.status, beyond.status) == ("success", "runtime_error")
+    assert beyond.stderr == "[killed for more than 64 MB or 16 files]\n"
+
+
+def test_files_are_counted_while_the_run_removes_directories(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    found = files_below(str(tmp_path))
+    assert len([next(found) for _ in "abc"]) == 3
+    (tmp_path / "a").rmdir()
+    (tmp_path / "c").rmdir()
+    for i in range(20):
+        (tmp_path / "b" / str(i)).touch()
+    assert len(list(found)) == 20
 
 
 THREADS = """
