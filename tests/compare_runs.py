@@ -43,6 +43,8 @@ NEEDED = ("trajectories", "metrics", "tensors")
 """Without one of these two runs are not called equal, unless `--only` leaves it out."""
 ABSENT = ("no_verdict", "advantage", "dropped", "log_ratio", "clip_low", "clip_high")
 """Fields of a trajectory that a line lacks where a column is null, or false."""
+ROUNDED = (", log_ratio", ", clip_low", ", clip_high")
+"""Fields of a trajectory that JSON lines of earlier versions have with 6 decimals, where parquet has float32."""
 FIRST = ("token_ids", "weight_version", "rollout_log_probs", "reward")
 """Fields of a trajectory that are compared before the others."""
 
@@ -58,6 +60,7 @@ class Unit:
     part: str
     name: str
     load: Callable[[], Items]
+    suffix: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def _dumps(run: Path, folder: str) -> Iterator[Unit]:
         if path.suffix in (".jsonl", ".parquet") and (number := path.stem.removeprefix("step_")).isdecimal():
             step = int(number)
             order = (1, step, PARTS.index(folder), "")
-            yield Unit(order, folder, f"{folder}, step {step}", partial(trajectories, path))
+            yield Unit(order, folder, f"{folder}, step {step}", partial(trajectories, path), path.suffix)
 
 
 def _tensor_files(run: Path) -> Iterator[Unit]:
@@ -124,6 +127,18 @@ def trajectories(path: Path) -> Items:
         for name in fields:
             items[f"{about}, {name}"] = record[name]
     return items
+
+
+def as_earlier(items: Items) -> Items:
+    """A dump with what earlier versions' JSON lines have: they show a broken character at its last token."""
+    found = {}
+    for name, values in items.items():
+        if name.endswith(ROUNDED):
+            values = [round(value, 6) for value in values]
+        elif name.endswith(", segments"):
+            values = [{key: value for key, value in segment.items() if key != "token_chars"} for segment in values]
+        found[name] = values
+    return found
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -225,8 +240,10 @@ def compare(a: Path, b: Path, only: Sequence[str] = PARTS) -> tuple[int, list[st
     ours, theirs = units(a, only), units(b, only)
     amounts: dict[str, Counter[str]] = {part: Counter() for part in only}
     for name in (name for name in ours if name in theirs):
-        items = ours[name].load()
-        if (found := first_difference(items, theirs[name].load())) is not None:
+        items, other = ours[name].load(), theirs[name].load()
+        if ours[name].suffix != theirs[name].suffix:
+            items, other = as_earlier(items), as_earlier(other)
+        if (found := first_difference(items, other)) is not None:
             return 1, [f"first difference: {name}, {found}", f"A is {a}", f"B is {b}"]
         amounts[ours[name].part] += counted(ours[name].part, items)
     lines = [f"{part}: {', '.join(f'{n:,} {what}' for what, n in amounts[part].items())}" for part in amounts]

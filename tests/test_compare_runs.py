@@ -269,6 +269,24 @@ def test_a_dump_is_the_same_in_both_formats(tmp_path: Path) -> None:
     assert lines == rows and len(lines) > 4 * 10
 
 
+@pytest.mark.parametrize(("column", "status"), [(0.0707106813788414, 0), (0.0707206813788414, 1)])
+def test_lines_of_earlier_versions_are_compared_with_columns(
+    runs: tuple[Path, Path], column: float, status: int
+) -> None:
+    """They have six decimals of a ratio."""
+    for run, value in zip(runs, (0.070711, column), strict=True):
+        shutil.rmtree(run / "trajectories")
+        (run / "trajectories").mkdir()
+        record = trajectory(3, 1, 0) | {"clip_high": [value]}
+        if value == column:
+            row = record | {"tool_calls": [call | {"arguments": "{}"} for call in record["tool_calls"]]}
+            pq.write_table(pa.Table.from_pylist([row]), run / "trajectories" / "step_000001.parquet")
+        else:
+            record |= {"tool_calls": [call | {"arguments": {}} for call in record["tool_calls"]]}
+            write_lines(run / "trajectories" / "step_000001.jsonl", [record])
+    assert compare(*runs, only=["trajectories"])[0] == status
+
+
 @pytest.mark.parametrize("part", ["trajectories", "evaluation", "model", "sft.jsonl", "metrics.jsonl"])
 def test_a_part_that_one_run_lacks_is_not_equal(runs: tuple[Path, Path], part: str) -> None:
     path = runs[1] / part
