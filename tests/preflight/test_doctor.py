@@ -231,6 +231,7 @@ def test_every_node_of_a_cluster_answers(tmp_path: Path) -> None:
         "from ray.cluster_utils import Cluster\n"
         "settings = {'num_cpus': 1, 'include_dashboard': False, 'object_store_memory': 80 << 20}\n"
         f"settings['temp_dir'] = {folder!r}\n"
+        "os.makedirs('/tmp/ray', exist_ok=True)\n"  # `Cluster` writes its address there, wherever temp_dir is
         "cluster = Cluster(initialize_head=True, head_node_args=settings)\n"
         "cluster.add_node(**settings)\n"
         "os.environ['RAY_ADDRESS'] = cluster.address\n"
