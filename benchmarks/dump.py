@@ -70,14 +70,6 @@ def made_up(
     return groups(), dict.fromkeys(range(count - traced, count), traces)
 
 
-def as_arrays(groups: list[Group]) -> None:
-    """Have the trajectories hold arrays instead of lists."""
-    kinds = {"token_ids": "i4", "response_mask": "u1", "loss_mask": "u1", "weight_version": "i2", "turn": "i2"}
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        for name, kind in (kinds | {"rollout_log_probs": "f4"}).items():
-            setattr(trajectory, name, np.array(getattr(trajectory, name), kind))
-
-
 def decoding_s(groups: list[Group], tokenizer: Tokenizer) -> float:
     """CPU seconds that the tokenizer itself takes for the text of these trajectories, turn by turn."""
     turns = [

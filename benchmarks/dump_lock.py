@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dump import FORMS, as_arrays, byte_tokenizer, made_up
+from benchmarks.dump import FORMS, byte_tokenizer, made_up
 from ctpo_megatron.tracking import Decode, write_trajectories
 
 
@@ -46,7 +46,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="of a dump")
     parser.add_argument("--length", type=int, nargs="*", default=[3_400, 32_000], help="tokens of a trajectory")
-    parser.add_argument("--arrays", action="store_true", help="tokens as arrays instead of lists")
     options = parser.parse_args()
     tokenizer = byte_tokenizer()
     decode = partial(tokenizer.decode, skip_special_tokens=False)
@@ -55,9 +54,7 @@ def main() -> None:
     for length in options.length:
         groups = list(made_up(tokenizer.get_vocab_size(), max(1, options.tokens // length // 8), 8, length)[0])
         tokens = sum(len(trajectory) for group in groups for trajectory in group.trajectories)
-        if options.arrays:
-            as_arrays(groups)
-        for form in FORMS[options.arrays :]:  # JSON has no arrays
+        for form in FORMS:
             with tempfile.TemporaryDirectory() as folder:
                 found, cpu = holds(lambda: write(Path(folder), groups, decode, form))  # noqa: B023 - used at once
             worst = ", ".join(f"{hold:.1f}" for hold in found[:5])

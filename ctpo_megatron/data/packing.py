@@ -244,7 +244,7 @@ def _concatenate(chosen: list[TokenSequence], advantages: list[float], rules: Pa
     filler = -sum(sizes) % multiple if chosen else multiple
     if filler:
         sizes.append(filler)
-    starts = np.cumsum([0, *sizes]).tolist()
+    starts = np.cumsum([0, *sizes])
 
     kind = common_type([PACKED, *(sequence.kind for sequence in chosen)])
     tokens = np.zeros(sum(sizes), kind)
@@ -256,18 +256,18 @@ def _concatenate(chosen: list[TokenSequence], advantages: list[float], rules: Pa
     def flat(column: str) -> torch.Tensor:
         return torch.from_numpy(tokens[column].copy())
 
-    in_order = torch.tensor(sizes)
-    cu_seqlens = torch.zeros(len(sizes) + 1, dtype=torch.int32)
-    cu_seqlens[1:] = in_order.cumsum(0)
+    # In numpy: torch wakes all its threads for arrays of this size, and they spin afterwards.
+    positions = np.arange(len(tokens)) - np.repeat(starts[:-1], sizes)
+    weights = np.array([*advantages, *[0.0] * bool(filler)], np.float32)
     return PackedBatch(
-        token_ids=flat("token_ids").long(),
-        position_ids=torch.arange(int(in_order.sum())) - cu_seqlens[:-1].long().repeat_interleave(in_order),
-        cu_seqlens=cu_seqlens,
+        token_ids=torch.from_numpy(tokens["token_ids"].astype(np.int64)),
+        position_ids=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         response_mask=flat("response_mask"),
         loss_mask=flat("loss_mask"),
         current=flat("current"),
         rollout_log_probs=flat("rollout_log_probs"),
-        advantages=torch.tensor([*advantages, *[0.0] * bool(filler)]).repeat_interleave(in_order),
+        advantages=torch.from_numpy(np.repeat(weights, sizes)),
         sequences=tuple(sequence.place for sequence in chosen),
         lengths=tuple(lengths),
         more={name: flat(name) for name in further(tokens)},

@@ -217,25 +217,28 @@ def share_tokens(
     if not layout.is_rank_zero:
         return _receive(own)
     sending: list[dist.Work] = []
-    for rank in range(1, layout.world_size):
-        sending += _send(sequences, shares, rank, layout)
+    for replica, share in enumerate(shares):
+        ranks = [rank for rank, of in enumerate(layout.dp_ranks) if of == replica and rank != 0]
+        if share and ranks:
+            tokens = share_of([sequences[index] for index in share])
+            sending += _send(tokens, ranks)
     # All sends are queued before the first wait, so that ranks receive in parallel.
     for work in sending:
         work.wait()
     return own
 
 
-def _send(
-    sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rank: int, layout: Layout
-) -> Iterator[dist.Work]:
-    share = [sequences[index] for index in shares[layout.dp_ranks[rank]]]
-    if not share:
-        return
-    tokens = joined([sequence.records for sequence in share], share[0].kind)
-    work = dist.isend(torch.from_numpy(tokens.view(np.uint8)), dst=rank)
-    if work is None:
-        raise RuntimeError(f"rank {rank} is not in the job's process group")
-    yield work
+def share_of(sequences: Sequence[TokenSequence]) -> torch.Tensor:
+    """The tokens of these sequences one after another, as bytes."""
+    return torch.from_numpy(joined([each.records for each in sequences], sequences[0].kind).view(np.uint8))
+
+
+def _send(tokens: torch.Tensor, ranks: Iterable[int]) -> Iterator[dist.Work]:
+    for rank in ranks:
+        work = dist.isend(tokens, dst=rank)
+        if work is None:
+            raise RuntimeError(f"rank {rank} is not in the job's process group")
+        yield work
 
 
 def _receive(own: Sequence[TokenSequence]) -> list[TokenSequence]:

@@ -82,7 +82,7 @@ class Watch:
 
 
 def checked(excess: Callable[[], str]) -> str:
-    """`excess()`. The run changes what is measured, so a failure to measure is the run's: the worker goes on."""
+    """`excess()`. The run changes what is measured, so a failure to measure ends the run, not the worker."""
     try:
         return excess()
     except Exception:
