@@ -92,13 +92,15 @@ def merge(stats: Sequence[LossStats]) -> LossStats:
     return LossStats(sums, maxima, stats[0].kind, named)
 
 
-def summarize(stats: LossStats) -> dict[str, float]:
+def summarize(stats: LossStats, loss_tokens: int | None = None) -> dict[str, float]:
     """Metrics of merged statistics (one host synchronisation). A mean over no token is left out, not reported as 0.
 
-    Rates are per loss token. `actor/ppo_kl` is the mean of -d_t over model tokens, the first-order estimate of the
-    divergence from the anchor. `actor/pg_clipfrac` counts tokens whose loss the two-sided bounds changed,
-    `actor/pg_clipfrac_lower` those that the dual bound changed. `pg_update/is_ratio/*` is r_t over loss tokens with the
-    unbiased standard deviation. A user's objective reports `objective/<name>` instead, and token ratios in
+    loss_tokens: of the step, where trajectories of advantage 0 are left out of the passes; such a token is never
+    clipped, so rates are over all of them. Names in `_computed` are over the tokens in the passes, as are all other
+    means: log-probs of the others move too. `actor/ppo_kl` is the mean of -d_t over model tokens, the first-order
+    estimate of the divergence from the anchor. `actor/pg_clipfrac` counts tokens whose loss the two-sided bounds
+    changed, `actor/pg_clipfrac_lower` those that the dual bound changed. `pg_update/is_ratio/*` is r_t over loss tokens
+    with the unbiased standard deviation. A user's objective reports `objective/<name>` instead, and token ratios in
     `pg_update/log_ratio_abs_max`. `actor/pg_loss` is the loss of the step if every call used the step's denominators.
     """
     values = stats.as_tensor().tolist()
@@ -106,7 +108,9 @@ def summarize(stats: LossStats) -> dict[str, float]:
     maximum = dict(zip(MAXIMA, values[len(SUMS) :], strict=True))
     if stats.kind == "supervised":
         return {"supervised/loss": total["loss"]}
-    metrics = {"actor/pg_loss": total["loss"], "pg_update/loss_tokens": total["loss_tokens"]}
+    n = total["loss_tokens"]
+    everywhere = n if loss_tokens is None else float(loss_tokens)
+    metrics = {"actor/pg_loss": total["loss"], "pg_update/loss_tokens": everywhere, "pg_update/computed_tokens": n}
     if total["model_tokens"]:
         metrics["actor/ppo_kl"] = total["minus_d"] / total["model_tokens"]
         metrics["pg_update/log_ratio_abs_max"] = maximum["abs_log_ratio"]
@@ -117,10 +121,12 @@ def summarize(stats: LossStats) -> dict[str, float]:
     clipped["total"] = sum(clipped.values())
     metrics |= {f"pg_update/clip/{side}/count": count for side, count in clipped.items()}
     metrics["pg_update/log_ratio_capped/count"] = total["capped"]
-    if n := total["loss_tokens"]:
-        metrics |= {f"pg_update/clip/{side}/rate": count / n for side, count in clipped.items()}
-        metrics["actor/pg_clipfrac"] = (clipped["high"] + clipped["low"]) / n
-        metrics["actor/pg_clipfrac_lower"] = clipped["dual"] / n
+    for tokens, which in ((everywhere, ""), (n, "_computed")):
+        if tokens:
+            metrics |= {f"pg_update/clip/{side}/rate{which}": count / tokens for side, count in clipped.items()}
+            metrics[f"actor/pg_clipfrac{which}"] = (clipped["high"] + clipped["low"]) / tokens
+            metrics[f"actor/pg_clipfrac_lower{which}"] = clipped["dual"] / tokens
+    if n:
         excess = total["ratio_excess"] / n
         metrics["pg_update/is_ratio/mean"] = 1 + excess
         metrics["pg_update/is_ratio/min"] = -maximum["minus_ratio"]

@@ -186,7 +186,7 @@ class OptimizerSteps:
             # A skipped step counts as well: the schedule follows the batches, not the updates.
             self.scheduler.step(increment=1)
         cost = Cost(gradient.mini_batch.work, *clock.read(), ranks)
-        return Update(stats, gradient.norm, rate, cost, bad)
+        return Update(stats, gradient.norm, rate, cost, gradient.mini_batch.denominators.tokens, bad)
 
     def skip(self, steps: int) -> None:
         """Advance the schedule over optimizer steps that a short batch lacks."""

@@ -56,13 +56,14 @@ class Cost:
 class Update:
     """Report of one optimizer step: loss statistics over all ranks, gradient norm before clipping, learning rate, cost.
 
-    bad: loss or gradient norm was not finite, and nothing was updated.
+    loss_tokens: of all its trajectories, those that no pass runs over included. bad: loss or gradient norm was not finite, and nothing was updated.
     """
 
     stats: LossStats
     grad_norm: float
     learning_rate: float
     cost: Cost
+    loss_tokens: int
     bad: bool = False
 
 
@@ -124,7 +125,8 @@ def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
     count only in cost and `actor/bad_steps`, unless all steps were skipped.
     """
     applied = [update for update in updates if not update.bad] or updates
-    metrics = summarize(merge([update.stats for update in applied]))
+    loss_tokens = sum(update.loss_tokens for update in applied)
+    metrics = summarize(merge([update.stats for update in applied]), loss_tokens)
     each = [summarize(update.stats) for update in applied]
     with_ratios = [summary for summary in each if "pg_update/is_ratio/mean" in summary]
     first, last = each[0], with_ratios[-1] if with_ratios else {}

@@ -32,8 +32,11 @@ def test_summary_equals_python(name):
         "actor/pg_loss": expected.loss,
         "actor/pg_clipfrac": (expected.high + expected.low) / n,
         "actor/pg_clipfrac_lower": expected.dual / n,
+        "actor/pg_clipfrac_computed": (expected.high + expected.low) / n,
+        "actor/pg_clipfrac_lower_computed": expected.dual / n,
         "actor/ppo_kl": statistics.fmean(d),
         "pg_update/loss_tokens": n,
+        "pg_update/computed_tokens": n,
         "pg_update/is_ratio/mean": statistics.fmean(expected.ratio),
         "pg_update/is_ratio/min": min(expected.ratio),
         "pg_update/is_ratio/max": max(expected.ratio),
@@ -42,7 +45,7 @@ def test_summary_equals_python(name):
     }
     for side, count in (("high", expected.high), ("low", expected.low), ("dual", expected.dual), ("total", clipped)):
         want[f"pg_update/clip/{side}/count"] = count
-        want[f"pg_update/clip/{side}/rate"] = count / n
+        want[f"pg_update/clip/{side}/rate"] = want[f"pg_update/clip/{side}/rate_computed"] = count / n
     assert metrics.pop("pg_update/log_ratio_abs_max") > 0
     assert metrics == {key: pytest.approx(value, rel=1e-9, abs=1e-12) for key, value in want.items()}
 

@@ -114,7 +114,26 @@ def test_a_step_without_any_advantage_is_still_an_optimizer_step(policy: Trainer
     metrics = update_all(policy, mini_batches)
     assert metrics["actor/lr"] == pytest.approx(5e-4)
     assert metrics["tokens/trained"] == mini_batches[1].work.trained_tokens < metrics["tokens/total"]
-    assert metrics["pg_update/loss_tokens"] == sum(sum(t.loss_mask) for t in trajectories()[8:])
+    first, second = (sum(sum(t.loss_mask) for t in part) for part in (trajectories()[:8], trajectories()[8:]))
+    assert (metrics["pg_update/loss_tokens"], metrics["pg_update/computed_tokens"]) == (first + second, second)
+
+
+def test_rates_are_those_of_a_step_that_leaves_nothing_out(policy: Trainer) -> None:
+    """A token of advantage 0 is never clipped; the figures of computed tokens are of fewer."""
+    found = []
+    for skip in (False, True):
+        policy.use_optimizer(OptimizerConfig(lr=1e-12), total_steps=1)
+        mini = filled(policy, models.advantages(), skip=skip)
+        found.append(summarize_updates([policy.update(mini, policy_gradient(CTPO, "proximal"))]))
+    whole, rest = found
+    assert whole["pg_update/clip/total/count"] > 0
+    rates = [name for name in whole if "clip" in name and "computed" not in name]
+    assert len(rates) == 10 and [whole[name] for name in rates] == [rest[name] for name in rates]
+    assert rest["pg_update/loss_tokens"] == whole["pg_update/loss_tokens"] == whole["pg_update/computed_tokens"]
+    for name in ("pg_update/clip/total/rate", "actor/pg_clipfrac"):
+        ratio = rest["pg_update/loss_tokens"] / rest["pg_update/computed_tokens"]
+        assert rest[f"{name}_computed"] == pytest.approx(rest[name] * ratio)
+        assert rest[f"{name}_computed"] > rest[name] > 0
 
 
 def test_a_batch_without_any_advantage_reports_no_mean_over_nothing(policy: Trainer) -> None:
@@ -123,7 +142,8 @@ def test_a_batch_without_any_advantage_reports_no_mean_over_nothing(policy: Trai
     assert policy.compute_old_log_probs(mini_batches) == {"mismatch/tokens": 0.0}
     metrics = update_all(policy, mini_batches)
     assert (metrics["actor/grad_norm"], metrics["actor/pg_loss"], metrics["tokens/trained"]) == (0, 0, 0)
-    assert all(map(math.isfinite, metrics.values())) and "actor/pg_clipfrac" not in metrics
+    assert all(map(math.isfinite, metrics.values())) and "pg_update/is_ratio/mean" not in metrics
+    assert metrics["actor/pg_clipfrac"] == 0 and "actor/pg_clipfrac_computed" not in metrics
 
 
 def on_every_rank(folder: Path) -> dict[str, tuple[torch.Tensor, ...]]:
