@@ -56,7 +56,8 @@ class Cost:
 class Update:
     """Report of one optimizer step: loss statistics over all ranks, gradient norm before clipping, learning rate, cost.
 
-    loss_tokens: of all its trajectories, those that no pass runs over included. bad: loss or gradient norm was not finite, and nothing was updated.
+    loss_tokens: of all its trajectories, those that no pass runs over included. bad: loss or gradient norm was not
+    finite, and nothing was updated.
     """
 
     stats: LossStats
