@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-METRICS, SFT_METRICS = "metrics.jsonl", "sft.jsonl"
+METRICS, SFT_METRICS, POSITIONS = "metrics.jsonl", "sft.jsonl", "positions.jsonl"
 TRAJECTORIES, EVALUATION = "trajectories", "evaluation"
 """Folders of dumps: of training, and of evaluations."""
 EXPORT = "model"

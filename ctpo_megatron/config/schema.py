@@ -358,6 +358,11 @@ class TrackingConfig(Section):
         description="of these files, and of held-out answers: columns, or JSON lines, which take six times the space "
         "and twice the CPU time; `ctpo trajectories` makes JSON lines of columns later, too",
     )
+    dump_every: PositiveInt = Field(
+        default=10,
+        description="every so many steps, and at the first and the last, dumps have the ratios of all mini-batches; "
+        "else of the last. positions.jsonl then has the first and the last mini-batch, too",
+    )
     report: bool = Field(default=True, description="write report.html and figures at the end")
     peak_flops: PositiveFloat | None = Field(
         default=None,

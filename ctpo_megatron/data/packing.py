@@ -74,8 +74,8 @@ class PackedBatch:
     response_mask, loss_mask, current: [N] bool, aligned with the predicted token (0 at the first token of a sequence);
     current: see `TokenArrays`.
     rollout_log_probs, advantages, log_probs, old_log_probs: [N] fp32 (nats). log_probs: of the latest pass over this
-    micro-batch; old_log_probs: of the weights before the first update. The policy fills in both, and entropy_sum (nats,
-    fp64 scalar, with old_log_probs).
+    micro-batch; old_log_probs: of the weights before the first update. The policy fills in both, and entropy (`[N]`
+    fp32, nats, with old_log_probs).
     correction_weights: [N] fp32, detached factors of the token losses; None: 1 (filled by the policy's correction).
     sequences, lengths: index in the step and number of tokens of each sequence. Alignment may append masked tokens to a
     sequence, inside its boundaries, and one masked, unlisted sequence to the micro-batch.
@@ -96,7 +96,7 @@ class PackedBatch:
     lengths: tuple[int, ...]
     log_probs: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
-    entropy_sum: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
     correction_weights: torch.Tensor | None = None
     on_policy: bool = False
     packed: PackedBatch | None = None

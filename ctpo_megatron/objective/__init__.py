@@ -13,6 +13,7 @@
 - `Objective`, `ObjectiveInputs`, `ObjectiveOutput`: a user's objective (`objective.function`).
 - `merge`, `summarize`: statistics of several micro-batches and ranks -> metrics.
 - `token_diagnostics`: log r_t and its clip window per token, for reports.
+- `PositionStats`: sums by position in the response, for figures of S_t and of clip rates against t.
 """
 
 from ctpo_megatron.config import PRESETS, PolicyObjective, objective_from_config
@@ -30,6 +31,7 @@ from ctpo_megatron.objective.function import (
 from ctpo_megatron.objective.fused import LinearPolicyLoss, linear_policy_loss
 from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, noise_metrics, weight_mean
 from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss, supervised_loss
+from ctpo_megatron.objective.positions import PositionStats, position_metrics, position_stats, skipped_stats
 from ctpo_megatron.objective.ratios import TokenDiagnostics, token_diagnostics
 from ctpo_megatron.objective.stats import LossStats, merge, summarize
 
@@ -45,6 +47,7 @@ __all__ = [
     "ObjectiveOutput",
     "PolicyLossOutput",
     "PolicyObjective",
+    "PositionStats",
     "TokenDiagnostics",
     "batch_advantages",
     "check_objective",
@@ -58,6 +61,9 @@ __all__ = [
     "noise_metrics",
     "objective_from_config",
     "policy_loss",
+    "position_metrics",
+    "position_stats",
+    "skipped_stats",
     "summarize",
     "supervised_loss",
     "token_diagnostics",

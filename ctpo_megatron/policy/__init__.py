@@ -31,6 +31,7 @@ from ctpo_megatron.policy.parallel import (
     init_distributed,
     pending_collectives,
 )
+from ctpo_megatron.policy.positions import StepPositions, gather_positions
 from ctpo_megatron.policy.predictions import configured_loss, policy_gradient, supervised
 from ctpo_megatron.policy.rank_zero import RankLost, RankZero, RankZeroError
 from ctpo_megatron.policy.reports import Diagnostics, Update, summarize_updates
@@ -46,6 +47,7 @@ __all__ = [
     "RankLost",
     "RankZero",
     "RankZeroError",
+    "StepPositions",
     "TrainResult",
     "TrainSettings",
     "Trainer",
@@ -57,6 +59,7 @@ __all__ = [
     "destroy_distributed",
     "discard_checkpoints",
     "gather_objects",
+    "gather_positions",
     "init_distributed",
     "latest_checkpoint",
     "max_ranks",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import Denominators
 from ctpo_megatron.policy.layers import padded_tokens
 from ctpo_megatron.policy.parallel import Layout
+
+if TYPE_CHECKING:
+    from ctpo_megatron.policy.predictions import Anchor
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,14 @@ class Workload:
 class MiniBatch:
     """The data of one optimizer step: this rank's micro-batches, denominators over all ranks, and its size.
 
+    skipped: the trajectories of advantage 0 that no pass runs over, with their tokens on rank zero only.
     `apply_correction` changes loss masks and denominators together.
     """
 
     micro_batches: list[PackedBatch]
     denominators: Denominators
     work: Workload
+    skipped: list[TokenSequence]
 
 
 def all_micro_batches(mini_batches: Iterable[MiniBatch]) -> list[PackedBatch]:
@@ -74,6 +79,11 @@ def old_log_probs_of(micro: PackedBatch) -> torch.Tensor:
     if micro.old_log_probs is None:
         raise ValueError("Trainer.compute_old_log_probs() must run before anything that needs old log-probs")
     return micro.old_log_probs
+
+
+def anchor_of(micro: PackedBatch, anchor: Anchor) -> torch.Tensor:
+    """The log-probs that ratios are against. Raises ValueError as `old_log_probs_of`."""
+    return micro.rollout_log_probs if anchor == "behaviour" else old_log_probs_of(micro)
 
 
 def checked_sequences(
@@ -182,7 +192,8 @@ def make_mini_batches(
             computed_tokens=sum(padded_tokens(m.cu_seqlens) if padded_attention else m.num_tokens for m in packed),
             packing_s=time.perf_counter() - began,
         )
-        result.append(MiniBatch(micro_batches, denominators, work))
+        skipped = [chunk[i] for i in sorted(taking_part.keys() - set(trained))]
+        result.append(MiniBatch(micro_batches, denominators, work, skipped))
     return result
 
 

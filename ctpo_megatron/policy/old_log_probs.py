@@ -218,7 +218,7 @@ def _totals(micro_batches: Sequence[PackedBatch]) -> dict[str, float]:
         parts.append((old_log_probs_of(micro) - micro.rollout_log_probs)[compared].abs())
     difference = torch.cat(parts)
     largest = difference.max() if difference.numel() else difference.sum()  # the sum of no tokens is 0
-    entropies = [micro.entropy_sum for micro in micro_batches if micro.entropy_sum is not None]
+    entropies = [micro.entropy.sum(dtype=torch.float64) for micro in micro_batches if micro.entropy is not None]
     sums = [largest.double(), difference.sum().double(), *entropies]
     most, total, *entropy = torch.stack(sums).tolist()
     tokens = sum(int(micro.on_host.response_mask.sum()) for micro in micro_batches)

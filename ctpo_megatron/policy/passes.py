@@ -168,12 +168,12 @@ class Passes:
 
 
 def collect(targets: Targets, log_probs: torch.Tensor | None, entropy: torch.Tensor | None) -> Collected:
-    """Results of a pass for the rows of this rank: `log_probs` `[N]`, aligned with the tokens, and `entropy_sum`."""
+    """Results of a pass for the rows of this rank: `log_probs` `[N]`, aligned with the tokens, and `entropy`."""
     kept: Collected = {}
     if log_probs is not None:
         kept["log_probs"] = targets.per_token(log_probs)
     if entropy is not None:
-        kept["entropy_sum"] = targets.per_token(entropy).sum(dtype=torch.float64)
+        kept["entropy"] = targets.per_token(entropy)
     return kept
 
 
@@ -185,6 +185,6 @@ def keep_log_probs(micro_batches: Sequence[PackedBatch], kept: Sequence[Collecte
     for micro, collected in zip(micro_batches, kept, strict=False):
         micro.log_probs = collected.get("log_probs")
         if micro.on_policy:
-            micro.old_log_probs, micro.entropy_sum = micro.log_probs, collected["entropy_sum"]
+            micro.old_log_probs, micro.entropy = micro.log_probs, collected["entropy"]
     for micro in micro_batches:
         micro.on_policy = False

@@ -13,7 +13,7 @@ import torch
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize, token_diagnostics
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.minibatch import Workload, old_log_probs_of
+from ctpo_megatron.policy.minibatch import Workload, anchor_of
 from ctpo_megatron.policy.parallel import gather_on_rank_zero
 from ctpo_megatron.policy.predictions import Anchor
 
@@ -100,7 +100,7 @@ def gather_diagnostics(micro_batches: Sequence[PackedBatch], objective: PolicyOb
 
 
 def _diagnostics_of(micro: PackedBatch, objective: PolicyObjective, anchor: Anchor) -> Diagnostics:
-    reference = micro.rollout_log_probs if anchor == "behaviour" else old_log_probs_of(micro)
+    reference = anchor_of(micro, anchor)
     if micro.log_probs is None:
         raise ValueError("token diagnostics need an update first")
     curves = token_diagnostics(micro.log_probs, reference, micro.response_mask, objective, cu_seqlens=micro.cu_seqlens)

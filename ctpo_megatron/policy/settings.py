@@ -12,6 +12,7 @@ from ctpo_megatron.config import (
     advantage_from_config,
     objective_from_config,
 )
+from ctpo_megatron.policy.positions import StepPositions
 from ctpo_megatron.policy.predictions import configured_loss
 from ctpo_megatron.policy.reports import Diagnostics
 
@@ -26,7 +27,7 @@ class TrainSettings:
     batches: of the run. updates_per_batch: optimizer steps of a full batch. mini_batch_size: trajectories of one
     optimizer step, over all ranks. skip_zero_advantage: trajectories of advantage 0 stay out of the passes.
     mismatch_limit, max_response_tokens: see `check_mismatch`. sampler_dtype: `Config.engine_dtype`. diagnostics:
-    whether `TrainResult` has them.
+    whether `TrainResult` has them. dump_every: of `is_dumped`.
     """
 
     objective: ObjectiveConfig
@@ -38,6 +39,11 @@ class TrainSettings:
     max_response_tokens: int
     sampler_dtype: str
     diagnostics: bool
+    dump_every: int
+
+    def is_dumped(self, step: int) -> bool:
+        """Whether every optimizer step of this RL step is kept token by token: `tracking.dump_every`."""
+        return step in (1, self.batches) or step % self.dump_every == 0
 
     @classmethod
     def of(
@@ -50,6 +56,7 @@ class TrainSettings:
         skip_zero_advantage: bool,
         sampler_dtype: str,
         diagnostics: bool,
+        dump_every: int,
     ) -> TrainSettings:
         """From the sections of a configuration."""
         return cls(
@@ -62,23 +69,33 @@ class TrainSettings:
             max_response_tokens=rollout.max_response_tokens,
             sampler_dtype=sampler_dtype,
             diagnostics=diagnostics,
+            dump_every=dump_every,
         )
 
 
 class Reinforcement:
-    """The RL phase of a trainer: its settings, and the objects that it derives from them once."""
+    """The RL phase of a trainer: its settings, and the objects that it derives from them once.
+
+    ratio: the objective whose ratio and bounds are known; None for a user's own.
+    """
 
     def __init__(self, settings: TrainSettings, phases: Phases) -> None:
         self.settings = settings
         self.phases = phases
         self.advantage = advantage_from_config(settings.objective)
         self.objective = objective_from_config(settings.objective)
+        self.ratio = None if settings.objective.function else self.objective
         self.loss = configured_loss(settings.objective)
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """metrics: of the RL step, complete on rank zero. diagnostics: see `Trainer.token_diagnostics`; may be empty."""
+    """metrics: of the RL step, complete on rank zero. diagnostics: see `Trainer.token_diagnostics`; may be empty.
+
+    positions: statistics by position, on rank zero. dumped: see `TrainSettings.is_dumped`.
+    """
 
     metrics: dict[str, float]
     diagnostics: Diagnostics
+    positions: StepPositions | None = None
+    dumped: bool = False

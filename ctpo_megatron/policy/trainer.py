@@ -24,6 +24,7 @@ from ctpo_megatron.policy.old_log_probs import OldLogProbs, check_mismatch, star
 from ctpo_megatron.policy.optimizer import BadSteps, OptimizerSteps
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.passes import Passes
+from ctpo_megatron.policy.positions import gather_positions
 from ctpo_megatron.policy.predictions import Anchor, LossFunction
 from ctpo_megatron.policy.reports import Diagnostics, Update, gather_diagnostics, summarize_updates
 from ctpo_megatron.policy.settings import Reinforcement, TrainResult, TrainSettings
@@ -108,10 +109,17 @@ class Trainer:
             steps.skip(settings.updates_per_batch - len(updates))
             metrics |= summarize_updates(updates)
         with rl.phases.phase("token_diagnostics"):
-            last, anchor = mini_batches[-1], settings.objective.anchor
-            diagnostics = self.token_diagnostics(last, rl.objective, anchor) if settings.diagnostics else {}
+            # Every batch raises the version by one, so that this is the step, also in a resumed run.
+            dumped, anchor = settings.is_dumped(self.version), settings.objective.anchor
+            applied = [mini for mini, update in zip(mini_batches, updates, strict=True) if not update.bad]
+            positions = gather_positions(applied, rl.ratio, anchor, self.layout)
+            metrics |= positions.metrics() if positions else {}
+            shown = mini_batches if dumped else mini_batches[-1:]
+            diagnostics: Diagnostics = {}
+            for mini_batch in shown if settings.diagnostics else ():
+                diagnostics |= self.token_diagnostics(mini_batch, rl.objective, anchor)
         self.version += 1
-        return TrainResult(metrics | {"weights/version": float(self.version)}, diagnostics)
+        return TrainResult(metrics | {"weights/version": float(self.version)}, diagnostics, positions, dumped)
 
     def use_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps.

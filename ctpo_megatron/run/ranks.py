@@ -205,6 +205,7 @@ class TrainerGroup:
             skip_zero_advantage=config.leaves_out_zero_advantage,
             sampler_dtype=config.engine_dtype,
             diagnostics=config.tracking.trajectories != "none",
+            dump_every=config.tracking.dump_every,
         )
         self.trainer.prepare_rl(settings, self.phases)
 

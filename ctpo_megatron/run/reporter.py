@@ -15,7 +15,7 @@ from ctpo_megatron.base.run_paths import EVALUATION, SFT_METRICS, TRAJECTORIES, 
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
 from ctpo_megatron.environments.tokenizer import read_tokenizer
-from ctpo_megatron.policy import peak_flops
+from ctpo_megatron.policy import TrainResult, peak_flops
 from ctpo_megatron.tracking import (
     DUMP_FAILURES,
     Decode,
@@ -24,6 +24,7 @@ from ctpo_megatron.tracking import (
     MetricsWriter,
     Phases,
     PhaseTimer,
+    PositionsWriter,
     TrainLog,
     conversation_uses,
     discard_dumps,
@@ -60,6 +61,7 @@ class Reporter:
         title = f"{config.run.name}, {config.objective.preset}"
         self._trackers = self._exit.enter_context(open_trackers(config, directory))
         self._metrics = self._exit.enter_context(MetricsWriter(directory, self._trackers))
+        self._positions = PositionsWriter(directory)
         train_log = self._exit.enter_context(TrainLog(directory))
         display = Display(config.tracking.live, config.run.steps, title=title, record=train_log.shown)
         self._display = self._exit.enter_context(display)
@@ -122,24 +124,21 @@ class Reporter:
             first |= {name: value for name, value in record.items() if name.startswith("val/") and name not in first}
         return first
 
-    def log_step(
-        self,
-        step: int,
-        batch: Batch,
-        metrics: Mapping[str, float],
-        diagnostics: Mapping[int, Mapping[str, Any]],
-    ) -> None:
-        """Write and show a finished RL step; dump its trajectories with what `diagnostics` adds by index."""
+    def log_step(self, step: int, batch: Batch, result: TrainResult) -> None:
+        """Write and show a finished RL step; dump its trajectories with what the diagnostics add by index."""
         with self.phase("dump"):
             self._dumps.wait()  # a slow disk slows training down instead of filling memory
         behind = {"time/dump_behind": self._dumps.take_cpu_s(), **self._dumps_lost()}
-        record = self._with_speed({**batch.metrics, **metrics, **behind}, {"time/step": 0.0})
+        record = self._with_speed({**batch.metrics, **result.metrics, **behind}, {"time/step": 0.0})
         self._metrics.log(step, record)
+        if (found := result.positions) is not None:
+            parts = {"first": found.first, "last": found.last} if result.dumped else {}
+            self._positions.log(step, {of: stats.record() for of, stats in {"all": found.whole, **parts}.items()})
         self.progress.step = step
         self._display.step(step, record)
         if self._config.trajectories != "none":  # last: the thread that writes it would slow down what is above
             most = _SAMPLE if self._config.trajectories == "sample" else None
-            self._dump(step, *_dumped(batch, diagnostics, most))
+            self._dump(step, *_dumped(batch, result.diagnostics, most))
         if self._is_first_batch:
             self._is_first_batch = False
             self._warn(step, record)
@@ -196,6 +195,7 @@ class Reporter:
         self.flush()
         discard_dumps(self._directory, after)
         self._metrics.truncate_after(after, record)
+        self._positions.truncate_after(after)
         self.progress.step = max(after, 0)
 
     def finish(self) -> None:

@@ -82,7 +82,7 @@ class Run:
         self.done = step
         # Before the line of this step begins: its result belongs to the line of an earlier one.
         self._controller.end_evaluation()
-        self._report.log_step(step, batch, result.metrics, result.diagnostics)
+        self._report.log_step(step, batch, result)
         self._verdicts.add(step, batch)
         if self.stopped:
             return

@@ -18,6 +18,7 @@ from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
 from ctpo_megatron.tracking.learning import first_batch_warnings
 from ctpo_megatron.tracking.metrics import MetricsWriter, read_metrics
 from ctpo_megatron.tracking.panels import LIGHT
+from ctpo_megatron.tracking.positions import PositionsWriter, read_positions
 from ctpo_megatron.tracking.report import write_page, write_report
 from ctpo_megatron.tracking.summary import Summary, conversation_uses, print_summary, summarize
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
@@ -46,6 +47,7 @@ __all__ = [
     "MetricsWriter",
     "PhaseTimer",
     "Phases",
+    "PositionsWriter",
     "Progress",
     "Summary",
     "Tracker",
@@ -61,6 +63,7 @@ __all__ = [
     "print_summary",
     "read_heartbeat",
     "read_metrics",
+    "read_positions",
     "read_trajectories",
     "recorded_trajectories",
     "sft_metrics",

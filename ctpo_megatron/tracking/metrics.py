@@ -69,14 +69,10 @@ class MetricsWriter:
         damaged while it was extended.
         """
         self._file.close()
-        found = _read(self.path)
-        if beyond := [_line(line) for line in found if line["step"] > step]:
-            with discarded(self.path).open("a", encoding="utf-8") as file:
-                file.writelines(beyond)
-        kept = [line for line in found if line["step"] <= step]
+        kept = set_aside_after(self.path, step)
         if record is not None and record["step"] >= 0:
             kept = [line for line in kept if line["step"] < record["step"]] + [dict(record)]
-        _write_aside(self.path, kept)
+            _write_aside(self.path, kept)
         self._open_after(kept)
         if self.path.name == METRICS:
             self._trackers.rewind(step)
@@ -105,6 +101,17 @@ class MetricsWriter:
         with naming(self.path):
             self._file.write(_line(self._last))
             self._file.flush()
+
+
+def set_aside_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Move the lines beyond `step` of a file of records to the end of its `discarded` one; returns the others."""
+    found = _read(path)
+    if beyond := [_line(line) for line in found if line["step"] > step]:
+        with discarded(path).open("a", encoding="utf-8") as file:
+            file.writelines(beyond)
+    kept = [line for line in found if line["step"] <= step]
+    _write_aside(path, kept)
+    return kept
 
 
 def read_metrics(run_dir: Path, file_name: str = METRICS) -> list[dict[str, Any]]:

@@ -14,12 +14,20 @@ from torch import Tensor
 from ctpo_megatron.base.files import aside
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.objective import PolicyObjective, summarize
-from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, gather_objects, init_distributed, policy_gradient
+from ctpo_megatron.policy import (
+    Layout,
+    Trainer,
+    destroy_distributed,
+    gather_objects,
+    gather_positions,
+    init_distributed,
+    policy_gradient,
+)
 from ctpo_megatron.verify.layouts import LAYOUTS
 
 
 def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs, losses and gradients of one layout, the same on every rank."""
+    """Log-probs, losses and gradients of one layout, the same on every rank; statistics by position on rank zero."""
     policy = Trainer(config, layout, Path(work["model"]), temperature=work["temperature"], family=work["family"])
     (mini_batch,) = policy.distribute(work["trajectories"], work["advantages"], size=len(work["trajectories"]))
     policy.compute_old_log_probs([mini_batch])
@@ -29,13 +37,15 @@ def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str,
         assert micro.old_log_probs is not None  # just computed
         local |= {keys[number]: micro.old_log_probs[place].cpu() for number, place in micro.places()}
     log_probs = {key: values for part in gather_objects(local) for key, values in part.items()}
-    loss, gradient = {}, {}
+    loss, gradient, positions = {}, {}, {}
     for name in work["objectives"]:
         objective = PolicyObjective.preset(name)
         stats, exported = policy.gradients(mini_batch, policy_gradient(objective, "behaviour"))
         loss[name] = summarize(stats)["actor/pg_loss"]
         gradient[name] = {tensor_name: tensor.cpu().clone() for tensor_name, tensor in exported}
-    return {"log_probs": log_probs, "loss": loss, "gradient": gradient}
+        if (of_step := gather_positions([mini_batch], objective, "behaviour", layout)) is not None:
+            positions[name] = of_step.whole
+    return {"log_probs": log_probs, "loss": loss, "gradient": gradient, "positions": positions}
 
 
 def main(folder: Path, names: list[str]) -> None:

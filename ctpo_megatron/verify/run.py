@@ -24,6 +24,7 @@ from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.verify import batch
 from ctpo_megatron.verify.layouts import LAYOUTS, LayoutCase
 from ctpo_megatron.verify.oracle import Oracle, Reference
+from ctpo_megatron.verify.positions import TOLERANCE, expected_positions
 
 TEMPERATURE = 0.9
 MICRO_BATCH_TOKENS = 512
@@ -191,6 +192,12 @@ def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle
     if gradient.keys() != expected.keys():
         apart = sorted(gradient.keys() ^ expected.keys())
         return LayoutResult(layout, objective, ranks, problem=f"gradients of other tensors: {', '.join(apart)[:500]}")
+    work = pickle.loads((folder / "work.pickle").read_bytes())
+    of_layout = expected_positions(
+        work["trajectories"], work["advantages"], found["log_probs"], PolicyObjective.preset(objective)
+    )
+    if unlike := found["positions"][objective].unlike(of_layout, TOLERANCE):
+        return LayoutResult(layout, objective, ranks, problem=f"statistics by position: {unlike}")
     errors = {name: _norm(gradient[name].double() - tensor) for name, tensor in expected.items()}
     sizes = {name: _norm(tensor) for name, tensor in expected.items()}
     ratios = {name: errors[name] / sizes[name] if sizes[name] else errors[name] for name in expected}

@@ -6,11 +6,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state as mpu
 
-from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig, advantage_from_config
+from ctpo_megatron.config import (
+    ObjectiveConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    advantage_from_config,
+    objective_from_config,
+)
 from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.objective import batch_advantages
@@ -23,6 +31,7 @@ from ctpo_megatron.policy import (
     apply_correction,
     configured_loss,
     destroy_distributed,
+    gather_positions,
     init_distributed,
     summarize_updates,
 )
@@ -80,6 +89,7 @@ class Run:
         *,
         mismatch_limit: float | None = None,
         planned: int | None = None,
+        batches: int = 2,
         **config: Any,
     ) -> None:
         optimizer = OptimizerConfig(lr=1e-3, schedule="linear")
@@ -90,7 +100,7 @@ class Run:
         self.trainer.prepare_rl(
             TrainSettings(
                 objective,
-                batches=2,
+                batches=batches,
                 updates_per_batch=planned or 16 // size,
                 mini_batch_size=size,
                 skip_zero_advantage=False,
@@ -98,6 +108,7 @@ class Run:
                 max_response_tokens=0,
                 sampler_dtype="float32",
                 diagnostics=True,
+                dump_every=1000,
             ),
             self.timer,
         )
@@ -118,7 +129,10 @@ class Run:
         metrics = trainer.compute_old_log_probs(mini_batches)
         metrics |= apply_correction(mini_batches, self.objective, trainer.layout, True)
         loss = configured_loss(self.objective)
-        return metrics | summarize_updates([trainer.update(mini_batch, loss) for mini_batch in mini_batches])
+        metrics |= summarize_updates([trainer.update(mini_batch, loss) for mini_batch in mini_batches])
+        ratio = objective_from_config(self.objective)
+        positions = gather_positions(mini_batches, ratio, self.objective.anchor, trainer.layout)
+        return metrics | (positions.metrics() if positions else {})
 
     @property
     def weights(self) -> torch.Tensor:
@@ -177,10 +191,29 @@ def test_the_plan_follows_from_the_objective(name: str, plan: str) -> None:
 
 def test_diagnostics_are_those_of_the_update_itself(model: Path, layout: Layout) -> None:
     """The second optimizer step of a batch has ratios; its trajectories come without another pass."""
-    run = Run(model, layout, OBJECTIVES["ctpo"], 8)
-    result = run.train()
-    assert run.passes == 6 and sorted(result.diagnostics) == list(range(8, 16))
-    assert max(abs(x) for fields in result.diagnostics.values() for x in fields["log_ratio"]) > 1e-3
+    run = Run(model, layout, OBJECTIVES["ctpo"], 8, batches=3)
+    result, second = run.train(), run.train()
+    assert (result.dumped, second.dumped) == (True, False)  # the first step is dumped whole
+    assert run.passes == 2 * 6
+    assert sorted(result.diagnostics) == list(range(16)) and sorted(second.diagnostics) == list(range(8, 16))
+    ratios = [np.abs(result.diagnostics[place]["log_ratio"]).max() for place in range(16)]
+    assert max(ratios[:8]) == 0 and max(ratios[8:]) > 1e-3
+
+
+@pytest.mark.parametrize(("every", "dumped"), [(1, [1, 2, 3, 4, 5]), (2, [1, 2, 4, 5]), (9, [1, 5])])
+def test_the_steps_that_are_dumped(every: int, dumped: list[int]) -> None:
+    objective, policy, rollout = ObjectiveConfig(), PolicyConfig(), RolloutConfig()
+    settings = TrainSettings.of(
+        objective,
+        policy,
+        rollout,
+        batches=5,
+        skip_zero_advantage=True,
+        sampler_dtype="float32",
+        diagnostics=True,
+        dump_every=every,
+    )
+    assert [step for step in range(1, 6) if settings.is_dumped(step)] == dumped
 
 
 def test_a_short_batch_advances_the_schedule_as_a_whole_one(model: Path, layout: Layout) -> None:
@@ -199,7 +232,7 @@ def test_a_dropped_group_is_not_trained_on(model: Path, layout: Layout) -> None:
     expected, result = one.train(without), other.train(dropped)
     assert torch.equal(one.weights, other.weights)
     assert comparable(result.metrics) == comparable(expected.metrics)
-    assert sorted(result.diagnostics) == sorted(expected.diagnostics) == list(range(8, 12))
+    assert sorted(result.diagnostics) == sorted(expected.diagnostics) == list(range(12))
 
 
 def test_train_needs_prepare_rl(model: Path, layout: Layout) -> None:

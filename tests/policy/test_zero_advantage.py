@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -20,6 +21,7 @@ from ctpo_megatron.policy import (
     MiniBatch,
     Trainer,
     destroy_distributed,
+    gather_positions,
     init_distributed,
     policy_gradient,
     summarize_updates,
@@ -134,6 +136,22 @@ def test_rates_are_those_of_a_step_that_leaves_nothing_out(policy: Trainer) -> N
         ratio = rest["pg_update/loss_tokens"] / rest["pg_update/computed_tokens"]
         assert rest[f"{name}_computed"] == pytest.approx(rest[name] * ratio)
         assert rest[f"{name}_computed"] > rest[name] > 0
+
+
+def test_positions_count_what_no_pass_runs_over(policy: Trainer) -> None:
+    found = []
+    for skip in (False, True):
+        mini = filled(policy, models.advantages(), skip=skip)
+        policy.gradients(mini, policy_gradient(CTPO, "proximal"))[1].close()
+        found.append(gather_positions([mini], CTPO, "proximal", policy.layout))
+    whole, rest = found
+    assert whole is not None and rest is not None
+    for name in ("n", "n_loss", "clip_high", "clip_low"):
+        assert np.array_equal(whole.whole.column(name), rest.whole.column(name))
+    assert np.array_equal(whole.whole.cells[:2], rest.whole.cells[:2])
+    assert not rest.whole.column("n_computed")[2].any()
+    rates = [name for name in whole.metrics() if name.endswith("per_trajectory")]
+    assert len(rates) == 6 and [whole.metrics()[name] for name in rates] == [rest.metrics()[name] for name in rates]
 
 
 def test_a_batch_without_any_advantage_reports_no_mean_over_nothing(policy: Trainer) -> None:

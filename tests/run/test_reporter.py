@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
-from ctpo_megatron.policy import Layout
+from ctpo_megatron.objective import PositionStats
+from ctpo_megatron.policy import Layout, StepPositions, TrainResult
 from ctpo_megatron.run import Reporter, TrainerGroup
-from ctpo_megatron.tracking import read_heartbeat, read_trajectories
+from ctpo_megatron.tracking import read_heartbeat, read_positions, read_trajectories
 from ctpo_megatron.tracking.report import checks
 from ctpo_megatron.tracking.run_data import RunData
 from tests.tracking.synthetic_run import make_config
@@ -43,7 +44,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
 def test_a_step_has_its_metrics_time_and_trajectories(report: Reporter, tmp_path: Path) -> None:
     with report.phase("step"):
         pass
-    report.log_step(1, batch(), {"actor/pg_loss": 0.25}, {0: {"advantage": 1.5}})
+    report.log_step(1, batch(), TrainResult({"actor/pg_loss": 0.25}, {0: {"advantage": 1.5}}))
     report.log(1, {"val/test/acc/mean@1": 0.5})
     (line,) = lines(tmp_path)
     assert line["reward/mean"] == 1.0 and line["actor/pg_loss"] == 0.25 and line["val/test/acc/mean@1"] == 0.5
@@ -61,7 +62,7 @@ def test_the_time_of_a_step_reaches_from_line_to_line(report: Reporter, tmp_path
         for step in (1, 2):
             with report.phase("step"), report.phase("update"):
                 time.sleep(0.02)
-            report.log_step(step, batch(), {}, {})
+            report.log_step(step, batch(), TrainResult({}, {}))
             with report.phase("eval"):
                 time.sleep(0.03)
             report.log(step, {"val/test/acc/mean@1": 0.5})
@@ -84,7 +85,7 @@ def test_a_sample_is_of_the_last_prompts(tmp_path: Path) -> None:
     groups = [batch(number / 16).groups[0] for number in range(12)]
     diagnostics = {number: {"advantage": float(number)} for number in range(12)}
     with Reporter(config, tmp_path, str, trainers=1, peak=None) as reporter:
-        reporter.log_step(1, Batch(groups), {}, diagnostics)
+        reporter.log_step(1, Batch(groups), TrainResult({}, diagnostics))
     dumped = read_trajectories(tmp_path / "trajectories" / "step_000001.parquet")
     assert [(record["reward"], record["advantage"]) for record in dumped] == [(n / 16, n) for n in range(4, 12)]
 
@@ -94,14 +95,14 @@ def test_a_dump_that_fails_is_counted_and_the_run_goes_on(
 ) -> None:
     blocked = tmp_path / "trajectories"
     blocked.write_text("a file where the folder should be")
-    report.log_step(1, batch(), {}, {})
+    report.log_step(1, batch(), TrainResult({}, {}))
     report.flush()  # as at a checkpoint
     for step in (2, 3):
-        report.log_step(step, batch(), {}, {})
+        report.log_step(step, batch(), TrainResult({}, {}))
         while report._dumps._pending and not report._dumps._pending[-1][1].done():
             time.sleep(0.01)
     blocked.unlink()
-    report.log_step(4, batch(), {}, {})
+    report.log_step(4, batch(), TrainResult({}, {}))
     report.flush()
     (tmp_path / "config.yaml").write_text("run: {name: lossy}\n")
     assert [line.get("tracking/dump_failures") for line in lines(tmp_path)] == [1, None, 1, 1]
@@ -125,7 +126,7 @@ def test_an_evaluation_is_compared_with_the_first_of_the_run_also_after_a_resume
 def test_dropped_groups_are_dumped_where_they_were_sampled(report: Reporter, tmp_path: Path) -> None:
     sampled = [batch(reward).groups[0] for reward in (0.0, 0.25, 0.5, 0.75)]
     sampled[0].dropped = sampled[2].dropped = True
-    report.log_step(1, Batch(sampled), {}, {1: {"advantage": 1.5}})
+    report.log_step(1, Batch(sampled), TrainResult({}, {1: {"advantage": 1.5}}))
     report.flush()
     dumped = read_trajectories(tmp_path / "trajectories" / "step_000001.parquet")
     assert [record["reward"] for record in dumped] == [0.0, 0.25, 0.5, 0.75]
@@ -138,7 +139,7 @@ def test_the_first_batch_says_what_is_wrong_and_later_ones_do_not(
 ) -> None:
     dead = {"reward/groups_mixed": 0.0, "reward/mean": 0.0, "reward/std": 0.0}
     for step in (3, 4):  # 3: where it was resumed
-        report.log_step(step, batch(0.0), dead, {})
+        report.log_step(step, batch(0.0), TrainResult(dead, {}))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.message.startswith(
@@ -148,13 +149,19 @@ def test_the_first_batch_says_what_is_wrong_and_later_ones_do_not(
 
 
 def test_what_is_discarded_is_set_aside(report: Reporter, tmp_path: Path) -> None:
+    nothing = PositionStats.empty()
     for step in (1, 2, 3):
-        report.log_step(step, batch(step / 4), {}, {})
+        positions = StepPositions(nothing, nothing, nothing)
+        report.log_step(step, batch(step / 4), TrainResult({}, {}, positions, dumped=step != 2))
+    assert [record["step"] for record in read_positions(tmp_path)] == [1, 2, 3]
+    assert [record["step"] for record in read_positions(tmp_path, "last")] == [1, 3]
     report.discard(1, None)
+    assert [record["step"] for record in read_positions(tmp_path)] == [1]
+    assert (tmp_path / "discarded_positions.jsonl").exists()
     assert [line["step"] for line in lines(tmp_path)] == [1]
     dumps = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
     assert dumps == ["discarded_step_000002.parquet", "discarded_step_000003.parquet", "step_000001.parquet"]
-    report.log_step(2, batch(), {}, {})
+    report.log_step(2, batch(), TrainResult({}, {}))
     assert [line["reward/mean"] for line in lines(tmp_path)] == [0.25, 1.0]
 
 
@@ -200,5 +207,5 @@ def test_no_tool_was_called_is_said_only_where_one_could_have_been(
     with Reporter(config, tmp_path, lambda ids: "", trainers=1, peak=None) as report:
         first = batch()
         first.metrics["sandbox/calls"] = 0.0
-        report.log_step(1, first, {}, {})
+        report.log_step(1, first, TrainResult({}, {}))
     assert any("no tool was called" in record.message for record in caplog.records) is told
