@@ -360,7 +360,7 @@ class TrackingConfig(Section):
     )
     dump_every: PositiveInt = Field(
         default=10,
-        description="every so many steps, and at the first and the last, dumps have the ratios of all mini-batches, "
+        description="N: every N steps, and at the first and the last, dumps have the ratios of all mini-batches, "
         "else of the last. Then positions.jsonl has lines for the first and the last, too",
     )
     report: bool = Field(default=True, description="write report.html and figures at the end")
