@@ -16,12 +16,14 @@ from ctpo_megatron.preflight.plan import RunPlan, TableRow
 
 TOKEN_BYTES = {"parquet": 8, "jsonl": 44}
 """Of a dump, text included (docs/monitoring.md)."""
+RATIO_BYTES = {"parquet": 8, "jsonl": 36}
+"""Of a token of a dump that has log r and its bounds."""
 FILE_BYTES = 16 << 10
 """Of a dump without any token: names, places and sizes of the columns."""
-AHEAD_BYTES = 12
+AHEAD_BYTES = 8
 """A token that was sampled ahead, in a checkpoint."""
-STEP_BYTES = 48 << 10
-"""Metrics, events of TensorBoard, occupancy and logs of a step."""
+STEP_BYTES = 72 << 10
+"""Metrics, statistics by position, events of TensorBoard, occupancy and logs of a step."""
 REPORT_BYTES = 3 << 20
 """The page and its figures."""
 PROMPT_TOKENS = 512
@@ -95,6 +97,9 @@ def _dumps(config: Config, held_out: int | None) -> Iterator[DiskUse]:
         if form == "jsonl":
             key, fix = "tracking.trajectory_format", f"parquet takes {TOKEN_BYTES['parquet']} bytes a token"
         yield DiskUse("trajectories", size, config.run.steps, f"{count:,} trajectories {of_one}", key, fix)
+        dumped, ratio = min(config.run.steps, config.run.steps // tracking.dump_every + 2), RATIO_BYTES[form]
+        why = f"{count:,} trajectories x {tokens:,.0f} tokens x {ratio} B"
+        yield DiskUse("ratios", count * tokens * ratio, dumped, why, "tracking.dump_every", "a larger one writes less")
     evaluations = RunPlan.of(config, 1).evaluations if rollout.replay is None else 0
     if evaluations:
         count = (held_out or 0) * config.eval.samples
@@ -120,7 +125,7 @@ def held_out_prompts(config: Config) -> int | None:
 def disk_table(uses: Sequence[DiskUse]) -> list[TableRow]:
     """Rows (what, size in the end, how it follows), and their sums per step and in all."""
     rows = [(use.what, _shown(use.total), f"{use.count:,} x {_shown(use.each)}: {use.why}") for use in uses]
-    grows = [use for use in uses if use.what in ("trajectories", "held-out answers", "logs")]
+    grows = [use for use in uses if use.what in ("trajectories", "ratios", "held-out answers", "logs")]
     steps = next(use.count for use in uses if use.what == "logs")
     return [
         *rows,

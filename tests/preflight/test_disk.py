@@ -40,8 +40,10 @@ def test_the_sums_of_a_recipe(model: str) -> None:
     # 4,096 trajectories of 512 + 4,000 tokens, and 60 x 32 answers before, every 20 steps and at the end.
     assert uses["trajectories"].total == pytest.approx(305 * 4096 * 4512 * 8, rel=0.01)
     assert (uses["held-out answers"].count, uses["held-out answers"].each) == (17, 60 * 32 * 4512 * 8 + 16384)
+    # Every tenth step, and the first and the last, have the ratios of all tokens.
+    assert (uses["ratios"].count, uses["ratios"].each) == (32, 4096 * 4512 * 8)
     rows = {what: size for what, size, _ in disk_table([*uses.values()])}
-    assert rows["a step"] == "145 MiB"
+    assert rows["a step"] == "160 MiB"
     assert float(rows["the run"].split()[0]) == pytest.approx(sum(use.total for use in uses.values()) / GIB, rel=0.01)
     lines = {use.what: use for use in disk_use(recipe(model, "tracking.trajectory_format=jsonl"), spec, 60)}
     assert lines["trajectories"].total / uses["trajectories"].total == pytest.approx(44 / 8, rel=0.01)
@@ -60,7 +62,7 @@ JSON_LINES = ["checkpoint.every=0", "tracking.trajectory_format=jsonl"]
         (
             150,
             [],
-            "warning: checkpoint.keep_last = 2: .* but the run writes .* trajectories 42 GiB, checkpoints 157 GiB",
+            "warning: checkpoint.keep_last = 2: .* but the run writes .* trajectories 42 GiB, ratios 4.41 GiB, checkpoints 157 GiB",
         ),
         (150, ["checkpoint.every=0"], None),
         (150, JSON_LINES, 'warning: tracking.trajectory_format = "jsonl": .* parquet takes 8 bytes a token'),
@@ -115,7 +117,7 @@ def test_the_dry_run_and_the_doctor_tell(
     # 4 x 8 trajectories of 112 + 200 tokens of 8 bytes, 4,000 times.
     assert re.search(r"trajectories +367 MiB +4,000 x 94 KiB: 32 trajectories x 312 tokens x 8 B", shown.out)
     assert re.search(r"held-out answers .* 10 answers x 312 tokens", shown.out)
-    said = "200 MiB free, but the run writes 559 MiB: trajectories 367 MiB, logs 188 MiB"
+    said = "200 MiB free, but the run writes 683 MiB: trajectories 367 MiB, logs 281 MiB"
     assert f'default: tracking.trajectories = "all": disk of runs/own: {said}' in shown.err, shown.err
     cli.main(["doctor", "own.yaml", "--json"])
     findings = json.loads(capsys.readouterr().out)["findings"]["This machine"]
