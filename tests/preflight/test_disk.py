@@ -62,7 +62,7 @@ JSON_LINES = ["checkpoint.every=0", "tracking.trajectory_format=jsonl"]
         (
             150,
             [],
-            "warning: checkpoint.keep_last = 2: .* but the run writes .* trajectories 42 GiB, ratios 4.41 GiB, checkpoints 157 GiB",
+            "warning: checkpoint.keep_last = 2: .* but the run writes .* ratios 4.41 GiB, checkpoints 157 GiB",
         ),
         (150, ["checkpoint.every=0"], None),
         (150, JSON_LINES, 'warning: tracking.trajectory_format = "jsonl": .* parquet takes 8 bytes a token'),
