@@ -25,6 +25,10 @@ _CHARACTERS = str.maketrans(
         **{"\u2154": r"\frac{2}{3}", "\u2205": r"\emptyset ", "\u20ac": r"\euro ", "\u00a3": r"\pounds "},
     }
 )
+LATIN = r"A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
+FOREIGN = r"\u0400-\u065f\u066e-\u06ef\u06fa-\u1eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
+"""Letters of words that are no symbols in formulas, as Greek ones are. Digits of these scripts are among them."""
+_FOREIGN_WORDS = re.compile(rf"\\text\s*\{{[^{{}}]*\}}|(?:(?!\d)[{FOREIGN}])+(?:[ /.-]?(?:(?!\d)[{FOREIGN}])+)*")
 _TEXT = re.compile(r"\\(?:text(?:normal|up|rm)?|mathrm|mbox|hbox|operatorname)\s*(?=\{)|(?<=\{)\\rm\s+")
 _FONT = re.compile(r"\\(?:text|math)(?:bf|it|sf|tt)|\\(?:emph|bold|bm|boldsymbol|underline|boxed|fbox|mathbf)(?![a-z])")
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z%$])")
@@ -48,6 +52,7 @@ _RULES = (
     (r"\\rbrace(?![a-z])", r"\\}"),
     (r"\\leq(?:slant)?(?![a-z])", r"\\le"),
     (r"\\geq(?:slant)?(?![a-z])", r"\\ge"),
+    (r"\\varnothing(?![a-z])", r"\\emptyset"),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
     (r"\\(?:lt|gt)(?![a-z])", lambda m: " < " if m[0] == r"\lt" else " > "),
@@ -80,8 +85,10 @@ _BEFORE = re.compile(
     r"|(?:\\text\{)?\s*(?:approximately|approx\.?|about|(?i:(?:the )?(?:final )?answer\s*(?:is|:|=)))"
     r"\s*\}?(?![a-z]))\s*"
 )
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|(?<=\d)[ '](?=\d{3})|_)\d{3})+(?!\d)")
-_COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|(?<![\d.,])\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])")
+_GROUPED = re.compile(r"(?<![\d.,])(?!0)\d{1,3}(?:(?:\{,\}|(?<=\d)[ '](?=\d{3})|_)\d{3})+(?!\d)")
+_COMMAS = re.compile(r"(?<![\d.,])(?!0)(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3})(?![\d,])")
+_DECIMAL_COMMA = re.compile(r"(?<![\d.,}])(\d+)\{,\}(?=\d+(?![\d.,{]))")
+"""The braces take the blank of a list away."""
 _DECIMALS = re.compile(r"(?<=\d)\.\d{3}(?: \d{3})*(?: \d{1,3})(?!\d)")
 _OPENING, _CLOSING = "([{", ")]}"
 
@@ -101,6 +108,7 @@ def plain(answer: str) -> str:
     text = text.replace("{\\text ", "{\\rm ")
     if "\\begin" not in text:  # of a matrix, which has them between rows
         text = _DOUBLED.sub(r"\\", text)
+    text = _FOREIGN_WORDS.sub(lambda words: words[0] if words[0][0] == "\\" else rf"\text{{{words[0]}}}", text)
     for pattern, replacement in _COMPILED:
         text = pattern.sub(replacement, text)
     text = re.sub(r"\s+", " ", text).strip()
@@ -167,6 +175,7 @@ def _ends_stripped(text: str) -> str:
 def _joined(text: str) -> str:
     """The text with the digits of each number together."""
     text = _GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    text = _DECIMAL_COMMA.sub(r"\1.", text)
     text = _DECIMALS.sub(lambda found: found[0].replace(" ", ""), text)
     depths = _depths(text)
 
