@@ -17,6 +17,7 @@ from ctpo_megatron.rewards.units import NONE, PERCENT
 _PRINTED = 15
 """Digits from which on a decimal is a fraction that a program has printed."""
 
+_FUNCTION_NAMES = [{"y", f"{function}(x)"} for function in "fgh"]
 _LONGEST_DECIMAL = 1000
 """Digits of a number that is compared with a formula."""
 
@@ -93,6 +94,8 @@ def _same_choice(gold: Reading, said: Reading) -> bool:
 def _same_named(gold: Reading, said: Reading) -> bool:
     if isinstance(gold, Named) and isinstance(said, Named):
         if gold.name == said.name:
+            return _same(gold.value, said.value)
+        if {gold.name, said.name} in _FUNCTION_NAMES:
             return _same(gold.value, said.value)
         numbers = all(isinstance(side.value, Quantity) for side in (gold, said))
         return not numbers and _same_formula(gold, said)

@@ -32,11 +32,14 @@ def equal(gold: str, said: str) -> bool:
     Not symmetric: a relation may be said for a set, and an equation for the value on its right side.
     """
     from math_verify import verify
+    from sympy import Eq, Ne
 
     complex_numbers = bool(_IMAGINARY.search(gold) or _IMAGINARY.search(said))
     one, other = (_parsed(_IMAGINARY.sub(" i ", text), complex_numbers) for text in (gold, said))
     if one is None or other is None:
         return False
+    if isinstance(one, Ne) and isinstance(other, Ne):  # math-verify compares these with an error
+        one, other = Eq(one.lhs, one.rhs, evaluate=False), Eq(other.lhs, other.rhs, evaluate=False)
     if _is_equation(one) and _is_equation(other) and (found := _same_equation(one, other)) is not None:
         return found
     if _is_equation(one) != _is_equation(other):

@@ -23,6 +23,7 @@ _CHARACTERS = str.maketrans(
         **{"\u00b2": "^{2}", "\u00b3": "^{3}", "\u221a": r"\sqrt ", "\u222a": r"\cup ", "\u2208": r"\in "},
         **{"\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\u2153": r"\frac{1}{3}"},
         **{"\u2154": r"\frac{2}{3}", "\u2205": r"\emptyset ", "\u20ac": r"\euro ", "\u00a3": r"\pounds "},
+        **{"\u00a5": r"\yen ", "\u00a2": r"\text{ cents}"},
     }
 )
 LATIN = r"A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
@@ -48,6 +49,8 @@ _RULES = (
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (r"[\[(]\s*\\begin\{array\}\s*\{[^{}]*\}", r"\\begin{pmatrix}"),
     (r"\\end\{array\}\s*[\])]", r"\\end{pmatrix}"),
+    (r"\\langle(?![a-z])", "("),
+    (r"\\rangle(?![a-z])", ")"),
     (r"\\lbrace(?![a-z])", r"\\{"),
     (r"\\rbrace(?![a-z])", r"\\}"),
     (r"\\leq(?:slant)?(?![a-z])", r"\\le"),

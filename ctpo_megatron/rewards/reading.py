@@ -145,10 +145,10 @@ _TRAILING = re.compile(
     r"|\s[A-Za-z]{2,}(?:[ /][A-Za-z]+)*(?:\^(?:\{\d\}|\d))?)$"
 )
 _MONEY = re.compile(
-    r"([+-]?)\s*(\\dollar|\\euro|\\pounds|(?:\\text\{)?\s*(?:Rs\.?|USD|EUR)\s*\}?)\s*([+-]?)\s*(?=[\d.\\])"
+    r"([+-]?)\s*(\\dollar|\\euro|\\pounds|\\yen|(?:\\text\{)?\s*(?:Rs\.?|USD|EUR)\s*\}?)\s*([+-]?)\s*(?=[\d.\\])"
 )
 _UNIT = re.compile(
-    r"(?:\\text\{[^{}]*\}|\\(?:%|dollar|euro|pounds|cdot)(?![a-z])|\^\\circ(?:\s*[CF](?![a-z]))?"
+    r"(?:\\text\{[^{}]*\}|\\(?:%|dollar|euro|pounds|yen|cdot)(?![a-z])|\^\\circ(?:\s*[CF](?![a-z]))?"
     rf"|[{LATIN}\u00b5\u03bc'\"./]|\s"
     r"|\^\s*(?:\{\s*(?:-?\d|\\text\{[a-z]*\}|[a-z]{2})\s*\}|-?\d|\\text\{[a-z]*\}|[a-z]{2})|-(?=[A-Za-z]))*"
 )
@@ -262,8 +262,10 @@ def _leading(text: str) -> tuple[Quantity, str] | None:
     named = _UNIT.match(text, end)
     after = named.end() if named else end
     written = text[end:after]
-    if written.lstrip().startswith(("/", "\\cdot")):
+    price = money is not None and re.match(r"\s*(?:/|(?:\\text\{)?\s*per\s)", written) is not None
+    if written.lstrip().startswith(("/", "\\cdot")) and not price:
         return None
+    written = f"{money[2]} {written}" if money and price else written
     what = unit(written, blank=written.startswith(" ") or after < len(text))
     if what is None or (after < len(text) and not written):
         return None

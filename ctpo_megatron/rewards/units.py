@@ -22,6 +22,7 @@ _TABLE = {
     "e": "1 euro eur",
     "p": "1 pound_sterling gbp",
     "r": "1 rupee rs inr",
+    "Y": "1 yen jpy",
     "a": "1/3600 arcsecond|1/60 arcminute|1 degree deg",
     "T": "1 celsius",
     "K": "1 fahrenheit",
@@ -34,7 +35,7 @@ _TABLE = {
 }
 _SYMBOLS = {
     r"^\circ C": "celsius", r"^\circ F": "fahrenheit", r"^\circ": "degree", "'": "arcminute", '"': "arcsecond",
-    r"\dollar": "dollar", r"\euro": "euro", r"\pounds": "pound_sterling",
+    r"\dollar": "dollar", r"\euro": "euro", r"\pounds": "pound_sterling", r"\yen": "yen",
 }  # fmt: skip
 _KNOWN = {
     name: (dimension, Fraction(entry.split()[0]))
