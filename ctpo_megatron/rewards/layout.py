@@ -177,7 +177,7 @@ def _ends_stripped(text: str) -> str:
 
 def _joined(text: str) -> str:
     """The text with the digits of each number together."""
-    text = _GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    text = _GROUPED.sub(_ungrouped, text)
     text = _DECIMAL_COMMA.sub(r"\1.", text)
     text = _DECIMALS.sub(lambda found: found[0].replace(" ", ""), text)
     depths = _depths(text)
@@ -191,6 +191,13 @@ def _joined(text: str) -> str:
         return found[0] if is_list else found[0].replace(",", "")
 
     return _COMMAS.sub(one, text).replace("{,}", ",") if "," in text and depths else text
+
+
+def _ungrouped(found: re.Match[str]) -> str:
+    mixed = re.compile(r"/(\d+)").match(found.string, found.end())
+    if mixed and re.fullmatch(r"\d+ \d+", found[0]) and int(found[0][-3:]) < int(mixed[1]):
+        return found[0]  # `3 233/250` is 3 and a proper fraction
+    return re.sub(r"\D", "", found[0])
 
 
 def _open(text: str, end: int) -> list[int]:
