@@ -51,12 +51,14 @@ def equal(gold: str, said: str) -> bool:
 
 
 def integers(expression: Any) -> Counter[int]:
-    """How often each integer stands in an expression, without signs."""
-    from sympy import MatrixBase, Rational, preorder_traversal
+    """How often each integer stands in an expression, indices of symbols included, without signs."""
+    from sympy import MatrixBase, Rational, Symbol, preorder_traversal
 
     parts = list(expression) if isinstance(expression, MatrixBase) else [expression]
-    numbers = [each for part in parts for each in preorder_traversal(part) if isinstance(each, Rational)]
-    return Counter(abs(int(part)) for each in numbers for part in (each.p, each.q))
+    nodes = [each for part in parts for each in preorder_traversal(part)]
+    found = Counter(abs(int(part)) for each in nodes if isinstance(each, Rational) for part in (each.p, each.q))
+    found.update(int(index) for each in nodes if isinstance(each, Symbol) for index in re.findall(r"\d+", each.name))
+    return found
 
 
 def equal_to_any(relations: Sequence[str], region: str) -> bool:
@@ -138,25 +140,47 @@ def _zero(expression: Any) -> bool:
 @lru_cache(maxsize=256)
 def _parsed(text: str, complex_numbers: bool) -> Any:
     _mend_percent()
-    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
     from math_verify.parser import get_last_eq
     from sympy import I
 
     # Its list of units takes variables for units (`3t`), and its symbols would lose their case (`A`, `a`).
     layout = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-    symbols = ConversionConfig(lowercase_symbols=False)
     text = normalize_latex(_DEGREES.sub(r" (\1 \\cdot \\frac{\\pi}{180})", text), layout)
     for formula in dict.fromkeys((text, get_last_eq(text))):
         try:
-            found = latex2sympy(
-                formula, is_real=not complex_numbers, normalization_config=None, conversion_config=symbols
-            )
+            found = _converted(formula, complex_numbers)
         except Exception:  # it raises any exception of antlr, sympy and its own code for text that is no formula
             continue
         if complex_numbers and hasattr(found, "free_symbols"):
             return found.subs({symbol: I for symbol in found.free_symbols if symbol.name == "i"})
         return found
     return None
+
+
+def _converted(formula: str, complex_numbers: bool) -> Any:
+    """Raises any exception for text that is no formula.
+
+    The grammar is tried in antlr's mode SLL first. It takes half the time of LL and finds the same tree, or none.
+    """
+    from antlr4.atn.PredictionMode import PredictionMode
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
+
+    converter = _Latex2Sympy(is_real=not complex_numbers, config=ConversionConfig(lowercase_symbols=False))
+    create = converter.create_parser
+
+    def in_mode(text: str) -> Any:
+        parser = create(text)
+        parser._interp.predictionMode = mode
+        return parser
+
+    converter.create_parser = in_mode
+    mode = PredictionMode.SLL
+    try:
+        return converter.parse(formula)
+    except Exception:
+        mode = PredictionMode.LL
+        return converter.parse(formula)
 
 
 @lru_cache(maxsize=1)

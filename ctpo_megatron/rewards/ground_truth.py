@@ -45,7 +45,8 @@ _DECIMAL_COMMA = re.compile(
 _SENTENCE_WORDS = 5
 _CHANGES = 4
 """Numbers of a formula that are changed to see whether they are read, of those that are not seen in what was read."""
-_PER_PROCESS = 64
+_PER_PROCESS = 128
+"""Ground truths for which another process is worth its start: each one learns the grammar again, in about a second."""
 _SHOWN = 10
 
 
@@ -134,8 +135,8 @@ def shown_words(found: Counter[str]) -> str:
 def unverifiable(prompts: Sequence[Prompt], config: RewardConfig) -> dict[int, str]:
     """The prompts that `math_verify` scores and whose ground truth it can never match: index -> reason.
 
-    Every distinct ground truth is checked once, in processes on all CPUs: 12 CPU-milliseconds for a formula; a plain
-    number is always readable. One that takes longer than `config.timeout_s` is listed, too: its rewards would be
+    Every distinct ground truth is checked once, in processes on all CPUs: 13 CPU-milliseconds for a long formula. A
+    plain number is always readable. One that takes longer than `config.timeout_s` is listed, too: its rewards would be
     timeouts.
     """
     ours = [(index, prompt.answer) for index, prompt in enumerate(prompts) if _is_ours(prompt, config)]
