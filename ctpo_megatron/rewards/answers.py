@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from decimal import Decimal, localcontext
 from fractions import Fraction
+from math import gcd
 
 from ctpo_megatron.rewards import expressions
 from ctpo_megatron.rewards.reading import Based, Choice, Formula, Named, Quantity, Reading, Several, Wording, read
@@ -16,6 +17,7 @@ from ctpo_megatron.rewards.units import NONE, PERCENT
 _PRINTED = 15
 """Digits from which on a decimal is a fraction that a program has printed."""
 
+_FUNCTION_NAMES = [{"y", f"{function}(x)"} for function in "fgh"]
 _LONGEST_DECIMAL = 1000
 """Digits of a number that is compared with a formula."""
 
@@ -93,6 +95,8 @@ def _same_named(gold: Reading, said: Reading) -> bool:
     if isinstance(gold, Named) and isinstance(said, Named):
         if gold.name == said.name:
             return _same(gold.value, said.value)
+        if {gold.name, said.name} in _FUNCTION_NAMES:
+            return _same(gold.value, said.value)
         numbers = all(isinstance(side.value, Quantity) for side in (gold, said))
         return not numbers and _same_formula(gold, said)
     other = said if isinstance(gold, Named) else gold
@@ -108,7 +112,7 @@ def _same_several(gold: Reading, said: Reading) -> bool:
         return _same(one, other)
     if isinstance(one, Several) and isinstance(other, Several):
         kinds = {one.brackets, other.brackets}
-        if " " in kinds:
+        if " " in kinds or "R" in kinds:
             return len(kinds) == 1 and _in_order(one, other)
         if kinds == {":"}:
             return _same_ratio(one, other)
@@ -119,9 +123,9 @@ def _same_several(gold: Reading, said: Reading) -> bool:
         if kinds <= {"()", "[]", "(]", "[)"}:
             return False
     ratio, number = (one, other) if isinstance(one, Several) else (other, one)
-    if isinstance(ratio, Several) and ratio.brackets == ":":
-        return _is_ratio(ratio, number)
-    if isinstance(ratio, Several) and ratio.brackets == " ":
+    if isinstance(ratio, Several) and ratio.brackets in (":", "clock"):
+        return _is_ratio(ratio, number) or _is_hour(ratio, number)
+    if isinstance(ratio, Several) and ratio.brackets in (" ", "R"):
         return False
     relations, region = (gold, said) if _are_relations(gold) else (said, gold)
     if isinstance(relations, Several) and _are_relations(relations):
@@ -176,16 +180,33 @@ def _same_ratio(gold: Several, said: Several) -> bool:
     one, other = _numbers(gold), _numbers(said)
     if not one or not other or len(one) != len(other) or (_is_clock(gold) and _is_clock(said)):
         return False
+    if _is_clock(gold) and gcd(*(int(each) for each in one)) > 1:  # ratios are given in lowest terms
+        return False
     return all(a * other[0] == b * one[0] for a, b in zip(one, other, strict=True))
 
 
 def _is_ratio(ratio: Several, number: Reading) -> bool:
     """Whether a fraction is the value of a ratio: 3/2 of 3:2, but never 50 of 50:1."""
     parts = _numbers(ratio)
-    value = number.value if isinstance(number, Quantity) and not number.unit else None
-    if len(parts) != 2 or not parts[1] or not isinstance(value, Fraction) or _is_clock(ratio):
+    value = number.value if isinstance(number, Quantity) and not number.unit else number
+    if isinstance(value, Formula) and "\\frac" in value.text and len(ratio.items) == 2 and not parts:
+        return expressions.equal(rf"\frac{{{_latex(ratio.items[0])}}}{{{_latex(ratio.items[1])}}}", str(value))
+    if len(parts) != 2 or not parts[1] or not isinstance(value, Fraction):
+        return False
+    if _is_clock(ratio) and parts != [value.numerator, value.denominator]:
         return False
     return value.denominator > 1 and value == parts[0] / parts[1]
+
+
+def _is_hour(clock: Several, number: Reading) -> bool:
+    """Whether `5 p.m.` is the time 5:00 p.m."""
+    hour, *others = clock.items
+    if not isinstance(number, Quantity) or not isinstance(hour, Quantity) or number.value != hour.value:
+        return False
+    last = others[-1]
+    return (
+        isinstance(last, Quantity) and last.value == 0 and last.unit == number.unit and last.unit.text in ("am", "pm")
+    )
 
 
 def _numbers(ratio: Several) -> list[Fraction]:

@@ -32,22 +32,33 @@ def equal(gold: str, said: str) -> bool:
     Not symmetric: a relation may be said for a set, and an equation for the value on its right side.
     """
     from math_verify import verify
+    from sympy import Eq, Ne
 
     complex_numbers = bool(_IMAGINARY.search(gold) or _IMAGINARY.search(said))
     one, other = (_parsed(_IMAGINARY.sub(" i ", text), complex_numbers) for text in (gold, said))
     if one is None or other is None:
         return False
+    if isinstance(one, Ne) and isinstance(other, Ne):  # math-verify compares these with an error
+        one, other = Eq(one.lhs, one.rhs, evaluate=False), Eq(other.lhs, other.rhs, evaluate=False)
+    if _is_equation(one) and _is_equation(other) and (found := _same_equation(one, other)) is not None:
+        return found
+    if _is_equation(one) != _is_equation(other):
+        one, other = _value(one, of_gold=True), _value(other, of_gold=False)
+        if one is None or other is None:
+            return False
     found = verify(one, other, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True)
     return bool(found) and not _differ(one, other)
 
 
 def integers(expression: Any) -> Counter[int]:
-    """How often each integer stands in an expression, without signs."""
-    from sympy import MatrixBase, Rational, preorder_traversal
+    """How often each integer stands in an expression, indices of symbols included, without signs."""
+    from sympy import MatrixBase, Rational, Symbol, preorder_traversal
 
     parts = list(expression) if isinstance(expression, MatrixBase) else [expression]
-    numbers = [each for part in parts for each in preorder_traversal(part) if isinstance(each, Rational)]
-    return Counter(abs(int(part)) for each in numbers for part in (each.p, each.q))
+    nodes = [each for part in parts for each in preorder_traversal(part)]
+    found = Counter(abs(int(part)) for each in nodes if isinstance(each, Rational) for part in (each.p, each.q))
+    found.update(int(index) for each in nodes if isinstance(each, Symbol) for index in re.findall(r"\d+", each.name))
+    return found
 
 
 def equal_to_any(relations: Sequence[str], region: str) -> bool:
@@ -66,28 +77,110 @@ def equal_to_any(relations: Sequence[str], region: str) -> bool:
     return bool(Union(*(each.as_set() for each in sets)) == other)
 
 
+def _is_equation(expression: Any) -> bool:
+    """Whether it is `a = b`, or a chain `a = b = c`."""
+    from sympy import And, Eq
+
+    return isinstance(expression, Eq) or (
+        isinstance(expression, And) and all(isinstance(each, Eq) for each in expression.args)
+    )
+
+
+def _value(expression: Any, of_gold: bool) -> Any:
+    """What an equation says to be the answer: its right side. None where it says none.
+
+    A ground truth must have one variable, or a function of it, on its left side. An answer may have a formula there,
+    but must not leave an equation to be solved, such as `2x = 12`.
+    """
+    from sympy import Abs, Derivative, Eq, Function, Limit, Symbol
+    from sympy.concrete.expr_with_limits import ExprWithLimits
+
+    if not _is_equation(expression):
+        return expression
+    chain = [expression] if isinstance(expression, Eq) else expression._unsorted_args
+    left, right = chain[0].lhs, chain[-1].rhs
+    if isinstance(left, Symbol | Function | Derivative | Limit | ExprWithLimits) and not (
+        of_gold and isinstance(left, Abs)  # it has two solutions
+    ):
+        return right
+    unknowns = left.free_symbols
+    if not unknowns:
+        return right if left == right or _zero(left - right) else None
+    return None if of_gold or (len(unknowns) == 1 and left.is_polynomial()) else right
+
+
+def _same_equation(gold: Any, said: Any) -> bool | None:
+    """Whether an equation is another one times a number, or with its sides swapped; None where it cannot be told."""
+    from sympy import Eq, Symbol, cancel
+
+    if not isinstance(gold, Eq) or not isinstance(said, Eq):
+        return None
+    one, other = (_exact(side.lhs - side.rhs) for side in (gold, said))
+    if not one.free_symbols or not other.free_symbols:
+        return bool(_zero(one) and _zero(other) and _zero(_exact(gold.rhs - said.rhs)))
+    if one.free_symbols != other.free_symbols:
+        return False
+    factor = cancel(one / other)
+    if not factor.is_number or not factor.is_finite or factor.is_zero:
+        return None
+    solved = isinstance(gold.lhs, Symbol) and gold.rhs.is_number
+    return not solved or abs(factor) == 1
+
+
+def _exact(expression: Any) -> Any:
+    from sympy import Float, Rational
+
+    return expression.xreplace({each: Rational(str(each)) for each in expression.atoms(Float)})
+
+
+def _zero(expression: Any) -> bool:
+    return bool(expression.equals(0))
+
+
 @lru_cache(maxsize=256)
 def _parsed(text: str, complex_numbers: bool) -> Any:
     _mend_percent()
-    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
     from math_verify.parser import get_last_eq
     from sympy import I
 
     # Its list of units takes variables for units (`3t`), and its symbols would lose their case (`A`, `a`).
     layout = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-    symbols = ConversionConfig(lowercase_symbols=False)
     text = normalize_latex(_DEGREES.sub(r" (\1 \\cdot \\frac{\\pi}{180})", text), layout)
     for formula in dict.fromkeys((text, get_last_eq(text))):
         try:
-            found = latex2sympy(
-                formula, is_real=not complex_numbers, normalization_config=None, conversion_config=symbols
-            )
+            found = _converted(formula, complex_numbers)
         except Exception:  # it raises any exception of antlr, sympy and its own code for text that is no formula
             continue
         if complex_numbers and hasattr(found, "free_symbols"):
             return found.subs({symbol: I for symbol in found.free_symbols if symbol.name == "i"})
         return found
     return None
+
+
+def _converted(formula: str, complex_numbers: bool) -> Any:
+    """Raises any exception for text that is no formula.
+
+    The grammar is tried in antlr's mode SLL first. It takes half the time of LL and finds the same tree, or none.
+    """
+    from antlr4.atn.PredictionMode import PredictionMode
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
+
+    converter = _Latex2Sympy(is_real=not complex_numbers, config=ConversionConfig(lowercase_symbols=False))
+    create = converter.create_parser
+
+    def in_mode(text: str) -> Any:
+        parser = create(text)
+        parser._interp.predictionMode = mode
+        return parser
+
+    converter.create_parser = in_mode
+    mode = PredictionMode.SLL
+    try:
+        return converter.parse(formula)
+    except Exception:
+        mode = PredictionMode.LL
+        return converter.parse(formula)
 
 
 @lru_cache(maxsize=1)
@@ -101,13 +194,13 @@ def _mend_percent() -> None:
 
 def _differ(one: Any, other: Any) -> bool:
     """Whether two expressions that math-verify calls equal are numbers that differ: it rounds to six decimals."""
-    from sympy import Eq, Expr, Float, Rational
+    from sympy import Eq, Expr, Float
 
     one, other = (side.rhs if isinstance(side, Eq) else side for side in (one, other))
     if one == other or not all(isinstance(side, Expr) and side.is_number for side in (one, other)):
         return False
     decimal = one.has(Float) or other.has(Float)
-    one, other = (side.xreplace({each: Rational(str(each)) for each in side.atoms(Float)}) for side in (one, other))
+    one, other = _exact(one), _exact(other)
     difference = abs((one - other).evalf(30, chop=True))
     largest = max(abs(one.evalf(30)), abs(other.evalf(30)))
     return bool(difference > (_SMALLEST_SHARE if decimal else 1e-14) * largest)

@@ -15,7 +15,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from ctpo_megatron.rewards import expressions
 from ctpo_megatron.rewards.fork_server import fork_server
-from ctpo_megatron.rewards.layout import word_set
+from ctpo_megatron.rewards.layout import plain, word_set
 from ctpo_megatron.rewards.math import score_math
 from ctpo_megatron.rewards.reading import Formula, Quantity, Reading, Wording, is_date, leaves, read
 
@@ -39,10 +39,14 @@ _NOTHING = word_set(
     ", ",
 )
 """Words for there being no answer."""
+_DECIMAL_COMMA = re.compile(
+    r"[^\d,;()\[\]{}^_]*(?<![^\W\d_])\d+(?:\.\d{3})*,\d+(?:[^\d,;(\[]*?)(?:\^(?:\d|\{\d\}|\\circ.*))?"
+)
 _SENTENCE_WORDS = 5
 _CHANGES = 4
 """Numbers of a formula that are changed to see whether they are read, of those that are not seen in what was read."""
-_PER_PROCESS = 64
+_PER_PROCESS = 128
+"""Ground truths for which another process is worth its start: each one learns the grammar again, in about a second."""
 _SHOWN = 10
 
 
@@ -57,6 +61,8 @@ def ground_truth_problem(answer: str) -> str:
         return f"holds a worked solution (GSM8K): keep what follows `####`, here {final!r}"
     if not any(character.isalnum() for character in answer) or _is_nothing(answer):
         return "is no answer"
+    if _DECIMAL_COMMA.fullmatch(plain(answer)):
+        return "can be a number with a decimal comma, or two numbers: write `3.5` or `3{,}5`, or a blank as in `3, 5`"
     reading = read(answer)
     try:
         if not score_math(f"\\boxed{{{answer}}}", answer):
@@ -129,8 +135,8 @@ def shown_words(found: Counter[str]) -> str:
 def unverifiable(prompts: Sequence[Prompt], config: RewardConfig) -> dict[int, str]:
     """The prompts that `math_verify` scores and whose ground truth it can never match: index -> reason.
 
-    Every distinct ground truth is checked once, in processes on all CPUs: 12 CPU-milliseconds for a formula; a plain
-    number is always readable. One that takes longer than `config.timeout_s` is listed, too: its rewards would be
+    Every distinct ground truth is checked once, in processes on all CPUs: 13 CPU-milliseconds for a long formula. A
+    plain number is always readable. One that takes longer than `config.timeout_s` is listed, too: its rewards would be
     timeouts.
     """
     ours = [(index, prompt.answer) for index, prompt in enumerate(prompts) if _is_ours(prompt, config)]

@@ -23,8 +23,13 @@ _CHARACTERS = str.maketrans(
         **{"\u00b2": "^{2}", "\u00b3": "^{3}", "\u221a": r"\sqrt ", "\u222a": r"\cup ", "\u2208": r"\in "},
         **{"\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\u2153": r"\frac{1}{3}"},
         **{"\u2154": r"\frac{2}{3}", "\u2205": r"\emptyset ", "\u20ac": r"\euro ", "\u00a3": r"\pounds "},
+        **{"\u00a5": r"\yen ", "\u00a2": r"\text{ cents}"},
     }
 )
+LATIN = r"A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
+FOREIGN = r"\u0400-\u065f\u066e-\u06ef\u06fa-\u1eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
+"""Letters of words that are no symbols in formulas, as Greek ones are. Digits of these scripts are among them."""
+_FOREIGN_WORDS = re.compile(rf"\\text\s*\{{[^{{}}]*\}}|(?:(?!\d)[{FOREIGN}])+(?:[ /.-]?(?:(?!\d)[{FOREIGN}])+)*")
 _TEXT = re.compile(r"\\(?:text(?:normal|up|rm)?|mathrm|mbox|hbox|operatorname)\s*(?=\{)|(?<=\{)\\rm\s+")
 _FONT = re.compile(r"\\(?:text|math)(?:bf|it|sf|tt)|\\(?:emph|bold|bm|boldsymbol|underline|boxed|fbox|mathbf)(?![a-z])")
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z%$])")
@@ -44,10 +49,13 @@ _RULES = (
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (r"[\[(]\s*\\begin\{array\}\s*\{[^{}]*\}", r"\\begin{pmatrix}"),
     (r"\\end\{array\}\s*[\])]", r"\\end{pmatrix}"),
+    (r"\\langle(?![a-z])", "("),
+    (r"\\rangle(?![a-z])", ")"),
     (r"\\lbrace(?![a-z])", r"\\{"),
     (r"\\rbrace(?![a-z])", r"\\}"),
     (r"\\leq(?:slant)?(?![a-z])", r"\\le"),
     (r"\\geq(?:slant)?(?![a-z])", r"\\ge"),
+    (r"\\varnothing(?![a-z])", r"\\emptyset"),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
     (r"\\(?:lt|gt)(?![a-z])", lambda m: " < " if m[0] == r"\lt" else " > "),
@@ -80,8 +88,10 @@ _BEFORE = re.compile(
     r"|(?:\\text\{)?\s*(?:approximately|approx\.?|about|(?i:(?:the )?(?:final )?answer\s*(?:is|:|=)))"
     r"\s*\}?(?![a-z]))\s*"
 )
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|(?<=\d)[ '](?=\d{3})|_)\d{3})+(?!\d)")
-_COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|(?<![\d.,])\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])")
+_GROUPED = re.compile(r"(?<![\d.,])(?!0)\d{1,3}(?:(?:\{,\}|(?<=\d)[ '](?=\d{3})|_)\d{3})+(?!\d)")
+_COMMAS = re.compile(r"(?<![\d.,])(?!0)(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3})(?![\d,])")
+_DECIMAL_COMMA = re.compile(r"(?<![\d.,}])(\d+)\{,\}(?=\d+(?![\d.,{]))")
+"""The braces take the blank of a list away."""
 _DECIMALS = re.compile(r"(?<=\d)\.\d{3}(?: \d{3})*(?: \d{1,3})(?!\d)")
 _OPENING, _CLOSING = "([{", ")]}"
 
@@ -101,6 +111,7 @@ def plain(answer: str) -> str:
     text = text.replace("{\\text ", "{\\rm ")
     if "\\begin" not in text:  # of a matrix, which has them between rows
         text = _DOUBLED.sub(r"\\", text)
+    text = _FOREIGN_WORDS.sub(lambda words: words[0] if words[0][0] == "\\" else rf"\text{{{words[0]}}}", text)
     for pattern, replacement in _COMPILED:
         text = pattern.sub(replacement, text)
     text = re.sub(r"\s+", " ", text).strip()
@@ -166,7 +177,8 @@ def _ends_stripped(text: str) -> str:
 
 def _joined(text: str) -> str:
     """The text with the digits of each number together."""
-    text = _GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    text = _GROUPED.sub(_ungrouped, text)
+    text = _DECIMAL_COMMA.sub(r"\1.", text)
     text = _DECIMALS.sub(lambda found: found[0].replace(" ", ""), text)
     depths = _depths(text)
 
@@ -179,6 +191,13 @@ def _joined(text: str) -> str:
         return found[0] if is_list else found[0].replace(",", "")
 
     return _COMMAS.sub(one, text).replace("{,}", ",") if "," in text and depths else text
+
+
+def _ungrouped(found: re.Match[str]) -> str:
+    mixed = re.compile(r"/(\d+)").match(found.string, found.end())
+    if mixed and re.fullmatch(r"\d+ \d+", found[0]) and int(found[0][-3:]) < int(mixed[1]):
+        return found[0]  # `3 233/250` is 3 and a proper fraction
+    return re.sub(r"\D", "", found[0])
 
 
 def _open(text: str, end: int) -> list[int]:

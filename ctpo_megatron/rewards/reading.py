@@ -9,7 +9,8 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 
-from ctpo_megatron.rewards.layout import LONGEST, enclosed, plain, split, word_set
+from ctpo_megatron.rewards.layout import FOREIGN, LATIN, LONGEST, enclosed, plain, split, word_set
+from ctpo_megatron.rewards.number_words import spoken
 from ctpo_megatron.rewards.numerals import numeral
 from ctpo_megatron.rewards.units import NONE, Unit, unit
 
@@ -82,14 +83,15 @@ class Named:
 class Several:
     """Several answers. brackets: around them; "" for a list, " " for numbers with blanks between.
 
-    ":" stands for a ratio or a time, "clock" for a time, "+" for one quantity in several units.
+    ":" stands for a ratio or a time, "clock" for a time, "+" for one quantity in several units, "R" for a quotient and
+    its remainder.
     """
 
     items: tuple[Reading, ...]
     brackets: str = ""
 
     def __str__(self) -> str:
-        between = {":": ":", "clock": ":", "+": " ", " ": " "}.get(self.brackets, ",")
+        between = {":": ":", "clock": ":", "+": " ", " ": " ", "R": " R "}.get(self.brackets, ",")
         inner = between.join(map(str, self.items))
         return f"{self.brackets[0]}{inner}{self.brackets[1]}" if len(self.brackets) == 2 else inner
 
@@ -108,6 +110,10 @@ _NAME = (
     r"(?:\\text\{[^{}=]*\}|\\?[A-Za-z]+|\|?[A-Z]{2,3}\|?|\\(?:angle|overline|vec)\s*\{?[A-Z]+\}?)"
     r"(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()]*\))?"
 )
+_PRODUCT = re.compile("[a-z]{2}|abc|xyz|pqr|rst")
+"""Letters that are variables next to each other rather than a name."""
+_LENGTH = re.compile("[A-Z]{2,3}")
+_CAPITAL = re.compile(r"(?<!\\)[A-Z]")
 _NAMED = re.compile(rf"({_NAME})\s*(?:=|\\in(?![a-z]))\s*([^=<>]+)")
 _LABELLED = re.compile(
     r"(?:\\text\{\s*([^{}:\d]+):\s*\}|\\text\{\s*([^{}:\d]+)\}\s*:|([A-Za-z]{2,}(?: [A-Za-z]+)*):)\s*(.+)"
@@ -124,18 +130,26 @@ _CHOICES = tuple(
         r"(?:\\text\{\s*)?(?i:option|choice|answer)[\s:]*\}?\s*(?:\\text\{)?\s*\(?([A-J])\)?\s*\}?()",
     )
 )
+_REMAINDER = re.compile(
+    r"([+-]?\d+)\s*(?:\\text\{\s*)?\(?\s*(?i:with (?:a )?remainder(?: of)?|remainder|rem\.?|rest[eo]?|r\.?)\s*:?\s*\}?"
+    r"\s*([+-]?\d+)\s*\)?"
+)
 _LETTERS = re.compile(r"(?:\\text\{)?([A-H]{2,8})\}?")
-_BASED = re.compile(r"(?:\(\s*(\d+)\s*\)|(\d+))\s*_\s*(?:\{\s*(?:\\text\{)?([^{}]+)\}?\s*\}|(\d))")
+_BASED = re.compile(
+    r"(?:\(\s*(\w+)\s*\)|(?:\\text\{)?(\w+?)\}?)\s*_\s*(?:\{\s*\(?\s*(?:\\text\{)?([^{}()]+)\}?\s*\)?\s*\}|(\d))"
+)
+_LARGEST_BASE = 36
 _BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _TRAILING = re.compile(
     r"(?<=[\d})!\s])((?:\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{\s*-?\d\s*\}|\d))?(?:\s*/(?=\s*\\text))?|\^\\circ|\\%|\\dollar)+"
     r"|\s[A-Za-z]{2,}(?:[ /][A-Za-z]+)*(?:\^(?:\{\d\}|\d))?)$"
 )
 _MONEY = re.compile(
-    r"([+-]?)\s*(\\dollar|\\euro|\\pounds|(?:\\text\{)?\s*(?:Rs\.?|USD|EUR)\s*\}?)\s*([+-]?)\s*(?=[\d.\\])"
+    r"([+-]?)\s*(\\dollar|\\euro|\\pounds|\\yen|(?:\\text\{)?\s*(?:Rs\.?|USD|EUR)\s*\}?)\s*([+-]?)\s*(?=[\d.\\])"
 )
 _UNIT = re.compile(
-    r"(?:\\text\{[^{}]*\}|\\(?:%|dollar|euro|pounds|cdot)(?![a-z])|\^\\circ(?:\s*[CF](?![a-z]))?|[A-Za-z\u00b5\u03bc'\"./]|\s"
+    r"(?:\\text\{[^{}]*\}|\\(?:%|dollar|euro|pounds|yen|cdot)(?![a-z])|\^\\circ(?:\s*[CF](?![a-z]))?"
+    rf"|[{LATIN}\u00b5\u03bc'\"./]|\s"
     r"|\^\s*(?:\{\s*(?:-?\d|\\text\{[a-z]*\}|[a-z]{2})\s*\}|-?\d|\\text\{[a-z]*\}|[a-z]{2})|-(?=[A-Za-z]))*"
 )
 _SET = re.compile(r"\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\||:)\s*(.+)")
@@ -178,6 +192,8 @@ def _read(text: str) -> Reading:
     return (
         _choice(text)
         or _based(text)
+        or _divided(text)
+        or _spoken(text)
         or _quantities(text)
         or _listed(text)
         or _bracketed(text)
@@ -204,8 +220,18 @@ def _based(text: str) -> Reading | None:
     found = _BASED.fullmatch(text)
     if found is None:
         return None
-    base = (found[3] or found[4]).strip().casefold()
-    return Based(found[1] or found[2], str(_BASES.index(base)) if base in _BASES else base)
+    digits, base = found[1] or found[2], (found[3] or found[4]).strip().casefold()
+    base = str(_BASES.index(base)) if base in _BASES else base
+    if digits.isdecimal():
+        return Based(digits, base)
+    with_letters = base.isdecimal() and int(base) <= _LARGEST_BASE and digits.isalnum() and digits.upper() == digits
+    digit_values = [int(digit, 36) for digit in digits] if with_letters and digits.isascii() else []
+    return Based(digits, base) if digit_values and max(digit_values) < int(base) else None
+
+
+def _divided(text: str) -> Reading | None:
+    found = _REMAINDER.fullmatch(text)
+    return Several((Quantity(Fraction(found[1])), Quantity(Fraction(found[2]))), "R") if found else None
 
 
 def _quantities(text: str) -> Reading | None:
@@ -236,8 +262,10 @@ def _leading(text: str) -> tuple[Quantity, str] | None:
     named = _UNIT.match(text, end)
     after = named.end() if named else end
     written = text[end:after]
-    if written.lstrip().startswith(("/", "\\cdot")):
+    price = money is not None and re.match(r"\s*(?:/|(?:\\text\{)?\s*per\s)", written) is not None
+    if written.lstrip().startswith(("/", "\\cdot")) and not price:
         return None
+    written = f"{money[2]} {written}" if money and price else written
     what = unit(written, blank=written.startswith(" ") or after < len(text))
     if what is None or (after < len(text) and not written):
         return None
@@ -311,8 +339,10 @@ def _named(text: str) -> Reading | None:
     if label := _LABELLED.fullmatch(text):
         return Named((label[1] or label[2] or label[3]).strip().casefold(), _read(label[4]))
     found = _NAMED.fullmatch(text)
-    if found is None or _RELATION.search(found[2]):
+    if found is None or _RELATION.search(found[2]) or _PRODUCT.fullmatch(found[1]):
         return None
+    if _LENGTH.fullmatch(found[1]) and len(_CAPITAL.findall(re.sub(r"\\text\{[^{}]*\}", "", found[2]))) > 1:
+        return None  # an equation of quantities such as `PV = nRT`
     name = re.sub(r"\\text\{\s*([^{}]*?)\s*\}", r"\1", found[1])
     return Named(name, _read(found[2]))
 
@@ -346,10 +376,18 @@ def _may_be_measured(text: str) -> bool:
     return not any(pattern.search(text) for pattern in (_TRIGONOMETRIC, _RELATION, _WORD_ALONE))
 
 
+def _spoken(text: str) -> Reading | None:
+    """A number in words, with or without what it counts."""
+    words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).casefold().split())
+    found = spoken(words.replace(" percent", r" \%"))
+    what = unit(found[1], blank=True) if found else None
+    return Quantity(found[0], what) if found and what is not None else None
+
+
 def _words(text: str) -> Reading | None:
     bare = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     said = [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS]
-    in_text = re.search(r"\\text\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}", text)
+    in_text = re.search(rf"\\text\s*\{{[^{{}}]*(?:[A-Za-z]{{2}}|[{FOREIGN}])[^{{}}]*\}}", text)
     short = (
         re.fullmatch(r"[A-Z][a-z]{2}|[A-Za-z]{2,}(?: +[A-Za-z]{2,})+", bare.strip())
         or bare.strip().lower() in _SHORT_WORDS

@@ -36,7 +36,10 @@ def score_reference(text: str, answer: str) -> float:
     """
     if not plain(answer):
         raise ValueError(f"cannot read the ground truth {answer!r}")
-    found = (last_boxed(text), _answer_line(text), _found(text))
+    box, in_text = last_boxed(text), _found(text)
+    if box is not None and in_text == _found(f"\\boxed{{{box}}}"):
+        in_text = None  # it is from the box, without its unit
+    found = (box, _answer_line(text), in_text)
     return float(any(each is not None and each.strip() and same_answer(answer, each) for each in found))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from ctpo_megatron.rewards.layout import word_set
+from ctpo_megatron.rewards.layout import FOREIGN, LATIN, word_set
 
 # Dimension: factor and names of each unit. `T` and `K` are temperatures, which have no common zero.
 _TABLE = {
@@ -22,6 +22,7 @@ _TABLE = {
     "e": "1 euro eur",
     "p": "1 pound_sterling gbp",
     "r": "1 rupee rs inr",
+    "Y": "1 yen jpy",
     "a": "1/3600 arcsecond|1/60 arcminute|1 degree deg",
     "T": "1 celsius",
     "K": "1 fahrenheit",
@@ -34,7 +35,7 @@ _TABLE = {
 }
 _SYMBOLS = {
     r"^\circ C": "celsius", r"^\circ F": "fahrenheit", r"^\circ": "degree", "'": "arcminute", '"': "arcsecond",
-    r"\dollar": "dollar", r"\euro": "euro", r"\pounds": "pound_sterling",
+    r"\dollar": "dollar", r"\euro": "euro", r"\pounds": "pound_sterling", r"\yen": "yen",
 }  # fmt: skip
 _KNOWN = {
     name: (dimension, Fraction(entry.split()[0]))
@@ -56,7 +57,7 @@ _SHORT = word_set(
     "way win won yen ant bee can bar pea pet ram am pm"
 )
 _ORDINAL = re.compile(r"\^?\s*(?:\{\s*)?(?:\\text\{)?\s*-?\s*(?:st|nd|rd|th)\s*\}?\s*\}?(?=\s|$)")
-_BARE_WORDS = re.compile(r"[A-Za-z\u00b5\u03bc][A-Za-z\u00b5\u03bc.'-]*")
+_BARE_WORDS = re.compile(rf"[{LATIN}\u00b5\u03bc][{LATIN}\u00b5\u03bc.'-]*")
 _WORDS_AT_ONCE = 4
 
 
@@ -85,6 +86,8 @@ class Unit:
         """Whether a number of one can be compared with a number of the other: they measure the same."""
         if self.dimension is not None and other.dimension is not None:
             return self.dimension == other.dimension
+        if ("^" in self.text) != ("^" in other.text):
+            return False
         return self.words <= other.words or other.words <= self.words
 
 
@@ -112,7 +115,8 @@ def unit(text: str, blank: bool = False) -> Unit | None:
     text = re.sub(r"\^\s*\{\s*(-?\d+)\s*\}", r"^\1", text)
     text = re.sub(r"\bdegrees?\s+(?=(?i:celsius|fahrenheit)\b)", " ", text)
     text = re.sub(r"degree\s+([CF])\b", lambda m: "celsius" if m[1] == "C" else "fahrenheit", text)
-    if not re.fullmatch(r"[A-Za-z\u00b5\u03bc_\s./^\d'()-]*|.*\\cdot.*", text) or re.search(r"(?<!\^)(?<!\^-)\d", text):
+    characters = rf"[{LATIN}{FOREIGN}\u00b5\u03bc_\s./^\d'()-]*|.*\\cdot.*"
+    if not re.fullmatch(characters, text) or re.search(r"(?<!\^)(?<!\^-)\d", text):
         return None
     return _unit_of(text.strip(" ."))
 

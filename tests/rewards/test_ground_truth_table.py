@@ -1,4 +1,4 @@
-"""The table of ground truths: right answers earn 1, wrong ones 0, and what cannot be scored is refused with its reason.
+"""The tables of ground truths: right answers earn 1, wrong ones 0; what cannot be scored is refused with its reason.
 
 `python -m tests.rewards.test_ground_truth_table` prints the rates of every class, and what is judged wrongly.
 """
@@ -16,9 +16,11 @@ import yaml
 from ctpo_megatron.data.prompts import _answer
 from ctpo_megatron.rewards import ground_truth_problem, score_math, score_reference
 
-TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load(
-    Path(__file__).with_name("ground_truths.yaml").read_text(encoding="utf-8")
-)
+TABLE: dict[str, list[dict[str, Any]]] = {
+    name: rows
+    for file in ("ground_truths.yaml", "ground_truths_more.yaml")
+    for name, rows in yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8")).items()
+}
 RIGHT = 0.98
 """Least share of right answers that must earn 1; of wrong ones all must earn 0."""
 
@@ -89,10 +91,13 @@ def test_only_what_is_no_answer_is_refused(name: str) -> None:
 def _print_rates() -> None:
     for score in (score_math, score_reference):
         print(f"{score.__name__:17} right        wrong        refused")
+        sums: Counter[str] = Counter()
         for name in TABLE:
             rows, found = scored_rows(name), errors(name, score)
             totals = Counter({kind: sum(len(row[kind]) for row in rows) for kind in found})
             shares = [f"{totals[kind] - len(found[kind]):3} of {totals[kind]:3}" for kind in ("right", "wrong")]
+            sums += totals
+            sums.update({f"{kind} judged wrongly": len(answers) for kind, answers in found.items()})
             refused = [row for row in TABLE[name] if bool(reading(row)[1]) != ("refused" in row)]
             print(
                 f"  {name:15} {shares[0]:12} {shares[1]:12} {len(refused)} of {len(TABLE[name])} refused wrongly or not"
@@ -100,6 +105,7 @@ def _print_rates() -> None:
             for kind, answers in found.items():
                 print(*(f"      {kind} {answer}" for answer in answers), sep="\n")
             print(*(f"      {row['gold']!r} {reading(row)[1] or 'is not refused'}" for row in refused), sep="\n")
+        print(f"  {'all':15}", dict(sums))
 
 
 if __name__ == "__main__":

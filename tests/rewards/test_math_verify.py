@@ -7,11 +7,12 @@ import sys
 
 import pytest
 from latex2sympy2_extended.antlr_parser import PSParser
+from latex2sympy2_extended.latex2sympy2 import latex2sympy
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.grader import sympy_expr_eq
 from sympy import Float, pi
 
-from ctpo_megatron.rewards import score_math
+from ctpo_megatron.rewards import expressions, score_math
 
 _REMOVE = "mended upstream: remove the way around it"
 
@@ -39,6 +40,7 @@ def test_the_grammar_for_our_antlr_lacks_a_method() -> None:
         ("1 2", "3", True),  # numbers with a blank between are added
         ("50", "50_8", True),  # a base is dropped
         ("2\\text{ kg }300\\text{ g}", "2", True),  # what follows a unit is dropped
+        ("x+y=5", "5", True),  # the right side of an equation counts without its left one
     ],
 )
 def test_it_errs_in_a_verdict(gold: str, said: str, upstream_says: bool) -> None:
@@ -53,3 +55,14 @@ def test_it_rounds_to_six_decimals() -> None:
     assert score_math("\\boxed{1.41421356}", "\\sqrt{2}") == 1
     assert score_math("\\boxed{1.4142}", "\\sqrt{2}") == 0
     assert score_math("\\boxed{\\frac{1}{2}}", "\\sin\\frac{\\pi}{6}") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["\\frac{3x^2-5}{\\sqrt{x+7}}", "3^{100}-1", "[0,1)\\cup(2,\\infty)", "5 \\mid n", "\\sin{2x}"]
+)
+def test_the_fast_mode_of_the_parser_finds_the_tree_of_the_slow_one(text: str) -> None:
+    try:
+        found = str(latex2sympy(text, is_real=True, normalization_config=None))
+    except Exception:
+        found = "None"
+    assert str(expressions.parse(text)) == found
