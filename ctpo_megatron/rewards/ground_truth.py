@@ -40,8 +40,10 @@ _NOTHING = word_set(
 )
 """Words for there being no answer."""
 _DECIMAL_COMMA = re.compile(
-    r"[^\d,;()\[\]{}^_]*(?<![^\W\d_])\d+(?:\.\d{3})*,\d+(?:[^\d,;(\[]*?)(?:\^(?:\d|\{\d\}|\\circ.*))?"
+    r"[^\d,;()\[\]{}^_]*(?<![^\W\d_])(?:0,\d{2,}|\d+(?:\.\d{3})+,\d+|\d+,\d+(?=.*?(?:[%^]|[^\W\d_])))"
+    r"(?:[^\d,;(\[]*?)(?:\^(?:\d|\{\d\}|\\circ.*))?"
 )
+"""Where a comma is hardly one between two numbers: 0,25, 1.234,56, and one quantity with a unit or a percent sign."""
 _SENTENCE_WORDS = 5
 _CHANGES = 4
 """Numbers of a formula that are changed to see whether they are read, of those that are not seen in what was read."""

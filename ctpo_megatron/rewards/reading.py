@@ -293,6 +293,9 @@ def _listed(text: str) -> Reading | None:
     items = tuple(item for part in map(_read, parts) for item in _flat(part))
     if all(isinstance(item, Quantity) for item in items):
         return _together([item for item in items if isinstance(item, Quantity)], text)
+    first, *others = items
+    if isinstance(first, Named) and isinstance(first.value, Quantity) and all(isinstance(x, Quantity) for x in others):
+        return Several((first, *(Named(first.name, other) for other in others)))  # x = 1, 5
     return Several(items)
 
 
