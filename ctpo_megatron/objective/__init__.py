@@ -31,6 +31,7 @@ from ctpo_megatron.objective.function import (
 from ctpo_megatron.objective.fused import LinearPolicyLoss, linear_policy_loss
 from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, noise_metrics, weight_mean
 from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss, supervised_loss
+from ctpo_megatron.objective.position_law import PositionLaw, fit_law, points_of_bins
 from ctpo_megatron.objective.positions import PositionStats, position_metrics, position_stats, skipped_stats
 from ctpo_megatron.objective.ratios import TokenDiagnostics, token_diagnostics
 from ctpo_megatron.objective.stats import LossStats, merge, summarize
@@ -47,12 +48,14 @@ __all__ = [
     "ObjectiveOutput",
     "PolicyLossOutput",
     "PolicyObjective",
+    "PositionLaw",
     "PositionStats",
     "TokenDiagnostics",
     "batch_advantages",
     "check_objective",
     "correct",
     "correction_metrics",
+    "fit_law",
     "function_loss",
     "group_advantages",
     "linear_policy_loss",
@@ -60,6 +63,7 @@ __all__ = [
     "merge",
     "noise_metrics",
     "objective_from_config",
+    "points_of_bins",
     "policy_loss",
     "position_metrics",
     "position_stats",

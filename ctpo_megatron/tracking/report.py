@@ -18,6 +18,7 @@ from ctpo_megatron.tracking.dump_writer import FAILURES as DUMP_FAILURES
 from ctpo_megatron.tracking.figures import write_figures
 from ctpo_megatron.tracking.learning import Indicator, learning_checks
 from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
+from ctpo_megatron.tracking.positions import read_positions
 from ctpo_megatron.tracking.run_data import RunData, Series
 from ctpo_megatron.tracking.summary import LAST, Summary, conversation_uses, evaluation_label, summarize
 from ctpo_megatron.tracking.trajectory_view import sample_views
@@ -142,6 +143,7 @@ def checks(run: RunData) -> Iterator[Indicator]:
     yield from learning_checks(run)
     yield from _mismatch(run)
     yield from _noise(run)
+    yield from _position_law(run)
     note = "nats in the first mini-batch; above 0.001 the pass for old log-probs and the training pass disagree"
     if run.setting("objective.anchor") != "behaviour":  # there the first ratio compares sampler and trainer
         yield from _largest(run, "pg_update/first_log_ratio_abs_max", "First log-ratio", 1e-3, note)
@@ -208,6 +210,17 @@ def _noise(run: RunData) -> Iterator[Indicator]:
     if (crossing := run.series("mismatch/t_star")) and longest:
         note = f"where sampler–trainer noise alone leaves the clip window; a response has up to {longest:,}"
         yield Indicator("Noise position", f"token {min(crossing.values):,.3g}", min(crossing.values) >= longest, note)
+
+
+def _position_law(run: RunData) -> Iterator[Indicator]:
+    """Of the last mini-batch of the steps of `tracking.dump_every` in the second half of the run."""
+    from ctpo_megatron.objective import PositionStats, fit_law, points_of_bins  # torch, which trackers do without
+
+    records = [*read_positions(run.directory, "last")]
+    late = [PositionStats.of_record(record) for record in records if 2 * record["step"] > records[-1]["step"]]
+    if late and (law := fit_law(points_of_bins(sum(late, PositionStats.empty())))) is not None:
+        note = f"{law.verdict}; last mini-batch, second half of the run (positions.jsonl)"
+        yield Indicator("Position law", f"t^{law.exponent:.2f}", None, note)
 
 
 def _packing(run: RunData) -> Iterator[Indicator]:

@@ -1,0 +1,90 @@
+"""How the spread of S_t grows with the position t: the sqrt(t) law of the paper (figure 1), and how well it holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctpo_megatron.objective.positions import PositionStats
+
+Floats = NDArray[np.float64]
+LONGEST = 5_000
+"""Last position of the paper's figure."""
+LEAST = 30
+"""Tokens of a bin from which on their standard deviation is used."""
+EXPONENTS = [round(0.01 * place, 2) for place in range(-100, 301)]
+"""Of the free fit."""
+HOLDS, ROUGHLY = (0.9, 0.1), (0.7, 0.2)
+"""Where the law holds, and roughly holds: least R^2, and largest distance of the free exponent from 1/2."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """Standard deviation of S_t, nats, at positions t (means over a bin), each from `count` tokens; all `[P]`."""
+
+    t: Floats
+    std: Floats
+    count: Floats
+
+
+@dataclass(frozen=True)
+class PositionLaw:
+    """std(S_t) = sigma sqrt(t), fitted with weights sqrt(count), and std(S_t) = scale t^exponent, fitted freely.
+
+    sigma, scale: nats. r2, free_r2: explained share of the weighted variance of the points; negative: worse than their
+    mean.
+    """
+
+    sigma: float
+    r2: float
+    exponent: float
+    scale: float
+    free_r2: float
+
+    @property
+    def verdict(self) -> str:
+        """Whether the law holds, in words."""
+        found = f"R2 {self.r2:.2f}; t^{self.exponent:.2f} fits with R2 {self.free_r2:.2f}"
+        for (least, most), how in ((HOLDS, "like"), (ROUGHLY, "roughly like")):
+            if self.r2 >= least and abs(self.exponent - 0.5) <= most:
+                return f"std(S_t) grows {how} sqrt(t), sigma {self.sigma:.4f} ({found})"
+        return f"std(S_t) does not grow like sqrt(t) here ({found})"
+
+
+def points_of_bins(stats: PositionStats, least: int = LEAST) -> Points:
+    """From the sums of a step: a point for each bin of positions, tokens of all signs of the advantage together."""
+    count, t, first, second = (stats.column(name).sum(0) for name in ("n_computed", "t", "S", "S2"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / (count - 1))
+        mean = t / count
+    used = (count >= max(least, 2)) & (mean <= LONGEST) & np.isfinite(std)
+    return Points(mean[used], std[used], count[used])
+
+
+def fit_law(points: Points) -> PositionLaw | None:
+    """None for fewer than three points, or without any spread.
+
+    sigma = sum(w sqrt(t) y) / sum(w t), w = sqrt(count), as in the authors' script.
+    """
+    positive = points.std > 0
+    if np.count_nonzero(positive) < 3:
+        return None
+    t, y, w = points.t, points.std, np.sqrt(points.count)
+    fits = [(_explained(y, scale * t**p, w), p, scale) for p in EXPONENTS for scale in [_scale(t**p, y, w)]]
+    free_r2, exponent, scale = max(fits)
+    sigma = _scale(np.sqrt(t), y, w)
+    return PositionLaw(sigma, _explained(y, sigma * np.sqrt(t), w), exponent, scale, free_r2)
+
+
+def _scale(shape: Floats, values: Floats, weights: Floats) -> float:
+    """The factor of `shape` with the least weighted squares."""
+    return float((weights * shape * values).sum() / (weights * shape**2).sum())
+
+
+def _explained(values: Floats, fitted: Floats, weights: Floats) -> float:
+    mean = np.average(values, weights=weights)
+    spread = float((weights * (values - mean) ** 2).sum())
+    return 1.0 - float((weights * (values - fitted) ** 2).sum()) / spread if spread else math.nan

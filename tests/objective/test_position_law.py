@@ -1,0 +1,74 @@
+"""The sqrt(t) law is found where it holds, by the authors' formulas, and its absence is said."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ctpo_megatron.objective import PolicyObjective, PositionStats, position_stats
+from ctpo_megatron.objective.position_law import Points, fit_law, points_of_bins
+
+SIGMA = 0.0387
+
+
+def walks(power: float = 0.5, trajectories: int = 2_000, longest: int = 1_200, seed: int = 0) -> list[Any]:
+    """S_t of trajectories of several lengths, whose standard deviation is SIGMA t^power."""
+    rng = np.random.default_rng(seed)
+    t = np.arange(1, longest + 1)
+    steps = np.sqrt(np.diff((SIGMA * t**power) ** 2, prepend=0.0))
+    lengths = rng.integers(longest // 4, longest + 1, trajectories)
+    return [np.cumsum(rng.normal(0, steps[:length])) for length in lengths]
+
+
+def stats(rows: list[Any]) -> PositionStats:
+    d = np.concatenate([np.diff(row, prepend=0.0) for row in rows])
+    mask = torch.ones(len(d), dtype=torch.bool)
+    ends = torch.tensor(np.cumsum([0, *map(len, rows)]))
+    zeros = torch.zeros(len(d))
+    ctpo = PolicyObjective.preset("ctpo")
+    return position_stats(torch.tensor(d, dtype=torch.float32), zeros, zeros + 1, mask, mask, ctpo, ends)
+
+
+def authors_fit(rows: list[Any], least: int = 30, width: int = 50) -> float:
+    """sigma by the formulas of the authors' script, position by position in Python."""
+    by_bin: dict[int, list[tuple[float, float, int]]] = {}
+    for t in range(1, 5_001):
+        values = [float(row[t - 1]) for row in rows if len(row) >= t]
+        if len(values) >= least:
+            mean = math.fsum(values) / len(values)
+            std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+            by_bin.setdefault((t - 1) // width, []).append((t, std, len(values)))
+    top = bottom = 0.0
+    for found in by_bin.values():
+        count = sum(n for *_, n in found)
+        t, y = (sum(each[i] * each[2] for each in found) / count for i in (0, 1))
+        top += math.sqrt(count) * math.sqrt(t) * y
+        bottom += math.sqrt(count) * t
+    return top / bottom
+
+
+def test_the_law_is_found_where_it_holds() -> None:
+    rows = walks()
+    law = fit_law(points_of_bins(stats(rows)))
+    assert law is not None
+    assert law.sigma == pytest.approx(SIGMA, rel=0.03) and law.exponent == pytest.approx(0.5, abs=0.03)
+    assert law.r2 > 0.98 and law.verdict.startswith("std(S_t) grows like sqrt(t), sigma 0.03")
+    assert law.sigma == pytest.approx(authors_fit(rows), rel=0.01)
+
+
+@pytest.mark.parametrize("power", [0.05, 1.0])
+def test_another_exponent_is_named(power: float) -> None:
+    law = fit_law(points_of_bins(stats(walks(power))))
+    assert law is not None and law.exponent == pytest.approx(power, abs=0.05)
+    assert law.free_r2 > max(law.r2, 0.95 if power == 1 else 0)
+    assert law.verdict.startswith("std(S_t) does not grow like sqrt(t) here (R2 ") and "t^" in law.verdict
+
+
+def test_nothing_is_fitted_to_nothing() -> None:
+    assert fit_law(points_of_bins(PositionStats.empty())) is None
+    assert fit_law(Points(np.arange(1.0, 9.0), np.zeros(8), np.full(8, 50.0))) is None, "all ratios are 1"
+    assert fit_law(points_of_bins(stats(walks(trajectories=4, longest=20)))) is None, "fewer than 30 tokens a bin"

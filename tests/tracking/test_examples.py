@@ -1,0 +1,80 @@
+"""The examples read the dumps of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from ctpo_megatron.data import Group, Prompt, Trajectory
+from ctpo_megatron.tracking import read_trajectories, write_trajectories
+from tests.objective.test_position_law import authors_fit
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GROUPS, SAMPLES, MINI_BATCH = 18, 4, 12
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two optimizer steps in a dump, of 12 and 4 groups; two groups were dropped, one trajectory was in no pass."""
+    folder = tmp_path_factory.mktemp("run")
+    sections = {"policy": {"mini_batch_prompts": MINI_BATCH}, "rollout": {"samples_per_prompt": SAMPLES}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(sections))
+    rng = np.random.default_rng(0)
+    groups, extra = [], {}
+    for number in range(GROUPS):
+        made = []
+        for sample in range(SAMPLES):
+            trajectory = Trajectory(f"p{number}", sample, seed=0, reward=1.0)
+            trajectory.append_context([1, 2, 3], 0)
+            for turn in (1, 2):
+                length = int(rng.integers(60, 120))
+                trajectory.append_model([4] * length, [-0.5] * length, [1] * length, turn)
+                trajectory.append_context([5, 6], turn)
+            steps = rng.normal(0, 0.04, len(trajectory)) * trajectory.tokens["response_mask"]
+            if number < 2:
+                extra[number * SAMPLES + sample] = {"dropped": True}
+            elif (number, sample) != (17, 3):
+                curve = np.cumsum(steps).astype(np.float32)
+                traces = {"log_ratio": curve, "clip_low": curve - 1, "clip_high": curve + 1}
+                extra[number * SAMPLES + sample] = traces | {"advantage": 0.5 - sample}
+            made.append(trajectory)
+        groups.append(Group(Prompt(f"p{number}", "test", (), "4", ()), made))
+    write_trajectories(folder, 7, groups, lambda ids: "x" * len(ids), extra=extra, form="parquet")
+    return folder
+
+
+def example(name: str, *arguments: object) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@pytest.mark.parametrize(("options", "trajectories"), [([], 15), (["--all"], 63)])
+def test_the_authors_files(run: Path, tmp_path: Path, options: list[str], trajectories: int) -> None:
+    example("authors_npz.py", run, tmp_path, *options)
+    (path,) = (tmp_path / "importance_weights").iterdir()
+    assert path.name == "step_0000007_rank_0000.npz"
+    found = np.load(path)
+    weights, mask, advantages = (found[name] for name in ("pg_update_is_weights", "response_mask", "advantages"))
+    assert weights.shape == mask.shape == advantages.shape == found["log_ratio"].shape
+    assert len(weights) == trajectories
+    assert (weights.dtype, mask.dtype, advantages.dtype) == (np.float32, np.int8, np.float32)
+    assert found["global_step"].tolist() == [7] and found["rank"].tolist() == [0]
+    assert not weights[mask == 0].any() and set(np.unique(advantages)) <= {0.5, -0.5, -1.5, -2.5, 0.0}
+    # As the authors' script reads them, from the ratios alone.
+    rows = [np.log(np.maximum(row[here == 1], 1e-30)) for row, here in zip(weights, mask, strict=True)]
+    dumped = read_trajectories(run / "trajectories" / "step_000007.parquet")
+    exact = [np.compress(record["response_mask"], record["log_ratio"]) for record in dumped if record.get("log_ratio")][
+        -trajectories:
+    ]
+    assert authors_fit(rows, least=10) == pytest.approx(authors_fit(exact, least=10), rel=1e-3)
+    assert authors_fit(rows, least=10) == pytest.approx(0.04, rel=0.3)
+
+
+def test_the_spread_by_position(run: Path) -> None:
+    lines = example("ratios.py", run).splitlines()
+    assert lines and all(line.startswith("step_000007: model token ") for line in lines)
