@@ -55,6 +55,17 @@ def test_every_planted_bug_still_has_its_place() -> None:
     assert len(mutations()) >= 40
 
 
+def test_every_planted_bug_is_a_program(tmp_path: Path) -> None:
+    """A name that is not there fails for another reason than the bug, or makes the code give up before it."""
+    for mutation in mutations():
+        if mutation.file.endswith(".py"):
+            text = (ROOT / mutation.file).read_text(encoding="utf-8").replace(mutation.old, mutation.new)
+            (tmp_path / f"{mutation.id}.py").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--output-format", "concise"]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_files_of_tests_have_names_of_their_own() -> None:
     """Without packages pytest imports them by name alone, and files of two folders in one process clash."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
