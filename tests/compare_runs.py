@@ -1,8 +1,8 @@
 """Compares two run directories, value by value: python -m tests.compare_runs A B [--only metrics trajectories].
 
-Compared are the deterministic metrics of every step, of supervised fine-tuning too; every field of every dumped
-trajectory and evaluation (token ids, log-probs, weight versions, rewards, text); and every tensor in a safetensors
-file, bit for bit. Exit status 0: equal. 1: the first difference in the order of time is printed. 2: nothing to compare,
+Compared are the deterministic metrics of every step, of supervised fine-tuning too; statistics by position; every field
+of every dumped trajectory and evaluation (token ids, log-probs, weight versions, rewards, text); and every tensor in a
+safetensors file, bit for bit. Exit status 0: equal. 1: the first difference in the order of time is printed. 2: nothing to compare,
 or one run lacks what the other has. Dumps need `tracking.trajectories=all`. Only files are read, of any version.
 """
 
@@ -37,7 +37,7 @@ NOT_REPEATED = (
 )
 """Prefixes of the metrics that the same run does not give again: seconds, rates, memory."""
 MEASURED_OF_A_CALL = ("wall_s", "exec_s")
-PARTS = ("sft", "trajectories", "metrics", "evaluation", "tensors")
+PARTS = ("sft", "trajectories", "metrics", "positions", "evaluation", "tensors")
 """In the order in which a step writes them."""
 NEEDED = ("trajectories", "metrics", "tensors")
 """Without one of these two runs are not called equal, unless `--only` leaves it out."""
@@ -84,6 +84,7 @@ def repeatable(record: Mapping[str, Any]) -> dict[str, Any]:
 def units(run: Path, only: Sequence[str] = PARTS) -> dict[str, Unit]:
     """What a run directory holds, by name, in the order of time."""
     found = [*_lines(run, "sft", "sft.jsonl", 0), *_lines(run, "metrics", "metrics.jsonl", 1)]
+    found += _lines(run, "positions", "positions.jsonl", 1)
     found += [*_dumps(run, "trajectories"), *_dumps(run, "evaluation"), *_tensor_files(run)]
     return {unit.name: unit for unit in sorted(found, key=lambda unit: unit.order) if unit.part in only}
 
@@ -95,7 +96,8 @@ def _lines(run: Path, part: str, file: str, phase: int) -> Iterator[Unit]:
         record = json.loads(line)
         step = record["step"]
         items = {f"metric {name}": value for name, value in sorted(repeatable(record).items())}
-        yield Unit((phase, step, PARTS.index(part), ""), part, f"{file}, step {step}", partial(dict, items))
+        of = f", mini-batch {record['mini_batch']}" if "mini_batch" in record else ""
+        yield Unit((phase, step, PARTS.index(part), of), part, f"{file}, step {step}{of}", partial(dict, items))
 
 
 def _dumps(run: Path, folder: str) -> Iterator[Unit]:

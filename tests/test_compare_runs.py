@@ -85,6 +85,8 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
     write_lines(run / "sft.jsonl", [{"step": n, "sft/loss": 2.0 / n, "sft/seconds": 0.1} for n in (1, 2)])
     metrics = [{"step": n, "reward/mean": 0.5, "actor/pg_loss": -0.25 * n, "time/step": 1.5} for n in (0, 1, 2)]
     write_lines(run / "metrics.jsonl", metrics)
+    positions = [{"step": n, "mini_batch": of, "zero": {"S": [0.5]}} for n, of in ((1, "all"), (1, "last"), (2, "all"))]
+    write_lines(run / "positions.jsonl", positions)
     for step in (1, 2):
         batch = [trajectory(prompt, sample, step - 1) for prompt in (0, 1) for sample in (0, 1)]
         write_lines(run / "trajectories" / f"step_{step:06d}.jsonl", batch)
@@ -159,6 +161,10 @@ EDITS: dict[str, tuple[Edit, str]] = {
         edited("sft.jsonl", 1, lambda record: record.update({"sft/loss": next_float(1.0)})),
         "sft.jsonl, step 2, metric sft/loss: 1.0 against 1.0000000000000002",
     ),
+    "position": (
+        edited("positions.jsonl", 1, lambda record: record.update({"zero": {"S": [next_float(0.5)]}})),
+        "positions.jsonl, step 1, mini-batch last, metric zero, S, position 0: 0.5 against 0.5000000000000001",
+    ),
     "token": (in_batch("token_ids", lambda token: token ^ 1, 2), f"{SAMPLE}, token_ids, position 2: 9 against 8"),
     "log-prob": (
         in_batch("rollout_log_probs", next_float, 1),
@@ -226,6 +232,7 @@ def test_equal_runs_say_what_was_compared(runs: tuple[Path, Path]) -> None:
             "sft: 2 steps, 2 values",
             "trajectories: 2 dumps, 8 samples, 32 tokens, 152 values",
             "metrics: 3 steps, 6 values",
+        "positions: 3 steps, 6 values",
             "evaluation: 1 dumps, 1 samples, 4 tokens, 19 values",
             "tensors: 2 files, 4 tensors, 36 bytes",
         ],
@@ -287,7 +294,9 @@ def test_lines_of_earlier_versions_are_compared_with_columns(
     assert compare(*runs, only=["trajectories"])[0] == status
 
 
-@pytest.mark.parametrize("part", ["trajectories", "evaluation", "model", "sft.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "part", ["trajectories", "evaluation", "model", "sft.jsonl", "metrics.jsonl", "positions.jsonl"]
+)
 def test_a_part_that_one_run_lacks_is_not_equal(runs: tuple[Path, Path], part: str) -> None:
     path = runs[1] / part
     shutil.rmtree(path) if path.is_dir() else path.unlink()

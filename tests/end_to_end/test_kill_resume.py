@@ -177,6 +177,7 @@ def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Pat
     assert resumed.returncode == 0, resumed.stderr[-4000:]
     assert "continuing after step 2" in resumed.stdout
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
+    assert records(run, "positions.jsonl") == records(whole, "positions.jsonl")
 
 
 # Every step scores four groups, updates twice, and saves once. Before the first: one more save, and two log lines.
@@ -203,6 +204,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert "continuing after step" in resumed.stdout
     run = folder / "runs" / name.removeprefix("run.name=")
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
+    assert records(run, "positions.jsonl") == records(whole, "positions.jsonl") != []
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
 
 
