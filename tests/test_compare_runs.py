@@ -85,7 +85,8 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
     write_lines(run / "sft.jsonl", [{"step": n, "sft/loss": 2.0 / n, "sft/seconds": 0.1} for n in (1, 2)])
     metrics = [{"step": n, "reward/mean": 0.5, "actor/pg_loss": -0.25 * n, "time/step": 1.5} for n in (0, 1, 2)]
     write_lines(run / "metrics.jsonl", metrics)
-    positions = [{"step": n, "mini_batch": of, "zero": {"S": [0.5]}} for n, of in ((1, "all"), (1, "last"), (2, "all"))]
+    lines = ((1, "all"), (1, "last"), (2, "all"))
+    positions = [{"step": step, "mini_batch": of, "zero": {"S": [0.5]}} for step, of in lines]
     write_lines(run / "positions.jsonl", positions)
     for step in (1, 2):
         batch = [trajectory(prompt, sample, step - 1) for prompt in (0, 1) for sample in (0, 1)]
