@@ -2,8 +2,9 @@
 
 Compared are the deterministic metrics of every step, of supervised fine-tuning too; statistics by position; every field
 of every dumped trajectory and evaluation (token ids, log-probs, weight versions, rewards, text); and every tensor in a
-safetensors file, bit for bit. Exit status 0: equal. 1: the first difference in the order of time is printed. 2: nothing to compare,
-or one run lacks what the other has. Dumps need `tracking.trajectories=all`. Only files are read, of any version.
+safetensors file, bit for bit. Exit status 0: equal. 1: the first difference in the order of time is printed. 2:
+nothing to compare, or one run lacks what the other has. Dumps need `tracking.trajectories=all`. Only files are read,
+of any version.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def test_equal_runs_say_what_was_compared(runs: tuple[Path, Path]) -> None:
             "sft: 2 steps, 2 values",
             "trajectories: 2 dumps, 8 samples, 32 tokens, 152 values",
             "metrics: 3 steps, 6 values",
-        "positions: 3 steps, 6 values",
+            "positions: 3 steps, 6 values",
             "evaluation: 1 dumps, 1 samples, 4 tokens, 19 values",
             "tensors: 2 files, 4 tensors, 36 bytes",
         ],

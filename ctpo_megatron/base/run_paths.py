@@ -168,6 +168,16 @@ class RunPaths:
         return discarded(self.sft_metrics)
 
     @property
+    def positions(self) -> Path:
+        """Statistics by position, one object an RL step or more."""
+        return self.root / POSITIONS
+
+    @property
+    def discarded_positions(self) -> Path:
+        """Its lines that a resume took out."""
+        return discarded(self.positions)
+
+    @property
     def stages(self) -> Path:
         """Seconds of each stage."""
         return self.root / "stages.json"
