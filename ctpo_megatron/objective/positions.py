@@ -262,6 +262,17 @@ def quantile(histogram: NDArray[np.float64], share: float) -> float:
     return histogram_value(int(np.searchsorted(total, share * total[-1])))
 
 
+def _rates_by_sign(whole: PositionStats) -> dict[str, float]:
+    """Loss tokens by the sign of their advantage, and the share of them that the bounds of this sign changed."""
+    positive, negative = (float(count) for count in whole.column("n_loss").sum(1)[:2])
+    metrics = {"pg_update/clip/pos_adv_token_count": positive, "pg_update/clip/neg_adv_token_count": negative}
+    for side, sign, tokens in (("high", 0, positive), ("low", 1, negative), ("dual", 1, negative)):
+        if tokens:
+            clipped = float(whole.column(f"clip_{side}")[sign].sum())
+            metrics[f"pg_update/clip/{side}/rate_of_{SIGNS[sign]}"] = clipped / tokens
+    return metrics
+
+
 QUANTILES = (25, 50, 75, 90, 95, 99)
 
 
@@ -277,6 +288,7 @@ def position_metrics(last: PositionStats, whole: PositionStats) -> dict[str, flo
     count, total, squared = (float(last.column(name).sum()) for name in ("n_computed", "r", "r2"))
     if squared:
         metrics["pg_update/prefix_ratio/ess"] = total**2 / (count * squared)
+    metrics |= _rates_by_sign(whole)
     *shares, trajectories = whole.shares.tolist()
     if trajectories:
         high, low, dual = (share / trajectories for share in shares)

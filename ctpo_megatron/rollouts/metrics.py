@@ -9,6 +9,8 @@ import numpy as np
 
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.tool_call import TOOL_STATUSES
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.rollouts.filters import void_turn
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -17,8 +19,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     `rollout/tool_use`, `truncated`, `max_turns` and `tool_budget` are shares of trajectories. Means per trajectory
     are `tool_calls`, `turns_mean`, `response_length_mean` and `model_tokens_mean`. A response has all tokens after
     the prompt, observations included. `tool_error_rate` is the share of calls that did not succeed. `tokens/*` and
-    the statuses of `sandbox/*` are counts, and `sandbox/calls` counts every call of every tool, malformed ones
-    included. `sandbox/wall_mean_s` is the mean time of executed calls; `sandbox/queue_s` and `sandbox/exec_s` are its
+    the statuses of `sandbox/*` are counts. `sandbox/calls` counts every call of every tool, malformed ones included.
+    `void_turn/rate` is the share of trajectories that the filter `void_turn` would mask.
+    `sandbox/wall_mean_s` is the mean time of executed calls; `sandbox/queue_s` and `sandbox/exec_s` are its
     parts, if the tool reports them. Means and rates without any call are omitted. `tool/<name>/calls` and
     `tool/<name>/success` count the executed calls of one tool.
     """
@@ -47,6 +50,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "sandbox/calls": float(len(calls)),
     }
     metrics |= {f"sandbox/{status}": float(statuses[status]) for status in TOOL_STATUSES}
+    metrics |= _by_trajectory(trajectories)
+    metrics["void_turn/rate"] = (
+        sum(bool(void_turn(t, group.prompt)) for group in groups for t in group.trajectories) / n
+    )
     if calls:
         metrics["rollout/tool_error_rate"] = 1.0 - statuses["success"] / len(calls)
     for name in sorted({call.name for call in calls if call.name}):
@@ -59,6 +66,33 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if parts:
         queued, ran = (sum(seconds) / len(parts) for seconds in zip(*parts, strict=True))
         metrics |= {"sandbox/queue_s": queued, "sandbox/exec_s": ran}
+    return metrics
+
+
+def _by_trajectory(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Tool use of each trajectory and length of each program, under the names of the authors' code."""
+    counts = [len(trajectory.tool_calls) for trajectory in trajectories]
+    successes = [sum(call.status == "success" for call in trajectory.tool_calls) for trajectory in trajectories]
+    called = [success for count, success in zip(counts, successes, strict=True) if count]
+    programs = [
+        (len(code.splitlines()), call.status == "success")
+        for trajectory in trajectories
+        for call in trajectory.tool_calls
+        if isinstance(code := call.arguments.get("code"), str)
+    ]
+    figures = {
+        "call_count": counts,
+        "success_count": successes,
+        "code_lines": [lines for lines, _ in programs],
+        "code_lines_success": [lines for lines, succeeded in programs if succeeded],
+    }
+    metrics = {"sandbox/called/rate": len(called) / len(trajectories)}
+    if called:
+        metrics["sandbox/success/among_called_rate"] = sum(map(bool, called)) / len(called)
+    for name, values in figures.items():
+        if values:
+            metrics[f"sandbox/{name}/mean"] = sum(values) / len(values)
+            metrics |= {f"sandbox/{name}/min": float(min(values)), f"sandbox/{name}/max": float(max(values))}
     return metrics
 
 

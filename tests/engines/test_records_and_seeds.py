@@ -77,12 +77,35 @@ def test_metrics() -> None:
         "sandbox/parse_error": 1.0,
         "sandbox/infrastructure_error": 0.0,
         "sandbox/wall_mean_s": pytest.approx(0.3),
+        "sandbox/called/rate": 0.5,
+        "sandbox/success/among_called_rate": 0.5,
+        "sandbox/call_count/mean": 0.75,
+        "sandbox/call_count/min": 0.0,
+        "sandbox/call_count/max": 2.0,
+        "sandbox/success_count/mean": 0.25,
+        "sandbox/success_count/min": 0.0,
+        "sandbox/success_count/max": 1.0,
+        "void_turn/rate": 0.0,
         "tool/a/calls": 1.0,
         "tool/a/success": 1.0,
         "tool/b/calls": 1.0,
         "tool/b/success": 0.0,
     }
     assert rollout_metrics([]) == {}
+
+
+def test_programs_and_void_turns_are_counted() -> None:
+    programs = [("print(1)", "success"), ("a = 1\nprint(a)\n", "success"), ("while True:\n    pass", "timeout")]
+    calls = [ToolCall(1, "a", {"code": code}, status, "", 0.1) for code, status in programs]  # type: ignore[arg-type]
+    said_nothing, answered = trajectory(1, 4, 0, "answer", []), trajectory(2, 4, 0, "answer", [])
+    answered.final_text = "so \\boxed{4}"
+    group = Group(Prompt("p", "d", (), "", (1,)), [trajectory(0, 4, 0, "answer", calls), said_nothing, answered])
+    metrics = rollout_metrics([group])
+    assert metrics["void_turn/rate"] == pytest.approx(1 / 3)
+    assert [metrics[f"sandbox/code_lines/{of}"] for of in ("mean", "min", "max")] == [pytest.approx(5 / 3), 1.0, 2.0]
+    assert [metrics[f"sandbox/code_lines_success/{of}"] for of in ("mean", "min", "max")] == [1.5, 1.0, 2.0]
+    assert metrics["sandbox/called/rate"] == pytest.approx(1 / 3)
+    assert metrics["sandbox/success/among_called_rate"] == 1.0
 
 
 def test_waiting_and_running_of_tool_calls_are_told_apart_where_the_tool_knows() -> None:

@@ -164,6 +164,18 @@ def test_the_clipped_share_of_each_trajectory_counts_once() -> None:
     assert metrics["actor/pg_clipfrac_per_trajectory"] == pytest.approx(sum(wanted[:2]) / len(each))
 
 
+def test_rates_are_also_given_for_each_sign() -> None:
+    batch, objective = a_batch(), PolicyObjective.preset("ctpo")
+    found = stats(batch, objective)
+    metrics, counts = position_metrics(found, found), reference(batch, objective)
+    up, down = (
+        sum(sum(x for x, a in zip(s.loss, s.advantage, strict=True) if k * a > 0) for s in batch) for k in (1, -1)
+    )
+    assert metrics["pg_update/clip/pos_adv_token_count"] == up and metrics["pg_update/clip/neg_adv_token_count"] == down
+    assert metrics["pg_update/clip/high/rate_of_positive"] == counts.high / up > 0
+    assert metrics["pg_update/clip/low/rate_of_negative"] == counts.low / down > 0
+
+
 def test_quantiles_are_right_to_one_bin() -> None:
     batch, objective = a_batch(3, spread=0.02), PolicyObjective.preset("ctpo")
     found = stats(batch, objective)
