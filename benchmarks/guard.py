@@ -83,6 +83,7 @@ def play(root: Path, steps: int, start: tuple[Path, Path]) -> dict[str, Any]:
             environment=environment(root),
             deadline_s=DEADLINE_S,
             memory=False,
+            directory=root,  # Ray's workers import from the driver's current directory first
         )
     measured.end_all()
     return figures(observed)

@@ -126,11 +126,13 @@ def watch(
     environment: Mapping[str, str],
     deadline_s: float,
     memory: bool = True,
+    directory: Path | None = None,
 ) -> Observed:
     """Run the command to its end. All children of this process count as its tree.
 
-    memory: also look for its peak, once a second; that costs 4 % of two cores (AMD EPYC). Raises RuntimeError with the
-    end of its log when it fails, TimeoutError after the deadline; then it is killed.
+    directory: the current one of the command; None: that of this process. memory: also look for its peak, once a
+    second; that costs 4 % of two cores (AMD EPYC). Raises RuntimeError with the end of its log when it fails,
+    TimeoutError after the deadline; then it is killed.
     """
     marks.unlink(missing_ok=True)
     root, began = psutil.Process(), time.monotonic()
@@ -139,7 +141,12 @@ def watch(
     size, looked = 0, 0.0
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}, start_new_session=True
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            cwd=directory,
+            start_new_session=True,
         )
         try:
             over = False
