@@ -111,9 +111,11 @@ def _value(expression: Any, of_gold: bool) -> Any:
 
 def _same_equation(gold: Any, said: Any) -> bool | None:
     """Whether an equation is another one times a number, or with its sides swapped; None where it cannot be told."""
-    from sympy import Eq, Symbol, cancel
+    from sympy import Eq, Expr, Symbol, cancel
 
     if not isinstance(gold, Eq) or not isinstance(said, Eq):
+        return None
+    if not all(isinstance(side, Expr) for side in (*gold.args, *said.args)):
         return None
     one, other = (_exact(side.lhs - side.rhs) for side in (gold, said))
     if not one.free_symbols or not other.free_symbols:

@@ -107,7 +107,7 @@ _AND_INSIDE = re.compile(
 _COLON = re.compile(r"\s*(?:\\colon(?![a-z])|:|(?<=\d )to(?= \d)|\\text\{\s*to\s*\})\s*")
 _CLOCK = re.compile(r"\d{1,2}:0\d(?!\d).*")
 _NAME = (
-    r"(?:\\text\{[^{}=]*\}|\\?[A-Za-z]+|\|?[A-Z]{2,3}\|?|\\(?:angle|overline|vec)\s*\{?[A-Z]+\}?)"
+    r"(?:\\text\{[^{}=]*\}|\\?[A-Za-z]+|\|?[A-Z]{2,3}\|?|\\(?:angle|overline|vec)\s*\{?[A-Z]+\}?|\([a-z](?:,\s*[a-z])+\))"
     r"(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()]*\))?"
 )
 _PRODUCT = re.compile("[a-z]{2}|abc|xyz|pqr|rst")
@@ -347,7 +347,7 @@ def _named(text: str) -> Reading | None:
     if _LENGTH.fullmatch(found[1]) and len(_CAPITAL.findall(re.sub(r"\\text\{[^{}]*\}", "", found[2]))) > 1:
         return None  # an equation of quantities such as `PV = nRT`
     name = re.sub(r"\\text\{\s*([^{}]*?)\s*\}", r"\1", found[1])
-    return Named(name, _read(found[2]))
+    return Named(name.replace(", ", ","), _read(found[2]))
 
 
 def _ratio(text: str) -> Reading | None:
