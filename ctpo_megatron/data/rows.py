@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -54,7 +55,7 @@ class RowTokens:
 
 
 @dataclass
-class RowSet:
+class RowSet(ABC):
     """The usable rows of some files, in their order; what is made of them is in a subclass.
 
     rows: number of rows of each file, read or not. keys: `row_key` of each. texts: rendered; empty where the tokens
@@ -104,13 +105,13 @@ class RowSet:
             others = f"; so it is in {_more(len(cells) - 1)}" if len(cells) > 1 else ""
             self.doubts.row(*self.places[index], column, value, reason + others)
 
+    @abstractmethod
     def name(self, index: int) -> str:
         """The id of a row."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tokens(self, index: int) -> Sequence[int]:
         """The token ids of a row."""
-        raise NotImplementedError
 
     def take(self, made: Mapping[int, RowTokens], stored: Mapping[bytes, RowTokens]) -> None:
         """Set `made`, of new rows by index and stored ones by key."""
@@ -118,9 +119,9 @@ class RowSet:
             row = made.get(index) or stored[key]
             self.made[key] = row if row.place == place else replace(row, place=place)
 
+    @abstractmethod
     def said(self, index: int) -> Sequence[ChatMessage]:
         """The messages of a row, as the chat template gets them."""
-        raise NotImplementedError
 
     def keep(self, indices: Sequence[int]) -> None:
         """Forget all other rows."""

@@ -54,13 +54,13 @@ class PositionLaw:
         return f"std(S_t) does not grow like sqrt(t) here ({found})"
 
 
-def points_of_bins(stats: PositionStats, least: int = LEAST) -> Points:
+def points_of_bins(stats: PositionStats) -> Points:
     """From the sums of a step: a point for each bin of positions, tokens of all signs of the advantage together."""
     count, t, first, second = (stats.column(name).sum(0) for name in ("n_computed", "t", "S", "S2"))
     with np.errstate(divide="ignore", invalid="ignore"):
         std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / (count - 1))
         mean = t / count
-    used = (count >= max(least, 2)) & (mean <= LONGEST) & np.isfinite(std)
+    used = (count >= LEAST) & (mean <= LONGEST) & np.isfinite(std)
     return Points(mean[used], std[used], count[used])
 
 

@@ -1,4 +1,4 @@
-"""A run that is preempted over midnight, with a chat template that writes the date, goes on bit for bit."""
+"""A run that is preempted over midnight, with a chat template that writes the date, continues bit for bit."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ SETUPS = {
         parts("def f(trajectory, prompt):\n    return 0.0\n"),
         doubt=True,
     ),
-    "a parser that nobody wrote": Broken(
+    "an unknown tool parser": Broken(
         '= "xml"', "write hermes or fenced, or package.module:Name", "rollout.tool_parser=xml"
     ),
     "a parser whose example fails": Broken(
