@@ -17,7 +17,7 @@ PROMPTS, SAMPLES, TOKENS, TRACED = 512, 8, 3_400, 256
 _CHILD = """
 import re, sys, time
 from pathlib import Path
-from ctpo_megatron.tracking import write_report
+from ctpo_megatron.report import write_report
 write_report(Path(sys.argv[1]))
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 print(peak // 1024, round(time.process_time(), 1))

@@ -29,7 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("data", "objective"),
     ("rewards", "tracking"),
-    ("environments", "policy"),
+    ("environments", "policy", "report"),
     ("engines", "verify"),
     ("rollouts",),
     ("preflight",),
@@ -57,7 +57,7 @@ SIDE_DOORS = (
     "ctpo_megatron.config.schema",
     "ctpo_megatron.engines.weights",
     "ctpo_megatron.environments",
-    "ctpo_megatron.tracking.run_data",
+    "ctpo_megatron.report.run_data",
     "ctpo_megatron.run.directory",
 )
 # Heavy packages that a package must not import anywhere, not even lazily.

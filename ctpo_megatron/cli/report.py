@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the summary, write the report, print its path."""
     if not (config := RunPaths(args.directory).config).is_file():
         raise UsageError(f"{args.directory} is not a run directory: it has no {config.name}")
-    from ctpo_megatron.tracking import print_summary, write_report
+    from ctpo_megatron.report import print_summary, write_report
 
     print_summary(args.directory)
     print(write_report(args.directory))

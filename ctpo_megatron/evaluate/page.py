@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ctpo_megatron.base.run_paths import REPORT
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.results import ScoreColumn, said
+from ctpo_megatron.report import LIGHT, drawn, write_page
 from ctpo_megatron.rollouts import Sample
-from ctpo_megatron.tracking import LIGHT, drawn, write_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,6 +16,7 @@ from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
 from ctpo_megatron.environments.tokenizer import read_tokenizer
 from ctpo_megatron.policy import TrainResult, peak_flops
+from ctpo_megatron.report import conversation_uses, first_batch_warnings, print_summary, write_report
 from ctpo_megatron.tracking import (
     DUMP_FAILURES,
     Decode,
@@ -26,16 +27,12 @@ from ctpo_megatron.tracking import (
     PhaseTimer,
     PositionsWriter,
     TrainLog,
-    conversation_uses,
     discard_dumps,
-    first_batch_warnings,
     open_trackers,
     phase_peaks,
-    print_summary,
     read_metrics,
     sft_metrics,
     throughput_metrics,
-    write_report,
     write_trajectories,
 )
 

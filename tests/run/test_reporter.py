@@ -15,10 +15,10 @@ import torch
 from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
 from ctpo_megatron.objective import PositionStats
 from ctpo_megatron.policy import Layout, StepPositions, TrainResult
+from ctpo_megatron.report.page import checks
+from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.run import Reporter, TrainerGroup
 from ctpo_megatron.tracking import read_heartbeat, read_positions, read_trajectories
-from ctpo_megatron.tracking.report import checks
-from ctpo_megatron.tracking.run_data import RunData
 from tests.tracking.synthetic_run import make_config
 
 

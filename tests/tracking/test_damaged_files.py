@@ -14,12 +14,12 @@ from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.evaluate.store import SampleStore
+from ctpo_megatron.report.run_data import RunData, engine_occupancy
+from ctpo_megatron.report.trajectory_view import sample_views
 from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish, take_over
 from ctpo_megatron.tracking import MetricsWriter, read_heartbeat, read_metrics, read_trajectories
-from ctpo_megatron.tracking.run_data import RunData, engine_occupancy
 from ctpo_megatron.tracking.timing import PhaseTimer
 from ctpo_megatron.tracking.trackers import protocol
-from ctpo_megatron.tracking.trajectory_view import sample_views
 
 LEFT = {"nothing": b"", "unwritten": b"\0" * 40, "cut": b'{"a": ', "other": b"[3]\n", "no text": b"\xff\xfe"}
 damaged = pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)

@@ -87,8 +87,8 @@ def test_a_tracker_that_never_finishes_is_ended(track, caplog):
 
 
 def test_failures_are_in_the_metrics_and_in_the_report(tmp_path, config_in):
-    from ctpo_megatron.tracking.report import checks
-    from ctpo_megatron.tracking.run_data import RunData
+    from ctpo_megatron.report.page import checks
+    from ctpo_megatron.report.run_data import RunData
 
     (tmp_path / "config.yaml").write_text("{}")
     with open_trackers(config_in(), tmp_path) as trackers, MetricsWriter(tmp_path, trackers) as writer:

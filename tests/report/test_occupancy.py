@@ -8,8 +8,8 @@ import pytest
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.engines.stats import Occupancy
-from ctpo_megatron.tracking.panels import panels
-from ctpo_megatron.tracking.run_data import RunData, engine_occupancy
+from ctpo_megatron.report.panels import panels
+from ctpo_megatron.report.run_data import RunData, engine_occupancy
 
 
 def test_what_changes_soon_is_written_once_and_an_idle_engine_at_once(

@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from ctpo_megatron.data import Trajectory, batches
+from ctpo_megatron.report import conversation_uses, print_summary, write_report
 from ctpo_megatron.run.directory import open_run_directory
-from ctpo_megatron.tracking import MetricsWriter, conversation_uses, print_summary, sft_metrics, write_report
+from ctpo_megatron.tracking import MetricsWriter, sft_metrics
 from tests.tracking.synthetic_run import make_config
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.report import first_batch_warnings
+from ctpo_megatron.report.learning import learning_checks
+from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.run.directory import open_run_directory
-from ctpo_megatron.tracking import MetricsWriter, first_batch_warnings
-from ctpo_megatron.tracking.learning import learning_checks
-from ctpo_megatron.tracking.run_data import RunData
+from ctpo_megatron.tracking import MetricsWriter
 from tests.tracking.synthetic_run import make_config
 
 DUMP = "runs/x/trajectories/step_000001.jsonl"

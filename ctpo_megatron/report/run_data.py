@@ -12,8 +12,7 @@ from typing import Any
 
 from ctpo_megatron.base.files import read_mapping, read_note
 from ctpo_megatron.base.run_paths import SFT_METRICS, RunPaths
-from ctpo_megatron.tracking.metrics import read_metrics
-from ctpo_megatron.tracking.timing import TimeSpent, read_stages
+from ctpo_megatron.tracking import TimeSpent, read_metrics, read_stages
 
 log = logging.getLogger(__name__)
 

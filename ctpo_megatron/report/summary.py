@@ -11,9 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.tracking.display_view import PHASES, duration
-from ctpo_megatron.tracking.run_data import ACCURACY, RunData, Series
-from ctpo_megatron.tracking.timing import TimeSpent
+from ctpo_megatron.report.run_data import ACCURACY, RunData, Series
+from ctpo_megatron.tracking import PHASES, TimeSpent, duration
 
 LAST = 5
 """Steps at the end of a run that are averaged, because one step's reward is too noisy."""

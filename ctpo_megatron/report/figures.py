@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.tracking.display_view import PHASES
-from ctpo_megatron.tracking.panels import LIGHT, OVERVIEW, Line, Panel, panels
-from ctpo_megatron.tracking.run_data import RunData, Series
+from ctpo_megatron.report.panels import LIGHT, OVERVIEW, Line, Panel, panels
+from ctpo_megatron.report.run_data import RunData, Series
+from ctpo_megatron.tracking import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,7 @@ from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.base.run_paths import EVALUATION, TRAJECTORIES
-from ctpo_megatron.tracking.records import Head, Record
-from ctpo_megatron.tracking.trajectories import TRACES, read_heads, records_at, trajectory_files
+from ctpo_megatron.tracking import TRACES, Head, Record, read_heads, records_at, trajectory_files
 
 log = logging.getLogger(__name__)
 

@@ -13,15 +13,13 @@ import yaml
 from ctpo_megatron.base.files import write_text
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.tracking.display_view import duration
-from ctpo_megatron.tracking.dump_writer import FAILURES as DUMP_FAILURES
-from ctpo_megatron.tracking.figures import write_figures
-from ctpo_megatron.tracking.learning import Indicator, learning_checks
-from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
-from ctpo_megatron.tracking.positions import read_positions
-from ctpo_megatron.tracking.run_data import RunData, Series
-from ctpo_megatron.tracking.summary import LAST, Summary, conversation_uses, evaluation_label, summarize
-from ctpo_megatron.tracking.trajectory_view import sample_views
+from ctpo_megatron.report.figures import write_figures
+from ctpo_megatron.report.learning import Indicator, learning_checks
+from ctpo_megatron.report.panels import RANK_PEAK, Panel, panels
+from ctpo_megatron.report.run_data import RunData, Series
+from ctpo_megatron.report.summary import LAST, Summary, conversation_uses, evaluation_label, summarize
+from ctpo_megatron.report.trajectory_view import sample_views
+from ctpo_megatron.tracking import DUMP_FAILURES, duration, read_positions
 
 _TEMPLATES = Path(__file__).parent / "templates"
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ctpo_megatron.tracking.display_view import PHASES
-from ctpo_megatron.tracking.run_data import ACCURACY, ENGINE, RunData, Series
+from ctpo_megatron.report.run_data import ACCURACY, ENGINE, RunData, Series
+from ctpo_megatron.tracking import PHASES
 
 LIGHT = {
     "ink": "#1c2024",

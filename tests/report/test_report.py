@@ -13,13 +13,14 @@ import pytest
 from rich.console import Console
 
 from ctpo_megatron.data.verdict import NoVerdict
+from ctpo_megatron.report import print_summary, summarize, write_report
+from ctpo_megatron.report.page import checks, rank_memory, tiles
+from ctpo_megatron.report.panels import panels
+from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.report.trajectory_view import sample_views
 from ctpo_megatron.rewards.protocol import COUNTS
 from ctpo_megatron.run.directory import open_run_directory
-from ctpo_megatron.tracking import MetricsWriter, print_summary, summarize, write_report, write_trajectories
-from ctpo_megatron.tracking.panels import panels
-from ctpo_megatron.tracking.report import checks, rank_memory, tiles
-from ctpo_megatron.tracking.run_data import RunData
-from ctpo_megatron.tracking.trajectory_view import sample_views
+from ctpo_megatron.tracking import MetricsWriter, write_trajectories
 from tests.tracking.synthetic_run import HOSTILE, decode, make_config, make_groups, step_metrics, write_run
 
 FIGURES = (
@@ -108,7 +109,7 @@ def test_views_of_both_formats_of_a_dump_are_the_same(tmp_path):
 
 def test_every_dump_has_its_share_of_single_tokens_and_the_page_says_what_has_none(tmp_path, monkeypatch):
     run_dir = write_run(tmp_path, steps=3)
-    monkeypatch.setattr("ctpo_megatron.tracking.trajectory_view.TOKEN_BUDGET", 4 * 200)
+    monkeypatch.setattr("ctpo_megatron.report.trajectory_view.TOKEN_BUDGET", 4 * 200)
     views = sample_views(run_dir)
     apart = {(view.source, view.step): 0 for view in views}
     for view in views:

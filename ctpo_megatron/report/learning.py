@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ctpo_megatron.tracking.run_data import RunData, Series
+from ctpo_megatron.report.run_data import RunData, Series
 
 MANY = 0.5
 """Share of the trajectories, or of the tool calls, from which a warning is given."""

@@ -1,0 +1,18 @@
+"""A made-up run with its report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron.report import write_report
+from tests.tracking.synthetic_run import HOSTILE, write_run
+
+
+@pytest.fixture(scope="session")
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run directory with its report; read only. Its model wrote markup into every answer."""
+    run_dir = write_run(tmp_path_factory.mktemp("runs"), final=f"{HOSTILE} \\boxed{{2}}.")
+    write_report(run_dir)
+    return run_dir
