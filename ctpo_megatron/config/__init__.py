@@ -5,6 +5,7 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 
 from ctpo_megatron.config.engine_cache import SHARE, CpuCache, cache_bytes, free_memory
 from ctpo_megatron.config.extension import Extension, named_extensions
+from ctpo_megatron.config.keys import known_keys, with_defaults
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import (
     ELEMENT_BYTES,
@@ -150,6 +151,7 @@ __all__ = [
     "head_chunk_rows",
     "in_flight",
     "is_replaceable",
+    "known_keys",
     "layer_activations",
     "load_config",
     "load_family",
@@ -173,5 +175,6 @@ __all__ = [
     "system_prompt_text",
     "tokenizer_problems",
     "will_be_prepared",
+    "with_defaults",
     "world_size",
 ]

@@ -58,6 +58,19 @@ def defaults(section: type[Section], given: Mapping[str, Any], base: Section | N
     return tree
 
 
+def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as config.yaml has it, with the schema's defaults where it lacks a key; unknown keys stay."""
+    return _over(defaults(Config, given), given)
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _over(merged[name], value) if both else value
+    return merged
+
+
 @cache
 def known_keys() -> tuple[Key, ...]:
     """Every leaf of the schema in the order of declaration."""
