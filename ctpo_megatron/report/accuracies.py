@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.report.groups import RunGroup
-from ctpo_megatron.report.intervals import (
+from ctpo_megatron.report.confidence import (
     Block,
     Ends,
     hierarchical_interval,
     student_interval,
     welch_interval,
 )
+from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.scored_problems import (
     Evaluations,
     Problems,
@@ -72,6 +72,15 @@ class AccuracyDifference:
     estimate: Estimate
 
     @property
+    def short_verdict(self) -> str:
+        """`above`, `below`, or that nothing can be said."""
+        if self.estimate.interval is None:
+            return "not known"
+        low, high = self.estimate.interval
+        words = UNDECIDED if low <= 0 <= high else "above" if low > 0 else "below"
+        return words if ONE_SEED not in self.estimate.notes else f"{words} (one seed)"
+
+    @property
     def verdict(self) -> str:
         """What can be said of it, in words."""
         value, interval = self.estimate.value, self.estimate.interval
@@ -81,7 +90,8 @@ class AccuracyDifference:
         if low <= 0 <= high:
             return UNDECIDED
         than = f"{self.group} is {100 * abs(value):.1f} points {'above' if value > 0 else 'below'} {self.other}"
-        return f"{than} (95 % interval {100 * low:+.1f} to {100 * high:+.1f}, over {self.estimate.over})"
+        said = f"{than} (95 % interval {100 * low:+.1f} to {100 * high:+.1f}, over {self.estimate.over})"
+        return f"{said}; {ONE_SEED}" if ONE_SEED in self.estimate.notes else said
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,11 @@ def _environments(runs: Sequence[RunData]) -> Iterator[str]:
 
 def _facts(run: RunData) -> dict[str, Any]:
     """What may make a run with the same configuration another one."""
-    known: Mapping[str, Any] = run.environment
+    known: dict[str, Any] = run.environment
     recorded = {name: known.get(name) for name in ("version", "python", "devices", "ranks")}
     commit = str(known["commit"]).replace("+changes", " with changes") if known.get("commit") else None
-    return {"commit": commit and commit[:8] + commit[40:]} | recorded | known.get("packages", {}) | _digests(run)
+    packages: dict[str, Any] = known.get("packages", {})
+    return {"commit": commit and commit[:8] + commit[40:], **recorded, **packages, **_digests(run)}
 
 
 def _digests(run: RunData) -> dict[str, str]:
