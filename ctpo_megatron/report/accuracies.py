@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -131,16 +131,22 @@ def _of_source(
     return SourceComparison(
         source,
         [_accuracy(label, source, steps[label], after[label], seeds[label]) for label in there],
-        [
-            AccuracyDifference(label, BEFORE, source, difference(after[label], before[label]))
-            for label in there
-            if before[label]
-        ],
+        [gain for label in there for gain in _gain(label, source, after[label], before[label])],
         [
             AccuracyDifference(group, other, source, difference(after[group], after[other]))
             for other, group in itertools.combinations(there, 2)
         ],
     )
+
+
+def _gain(
+    label: str, source: str, after: Mapping[str, Problems], before: Mapping[str, Problems]
+) -> Iterator[AccuracyDifference]:
+    """Over the seeds that were evaluated both times: before training, seeds differ too."""
+    common = [seed for seed in after if seed in before]
+    if common:
+        estimate = difference({seed: after[seed] for seed in common}, {seed: before[seed] for seed in common})
+        yield AccuracyDifference(label, BEFORE, source, estimate)
 
 
 def _accuracy(

@@ -76,7 +76,7 @@ def chosen_steps(group: RunGroup) -> list[PositionSums]:
         for record in read_positions(run.directory, "last"):
             by_step.setdefault(record["step"], []).append(record)
     steps = sorted(step for step, records in by_step.items() if len(records) == len(group.runs))
-    middle = [min(steps, key=lambda step: abs(2 * step - steps[-1]))] if steps else []
+    middle = sorted(steps[1:-1], key=lambda step: abs(2 * step - steps[-1]))[:1]
     chosen = sorted({*steps[:1], *middle, *steps[-1:]})
     return [_summed(f"step {step}", by_step[step]) for step in chosen]
 
@@ -96,14 +96,12 @@ def window_rates(sums: PositionSums) -> dict[str, ByPosition]:
 
     `fixed` and `widening` are the paper's two windows on S_t, `own` is what the bounds of the run's objective did.
     """
-    sides: dict[str, tuple[str, ...]] = {
-        "fixed": ("fixed_high", "fixed_low"),
-        "widening": ("widening_high", "widening_low"),
-    }
-    sides["own"] = ("clip_high", "clip_low", "clip_dual")
-    tokens = sums.stats.column("n_loss").sum(0)
-    clipped = {window: sum(sums.stats.column(name).sum(0) for name in names) for window, names in sides.items()}
-    return {window: _shares(sums, count, tokens) for window, count in clipped.items()}
+    sides = {"fixed": ("high", "low"), "widening": ("high", "low"), "clip": ("high", "low", "dual")}
+    tokens, found = sums.stats.column("n_loss").sum(0), {}
+    for window, names in sides.items():
+        clipped = sum(sums.stats.column(f"{window}_{side}").sum(0) for side in names)
+        found["own" if window == "clip" else window] = _shares(sums, clipped, tokens)
+    return found
 
 
 def clip_rates(sums: PositionSums) -> dict[str, ByPosition]:
