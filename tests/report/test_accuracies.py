@@ -19,7 +19,7 @@ from ctpo_megatron.report.accuracies import ONE_SEED, UNDECIDED, compare_accurac
 from ctpo_megatron.report.comparison_table import comparison_table, notes_of_accuracies
 from ctpo_megatron.report.groups import RunGroup, groups_of
 from ctpo_megatron.report.run_data import RunData
-from ctpo_megatron.report.scored_problems import Problems, ScoredProblem
+from ctpo_megatron.report.scored_problems import ScoredProblem, ScoredSet
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, write_trajectories
 from tests.tracking.synthetic_run import decode, make_config, make_groups
@@ -27,7 +27,7 @@ from tests.tracking.synthetic_run import decode, make_config, make_groups
 Scores = list[float | None]
 
 
-def problems(scores: Scores, answer: str = "a", first: int = 0) -> Problems:
+def problems(scores: Scores, answer: str = "a", first: int = 0) -> ScoredSet:
     return {f"p{first + number}": ScoredProblem(f"{answer}{number}", score) for number, score in enumerate(scores)}
 
 

@@ -103,6 +103,11 @@ def test_settings_separate(key: str, values: tuple[Any, Any], labels: list[str])
     assert [group.seeds for group in groups] == [["0"], ["0"]]
 
 
+def test_the_name_of_the_run_is_not_its_setting() -> None:
+    runs = [run(name, reward__function=part(judge=f"{name}")) for name in ("strict", "lenient")]
+    assert [*members(groups_of(runs))] == ["strict", "lenient"]
+
+
 def test_a_default_that_another_version_did_not_write_is_the_schemas() -> None:
     older = run("a", policy__skip_zero_advantage=True)
     del older.config["policy"]["skip_zero_advantage"], older.config["sandbox"]
