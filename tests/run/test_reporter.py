@@ -151,7 +151,7 @@ def test_the_first_batch_says_what_is_wrong_and_later_ones_do_not(
 def test_what_is_discarded_is_set_aside(report: Reporter, tmp_path: Path) -> None:
     nothing = PositionStats.empty()
     for step in (1, 2, 3):
-        positions = StepPositions(nothing, nothing, nothing)
+        positions = StepPositions(nothing, nothing, nothing, nothing)
         report.log_step(step, batch(step / 4), TrainResult({}, {}, positions, dumped=step != 2))
     assert [record["step"] for record in read_positions(tmp_path)] == [1, 2, 3]
     assert [record["step"] for record in read_positions(tmp_path, "last")] == [1, 3]
