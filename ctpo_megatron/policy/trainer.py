@@ -217,6 +217,7 @@ class Trainer:
         """How far each trajectory of a mini-batch was from the anchor in the latest pass over it, usually its update's.
 
         Index in the batch -> `advantage`, and `log_ratio`, `clip_low`, `clip_high`, arrays `[T]` in nats; on rank zero.
+        `prefix_log_ratio`, S_t, as well where `log_ratio` is another.
         """
         every = [*mini_batch.micro_batches, *mini_batch.skipped_micro_batches]
         micro_batches = every if self.layout.reports else []

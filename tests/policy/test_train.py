@@ -201,6 +201,18 @@ def test_diagnostics_are_those_of_the_update_itself(model: Path, layout: Layout)
     assert max(ratios[:8]) == 0 and max(ratios[8:]) > 1e-3
 
 
+def test_the_cumulative_ratio_is_dumped_whatever_the_objective(model: Path, layout: Layout) -> None:
+    run = Run(model, layout, ObjectiveConfig(preset="grpo"), 8)
+    for fields in run.train().diagnostics.values():
+        assert np.allclose(
+            fields["prefix_log_ratio"], np.cumsum(fields["log_ratio"]) * (fields["log_ratio"] != 0), atol=1e-5
+        )
+    assert all(
+        "prefix_log_ratio" not in fields
+        for fields in Run(model, layout, ObjectiveConfig(), 8).train().diagnostics.values()
+    )
+
+
 @pytest.mark.parametrize(("every", "dumped"), [(1, [1, 2, 3, 4, 5]), (2, [1, 2, 4, 5]), (9, [1, 5])])
 def test_the_steps_that_are_dumped(every: int, dumped: list[int]) -> None:
     objective, policy, rollout = ObjectiveConfig(), PolicyConfig(), RolloutConfig()
