@@ -30,7 +30,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("data", "objective"),
     ("rewards", "tracking"),
     ("environments", "policy", "report"),
-    ("engines", "verify"),
+    ("engines", "theory", "verify"),
     ("rollouts",),
     ("preflight",),
     ("evaluate", "run"),

@@ -74,6 +74,7 @@ CONFIGURATION = {"pydantic", "omegaconf", "rich", "yaml"}
         (["train", "--help"], HEAVY),
         (["report", "--help"], HEAVY),
         (["verify", "--help"], HEAVY),
+        (["theory", "--help"], HEAVY),
         (["export", "--help"], HEAVY),
         (["doctor", "--help"], HEAVY),
     ],

@@ -19,6 +19,7 @@ VERBS = {
     "trajectories": "the trajectories of a run as JSON lines",
     "doctor": "what is installed, what is missing",
     "verify": "compare parallel layouts with a float64 oracle",
+    "theory": "the theory of CTPO by enumeration and simulation",
     "export": "write a checkpoint in Hugging Face format, or check one",
     "sandbox": "the code execution service",
 }

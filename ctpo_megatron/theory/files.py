@@ -1,0 +1,23 @@
+"""Writes a study: its tables at full precision as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ctpo_megatron.base.files import write_json
+from ctpo_megatron.theory.study import Study
+
+TABLES = "theory.json"
+
+
+def write_study(found: Study, folder: Path) -> list[Path]:
+    """Write theory.json into an existing folder, replacing an earlier one; returns what was written. Raises OSError."""
+    return [write_json(folder / TABLES, content(found))]
+
+
+def content(found: Study) -> dict[str, Any]:
+    """Plain JSON: `settings`; `tables`, name -> title, says, columns and rows; the curves are one of them."""
+    tables = {table.name: asdict(table) for table in (*found.tables, found.curves)}
+    return {"settings": asdict(found.settings), "tables": tables}
