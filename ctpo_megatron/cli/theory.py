@@ -11,7 +11,7 @@ from ctpo_megatron.cli.errors import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.description = "Show the theory of CTPO by enumeration and simulation. docs/theory.md explains every table."
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write theory.json there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write theory.json and figures (PNG, SVG, PDF) there")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of trees and simulations (%(default)s)")
     parser.add_argument("--vocabulary", type=int, default=3, metavar="V", help="tokens of the tree (%(default)s)")
     parser.add_argument("--horizon", type=int, default=4, metavar="H", help="length of its sequences (%(default)s)")

@@ -6,6 +6,8 @@ worse. `groups_of` runs are compared by `compare_accuracies`, `comparison_table`
 """
 
 from ctpo_megatron.report.accuracies import SourceComparison, compare_accuracies
+from ctpo_megatron.report.axes import Axis
+from ctpo_megatron.report.charts import Chart, Curve, curves, points, save_charts
 from ctpo_megatron.report.comparison_table import comparison_table, notes_of_accuracies
 from ctpo_megatron.report.decline import Decline, decline_of
 from ctpo_megatron.report.figures import drawn
@@ -22,6 +24,9 @@ from ctpo_megatron.report.summary import Summary, conversation_uses, print_summa
 __all__ = [
     "FALLEN",
     "LIGHT",
+    "Axis",
+    "Chart",
+    "Curve",
     "Decline",
     "RunData",
     "RunGroup",
@@ -30,6 +35,7 @@ __all__ = [
     "compare_accuracies",
     "comparison_table",
     "conversation_uses",
+    "curves",
     "decline_of",
     "drawn",
     "first_batch_warnings",
@@ -37,8 +43,10 @@ __all__ = [
     "notes_of",
     "notes_of_accuracies",
     "paper_figures",
+    "points",
     "position_charts",
     "print_summary",
+    "save_charts",
     "summarize",
     "write_page",
     "write_report",

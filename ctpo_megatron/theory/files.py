@@ -1,4 +1,4 @@
-"""Writes a study: its tables at full precision as JSON."""
+"""Writes a study: its tables at full precision as JSON, and its figures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from typing import Any
 from ctpo_megatron.base.files import write_json
 from ctpo_megatron.theory.study import Study
 
-TABLES = "theory.json"
+TABLES, FIGURES = "theory.json", "figures"
 
 
 def write_study(found: Study, folder: Path) -> list[Path]:
-    """Write theory.json into an existing folder, replacing an earlier one; returns what was written. Raises OSError."""
-    return [write_json(folder / TABLES, content(found))]
+    """Write theory.json and the figures into an existing folder, replacing earlier ones; returns what was written.
+
+    Raises OSError.
+    """
+    from ctpo_megatron.report import save_charts
+    from ctpo_megatron.theory.figures import charts
+
+    return [write_json(folder / TABLES, content(found)), *save_charts(charts(found), folder / FIGURES)]
 
 
 def content(found: Study) -> dict[str, Any]:

@@ -32,6 +32,10 @@ def test_tables_have_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert rates["fixed", "no drift", "1,000"] == "0.1899" and rates["fixed", "drift", "100"] == "0.0275"
     said = json.loads((tmp_path / "new" / "folder" / "theory.json").read_text())
     assert said["settings"]["samples"] == 200
+    figures = sorted(path.name for path in (tmp_path / "new" / "folder" / "figures").iterdir())
+    names = ("bias", "clip_rate_fixed", "clip_rate_widening", "outcome_bias_by_position", "variance")
+    assert figures == [f"{name}.{form}" for name in names for form in ("pdf", "png", "svg")]
+    assert all(f"{tmp_path / 'new' / 'folder' / 'figures' / name}\n" in out for name in figures)
     assert all(table["title"] in out for table in said["tables"].values())
     expected = study(StudySettings(samples=200))
     for table in expected.tables:
