@@ -106,9 +106,7 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
     return values
 
 
-def _sft_of_another_run(
-    values: DictConfig, layers: Sequence[Layer], problems: list[Problem]
-) -> dict[str, Any] | None:
+def _sft_of_another_run(values: DictConfig, layers: Sequence[Layer], problems: list[Problem]) -> dict[str, Any] | None:
     """The section `sft` of the run that `sft.from` names, for the keys that are not given; None: there is none.
 
     That it cannot be read is a problem here only where it would give what is required.

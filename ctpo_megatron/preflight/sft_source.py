@@ -58,7 +58,7 @@ def _other_sft(context: RunContext, sft: SftConfig, record: SftRecord, run: Path
     """Keys of `sft`, which have no effect here: they must be what the other run did, as the configuration is kept."""
     ours, theirs = dict(flattened(sft_settings(sft))), dict(flattened(record.sft))
     for key in ours:
-        was = theirs.get(key)
+        was = theirs.get(key, ())
         if ours[key] != was and not (key == "data" and _same_files(context, record, ours[key], was)):
             message = f"has no effect, and the SFT of {run} (sft.from) was done with {was!r}"
             yield Problem(f"sft.{key}", message, "give that, or no value, which takes that", ours[key])
@@ -97,7 +97,7 @@ def _rendered_otherwise(context: RunContext, record: SftRecord, run: Path) -> It
 
 
 def _other_model(context: RunContext, record: SftRecord, run: Path) -> Iterator[Problem]:
-    """Tensors, settings of config.json or a tokenizer that are not those of `model.path`."""
+    """Tensors, settings of config.json or a tokenizer that `model.path` does not have."""
     config, spec = context.config, context.spec
     path, taught = Path(config.model.path), RunPaths(run).sft_model
     if not (path / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""What a sweep records of its runs (`sweep.json`), and whether the runs that are there are those of this sweep."""
+"""What a sweep records of its runs (`sweep.json`), and whether the runs that are there belong to it."""
 
 from __future__ import annotations
 
