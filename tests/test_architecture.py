@@ -34,7 +34,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("rollouts",),
     ("preflight",),
     ("evaluate", "run"),
-    ("sft", "export"),
+    ("sft", "export", "sweep"),
     ("train",),
     ("cli",),
 )
@@ -104,6 +104,7 @@ WHOLE_CONFIG = (
     "evaluate",
     "preflight",
     "run",
+    "sweep",
     "train.py",
     "engines",  # the actors get it as a whole
     "environments/prompts.py",  # rows, rendering, parser and rewards decide which prompts there are

@@ -12,6 +12,7 @@ from ctpo_megatron.cli.errors import flush_output, report_error
 
 VERBS = {
     "train": "train from a configuration file",
+    "sweep": "train with every configuration of a grid",
     "eval": "evaluate a model on held-out prompts",
     "data": "make prompt files from a collection of problems",
     "launch": "submit a job to a cluster",
@@ -26,7 +27,7 @@ VERBS = {
 """Verb -> its line in `ctpo --help`. `add_arguments` of the module of that name declares arguments and sets `run`."""
 
 
-_OVERRIDABLE = ("train", "eval", "launch")
+_OVERRIDABLE = ("train", "sweep", "eval", "launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
