@@ -18,7 +18,7 @@ from ctpo_megatron.report.learning import Indicator, learning_checks
 from ctpo_megatron.report.panels import RANK_PEAK, Panel, panels
 from ctpo_megatron.report.run_data import RunData, Series
 from ctpo_megatron.report.summary import LAST, Summary, conversation_uses, evaluation_label, summarize
-from ctpo_megatron.report.trajectory_view import sample_views
+from ctpo_megatron.report.trajectories import ratio_spec, sample_of_run
 from ctpo_megatron.tracking import DUMP_FAILURES, duration, read_positions
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -45,6 +45,7 @@ def write_report(run_dir: Path) -> Path:
     summary = summarize(run)
     shown = panels(run)
     figures = {name: Markup(source) for name, source in write_figures(run).items()}
+    sample = sample_of_run(run.directory, run.config.get("objective"))
     return write_page(
         RunPaths(run.directory).report,
         "report.html.jinja",
@@ -58,7 +59,9 @@ def write_report(run_dir: Path) -> Path:
         rank_memory=rank_memory(run),
         facts=list(facts(run)),
         config=yaml.safe_dump(redacted(run.config), sort_keys=False),
-        views=sample_views(run.directory),
+        run_name=run.directory,
+        sample=sample,
+        ratio_spec=ratio_spec(sample.quantity),
     )
 
 
