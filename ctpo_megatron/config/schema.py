@@ -361,7 +361,8 @@ class TrackingConfig(Section):
     dump_every: PositiveInt = Field(
         default=10,
         description="N: every N steps, and at the first and the last, dumps have the ratios of all mini-batches, "
-        "else of the last. Then positions.jsonl has lines for the first and the last, too",
+        "else of the last. Then positions.jsonl has lines for the first and the last, too, and a pass without gradient "
+        "gives the ratios of their trajectories of advantage 0",
     )
     report: bool = Field(default=True, description="write report.html and figures at the end")
     peak_flops: PositiveFloat | None = Field(

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ctpo_megatron.objective.positions import PositionStats
+from ctpo_megatron.objective.positions import LAST_POSITIONS, PositionStats
 
 Floats = NDArray[np.float64]
 LONGEST = 5_000
 """Last position of the paper's figure."""
-LEAST = 30
-"""Tokens of a bin from which on their standard deviation is used."""
+LEAST, LEAST_AT_ONE = 30, 10
+"""Tokens of a bin, and trajectories at a position of it, from which on their standard deviation is used: the tokens of
+one trajectory are no sample."""
 EXPONENTS = [round(0.01 * place, 2) for place in range(-100, 301)]
 """Of the free fit."""
 HOLDS, ROUGHLY = (0.9, 0.1), (0.7, 0.2)
@@ -23,16 +24,25 @@ HOLDS, ROUGHLY = (0.9, 0.1), (0.7, 0.2)
 
 @dataclass(frozen=True)
 class Points:
-    """Standard deviation of S_t, nats, at positions t (means over a bin), each from `count` tokens; all `[P]`."""
+    """Standard deviation of S_t, nats, at positions t (means over a bin), all `[P]`.
+
+    Each is from `count` tokens at `width` positions.
+    """
 
     t: Floats
     std: Floats
     count: Floats
+    width: Floats
+
+    @property
+    def weight(self) -> Floats:
+        """Of a point in a fit: the authors' script has sqrt(trajectories) for each position."""
+        return np.sqrt(self.width * self.count)
 
 
 @dataclass(frozen=True)
 class PositionLaw:
-    """std(S_t) = sigma sqrt(t), fitted with weights sqrt(count), and std(S_t) = scale t^exponent, fitted freely.
+    """std(S_t) = sigma sqrt(t), fitted with `Points.weight`, and std(S_t) = scale t^exponent, fitted freely.
 
     sigma, scale: nats. r2, free_r2: explained share of the weighted variance of the points; negative: worse than their
     mean.
@@ -60,19 +70,20 @@ def points_of_bins(stats: PositionStats) -> Points:
     with np.errstate(divide="ignore", invalid="ignore"):
         std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / (count - 1))
         mean = t / count
-    used = (count >= LEAST) & (mean <= LONGEST) & np.isfinite(std)
-    return Points(mean[used], std[used], count[used])
+    width = np.diff((0, *LAST_POSITIONS)).astype(np.float64)
+    used = (count >= np.maximum(LEAST, LEAST_AT_ONE * width)) & (mean <= LONGEST) & np.isfinite(std)
+    return Points(mean[used], std[used], count[used], width[used])
 
 
 def fit_law(points: Points) -> PositionLaw | None:
     """None for fewer than three points, or without any spread.
 
-    sigma = sum(w sqrt(t) y) / sum(w t), w = sqrt(count), as in the authors' script.
+    sigma = sum(w sqrt(t) y) / sum(w t), as in the authors' script (plot_pg_ratio_position_density.py).
     """
     positive = points.std > 0
     if np.count_nonzero(positive) < 3:
         return None
-    t, y, w = points.t, points.std, np.sqrt(points.count)
+    t, y, w = points.t, points.std, points.weight
     fits = [(_explained(y, scale * t**p, w), p, scale) for p in EXPONENTS for scale in [_scale(t**p, y, w)]]
     free_r2, exponent, scale = max(fits)
     sigma = _scale(np.sqrt(t), y, w)

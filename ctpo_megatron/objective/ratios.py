@@ -198,11 +198,15 @@ def _detached(log_ratio: Tensor, advantages: Tensor, objective: PolicyObjective,
 
 @dataclass(frozen=True)
 class TokenDiagnostics:
-    """log_ratio, low, high: log r_t and its bounds (nats), each shaped like log_probs, 0 where response_mask is 0."""
+    """log r_t of the objective, its bounds, and S_t whatever the objective's ratio is; nats.
+
+    Each is shaped like log_probs, 0 where response_mask is 0.
+    """
 
     log_ratio: Tensor
     low: Tensor
     high: Tensor
+    prefix: Tensor
 
 
 @torch.no_grad()
@@ -226,5 +230,5 @@ def token_diagnostics(
     low, high, _ = window(ratios.position, current.dtype, objective)
     if objective.clip_mode != "log_power":
         low, high = low.clamp(min=0).log(), high.log()
-    fields = (torch.where(model, value, 0.0).reshape(layout.shape) for value in (ratios.log_ratio, low, high))
-    return TokenDiagnostics(*fields)
+    values = (ratios.log_ratio, low, high, prefix_sum(ratios.d, layout).float())
+    return TokenDiagnostics(*(torch.where(model, value, 0.0).reshape(layout.shape) for value in values))

@@ -6,8 +6,8 @@ All sizes go to every rank, tokens only to the ranks that train on them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +59,8 @@ class Workload:
 class MiniBatch:
     """The data of one optimizer step: this rank's micro-batches, denominators over all ranks, and its size.
 
-    skipped: the trajectories of advantage 0 that no pass runs over, with their tokens on rank zero only.
+    skipped: the trajectories of advantage 0 that the update leaves out, with their tokens on rank zero only.
+    skipped_micro_batches: this rank's share of them, where a pass without gradient runs over them.
     `apply_correction` changes loss masks and denominators together.
     """
 
@@ -67,6 +68,7 @@ class MiniBatch:
     denominators: Denominators
     work: Workload
     skipped: list[TokenSequence]
+    skipped_micro_batches: list[PackedBatch] = field(default_factory=list)
 
 
 def all_micro_batches(mini_batches: Iterable[MiniBatch]) -> list[PackedBatch]:
@@ -153,18 +155,20 @@ def make_mini_batches(
     spec: ModelSpec,
     padded_attention: bool,
     skip_zero_advantage: bool = False,
+    pack_skipped: bool = False,
 ) -> list[MiniBatch]:
     """Consecutive runs of `size` sequences, one per optimizer step, each distributed over data-parallel ranks.
 
     sequences, advantages: from `share_sizes`. Rank zero sends the tokens to the ranks that train on them. Shares are
     balanced by model FLOPs. A sequence whose advantage is None takes no part: it is in no micro-batch and in no
     denominator. skip_zero_advantage: those whose advantage is 0 are in the denominators but in no micro-batch. A rank
-    without any sequence runs one masked sequence.
+    without any sequence runs one masked sequence. pack_skipped: `skipped_micro_batches` of the first and the last step.
     padded_attention: attention pads within length classes (the local layer spec), which counts as computed tokens.
     Raises ValueError when an optimizer step has fewer sequences than there are data-parallel ranks. Collective.
     """
     rules = packing_rules(config)
-    result = []
+    result: list[MiniBatch] = []
+    last = (len(sequences) - 1) // size * size
     for start in range(0, len(sequences), size):
         began = time.perf_counter()
         chunk, values = sequences[start : start + size], advantages[start : start + size]
@@ -175,11 +179,8 @@ def make_mini_batches(
         taking_part = {i: value for i, value in enumerate(values) if value is not None}
         trained = [i for i, value in taking_part.items() if not (skip_zero_advantage and value == 0)]
         # Every rank computes all shares: they follow from the sizes alone, so no communication is needed.
-        parts = split_evenly([chunk[i] for i in trained], layout.dp_size, [flops[i] for i in trained])
-        shares = [[trained[i] for i in part] for part in parts]
-        own = share_tokens(chunk, shares, layout)
-        at_least = _equal_count(chunk, shares, rules) if layout.ep_size > 1 else 1
-        packed = pack(own, [taking_part[i] for i in shares[layout.dp_rank]], rules, at_least=at_least)
+        shares = _shares(trained, chunk, flops, layout)
+        packed = _packed(chunk, shares, taking_part, rules, layout)
         denominators = Denominators.of_counts(chunk[i].loss_tokens for i in taking_part)
         micro_batches = [micro.to(layout.device) for micro in packed]
         loads = [sum(flops[i] for i in share) for share in shares]
@@ -192,9 +193,33 @@ def make_mini_batches(
             computed_tokens=sum(padded_tokens(m.cu_seqlens) if padded_attention else m.num_tokens for m in packed),
             packing_s=time.perf_counter() - began,
         )
-        skipped = [chunk[i] for i in sorted(taking_part.keys() - set(trained))]
-        result.append(MiniBatch(micro_batches, denominators, work, skipped))
+        skipped = sorted(taking_part.keys() - set(trained))
+        result.append(MiniBatch(micro_batches, denominators, work, [chunk[i] for i in skipped]))
+        if skipped and pack_skipped and start in (0, last):
+            passed = _packed(chunk, _shares(skipped, chunk, flops, layout), taking_part, rules, layout)
+            result[-1].skipped_micro_batches = [micro.to(layout.device) for micro in passed]
     return result
+
+
+def _shares(
+    members: Sequence[int], chunk: Sequence[TokenSequence], flops: Sequence[float], layout: Layout
+) -> list[list[int]]:
+    """The members of `chunk` that each data-parallel rank takes."""
+    parts = split_evenly([chunk[i] for i in members], layout.dp_size, [flops[i] for i in members])
+    return [[members[i] for i in part] for part in parts]
+
+
+def _packed(
+    chunk: Sequence[TokenSequence],
+    shares: Sequence[Sequence[int]],
+    advantages: Mapping[int, float],
+    rules: PackingRules,
+    layout: Layout,
+) -> list[PackedBatch]:
+    """This rank's share in micro-batches, on the host; collective."""
+    own = share_tokens(chunk, shares, layout)
+    at_least = _equal_count(chunk, shares, rules) if layout.ep_size > 1 else 1
+    return pack(own, [advantages[i] for i in shares[layout.dp_rank]], rules, at_least=at_least)
 
 
 def packing_rules(config: PolicyConfig) -> PackingRules:

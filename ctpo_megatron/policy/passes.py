@@ -98,7 +98,11 @@ class Passes:
 
     def fill_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
         """Store the log-probs and entropies of the current weights in every micro-batch."""
-        micro_batches = all_micro_batches(mini_batches)
+        self.score(all_micro_batches(mini_batches), old=True)
+
+    def score(self, micro_batches: Sequence[PackedBatch], *, old: bool = False) -> None:
+        """Store the log-probs of the current weights, without gradient. old: they are the old log-probs, too, and
+        entropies are stored."""
         zero = torch.zeros((), device=self._layout.device)
 
         def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
@@ -108,7 +112,7 @@ class Passes:
         with self.memory.in_use(), torch.no_grad():
             kept = run_schedule(self._model, micro_batches, score, temperature=self._temperature, forward_only=True)
         for micro in micro_batches:
-            micro.on_policy = True
+            micro.on_policy = old
         keep_log_probs(micro_batches, kept)
 
     def accumulate(

@@ -105,16 +105,16 @@ def _diagnostics_of(micro: PackedBatch, objective: PolicyObjective, anchor: Anch
         raise ValueError("token diagnostics need an update first")
     curves = token_diagnostics(micro.log_probs, reference, micro.response_mask, objective, cu_seqlens=micro.cu_seqlens)
     # One copy to the host for all trajectories, because each copy waits for the device.
-    columns = torch.stack([curves.log_ratio, curves.low, curves.high]).cpu().numpy()
+    columns = torch.stack([curves.log_ratio, curves.low, curves.high, curves.prefix]).cpu().numpy()
     diagnostics: Diagnostics = {}
     for index, tokens in micro.places():
-        log_ratio, low, high = columns[:, tokens]
+        log_ratio, low, high, prefix = columns[:, tokens]
         diagnostics[index] = {
             "advantage": float(micro.on_host.advantages[tokens.start]),
             "log_ratio": log_ratio,
             "clip_low": low,
             "clip_high": high,
-        }
+        } | ({} if objective.ratio_mode == "cumprod" else {"prefix_log_ratio": prefix})
     return diagnostics
 
 

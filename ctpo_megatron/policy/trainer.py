@@ -86,6 +86,8 @@ class Trainer:
         settings, steps = rl.settings, self._steps
         equal_weights = batch.is_of(self.version)
         old_log_probs = OldLogProbs(settings.objective, self._passes, self.layout, equal_weights=equal_weights)
+        # Every batch raises the version by one, so that this is the step, also in a resumed run.
+        dumped = settings.is_dumped(self.version)
         with rl.phases.phase("old_log_probs"):
             advantages = batch_advantages([group.rewards for group in batch.trained], rl.advantage)
             mini_batches = self.distribute(
@@ -94,11 +96,16 @@ class Trainer:
                 settings.mini_batch_size,
                 version=self.version,
                 skip_zero_advantage=settings.skip_zero_advantage,
+                pack_skipped=dumped,
             )
             metrics = old_log_probs.before_updates(mini_batches)
+            if skipped := [micro for mini_batch in mini_batches for micro in mini_batch.skipped_micro_batches]:
+                self._passes.score(skipped, old=True)
         with rl.phases.phase("update"):
             updates: list[Update] = []
             for mini_batch in mini_batches:
+                if updates and mini_batch.skipped_micro_batches:  # before the first update they are the old log-probs
+                    self._passes.score(mini_batch.skipped_micro_batches)
                 gradient = steps.gradient(mini_batch, rl.loss)
                 if not updates:
                     # Now all old log-probs are known and no weight has changed, so a bad batch can still be refused.
@@ -109,8 +116,7 @@ class Trainer:
             steps.skip(settings.updates_per_batch - len(updates))
             metrics |= summarize_updates(updates)
         with rl.phases.phase("token_diagnostics"):
-            # Every batch raises the version by one, so that this is the step, also in a resumed run.
-            dumped, anchor = settings.is_dumped(self.version), settings.objective.anchor
+            anchor = settings.objective.anchor
             applied = [mini for mini, update in zip(mini_batches, updates, strict=True) if not update.bad]
             positions = gather_positions(applied, rl.ratio, anchor, self.layout)
             metrics |= positions.metrics() if positions else {}
@@ -149,6 +155,7 @@ class Trainer:
         *,
         version: int | None = None,
         skip_zero_advantage: bool = False,
+        pack_skipped: bool = False,
     ) -> list[MiniBatch]:
         """Optimizer steps of `size` trajectories each, in order, from the trajectories of rank zero.
 
@@ -171,6 +178,7 @@ class Trainer:
             spec=self.spec,
             padded_attention=resolve_layer_spec(self.config) == "local",
             skip_zero_advantage=skip_zero_advantage,
+            pack_skipped=pack_skipped,
         )
 
     def compute_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
@@ -209,8 +217,10 @@ class Trainer:
         """How far each trajectory of a mini-batch was from the anchor in the latest pass over it, usually its update's.
 
         Index in the batch -> `advantage`, and `log_ratio`, `clip_low`, `clip_high`, arrays `[T]` in nats; on rank zero.
+        `prefix_log_ratio`, S_t, as well where `log_ratio` is another.
         """
-        micro_batches = mini_batch.micro_batches if self.layout.reports else []
+        every = [*mini_batch.micro_batches, *mini_batch.skipped_micro_batches]
+        micro_batches = every if self.layout.reports else []
         return gather_diagnostics(micro_batches, objective, anchor)
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:

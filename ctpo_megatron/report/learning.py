@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ctpo_megatron.report.best import best_step
+from ctpo_megatron.report.decline import decline_of
 from ctpo_megatron.report.run_data import RunData, Series
 
 MANY = 0.5
 """Share of the trajectories, or of the tool calls, from which a warning is given."""
+
+FALLEN = "Likely: policy.optimizer.lr is too high. An earlier checkpoint may be better (checkpoint.keep_best)"
+"""What to do when a run has got worse than its start."""
 
 _FAILURES = {
     "parse_error": "the model does not write calls as rollout.tool_parser reads them",
@@ -101,6 +106,8 @@ def _trajectories(metrics: Mapping[str, float]) -> float:
 
 def learning_checks(run: RunData) -> Iterator[Indicator]:
     """Rows of the report, for the metrics that the run has."""
+    yield from _trends(run)
+    yield from _best(run)
     if mixed := run.series("reward/groups_mixed"):
         note = "no group had both outcomes: compare `final_text` and `answer` in trajectories/"
         yield _steps("Steps without signal", mixed, note)
@@ -120,6 +127,18 @@ def learning_checks(run: RunData) -> Iterator[Indicator]:
         most = max(repeated.values)
         note = "groups of a prompt that the batch already had, in the worst step; data.train may be too small"
         yield Indicator("Repeated prompts", f"{most:,.0f}", most == 0, note)
+
+
+def _trends(run: RunData) -> Iterator[Indicator]:
+    decline = decline_of(run.metrics, run.setting("rollout.prompts_per_step", 1))
+    for trend in decline.trends().values():
+        note = f"start → end; it fell by more than noise explains. {FALLEN}" if trend.worse else "start → end"
+        yield Indicator(trend.label.capitalize(), f"{trend.start:.3g} → {trend.now:.3g}", not trend.worse, note)
+
+
+def _best(run: RunData) -> Iterator[Indicator]:
+    if (best := best_step(run)) is not None:
+        yield Indicator("Best step", f"{best.step}", None, f"{best.measure} {best.value:.3g}: {best.where}")
 
 
 def _steps(label: str, series: Series, note: str) -> Indicator:

@@ -11,6 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.report.best import Best, best_step
+from ctpo_megatron.report.decline import Trend, decline_of
 from ctpo_megatron.report.run_data import ACCURACY, RunData, Series
 from ctpo_megatron.tracking import PHASES, TimeSpent, duration
 
@@ -30,6 +32,7 @@ class Change:
 class Summary:
     """The figures of a run; None where the run directory lacks them.
 
+    trends: reward and accuracies at the start and lately; best: the best evaluated step.
     reward: first RL step, and the mean of the last five.
     accuracy: per data source, the first and the last evaluation.
     tool_use: share of trajectories with a successful call, first and last RL step.
@@ -48,6 +51,8 @@ class Summary:
     phases: dict[str, TimeSpent]
     stages: dict[str, TimeSpent]
     report: Path | None
+    trends: list[Trend]
+    best: Best | None
 
     @property
     def wall_s(self) -> float | None:
@@ -81,6 +86,8 @@ def summarize(run: RunData | Path) -> Summary:
         phases=_phases(run),
         stages=run.stages,
         report=report if report.exists() else None,
+        trends=[*decline_of(run.metrics, run.setting("rollout.prompts_per_step", 1)).trends().values()],
+        best=best_step(run),
     )
 
 
@@ -188,5 +195,12 @@ def _closing(summary: Summary) -> str:
         parts.append(f"{summary.peak_mib:,.0f} MiB a trainer rank")
     if summary.wall_s:
         parts.append(f"{duration(summary.wall_s)} in all")
-    line = "  ·  ".join(parts)
-    return f"{line}\nreport: [bold]{summary.report}[/]" if summary.report else line
+    lines = ["  ·  ".join(parts)]
+    lines += [f"[red]warning: {trend}, by more than noise explains[/]" for trend in summary.trends if trend.worse]
+    if (best := summary.best) and best.value > best.last:
+        lines.append(
+            f"best step: {best.step}, {best.measure} {best.value:.3g} ({best.last:.3g} at the end): {best.where}"
+        )
+    if summary.report:
+        lines.append(f"report: [bold]{summary.report}[/]")
+    return "\n".join(lines)

@@ -111,7 +111,7 @@ def by_problem(samples: Iterable[Sample]) -> list[list[Sample]]:
 
 
 def validation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`val/<data_source>/...` of an evaluation in training: acc/mean@k, for k > 1 acc/best@k, and the conduct.
+    """`val/<data_source>/...` of an evaluation in training: acc/mean@k, for k > 1 acc/best@k, `problems`, the conduct.
 
     The accuracies are means over the problems with a verdict; `no_verdict` is the share of samples without one, if any.
     """
@@ -122,6 +122,7 @@ def validation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         judged = [scores for problem in problems if (scores := [s.score for s in problem if s.score is not None])]
         if judged:
             metrics[f"val/{source}/acc/mean@{k}"] = statistics.fmean(map(statistics.fmean, judged))
+            metrics[f"val/{source}/problems"] = float(len(judged))
         if judged and k > 1:
             metrics[f"val/{source}/acc/best@{k}"] = statistics.fmean(map(max, judged))
         if missing := unjudged(of_source):

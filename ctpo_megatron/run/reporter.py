@@ -16,7 +16,15 @@ from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
 from ctpo_megatron.environments.tokenizer import read_tokenizer
 from ctpo_megatron.policy import TrainResult, peak_flops
-from ctpo_megatron.report import conversation_uses, first_batch_warnings, print_summary, write_report
+from ctpo_megatron.report import (
+    FALLEN,
+    Decline,
+    conversation_uses,
+    decline_of,
+    first_batch_warnings,
+    print_summary,
+    write_report,
+)
 from ctpo_megatron.tracking import (
     DUMP_FAILURES,
     Decode,
@@ -64,6 +72,7 @@ class Reporter:
         self._display = self._exit.enter_context(display)
         self._dumps = self._exit.enter_context(closing(DumpWriter()))
         self._sft: MetricsWriter | None = None
+        self._prompts, self._decline = config.rollout.prompts_per_step, Decline(config.rollout.prompts_per_step)
         self._tools, self._is_first_batch = config.rollout.can_call_tools, True
         self.note(f"writing to {directory}")
 
@@ -111,6 +120,7 @@ class Reporter:
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add an evaluation to the line of its step, the latest, and show it; the times of the line stay."""
         self._metrics.log(step, metrics)
+        self._warn_of_decline(step, metrics)
         self._display.evaluation(step, metrics, self._first_evaluation)
 
     @property
@@ -128,6 +138,7 @@ class Reporter:
         behind = {"time/dump_behind": self._dumps.take_cpu_s(), **self._dumps_lost()}
         record = self._with_speed({**batch.metrics, **result.metrics, **behind}, {"time/step": 0.0})
         self._metrics.log(step, record)
+        self._warn_of_decline(step, record)
         if (found := result.positions) is not None:
             parts = {"first": found.first, "last": found.last} if result.dumped else {}
             self._positions.log(step, {of: stats.record() for of, stats in {"all": found.whole, **parts}.items()})
@@ -147,6 +158,10 @@ class Reporter:
         where = dump if written else "the trajectories, which tracking.trajectories: all writes"
         for text in first_batch_warnings(record, where, tools=self._tools):
             log.warning("warning: step %d: %s", step, text)
+
+    def _warn_of_decline(self, step: int, metrics: Mapping[str, float]) -> None:
+        for text in self._decline.add(metrics):
+            log.warning("warning: step %d: %s, by more than noise explains. %s", step, text, FALLEN)
 
     def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
         """Keep the answers to held-out prompts."""
@@ -193,6 +208,7 @@ class Reporter:
         discard_dumps(self._directory, after)
         self._metrics.truncate_after(after, record)
         self._positions.truncate_after(after)
+        self._decline = decline_of(read_metrics(self._directory), self._prompts)
         self.progress.step = max(after, 0)
 
     def finish(self) -> None:

@@ -16,7 +16,7 @@ from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.tracking.give_way import GiveWay
 from ctpo_megatron.tracking.records import Head, Record, statuses, texts_in
 
-_TRACES = ("log_ratio", "clip_low", "clip_high")
+_TRACES = ("log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
 _SEGMENT = pa.struct(
     [("turn", pa.int32()), ("kind", pa.string()), ("text", pa.string()), ("token_chars", pa.list_(pa.int32()))]
 )

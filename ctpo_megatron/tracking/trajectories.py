@@ -26,8 +26,8 @@ Decode = Callable[[Sequence[int]], str]
 
 Form = Literal["jsonl", "parquet"]
 
-TRACES = ("log_ratio", "clip_low", "clip_high")
-"""Numbers of each token that trajectories of the last mini-batch have."""
+TRACES = ("log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
+"""Numbers of each token that a pass of the update gives, the last where the objective's ratio is not cumulative."""
 _ADDED = ("answer", "data_source", "segments", "advantage", "dropped", *TRACES)
 """Fields of a record that no trajectory has."""
 

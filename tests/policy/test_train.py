@@ -90,6 +90,7 @@ class Run:
         mismatch_limit: float | None = None,
         planned: int | None = None,
         batches: int = 2,
+        skip: bool = False,
         **config: Any,
     ) -> None:
         optimizer = OptimizerConfig(lr=1e-3, schedule="linear")
@@ -103,7 +104,7 @@ class Run:
                 batches=batches,
                 updates_per_batch=planned or 16 // size,
                 mini_batch_size=size,
-                skip_zero_advantage=False,
+                skip_zero_advantage=skip,
                 mismatch_limit=mismatch_limit,
                 max_response_tokens=0,
                 sampler_dtype="float32",
@@ -200,6 +201,18 @@ def test_diagnostics_are_those_of_the_update_itself(model: Path, layout: Layout)
     assert max(ratios[:8]) == 0 and max(ratios[8:]) > 1e-3
 
 
+def test_the_cumulative_ratio_is_dumped_whatever_the_objective(model: Path, layout: Layout) -> None:
+    run = Run(model, layout, ObjectiveConfig(preset="grpo"), 8)
+    for fields in run.train().diagnostics.values():
+        assert np.allclose(
+            fields["prefix_log_ratio"], np.cumsum(fields["log_ratio"]) * (fields["log_ratio"] != 0), atol=1e-5
+        )
+    assert all(
+        "prefix_log_ratio" not in fields
+        for fields in Run(model, layout, ObjectiveConfig(), 8).train().diagnostics.values()
+    )
+
+
 @pytest.mark.parametrize(("every", "dumped"), [(1, [1, 2, 3, 4, 5]), (2, [1, 2, 4, 5]), (9, [1, 5])])
 def test_the_steps_that_are_dumped(every: int, dumped: list[int]) -> None:
     objective, policy, rollout = ObjectiveConfig(), PolicyConfig(), RolloutConfig()
@@ -214,6 +227,35 @@ def test_the_steps_that_are_dumped(every: int, dumped: list[int]) -> None:
         dump_every=every,
     )
     assert [step for step in range(1, 6) if settings.is_dumped(step)] == dumped
+
+
+@pytest.mark.parametrize("name", ["ctpo", "behaviour"])
+def test_a_dumped_step_knows_the_ratios_of_what_its_updates_skip(model: Path, layout: Layout, name: str) -> None:
+    """As if nothing were skipped, for the first and the last of four optimizer steps; the weights do not notice."""
+    whole, rest, later = (Run(model, layout, OBJECTIVES[name], 4, batches=3, skip=skip) for skip in (False, True, True))
+    later.trainer.version = 2  # is not dumped
+    one, two, three = (run.train(without_signal_at_both_ends()) for run in (whole, rest, later))
+    assert torch.equal(rest.weights, later.weights)
+    assert (whole.weights - rest.weights).abs().max() < 1e-5
+    assert one.positions and two.positions and three.positions
+    for mini_batch in ("first", "last"):
+        expected, found, without = (getattr(each.positions, mini_batch) for each in (one, two, three))
+        assert found.unlike(expected, 1e-4) == "" and expected.column("n_computed")[2].any()
+        assert not without.column("n_computed")[2].any()
+    assert np.array_equal(two.positions.whole.cells, three.positions.whole.cells)
+    assert two.positions.metrics() == three.positions.metrics()
+    assert sorted(two.diagnostics) == list(range(16)) and sorted(three.diagnostics) == []
+    ratios = {place: np.abs(found["log_ratio"]).max() for place, found in two.diagnostics.items()}
+    moved = 0 if name == "behaviour" else 8  # the first update has no gradient
+    assert all((ratios[place] > 1e-3) == (place >= moved) for place in range(16))
+
+
+def without_signal_at_both_ends() -> Batch:
+    """Rewards are equal within the first and the last group."""
+    batch = a_batch()
+    for trajectory in batch.groups[3].trajectories:
+        trajectory.reward = 0.0
+    return batch
 
 
 def test_a_short_batch_advances_the_schedule_as_a_whole_one(model: Path, layout: Layout) -> None:

@@ -59,11 +59,13 @@ def trajectories(count: int = 16) -> list[Trajectory]:
     return result
 
 
-def filled(policy: Trainer, advantages: Sequence[float], *, skip: bool) -> MiniBatch:
+def filled(policy: Trainer, advantages: Sequence[float], *, skip: bool, pack_skipped: bool = False) -> MiniBatch:
     """One optimizer step whose ratios leave 1, by as much as each token says: its log-prob differs with the packing."""
-    (mini,) = policy.distribute(trajectories(), advantages, 16, skip_zero_advantage=skip)
+    (mini,) = policy.distribute(trajectories(), advantages, 16, skip_zero_advantage=skip, pack_skipped=pack_skipped)
     policy.compute_old_log_probs([mini])
-    for micro in mini.micro_batches:
+    if mini.skipped_micro_batches:
+        policy._passes.score(mini.skipped_micro_batches, old=True)
+    for micro in [*mini.micro_batches, *mini.skipped_micro_batches]:
         if micro.old_log_probs is not None:  # of the last pipeline stage
             micro.old_log_probs = micro.old_log_probs + 0.05 * torch.sin(100.0 * micro.token_ids)
     return mini
@@ -165,7 +167,8 @@ def test_a_batch_without_any_advantage_reports_no_mean_over_nothing(policy: Trai
 
 
 def on_every_rank(folder: Path) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Gradients of a step in which one trajectory learns, whole and without the rest; then nothing learns."""
+    """Of a step in which one trajectory learns, whole and without the rest: gradients, and statistics by position with
+    a pass over the rest; the gradient norm of a step in which nothing learns."""
     found = {}
     for name, (family, options) in LAYOUTS.items():
         config = PolicyConfig(micro_batch_tokens=128, timeout_minutes=2.0, **options)
@@ -173,16 +176,22 @@ def on_every_rank(folder: Path) -> dict[str, tuple[torch.Tensor, ...]]:
         policy.use_optimizer(OptimizerConfig(), total_steps=1)
         gradients = [gradient(policy, filled(policy, ONE_LEARNS, skip=skip), CTPO) for skip in (False, True)]
         update = policy.update(filled(policy, [0.0] * 16, skip=True), policy_gradient(CTPO, "proximal"))
-        found[name] = (*gradients, torch.tensor(update.grad_norm))
+        steps = [filled(policy, ONE_LEARNS, skip=skip, pack_skipped=True) for skip in (False, True)]
+        for step in steps:
+            policy.gradients(step, policy_gradient(CTPO, "proximal"))[1].close()
+        positions = [gather_positions([step], CTPO, "proximal", policy.layout) for step in steps]
+        cells = [torch.zeros(1) if each is None else torch.from_numpy(each.last.cells) for each in positions]
+        found[name] = (*gradients, torch.tensor(update.grad_norm), *cells)
         mpu.destroy_model_parallel()
     destroy_distributed()
     return found
 
 
 def test_a_rank_that_is_left_without_work_keeps_step_with_the_others(folder: Path) -> None:
-    for name, (expected, found, norm) in ranks.run(on_every_rank, folder, ranks=2)[0].items():
+    for name, (expected, found, norm, whole, rest) in ranks.run(on_every_rank, folder, ranks=2)[0].items():
         assert float((found - expected).norm() / expected.norm()) < 1e-6, name
         assert float(expected.norm()) > 0 == float(norm), name
+        assert torch.allclose(rest, whole, rtol=0, atol=1e-4 * float(whole.abs().max())), name
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def rows(folder: Path, *changes: dict[str, float]) -> dict[str, tuple[str, bool 
 def test_the_report_judges_the_whole_run(tmp_path: Path) -> None:
     dead = UNIFORM | {"reward/no_box": 16.0, "rollout/truncated": 1.0, "rollout/prompts_repeated": 3.0}
     assert rows(tmp_path / "dead", dead, dead, dead) == {
+        "Sampled reward": ("0.4 → 0.4", True),
         "Steps without signal": ("3 of 3", False),
         "Steps with zero gradient": ("3 of 3", False),
         "Answers without a box": ("100%", False),

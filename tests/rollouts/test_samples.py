@@ -35,6 +35,7 @@ def test_validation_metrics_are_per_source_and_best_needs_several_samples() -> N
     one = [sample("a", "p", 0, 1), sample("a", "q", 0, 0), sample("b", "r", 0, 1)]
     accuracy = {name: value for name, value in validation_metrics(one).items() if "/acc/" in name}
     assert accuracy == {"val/a/acc/mean@1": 0.5, "val/b/acc/mean@1": 1.0}
+    assert [validation_metrics(one)[f"val/{source}/problems"] for source in "ab"] == [2, 1]
     two = [sample("a", "p", 0, 1), sample("a", "p", 1, 0), sample("a", "q", 0, 0), sample("a", "q", 1, 0)]
     metrics = validation_metrics(two)
     assert (metrics["val/a/acc/mean@2"], metrics["val/a/acc/best@2"]) == (0.25, 0.5)

@@ -148,10 +148,24 @@ def test_the_first_batch_says_what_is_wrong_and_later_ones_do_not(
     assert record.message.endswith(f"in {tmp_path / 'trajectories' / 'step_000003.parquet'}")
 
 
+def test_a_run_that_gets_worse_says_so_at_once(report: Reporter, caplog: pytest.LogCaptureFixture) -> None:
+    """Also after a resume, which knows where the run began; and once."""
+    spread = {"reward/std": 0.01}
+    report.log_step(1, batch(0.75), TrainResult(spread, {}))
+    report.log_step(2, batch(0.25), TrainResult(spread, {}))
+    report.discard(1, None)
+    caplog.clear()
+    for step in (2, 3):
+        report.log_step(step, batch(0.25), TrainResult(spread, {}))
+    (record,) = [record for record in caplog.records if "fell" in record.message]
+    assert record.levelname == "WARNING" and "step 2: sampled reward fell from 0.75 to 0.25" in record.message
+    assert "policy.optimizer.lr" in record.message
+
+
 def test_what_is_discarded_is_set_aside(report: Reporter, tmp_path: Path) -> None:
     nothing = PositionStats.empty()
     for step in (1, 2, 3):
-        positions = StepPositions(nothing, nothing, nothing)
+        positions = StepPositions(nothing, nothing, nothing, nothing)
         report.log_step(step, batch(step / 4), TrainResult({}, {}, positions, dumped=step != 2))
     assert [record["step"] for record in read_positions(tmp_path)] == [1, 2, 3]
     assert [record["step"] for record in read_positions(tmp_path, "last")] == [1, 3]

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron import cli
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
-from ctpo_megatron.tracking import read_trajectories, recorded_trajectories, write_trajectories
+from ctpo_megatron.tracking import recorded_trajectories, write_trajectories
 from ctpo_megatron.tracking.trajectories import trajectory_of
 from tests.support.prefork import ROOT
 from tests.tracking.synthetic_run import decode, make_groups, ratio_fields, write_run
@@ -124,13 +121,3 @@ def test_an_export_overwrites_nothing_and_names_what_is_not_there(
     assert cli.main(["trajectories", str(run), "--jsonl", str(tmp_path / "new.jsonl")]) == 2
     assert "step_000003.parquet is damaged" in capsys.readouterr().err
     assert not (tmp_path / "new.jsonl").exists()
-
-
-def test_the_example_computes_the_spread_of_the_traces(tmp_path: Path) -> None:
-    run = write_run(tmp_path, steps=3)
-    command = [sys.executable, str(ROOT / "examples" / "ratios.py"), str(run)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    records = read_trajectories(run / "trajectories" / "step_000001.parquet")
-    values = [np.compress(record["response_mask"], record["log_ratio"])[9] for record in records]
-    said = f"step_000001: model token 10, {len(values)} trajectories, std {np.std(values, ddof=1):.4f}"
-    assert shown.splitlines()[0] == said

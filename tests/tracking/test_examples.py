@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.data import Group, Prompt, Trajectory
 from ctpo_megatron.tracking import read_trajectories, write_trajectories
+from ctpo_megatron.tracking.parquet_dump import write_table
 from tests.objective.test_position_law import authors_fit
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -75,6 +79,35 @@ def test_the_authors_files(run: Path, tmp_path: Path, options: list[str], trajec
     assert authors_fit(rows, least=10) == pytest.approx(0.04, rel=0.3)
 
 
-def test_the_spread_by_position(run: Path) -> None:
-    lines = example("ratios.py", run).splitlines()
-    assert lines and all(line.startswith("step_000007: model token ") for line in lines)
+def notebook(name: str, monkeypatch: pytest.MonkeyPatch, run: Path) -> tuple[dict[str, Any], int]:
+    """The names that its cells leave, and how many lines of code they have."""
+    monkeypatch.setenv("RUN", str(run))
+    cells = [
+        cell["source"] for cell in json.loads((EXAMPLES / name).read_text())["cells"] if cell["cell_type"] == "code"
+    ]
+    found: dict[str, Any] = {}
+    for cell in cells:
+        exec("".join(cell), found)
+    lines = [line for cell in cells for line in cell if line.strip() and not line.startswith(("import ", "from "))]
+    return found, len(lines)
+
+
+@pytest.mark.parametrize("ratio", ["cumulative", "token"])
+def test_the_notebook_has_the_spread_by_position(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: str
+) -> None:
+    """S_t, whatever the objective's ratio is."""
+    records = [r for r in read_trajectories(run / "trajectories" / "step_000007.parquet") if r.get("log_ratio")]
+    curves = [np.compress(record["response_mask"], record["log_ratio"]) for record in records]
+    if ratio == "token":
+        dump, run = RunPaths(tmp_path).dump(7, "parquet"), tmp_path
+        dump.parent.mkdir()
+        nothing = [{"log_ratio": [0.0] * len(r["log_ratio"]), "prefix_log_ratio": r["log_ratio"]} for r in records]
+        write_table(dump, (record | other for record, other in zip(records, nothing, strict=True)))
+    found, lines = notebook("ratios.ipynb", monkeypatch, run)
+    assert lines <= 10
+    table = found["table"]
+    for position in (1, 100, 200):
+        values = [curve[position - 1] for curve in curves if len(curve) >= position]
+        assert table.loc[position].tolist() == pytest.approx([len(values), np.std(values, ddof=1)])
+    assert found["sigma"] == pytest.approx(0.04, rel=0.3)
