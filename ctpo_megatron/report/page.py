@@ -16,12 +16,11 @@ from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report.figures import write_figures
 from ctpo_megatron.report.learning import Indicator, learning_checks
 from ctpo_megatron.report.panels import RANK_PEAK, Panel, panels
+from ctpo_megatron.report.rendering import rendered
 from ctpo_megatron.report.run_data import RunData, Series
 from ctpo_megatron.report.summary import LAST, Summary, conversation_uses, evaluation_label, summarize
 from ctpo_megatron.report.trajectories import ratio_spec, sample_of_run
 from ctpo_megatron.tracking import DUMP_FAILURES, duration, read_positions
-
-_TEMPLATES = Path(__file__).parent / "templates"
 
 ROUNDING = {"float32": 0.005, "bfloat16": 0.05}
 """Mean |sampler - trainer log-prob| in nats that rounding gives at most, by the precision of both; generous."""
@@ -70,16 +69,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
 
     Pages in the style of the report: one file that opens offline, light or dark, without requests to a server.
     """
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return write_text(path, environment.get_template(template).render(**values))
+    return write_text(path, rendered(template, **values))
 
 
 def headline(summary: Summary) -> str:

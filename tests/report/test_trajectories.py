@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ctpo_megatron.config import PRESETS, ObjectiveConfig, objective_from_config
 from ctpo_megatron.report import write_report
-from ctpo_megatron.report.trajectories import Address, Quantity, ratio_spec, sample_of_run
+from ctpo_megatron.report.trajectories import Address, RatioQuantity, ratio_spec, sample_of_run
 from ctpo_megatron.report.trajectories.address import addresses
 from ctpo_megatron.report.trajectories.ratio import MOST_POINTS, ratio_points
 from ctpo_megatron.tracking import read_heads, read_trajectories, trajectory_files, write_trajectories
@@ -186,16 +186,16 @@ def test_addresses_of_a_page_are_unique_and_those_of_the_dump(demo_run, page):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_caption_names_the_quantity_of_the_objective(preset):
     mode = objective_from_config(ObjectiveConfig(preset=preset)).ratio_mode
-    quantity = Quantity.of({"preset": preset, "ratio_mode": None})
+    quantity = RatioQuantity.of({"preset": preset, "ratio_mode": None})
     assert ("cumulative" in quantity.name) is (mode == "cumprod")
     assert (quantity.name == "token log-ratio") is (mode == "token")
     assert quantity.name.startswith("sequence") is mode.startswith("sequence")
-    assert Quantity.of({"preset": preset, "ratio_mode": "token"}).name == "token log-ratio"
+    assert RatioQuantity.of({"preset": preset, "ratio_mode": "token"}).name == "token log-ratio"
 
 
 @pytest.mark.parametrize("objective", [None, "ctpo", {}, {"preset": "mine"}])
 def test_without_a_known_objective_nothing_is_claimed(objective):
-    assert Quantity.of(objective).name == "log-ratio"
+    assert RatioQuantity.of(objective).name == "log-ratio"
 
 
 def test_the_page_of_another_objective_has_another_caption(tmp_path):
@@ -238,6 +238,6 @@ def test_a_thinned_curve_keeps_its_peak():
 def test_points_and_chart_of_the_page_are_read_by_its_script(page):
     (section,) = [each for each in Elements(page).found if each.get("id") == "ratio-spec"]
     spec = json.loads(section["data-ratio-spec"])
-    assert spec == ratio_spec(Quantity.of({"preset": "ctpo"})) and spec["data"] == {"values": []}
+    assert spec == ratio_spec(RatioQuantity.of({"preset": "ctpo"})) and spec["data"] == {"values": []}
     charts = [json.loads(each["data-ratio"]) for each in Elements(page).found if "data-ratio" in each]
     assert len(charts) > 4 and all(len(point) == 4 for points in charts for point in points)

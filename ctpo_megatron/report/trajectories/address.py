@@ -46,6 +46,9 @@ class Address:
         return found if str(found) == text else None
 
 
+Addressed = tuple[Address, Head]
+
+
 def addresses(source: Source, step: int, heads: Iterable[Head]) -> Iterator[Address]:
     """The address of each trajectory of a dump, in order."""
     seen: dict[tuple[str, int], int] = {}

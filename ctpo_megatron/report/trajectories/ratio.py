@@ -10,8 +10,10 @@ from typing import Any
 from ctpo_megatron.report.axes import Axis
 from ctpo_megatron.report.charts import Curve, Spec, curves
 from ctpo_megatron.report.theme import variable
-from ctpo_megatron.tracking import TRACES, Record
+from ctpo_megatron.tracking import Record
 
+WINDOW = ("log_ratio", "clip_low", "clip_high")
+"""Fields of a record: the ratio of the objective, and its window."""
 MOST_POINTS = 320
 """Of a chart: more could not be seen, and every trajectory of the page would weigh as much."""
 
@@ -20,14 +22,14 @@ Point = tuple[int, float, float | None, float | None]
 
 
 @dataclass(frozen=True)
-class Quantity:
+class RatioQuantity:
     """What `log_ratio` of a dump is. name: in a few words. meaning: a phrase for a caption."""
 
     name: str
     meaning: str
 
     @classmethod
-    def of(cls, objective: Any) -> Quantity:
+    def of(cls, objective: Any) -> RatioQuantity:
         """By the section `objective` of a run's configuration, in which a preset may decide.
 
         `objective.token_ratios` has the formulas. With a user's `objective.function` too, dumps have what `ratio_mode`
@@ -41,13 +43,13 @@ class Quantity:
         return _QUANTITIES.get(str(settings.get("ratio_mode") or default), _UNKNOWN)
 
 
-_UNKNOWN = Quantity("log-ratio", "The objective's own log-ratio")
+_UNKNOWN = RatioQuantity("log-ratio", "The objective's own log-ratio")
 _QUANTITIES = {
-    "cumprod": Quantity("cumulative log-ratio", "Cumulative log-ratio: the sum of all tokens up to each"),
-    "geomean": Quantity("mean log-ratio so far", "Cumulative log-ratio divided by the position of the token"),
-    "token": Quantity("token log-ratio", "Log-ratio of each single token"),
-    "sequence": Quantity("sequence log-ratio", "Log-ratio of the whole sequence, the same for each of its tokens"),
-    "sequence-geomean": Quantity(
+    "cumprod": RatioQuantity("cumulative log-ratio", "Cumulative log-ratio: the sum of all tokens up to each"),
+    "geomean": RatioQuantity("mean log-ratio so far", "Cumulative log-ratio divided by the position of the token"),
+    "token": RatioQuantity("token log-ratio", "Log-ratio of each single token"),
+    "sequence": RatioQuantity("sequence log-ratio", "Log-ratio of the whole sequence, the same for each of its tokens"),
+    "sequence-geomean": RatioQuantity(
         "sequence log-ratio per token",
         "Log-ratio of the whole sequence divided by its length, the same for each of its tokens",
     ),
@@ -60,7 +62,7 @@ def ratio_points(record: Record) -> list[Point] | None:
     `log_ratio`, `clip_low` and `clip_high` are per-token lists of the dump (see `write_trajectories`).
     """
     size = len(record["token_ids"])
-    if any(len(record.get(name) or ()) != size for name in TRACES):
+    if any(len(record.get(name) or ()) != size for name in WINDOW):
         return None
     by_model = [index for index in range(size) if record["response_mask"][index]]
     numbers = {index: number for number, index in enumerate(by_model, start=1)}
@@ -74,7 +76,7 @@ def ratio_points(record: Record) -> list[Point] | None:
     ]
 
 
-def ratio_spec(quantity: Quantity) -> Spec:
+def ratio_spec(quantity: RatioQuantity) -> Spec:
     """The chart of any trajectory, without data: rows have x, y, low, high, and `outside` for a clipped ratio."""
     example = Curve(quantity.name, [1, 2], [0.0, 0.0], low=[-1.0, -1.0], high=[1.0, 1.0])
     spec = curves([example], Axis("model token", whole=True), Axis(f"{quantity.name} (nats)"))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.report.trajectories.address import FOLDERS, Address, Source, addresses
-from ctpo_megatron.report.trajectories.ratio import Quantity
+from ctpo_megatron.report.trajectories.address import FOLDERS, Addressed, Source, addresses
+from ctpo_megatron.report.trajectories.ratio import RatioQuantity
 from ctpo_megatron.report.trajectories.view import Budget, GroupView, View, view_of
 from ctpo_megatron.tracking import Head, read_heads, records_at, trajectory_files
 
@@ -24,15 +24,13 @@ TOKEN_BUDGET = 8_000
 TEXT_LIMIT = 6_000
 """Characters of one piece of text."""
 
-Chosen = tuple[Address, Head]
-
 
 @dataclass(frozen=True)
 class Selection:
     """groups: to be shown, by dump. quantity: what their ratios are. left_out: phrases that name the others."""
 
     groups: list[GroupView]
-    quantity: Quantity
+    quantity: RatioQuantity
     left_out: list[str]
 
     @property
@@ -49,7 +47,7 @@ def sample_of_run(run_dir: Path, objective: Any = None) -> Selection:
     """
     files = {source: trajectory_files(run_dir, folder) for source, folder in FOLDERS.items()}
     dumps = [(source, step) for source, found in files.items() for step in _first_and_last(found)]
-    quantity, groups = Quantity.of(objective), list[GroupView]()
+    quantity, groups = RatioQuantity.of(objective), list[GroupView]()
     left_out = [*_other_dumps(files)]
     for source, step in dumps:
         budget = Budget(TOKEN_BUDGET // len(dumps), TEXT_LIMIT)
@@ -66,9 +64,11 @@ def sample_of_run(run_dir: Path, objective: Any = None) -> Selection:
     return Selection(groups, quantity, left_out)
 
 
-def groups_of(chosen: Sequence[Chosen], all_heads: Iterable[Chosen]) -> Iterator[tuple[list[Chosen], list[Chosen]]]:
+def groups_of(
+    chosen: Sequence[Addressed], all_heads: Iterable[Addressed]
+) -> Iterator[tuple[list[Addressed], list[Addressed]]]:
     """The chosen ones of each prompt, and all of that prompt, in the order in which prompts were chosen."""
-    by_prompt: dict[str, tuple[list[Chosen], list[Chosen]]] = {}
+    by_prompt: dict[str, tuple[list[Addressed], list[Addressed]]] = {}
     for address, head in chosen:
         by_prompt.setdefault(head.prompt_id, ([], []))[0].append((address, head))
     for address, head in all_heads:
@@ -77,7 +77,9 @@ def groups_of(chosen: Sequence[Chosen], all_heads: Iterable[Chosen]) -> Iterator
     yield from by_prompt.values()
 
 
-def _of_dump(source: Source, step: int, path: Path, quantity: Quantity, budget: Budget) -> tuple[list[GroupView], int]:
+def _of_dump(
+    source: Source, step: int, path: Path, quantity: RatioQuantity, budget: Budget
+) -> tuple[list[GroupView], int]:
     """What is shown of a dump, and how many it has."""
     heads = [*read_heads(path)]
     named = list(zip(addresses(source, step, heads), heads, strict=True))
@@ -128,14 +130,14 @@ def reward_of(head: Head) -> float:
     return -math.inf if head.reward is None else head.reward
 
 
-def _reward(chosen: Chosen) -> float:
+def _reward(chosen: Addressed) -> float:
     return reward_of(chosen[1])
 
 
-def _best_and_worst(named: Sequence[Chosen]) -> list[Chosen]:
+def _best_and_worst(named: Sequence[Addressed]) -> list[Addressed]:
     """Best and worst trajectory of some groups; groups whose rewards differ come first, and among them groups with
     recorded ratios."""
-    groups: dict[str, list[Chosen]] = {}
+    groups: dict[str, list[Addressed]] = {}
     for address, head in named:
         groups.setdefault(head.prompt_id, []).append((address, head))
     judged = [[each for each in group if each[1].reward is not None] or group for group in groups.values()]
@@ -147,7 +149,7 @@ def _best_and_worst(named: Sequence[Chosen]) -> list[Chosen]:
     return chosen
 
 
-def _examples(named: Sequence[Chosen]) -> list[Chosen]:
+def _examples(named: Sequence[Addressed]) -> list[Addressed]:
     """Half wrong, half right where both exist."""
     ranked = sorted(named, key=_reward)
     half = EVALUATION_EXAMPLES // 2

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.report.trajectories.address import Address, Source
-from ctpo_megatron.report.trajectories.ratio import Point, Quantity, ratio_points
-from ctpo_megatron.tracking import TRACES, Head, Record
+from ctpo_megatron.report.trajectories.address import Address, Addressed, Source
+from ctpo_megatron.report.trajectories.ratio import WINDOW, Point, RatioQuantity, ratio_points
+from ctpo_megatron.tracking import TRACES, Record
 
 _OF_TOKENS = {"token_ids", "response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn", *TRACES}
 _CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
@@ -96,7 +96,7 @@ class GroupView:
     """
 
     views: list[View]
-    heads: list[tuple[Address, Head]]
+    heads: list[Addressed]
 
     @property
     def first(self) -> View:
@@ -128,7 +128,7 @@ class Budget:
         return f"{text[:half]}\n… {len(text) - 2 * half:,} characters left out …\n{text[-half:]}"
 
 
-def view_of(address: Address, record: Record, quantity: Quantity, budget: Budget) -> View:
+def view_of(address: Address, record: Record, quantity: RatioQuantity, budget: Budget) -> View:
     """Raises DamagedFileError for a record that is none of a trajectory."""
     try:
         return _view(address, record, quantity, budget)
@@ -136,7 +136,7 @@ def view_of(address: Address, record: Record, quantity: Quantity, budget: Budget
         raise DamagedFileError(f"{address} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _view(address: Address, record: Record, quantity: Quantity, budget: Budget) -> View:
+def _view(address: Address, record: Record, quantity: RatioQuantity, budget: Budget) -> View:
     blocks, start = [], 0
     calls = record["tool_calls"]
     for segment, length in zip(record["segments"], _segment_lengths(record), strict=True):
@@ -209,13 +209,13 @@ class _Tokens:
     """Tokens of a segment. start: the first one's place in the trajectory."""
 
     record: Record
-    quantity: Quantity
+    quantity: RatioQuantity
     start: int
 
     def shown(self, index: int, text: str) -> Token:
         probability = math.exp(min(0.0, self.record["rollout_log_probs"][self.start + index]))
         hover, outside = f"probability {probability:.3f}", False
-        log_ratio, low, high = (self._at(name, index) for name in TRACES)
+        log_ratio, low, high = (self._at(name, index) for name in WINDOW)
         if log_ratio is not None:
             hover += f" · {self.quantity.name} {log_ratio:+.3f}"
             if low is not None and high is not None:
