@@ -14,9 +14,11 @@ from rich.console import Console
 
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.report import print_summary, summarize, write_report
-from ctpo_megatron.report.page import checks, rank_memory, tiles
+from ctpo_megatron.report.health import checks, rank_memory
+from ctpo_megatron.report.page import tiles
 from ctpo_megatron.report.panels import panels
 from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.report.theme import DARK, LIGHT
 from ctpo_megatron.report.trajectory_view import sample_views
 from ctpo_megatron.rewards.protocol import COUNTS
 from ctpo_megatron.run.directory import open_run_directory
@@ -72,15 +74,20 @@ def test_nothing_is_loaded_from_elsewhere(page):
 
 def test_model_text_cannot_become_markup(page):
     assert HOSTILE not in page
-    assert page.count("<script") == 1
+    assert re.findall(r"<script[^>]*>", page) == [
+        '<script type="application/json" id="chart-data">', '<script type="text/plain" id="vega">', "<script>",
+    ]  # fmt: skip
     assert "&lt;" in page
 
 
-def test_svg_takes_its_colours_from_the_page(page):
-    svg = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
-    assert "var(--blue)" in svg
-    assert "#2f6fde" not in svg
-    assert "DejaVu" not in svg
+def test_charts_take_their_colours_from_the_page(page):
+    data = json.loads(re.search(r'id="chart-data">(.*?)</script>', page, re.DOTALL)[1])
+    used = set(re.findall(r"var\(--(\w+)\)", json.dumps(data)))
+    assert {"blue", "muted", "grid"} <= used <= LIGHT.keys() and LIGHT["blue"] not in json.dumps(data)
+    for theme in (LIGHT, DARK):
+        assert all(f"--{name}:{colour};" in page for name, colour in theme.items())
+    named = set(re.findall(r'data-chart="([^"]+)"', page))
+    assert named == data["charts"].keys() and all(chart["caption"] for chart in data["charts"].values())
 
 
 def test_trajectories_can_be_filtered(page):
