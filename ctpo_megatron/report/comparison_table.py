@@ -7,15 +7,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from ctpo_megatron.report.accuracies import (
-    ONE_SEED,
-    Accuracy,
-    AccuracyDifference,
-    Estimate,
-    SourceComparison,
-    compare_accuracies,
-)
+from ctpo_megatron.report.accuracies import Accuracy, AccuracyDifference, SourceComparison, compare_accuracies
 from ctpo_megatron.report.confidence import Ends
+from ctpo_megatron.report.estimates import ONE_SEED, Estimate
 from ctpo_megatron.report.groups import RunGroup
 
 

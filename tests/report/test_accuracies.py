@@ -15,8 +15,9 @@ from rich.console import Console
 from scipy import stats
 
 from ctpo_megatron.report import accuracies
-from ctpo_megatron.report.accuracies import ONE_SEED, UNDECIDED, compare_accuracies, difference, mean_score
+from ctpo_megatron.report.accuracies import UNDECIDED, compare_accuracies
 from ctpo_megatron.report.comparison_table import comparison_table, notes_of_accuracies
+from ctpo_megatron.report.estimates import ONE_SEED, difference, mean_score
 from ctpo_megatron.report.groups import RunGroup, groups_of
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.scored_problems import ScoredProblem, ScoredSet
