@@ -35,6 +35,7 @@ from ctpo_megatron.objective.position_law import PositionLaw, fit_law, points_of
 from ctpo_megatron.objective.positions import PositionStats, position_metrics, position_stats, skipped_stats
 from ctpo_megatron.objective.ratios import TokenDiagnostics, token_diagnostics
 from ctpo_megatron.objective.stats import LossStats, merge, summarize
+from ctpo_megatron.objective.window_size import window_metrics
 
 __all__ = [
     "PRESETS",
@@ -72,4 +73,5 @@ __all__ = [
     "supervised_loss",
     "token_diagnostics",
     "weight_mean",
+    "window_metrics",
 ]

@@ -14,7 +14,7 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.data.batch import Batch
 from ctpo_megatron.models import ModelFamily
-from ctpo_megatron.objective import LossStats, PolicyObjective, batch_advantages
+from ctpo_megatron.objective import LossStats, PolicyObjective, batch_advantages, window_metrics
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.hf_directory import write_directory
@@ -120,6 +120,7 @@ class Trainer:
             applied = [mini for mini, update in zip(mini_batches, updates, strict=True) if not update.bad]
             positions = gather_positions(applied, rl.ratio, anchor, self.layout)
             metrics |= positions.metrics() if positions else {}
+            metrics |= window_metrics([trajectory.model_tokens for trajectory in batch.trajectories], rl.ratio)
             shown = mini_batches if dumped else mini_batches[-1:]
             diagnostics: Diagnostics = {}
             for mini_batch in shown if settings.diagnostics else ():

@@ -148,7 +148,7 @@ class _Places:
         """The text with marks for directories of the run."""
         for place, mark in self._places:
             text = _in(place, text, mark)
-        if self._name and "/" in text:
+        if self._name:
             # A text that is the name and nothing else may be a setting: runs are often named after theirs.
             text = re.sub(rf"(?<=/){re.escape(self._name)}(?=[/.]|$)|^{re.escape(self._name)}(?=/)", "<name>", text)
         return text

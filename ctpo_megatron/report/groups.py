@@ -10,7 +10,7 @@ from ctpo_megatron.report.differences import ABSENT, Differences, differences
 from ctpo_megatron.report.run_data import RunData
 
 _VALUE, _LABEL = 28, 60
-"""Longest value, and longest label, in characters."""
+"""Longest value, and usual length of a label, in characters."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
         if len(_distinct(settings, [*chosen, key])) > len(_distinct(settings, chosen)):
             chosen.append(key)
     names = _short_names(chosen, settings[0])
-    for most in (_VALUE, 10_000):
+    for most in (_VALUE, _LABEL):
         labels = [", ".join(_setting(names[key], each[key], most) for key in chosen) for each in settings]
         if len(chosen) == 1:
             plain = [shown(each[chosen[0]], most) for each in settings]
             labels = plain if all(isinstance(each[chosen[0]], str) for each in settings) else labels
-        if len(set(labels)) == len(labels) and max(map(len, labels)) <= max(_LABEL, most):
+        if len(set(labels)) == len(labels) and max(map(len, labels)) <= 2 * _LABEL:
             return labels
     return [f"{number}: {_cut(label, _LABEL)}" for number, label in enumerate(labels, start=1)]
 

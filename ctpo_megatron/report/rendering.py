@@ -6,6 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.report.theme import DARK, LIGHT
+
 if TYPE_CHECKING:
     from jinja2 import Environment
 
@@ -14,7 +16,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 def rendered(template: str, **values: Any) -> str:
     """The page. Raises jinja2.UndefinedError for a value that the template wants and is not given."""
-    return _environment().get_template(template).render(**values)
+    return _environment().get_template(template).render(colours={"light": LIGHT, "dark": DARK}, **values)
 
 
 @cache

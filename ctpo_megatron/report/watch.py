@@ -18,12 +18,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.report.trajectories import OutOfTimeError, QueryError
-from ctpo_megatron.report.watch_assets import asset
+from ctpo_megatron.report.watch_assets import asset, known_scripts
 from ctpo_megatron.report.watch_pages import BusyError, WatchPages
 from ctpo_sandbox.front import HttpProtocol
 
@@ -37,8 +37,9 @@ SEND_S = 20.0
 CHUNK = 1 << 16
 KEEP_ALIVE_S, END_S = 5, 1
 MOST_CONNECTIONS = 64
+_POLICY = "content-security-policy"
 HEADERS = {
-    "content-security-policy": (
+    _POLICY: (
         "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; "
         "form-action 'self'; frame-ancestors 'none'"
     ),
@@ -60,7 +61,10 @@ def create_app(run_dir: Path, hosts: frozenset[str]) -> tuple[ASGIApp, WatchPage
     pages = WatchPages(run_dir)
 
     async def front(_: Request) -> Response:
-        return RedirectResponse("/trajectories")
+        answer = await _answer(pages.report)
+        scripts = await run_in_threadpool(known_scripts, bytes(answer.body).decode())
+        answer.headers[_POLICY] = HEADERS[_POLICY].replace("script-src 'self'", f"script-src {' '.join(scripts)}")
+        return answer
 
     async def results(request: Request) -> Response:
         return await _answer(lambda: pages.results(dict(request.query_params)))
@@ -152,7 +156,8 @@ class LoopbackGuard:
 def _with_headers(send: Send) -> Send:
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
-            own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+            there = {name for name, _ in message["headers"]}
+            own = [(n.encode(), value.encode()) for n, value in HEADERS.items() if n.encode() not in there]
             message = {**message, "headers": [*message["headers"], *own]}
         await send(message)
 

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from markupsafe import Markup
+
 from ctpo_megatron.base.files import DamagedFileError, read_mapping
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.report.page import report_page
+from ctpo_megatron.report.page_data import chart_json
 from ctpo_megatron.report.rendering import rendered
 from ctpo_megatron.report.trajectories import (
     TOOLS,
@@ -36,6 +40,8 @@ SEARCH_S = 10.0
 """What a request may take to look through dumps."""
 WAIT_S = 20.0
 """What it waits for another one to end."""
+REPORT_S = 15.0
+"""A report is at least as old before it is made again: that takes a few CPU-seconds."""
 MOST_SAMPLES = 16
 """Of a group, side by side."""
 TOKENS, CHARACTERS = 40_000, 60_000
@@ -59,6 +65,15 @@ class Snippet:
     found: tuple[str, str, str] | None
 
 
+@dataclass(frozen=True)
+class _Made:
+    """A report. stamp: of the files that it was made of. made: when, by `time.monotonic`."""
+
+    page: str
+    stamp: object
+    made: float
+
+
 class WatchPages:
     """Pages of a run directory, which is read only. Requests of several threads are served one after the other."""
 
@@ -66,6 +81,19 @@ class WatchPages:
         self.run_dir = run_dir
         self.stopped = threading.Event()
         self._library, self._lock = TrajectoryLibrary(run_dir), threading.Lock()
+        self._report: _Made | None = None
+        self._report_lock = threading.Lock()
+
+    def report(self) -> str:
+        """The report, made again when files of the run have changed, but not more often than every `REPORT_S`.
+
+        Raises DamagedFileError, FileNotFoundError.
+        """
+        with self._report_lock:
+            stamp, now = _stamp(self.run_dir), time.monotonic()
+            if self._report is None or (stamp != self._report.stamp and now > self._report.made + REPORT_S):
+                self._report = _Made(report_page(self.run_dir), stamp, time.monotonic())
+            return self._report.page
 
     def results(self, fields: Mapping[str, str]) -> str:
         """The page of a query string. Raises QueryError, BusyError."""
@@ -118,7 +146,7 @@ class WatchPages:
         return self._page("watch_problem.html.jinja", problem=title, message=message)
 
     def _page(self, template: str, **values: Any) -> str:
-        return rendered(template, run=self.run_dir, **values)
+        return rendered(template, run=self.run_dir, chart_data=Markup(chart_json([])), **values)
 
     @contextmanager
     def _library_until(self) -> Iterator[tuple[TrajectoryLibrary, Deadline]]:
@@ -153,6 +181,13 @@ def _snippet(address: Address, head: Head, record: Mapping[str, Any], text: str)
     facts += f" · no verdict: {head.cause}" if head.cause else ""
     found = snippet([*texts, *outputs], text) if text else None
     return Snippet(address, head.reward, head.tools, facts, (lines or [head.prompt_id])[-1][:300], found)
+
+
+def _stamp(run_dir: Path) -> object:
+    """Differs when the run has written what the report shows."""
+    paths = RunPaths(run_dir)
+    files = (paths.metrics, paths.sft_metrics, paths.positions, paths.stages, paths.trajectories, paths.evaluation)
+    return [(status.st_mtime_ns, status.st_size) for path in files if path.exists() for status in [path.stat()]]
 
 
 def _said(found: SearchResult) -> str:

@@ -17,6 +17,7 @@ from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
 from ctpo_megatron.tracking.metrics import MetricsWriter, read_metrics
 from ctpo_megatron.tracking.positions import PositionsWriter, read_positions
 from ctpo_megatron.tracking.records import Head, Record
+from ctpo_megatron.tracking.scores import ScoredAnswer, read_scores
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
 from ctpo_megatron.tracking.timing import Phases, PhaseTimer, Progress, TimeSpent, read_stages
 from ctpo_megatron.tracking.trackers import PROMETHEUS_ADDRESS, Tracker, Trackers, open_trackers, tracker_problem
@@ -52,6 +53,7 @@ __all__ = [
     "PositionsWriter",
     "Progress",
     "Record",
+    "ScoredAnswer",
     "TimeSpent",
     "Tracker",
     "Trackers",
@@ -65,6 +67,7 @@ __all__ = [
     "read_heartbeat",
     "read_metrics",
     "read_positions",
+    "read_scores",
     "read_stages",
     "read_texts",
     "read_trajectories",

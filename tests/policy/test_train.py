@@ -21,7 +21,7 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.objective import batch_advantages
+from ctpo_megatron.objective import batch_advantages, window_metrics
 from ctpo_megatron.policy import (
     Layout,
     OldLogProbs,
@@ -133,7 +133,8 @@ class Run:
         metrics |= summarize_updates([trainer.update(mini_batch, loss) for mini_batch in mini_batches])
         ratio = objective_from_config(self.objective)
         positions = gather_positions(mini_batches, ratio, self.objective.anchor, trainer.layout)
-        return metrics | (positions.metrics() if positions else {})
+        widths = window_metrics([trajectory.model_tokens for trajectory in batch.trajectories], ratio)
+        return metrics | (positions.metrics() if positions else {}) | widths
 
     @property
     def weights(self) -> torch.Tensor:

@@ -14,9 +14,11 @@ from rich.console import Console
 
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.report import print_summary, summarize, write_report
-from ctpo_megatron.report.page import checks, rank_memory, tiles
+from ctpo_megatron.report.health import checks, rank_memory
+from ctpo_megatron.report.page import tiles
 from ctpo_megatron.report.panels import panels
 from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.report.theme import DARK, LIGHT
 from ctpo_megatron.rewards.protocol import COUNTS
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, write_trajectories
@@ -69,11 +71,14 @@ def test_nothing_is_loaded_from_elsewhere(page):
     assert "@import" not in page and not re.search(r"url\((?!#)", page)
 
 
-def test_svg_takes_its_colours_from_the_page(page):
-    svg = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
-    assert "var(--blue)" in svg
-    assert "#2f6fde" not in svg
-    assert "DejaVu" not in svg
+def test_charts_take_their_colours_from_the_page(page):
+    data = json.loads(re.search(r'id="chart-data">(.*?)</script>', page, re.DOTALL)[1])
+    used = set(re.findall(r"var\(--(\w+)\)", json.dumps(data)))
+    assert {"blue", "muted", "grid"} <= used <= LIGHT.keys() and LIGHT["blue"] not in json.dumps(data)
+    for theme in (LIGHT, DARK):
+        assert all(f"--{name}:{colour};" in page for name, colour in theme.items())
+    named = set(re.findall(r'data-chart="([^"]+)"', page))
+    assert named == data["charts"].keys() and all(chart["caption"] for chart in data["charts"].values())
 
 
 def test_missing_metrics_leave_a_section_out_and_say_so(tmp_path):

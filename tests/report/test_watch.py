@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import gzip
+import hashlib
 import http.client
 import os
 import random
@@ -24,6 +27,7 @@ import pytest
 from ctpo_megatron.cli import main
 from ctpo_megatron.report import watch, watch_pages
 from ctpo_megatron.report.trajectories.address import addresses
+from ctpo_megatron.report.watch_assets import known_scripts
 from ctpo_megatron.tracking import read_heads, trajectory_files, write_trajectories
 from tests.support.deadlines import scaled
 from tests.tracking.synthetic_run import HOSTILE, decode, make_groups, ratio_fields, write_run
@@ -89,7 +93,8 @@ def is_inert(page: str) -> bool:
     for tag, attributes in Elements(page).found:
         if tag == "img" or any(name.startswith("on") for name in attributes):
             return False
-        if tag == "script" and not (attributes.get("src") or "").startswith("/assets/"):
+        is_program = attributes.get("type") not in ("application/json", "text/plain")
+        if tag == "script" and is_program and not (attributes.get("src") or "").startswith("/assets/"):
             return False
     return HOSTILE not in page
 
@@ -144,7 +149,33 @@ def test_a_query_that_cannot_be_answered_is_explained(address):
     assert answer.status_code == 400 and is_inert(answer.text) and "is no field; known: text, step" in answer.text
 
 
-@pytest.mark.parametrize("path", ["/", "/trajectories", "/assets/page.js", "/nothing", "/trajectories?page=x"])
+def test_the_report_may_run_its_own_scripts_alone(run_dir, address):
+    answer = get(address, "/")
+    assert answer.status_code == 200 and "<h2>Trajectories</h2>" in answer.text and HOSTILE not in answer.text
+    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    scripts = re.findall(r"<script>(.*?)</script>", answer.text, re.DOTALL)
+    packed = re.search(r'id="vega">(.*?)</script>', answer.text, re.DOTALL)[1]
+    programs = [*(text.encode() for text in scripts), gzip.decompress(base64.b64decode(packed))]
+    hashes = [base64.b64encode(hashlib.sha256(program).digest()).decode() for program in programs]
+    assert len(scripts) == 1 and policy["script-src"].split() == [f"'sha256-{each}'" for each in hashes]
+    injected = answer.text.replace("<main>", f"<main>{HOSTILE}")
+    assert known_scripts(injected) == policy["script-src"].split()
+
+
+def test_the_report_is_made_again_when_the_run_has_written_but_not_at_once(tmp_path, monkeypatch):
+    path = write_run(tmp_path, steps=2)
+    pages = watch_pages.WatchPages(path)
+    first = pages.report()
+    write_trajectories(path, 3, make_groups(random.Random(0), 1, 2, 0.5), decode)
+    assert pages.report() is first
+    monkeypatch.setattr(watch_pages, "REPORT_S", 0.0)
+    second = pages.report()
+    assert 'id="step-3-' in second and 'id="step-3-' not in first
+    assert pages.report() is second
+    assert not (path / "report.html").exists() and not (path / "figures").exists()
+
+
+@pytest.mark.parametrize("path", ["/trajectories", "/assets/page.js", "/nothing", "/trajectories?page=x"])
 def test_every_answer_forbids_what_pages_do_not_need(address, path):
     headers = get(address, path).headers
     policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))

@@ -1,0 +1,82 @@
+"""The comparison of groups of runs as a terminal table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from ctpo_megatron.report.accuracies import Accuracy, AccuracyDifference, SourceComparison, compare_accuracies
+from ctpo_megatron.report.confidence import Ends
+from ctpo_megatron.report.estimates import ONE_SEED, Estimate
+from ctpo_megatron.report.groups import RunGroup
+
+
+def comparison_table(groups: Sequence[RunGroup], found: Sequence[SourceComparison] | None = None) -> Table:
+    """Final accuracies with 95 % intervals, and differences to the first group with verdicts.
+
+    found: of `compare_accuracies`, where it is there already; else it is computed. Raises DamagedFileError.
+    """
+    found = compare_accuracies(groups) if found is None else found
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for label in ("", "seeds", "steps"):
+        table.add_column(label, justify="left" if not label else "right")
+    for label in ("source", "accuracy", "95 % interval", f"less {groups[0].label}", "95 % interval", "verdict"):
+        table.add_column(Text(label), justify="left" if label in ("source", "verdict") else "right")
+    for group in groups:
+        rows = [(each, accuracy) for each in found for accuracy in each.accuracies if accuracy.group == group.label]
+        head: list[str | Text] = [Text(group.label, "bold"), _seeds(group), _steps(group)]
+        if not rows:
+            table.add_row(*head, Text("no evaluation", "dim"))
+        for number, (source, accuracy) in enumerate(rows):
+            table.add_row(*(["", "", ""] if number else head), *_cells(source, accuracy, groups[0].label))
+    return table
+
+
+def notes_of_accuracies(found: Sequence[SourceComparison]) -> list[str]:
+    """What applies to figures of the table: problems left out, how pairs were made. Each is said once."""
+    notes: dict[str, None] = {}
+    for each in found:
+        for accuracy in each.accuracies:
+            notes |= dict.fromkeys(_said(f"{accuracy.group}, {each.source}", accuracy.estimate))
+        for difference in (*each.differences, *each.gains):
+            name = f"{difference.group} against {difference.other}, {each.source}"
+            notes |= dict.fromkeys(_said(name, difference.estimate))
+    return list(notes)
+
+
+def _said(name: str, estimate: Estimate) -> list[str]:
+    """Notes of an estimate, with its name; of left out problems their number."""
+    left_out = [f"{estimate.left_out} problems left out"] if estimate.left_out else []
+    notes = [note for note in estimate.notes if note != ONE_SEED]  # notes_of says it of the group
+    return [f"{name}: {note}." for note in (*notes, *left_out)]
+
+
+def _cells(source: SourceComparison, accuracy: Accuracy, first: str) -> list[str | Text]:
+    estimate = accuracy.estimate
+    cells: list[str | Text] = [Text(source.source), f"{estimate.value:.3f}", _interval(estimate.interval, ".3f")]
+    pairs = [each for each in source.differences if (each.group, each.other) == (accuracy.group, first)]
+    return cells + (_difference(pairs[0]) if pairs else ["", "", ""])
+
+
+def _difference(difference: AccuracyDifference) -> list[str | Text]:
+    estimate = difference.estimate
+    decided = estimate.interval is not None and not estimate.interval[0] <= 0 <= estimate.interval[1]
+    verdict = Text(difference.short_verdict, "bold" if decided else "dim")
+    return [f"{estimate.value:+.3f}", _interval(estimate.interval, "+.3f"), verdict]
+
+
+def _interval(ends: Ends | None, form: str) -> str:
+    return "–" if ends is None else f"{ends[0]:{form}} to {ends[1]:{form}}"
+
+
+def _seeds(group: RunGroup) -> str:
+    repeated = len(group.runs) - len(group.seeds)
+    return f"{len(group.seeds)}" + (f" (+{repeated} repeated)" if repeated else "")
+
+
+def _steps(group: RunGroup) -> str:
+    """Steps that the runs have made, lowest to highest."""
+    done = [max((record["step"] for record in run.metrics), default=0) for run in group.runs]
+    return f"{min(done)}" if min(done) == max(done) else f"{min(done)} to {max(done)}"

@@ -1,0 +1,121 @@
+"""95 % intervals of mean scores and of their differences, over problems and over seeds. docs/compare.md explains them.
+
+Scores are tables `[S, P]`, float64: seeds by problems.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+    from numpy.typing import NDArray
+
+LEVEL = 0.95
+RESAMPLES = 10_000
+_AT_ONCE = 1 << 22
+"""Problems drawn at once, which bounds the memory."""
+
+Ends = tuple[float, float]
+SignedTables = Sequence["tuple[float, NDArray[Any]]"]
+"""Tables of the same problems, each with its factor in the sum that the interval is of."""
+
+
+def student_interval(values: Sequence[float]) -> Ends:
+    """Student's t interval of the mean of independent values, two or more."""
+    from scipy.special import stdtrit
+
+    count, mean = len(values), math.fsum(values) / len(values)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    reach = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * spread / math.sqrt(count)
+    return mean - reach, mean + reach
+
+
+def welch_interval(values: Sequence[float], others: Sequence[float]) -> Ends:
+    """Welch's t interval of the difference of two means, of two or more independent values each."""
+    from scipy.special import stdtrit
+
+    means, errors = [], []
+    for each in (values, others):
+        means.append(math.fsum(each) / len(each))
+        errors.append(math.fsum((value - means[-1]) ** 2 for value in each) / (len(each) - 1) / len(each))
+    total = sum(errors)
+    if not total:
+        return means[0] - means[1], means[0] - means[1]
+    degrees = total**2 / sum(error**2 / (len(each) - 1) for error, each in zip(errors, (values, others), strict=True))
+    reach = float(stdtrit(degrees, (1 + LEVEL) / 2)) * math.sqrt(total)
+    return means[0] - means[1] - reach, means[0] - means[1] + reach
+
+
+def hierarchical_interval(
+    blocks: Sequence[SignedTables], bounds: Ends | None = None, resamples: int = RESAMPLES
+) -> Ends:
+    """Bootstrap interval of a weighted sum of mean scores, over problems, and over seeds where tables have several.
+
+    Problems are resampled. Seeds are too few for that: the part of each table that only seeds explain is drawn from
+    normal theory. blocks: problems of different blocks are drawn separately; two problems or more. bounds: smallest
+    and largest value possible. The same tables give the same interval.
+    """
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    drawn = np.zeros(resamples)
+    for block in blocks:
+        by_problem = sum(factor * table.mean(0) for factor, table in block)
+        drawn += _means_of_resamples(np.asarray(by_problem), resamples, generator)
+        for factor, table in block:
+            if len(table) > 1:
+                drawn += factor * _seed_part(table, resamples, generator)
+    problems = min(block[0][1].shape[1] for block in blocks)
+    if np.ptp(drawn) == 0 and bounds is not None:
+        return _without_spread(float(drawn[0]), problems, bounds)
+    tail = _tail(problems)
+    low, high = (float(end) for end in np.quantile(drawn, [tail, 1 - tail]))
+    return (max(low, bounds[0]), min(high, bounds[1])) if bounds else (low, high)
+
+
+def _means_of_resamples(values: NDArray[Any], resamples: int, generator: Generator) -> NDArray[Any]:
+    """`[resamples]`: means of as many values, drawn with replacement."""
+    import numpy as np
+
+    count = len(values)
+    size = max(1, _AT_ONCE // count)
+    rounds = (min(size, resamples - done) for done in range(0, resamples, size))
+    return np.concatenate([values[generator.integers(count, size=(n, count))].mean(1) for n in rounds])
+
+
+def _seed_part(table: NDArray[Any], resamples: int, generator: Generator) -> NDArray[Any]:
+    """`[resamples]`: draws of how far these seeds are from the mean of all seeds, whatever the problems.
+
+    The mean squares of a two-way table estimate P var(seed) + var(rest) and var(rest). The first, divided by
+    chi2 / (S - 1), is a draw of what it may be the estimate of. Less the second, it is the part of the seeds
+    (generalized interval of a variance component; Weerahandi, 1993).
+    """
+    import numpy as np
+
+    seeds, problems = table.shape
+    means = table.mean(1, keepdims=True)
+    rest = table - means - table.mean(0, keepdims=True) + table.mean()
+    of_seeds = problems * float(means.var(ddof=1))
+    of_rest = float((rest**2).sum()) / ((seeds - 1) * (problems - 1))
+    may_be = of_seeds * (seeds - 1) / generator.chisquare(seeds - 1, resamples)
+    variance = np.maximum(may_be - of_rest, 0.0) / (seeds * problems)
+    return np.asarray(np.sqrt(variance) * generator.standard_normal(resamples))
+
+
+def _tail(problems: int) -> float:
+    """Share of the draws on either side of the interval: a little less than 2.5 %, since a bootstrap of few values is
+    too narrow (expanded percentiles; Hesterberg, 2015, arXiv 1411.5279)."""
+    from scipy.special import ndtr, stdtrit
+
+    quantile = stdtrit(problems - 1, (1 + LEVEL) / 2)
+    return float(ndtr(-math.sqrt(problems / (problems - 1)) * quantile))
+
+
+def _without_spread(value: float, problems: int, bounds: Ends) -> Ends:
+    """Where no problem differs from another: as if each had been one throw, and none had been unlike (Clopper and
+    Pearson, 1934)."""
+    reach = 1 - ((1 - LEVEL) / 2) ** (1 / problems)
+    return value - reach * (value - bounds[0]), value + reach * (bounds[1] - value)

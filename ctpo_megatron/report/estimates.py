@@ -1,0 +1,193 @@
+"""Mean scores and differences with their intervals: what is paired with what, and what can be said. docs/compare.md"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ctpo_megatron.report.confidence import (
+    Ends,
+    SignedTables,
+    hierarchical_interval,
+    student_interval,
+    welch_interval,
+)
+from ctpo_megatron.report.scored_problems import ScoredSet, judged_in_all, same_problems
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ONE_SEED = "one seed: says nothing about other seeds"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean score, or a difference of two, with its 95 % interval.
+
+    interval: over what `over` names; None where nothing can be said. over_seeds: Student's t over the seeds, for these
+    very problems; None with fewer than two. problems: that it is of. left_out: further ones, without a verdict or
+    without a counterpart. seeds: it is of. notes: what a reader has to know of it.
+    """
+
+    value: float
+    interval: Ends | None
+    over: str
+    over_seeds: Ends | None
+    problems: int
+    left_out: int
+    seeds: list[str]
+    notes: list[str]
+
+
+def mean_score(by_seed: Mapping[str, ScoredSet]) -> Estimate:
+    """The mean score over problems and seeds. by_seed: seed -> its problems, one seed or more."""
+    many, seeds = [*by_seed.values()], [*by_seed]
+    if len(many) > 1 and not same_problems(many):
+        means = [own_mean(problems) for problems in many]
+        over_seeds = _if_known(student_interval(means))
+        note = "each seed has problems of its own"
+        return Estimate(_mean(means), over_seeds, "seeds", over_seeds, *_sizes(many), seeds, [note])
+    names = judged_in_all(many)
+    left_out = len(set.union(*map(set, many))) - len(names)
+    table = _table(many, names)
+    return _estimate([[(1.0, table)]], _bounds(many, 0.0), left_out, seeds, _seed_interval([1.0], [table]), [])
+
+
+def difference(by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet]) -> Estimate:
+    """Mean score of one evaluation less the one of another, paired by problem and by seed as far as both have them.
+
+    by_seed, others: seed -> its problems, one seed or more.
+    """
+    common = [seed for seed in by_seed if seed in others]
+    paired = len(common) > 1 or (len(by_seed) == len(others) == len(common) == 1)
+    left, right = ([each[seed] for seed in (common if paired else each)] for each in (by_seed, others))
+    notes = _seed_notes(by_seed, others, common if paired else None)
+    seeds = common if paired else list(dict.fromkeys([*by_seed, *others]))
+    bounds = _bounds([*left, *right], -1.0)
+    if same_problems([*left, *right]):
+        names = judged_in_all([*left, *right])
+        left_out = len(set.union(*map(set, [*left, *right]))) - len(names)
+        a, b = _table(left, names), _table(right, names)
+        if paired:
+            return _estimate([[(1.0, a - b)]], bounds, left_out, seeds, _seed_interval([1.0], [a - b]), notes)
+        block = [(1.0, a), (-1.0, b)]
+        return _estimate([block], bounds, left_out, seeds, _seed_interval([1.0, -1.0], [a, b]), notes)
+    if paired and all(same_problems(pair) for pair in zip(left, right, strict=True)):
+        return _within_seeds(left, right, seeds, notes)
+    return _unpaired(left, right, seeds, [*notes, "not paired: the groups have other problems"])
+
+
+def _within_seeds(
+    left: Sequence[ScoredSet], right: Sequence[ScoredSet], seeds: list[str], notes: list[str]
+) -> Estimate:
+    """Where each seed has problems of its own, which both sides have."""
+    found, problems, left_out = [], 0, 0
+    for pair in zip(left, right, strict=True):
+        names = judged_in_all(pair)
+        found.append(_own_mean_of(pair[0], names) - _own_mean_of(pair[1], names))
+        problems += len(names)
+        left_out += len(pair[0].keys() | pair[1].keys()) - len(names)
+    interval = _if_known(student_interval(found))
+    note = "each seed has problems of its own"
+    return Estimate(_mean(found), interval, "seeds", interval, problems, left_out, seeds, [*notes, note])
+
+
+def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], seeds: list[str], notes: list[str]) -> Estimate:
+    sides = [left, right]
+    if all(len(side) == 1 or same_problems(side) for side in sides):
+        names = [judged_in_all(side) for side in sides]
+        tables = [_table(side, judged) for side, judged in zip(sides, names, strict=True)]
+        known = sum(len(set.union(*map(set, side))) for side in sides)
+        blocks = [[(1.0, tables[0])], [(-1.0, tables[1])]]
+        return _estimate(
+            blocks,
+            _bounds([*left, *right], -1.0),
+            known - sum(map(len, names)),
+            seeds,
+            _seed_interval([1.0, -1.0], tables),
+            notes,
+        )
+    means = [[own_mean(problems) for problems in side] for side in sides]
+    value = _mean(means[0]) - _mean(means[1])
+    interval = _if_known(welch_interval(*means)) if min(map(len, means)) > 1 else None
+    return Estimate(value, interval, "seeds", interval, *_sizes([*left, *right]), seeds, notes)
+
+
+def _estimate(
+    blocks: Sequence[SignedTables],
+    bounds: Ends | None,
+    left_out: int,
+    seeds: list[str],
+    over_seeds: Ends | None,
+    notes: list[str],
+) -> Estimate:
+    tables = [(factor, table) for block in blocks for factor, table in block]
+    problems = sum(block[0][1].shape[1] for block in blocks)
+    few = min(table.shape[1] for _, table in tables)
+    several = all(len(table) > 1 for _, table in tables)
+    if not several:
+        # The spread over seeds is unknown on one side: what the other side has of it must not pass for the whole.
+        blocks = [[(factor, table.mean(0, keepdims=True)) for factor, table in block] for block in blocks]
+        notes = [*notes, ONE_SEED]
+    if few == 0:
+        return Estimate(math.nan, None, "", None, 0, left_out, seeds, [*notes, "no problem is judged on both sides"])
+    value = sum(factor * float(table.mean()) for factor, table in tables)
+    interval = hierarchical_interval(blocks, bounds) if few > 1 else None
+    notes = notes if few > 1 else [*notes, "one problem"]
+    return Estimate(
+        value, interval, "problems and seeds" if several else "problems", over_seeds, problems, left_out, seeds, notes
+    )
+
+
+def _bounds(many: Sequence[ScoredSet], lowest: float) -> Ends | None:
+    """Of a mean (`lowest` 0) or a difference (-1) of scores that are between 0 and 1; None for other scores."""
+    scores = [each.score for problems in many for each in problems.values() if each.score is not None]
+    return (lowest, 1.0) if scores and min(scores) >= 0 and max(scores) <= 1 else None
+
+
+def _seed_interval(factors: Sequence[float], tables: Sequence[NDArray[Any]]) -> Ends | None:
+    if any(len(table) < 2 or not table.shape[1] for table in tables):
+        return None
+    means = [table.mean(1).tolist() for table in tables]
+    return student_interval(means[0]) if len(factors) == 1 else welch_interval(*means)
+
+
+def _seed_notes(
+    by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet], paired: Sequence[str] | None
+) -> list[str]:
+    if paired is None:
+        return [] if len(by_seed) == len(others) == 1 else ["not paired by seed"]
+    rest = [seed for seed in {**by_seed, **others} if seed not in paired]
+    return [f"paired by seed, without {', '.join(rest)}"] if rest else []
+
+
+def _table(many: Sequence[ScoredSet], names: Sequence[str]) -> NDArray[Any]:
+    """`[S, P]`."""
+    import numpy as np
+
+    return np.array([[problems[name].score for name in names] for problems in many], np.float64)
+
+
+def own_mean(problems: ScoredSet) -> float:
+    """Of the problems with a verdict."""
+    return _own_mean_of(problems, judged_in_all([problems]))
+
+
+def _own_mean_of(problems: ScoredSet, names: Sequence[str]) -> float:
+    return _mean([score for name in names if (score := problems[name].score) is not None])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _sizes(many: Sequence[ScoredSet]) -> tuple[int, int]:
+    """Judged problems, and the others."""
+    judged = sum(len(judged_in_all([problems])) for problems in many)
+    return judged, sum(map(len, many)) - judged
+
+
+def _if_known(interval: Ends) -> Ends | None:
+    return interval if all(map(math.isfinite, interval)) else None

@@ -1,0 +1,40 @@
+"""The width of the window equals the authors' figures, token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctpo_megatron.objective import PolicyObjective
+from ctpo_megatron.objective.window_size import window_metrics
+
+CTPO = PolicyObjective.preset("ctpo")
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.sampled_from([0.25, 0.5, 1.0]))
+def test_the_figures_of_all_tokens(lengths: list[int], power: float) -> None:
+    objective = PolicyObjective.preset("ctpo", clip_power=power)
+    found = window_metrics(lengths, objective)
+    if not any(lengths):
+        assert found == {}
+        return
+    scale = np.concatenate([np.arange(1, length + 1.0) ** power for length in lengths])
+    expected = {
+        "pg_update/la_scale/mean": scale.mean(),
+        "pg_update/la_scale/min": scale.min(),
+        "pg_update/la_scale/max": scale.max(),
+        "pg_update/la_scale/p50": np.median(scale),
+        "pg_update/la_clip_high_ratio/mean": np.exp(objective.clip_high * scale).mean(),
+        "pg_update/la_clip_low_ratio/mean": np.exp(-objective.clip_low * scale).mean(),
+    }
+    if objective.clip_c is not None:
+        expected["pg_update/la_clip_c_ratio/mean"] = np.exp(objective.clip_c * scale).mean()
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("objective", [None, PolicyObjective.preset("grpo"), PolicyObjective.preset("gspo")])
+def test_another_window_has_no_width_by_position(objective: PolicyObjective | None) -> None:
+    assert window_metrics([3, 4], objective) == {}
+    assert window_metrics([], CTPO) == {}

@@ -1,0 +1,206 @@
+"""Accuracies and differences of groups, from dumps of evaluations: pairs, missing verdicts, seeds, and words."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from rich.console import Console
+from scipy import stats
+
+from ctpo_megatron.report import accuracies
+from ctpo_megatron.report.accuracies import UNDECIDED, compare_accuracies
+from ctpo_megatron.report.comparison_table import comparison_table, notes_of_accuracies
+from ctpo_megatron.report.estimates import ONE_SEED, difference, mean_score
+from ctpo_megatron.report.groups import RunGroup, groups_of
+from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.report.scored_problems import ScoredProblem, ScoredSet
+from ctpo_megatron.run.directory import open_run_directory
+from ctpo_megatron.tracking import MetricsWriter, write_trajectories
+from tests.tracking.synthetic_run import decode, make_config, make_groups
+
+Scores = list[float | None]
+
+
+def problems(scores: Scores, answer: str = "a", first: int = 0) -> ScoredSet:
+    return {f"p{first + number}": ScoredProblem(f"{answer}{number}", score) for number, score in enumerate(scores)}
+
+
+def drawn(chance: float, count: int = 200, seed: int = 0) -> Scores:
+    return [*(np.random.default_rng(seed).random(count) < chance).astype(float)]
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes a run with the rewards of evaluations: step -> rewards of each problem's samples."""
+
+    def write_run(
+        preset: str,
+        seed: int,
+        rewards: Mapping[int, list[list[float | None]]],
+        form: Literal["jsonl", "parquet"] = "parquet",
+        answer: str = "2",
+    ) -> RunData:
+        config = make_config(tmp_path, f"{preset}-{seed}-{answer}", run={"seed": seed}, objective={"preset": preset})
+        directory = open_run_directory(config)
+        for step, scores in rewards.items():
+            groups = make_groups(random.Random(0), len(scores), len(scores[0]), 0.5)
+            for group, of_problem in zip(groups, scores, strict=True):
+                group.prompt = replace(group.prompt, answer=answer)
+                for trajectory, reward in zip(group.trajectories, of_problem, strict=True):
+                    trajectory.reward = reward
+            write_trajectories(directory, step, groups, decode, folder="evaluation", form=form)
+        with MetricsWriter(directory) as metrics:
+            metrics.log(max(rewards), {"reward/mean": 0.5})
+        return RunData.load(directory)
+
+    return write_run
+
+
+def test_the_figures_of_two_groups(write) -> None:
+    """Two seeds each, two samples a problem, one problem without a verdict on one side, one partly judged."""
+    runs = [
+        write("ctpo", 0, {0: [[0, 0]] * 4, 3: [[1, 1], [1, 0], [0, 0], [None, None]]}),
+        write("ctpo", 1, {0: [[0, 0]] * 4, 3: [[1, 1], [0, 0], [0, 1], [1, 1]]}, "jsonl"),
+        write("grpo", 0, {0: [[0, 0]] * 4, 2: [[1, 1]] * 4, 3: [[1, 0], [0, 0], [0, 0], [1, 1]]}),
+        write("grpo", 1, {3: [[1, None], [0, 0], [0, 0], [1, 1]]}),
+    ]
+    (found,) = compare_accuracies(groups_of(runs))
+    assert found.source == "toolmath"
+    ctpo, grpo = found.accuracies
+    assert (ctpo.group, ctpo.steps, ctpo.by_seed) == ("ctpo", [3], {"0": 0.5, "1": 0.625})
+    # Problem 3 has no verdict in one seed of ctpo: three are left of ctpo, four of grpo.
+    assert ctpo.estimate.value == pytest.approx((1 + 1 + 0.5 + 0 + 0 + 0.5) / 6)
+    assert grpo.estimate.value == pytest.approx((0.5 + 1 + 1 + 1) / 8)
+    assert (ctpo.estimate.problems, ctpo.estimate.left_out, grpo.estimate.left_out) == (3, 1, 0)
+    (pair,) = found.differences
+    assert (pair.group, pair.other) == ("grpo", "ctpo")
+    assert pair.estimate.value == pytest.approx(((0.5 - 1) + (1 - 1) - 0.5 + 0 + 0 - 0.5) / 6)
+    assert (pair.estimate.problems, pair.estimate.left_out, pair.estimate.seeds) == (3, 1, ["0", "1"])
+    assert pair.verdict == UNDECIDED
+    gains = {each.group: each for each in found.gains}
+    assert gains["ctpo"].estimate.value == pytest.approx(ctpo.estimate.value)
+    assert gains["ctpo"].estimate.over == "problems and seeds"
+    # Only one seed of grpo was evaluated before training.
+    assert (gains["grpo"].estimate.seeds, gains["grpo"].estimate.over) == (["0"], "problems")
+
+
+def test_a_seed_that_was_not_evaluated_is_said(write) -> None:
+    runs = [write("ctpo", 0, {3: [[1], [0]]}), write("ctpo", 1, {0: [[1], [0]]})]
+    (found,) = compare_accuracies(groups_of(runs))
+    assert "no evaluation of seed 1" in found.accuracies[0].estimate.notes
+    assert found.accuracies[0].estimate.seeds == ["0"]
+
+
+def test_repeated_runs_of_a_seed_are_one(write) -> None:
+    runs = [write("ctpo", 0, {3: [[1], [0]]}), write("ctpo", 0, {3: [[0], [0]]}, answer="02")]
+    (found,) = compare_accuracies(groups_of(runs))
+    assert found.accuracies[0].by_seed == {"0": 0.25}
+    assert found.accuracies[0].estimate.over == "problems"
+    assert ONE_SEED in found.accuracies[0].estimate.notes
+
+
+def test_no_evaluation_is_no_comparison(write) -> None:
+    groups = groups_of([write("ctpo", 0, {0: [[1]]})])
+    assert compare_accuracies(groups) == []
+    assert "no evaluation" in text_of(groups)
+
+
+def test_pairs_are_of_the_same_problem_and_seed() -> None:
+    """With pairs, a small difference on hard and easy problems alike is seen; without, the problems hide it."""
+    easy = drawn(0.5)
+    better = [1.0 if place % 20 == 0 else score for place, score in enumerate(easy)]
+    paired = difference({"0": problems(better)}, {"0": problems(easy)})
+    unpaired = difference({"0": problems(better)}, {"0": problems(easy, answer="other")})
+    assert paired.value == pytest.approx(unpaired.value) and paired.value > 0
+    assert paired.interval and unpaired.interval
+    assert paired.interval[0] >= 0 > unpaired.interval[0]
+    assert "not paired: the groups have other problems" in unpaired.notes
+
+
+def test_equal_ids_of_other_problems_are_not_paired() -> None:
+    """A task made with another seed has the same ids. Each seed has its own, and both sides have them."""
+    left = {str(seed): problems(drawn(0.7, seed=seed), f"{seed}:") for seed in range(3)}
+    right = {str(seed): problems(drawn(0.4, seed=seed + 9), f"{seed}:") for seed in range(3)}
+    found = difference(left, right)
+    by_seed = [np.mean(drawn(0.7, seed=seed)) - np.mean(drawn(0.4, seed=seed + 9)) for seed in range(3)]
+    expected = stats.ttest_1samp(by_seed, 0).confidence_interval()
+    assert found.over == "seeds" and found.interval == pytest.approx((expected.low, expected.high))
+    own = mean_score(left)
+    expected = stats.ttest_1samp([np.mean(drawn(0.7, seed=seed)) for seed in range(3)], 0).confidence_interval()
+    assert own.interval == pytest.approx((expected.low, expected.high))
+
+
+def test_seeds_of_one_side_alone() -> None:
+    """Common seeds are paired; with fewer than two, no seeds are, and the spread of both sides counts."""
+    many = {str(seed): problems(drawn(0.6, seed=seed)) for seed in range(4)}
+    paired = difference(many, {seed: many[seed] for seed in ("1", "2")})
+    assert (paired.seeds, paired.value, paired.notes) == (["1", "2"], 0, ["paired by seed, without 0, 3"])
+    other = {"7": problems(drawn(0.6, seed=7)), "8": problems(drawn(0.6, seed=8))}
+    apart = difference(many, other)
+    assert apart.notes == ["not paired by seed"]
+    assert apart.over == "problems and seeds" and apart.over_seeds is not None
+    means = [[np.mean([each.score for each in side[seed].values()]) for seed in side] for side in (many, other)]
+    expected = stats.ttest_ind(*means, equal_var=False).confidence_interval()
+    assert apart.over_seeds == pytest.approx((expected.low, expected.high))
+    single = difference(many, {"9": problems(drawn(0.6, seed=9))})
+    assert (single.over, single.over_seeds) == ("problems", None)
+    assert ONE_SEED in single.notes
+
+
+def test_one_seed_says_that_it_is_one() -> None:
+    found = difference({"0": problems(drawn(0.9))}, {"0": problems(drawn(0.2))})
+    assert (found.over, found.over_seeds, found.notes) == ("problems", None, [ONE_SEED])
+    said = accuracies.AccuracyDifference("a", "b", "s", found)
+    assert said.verdict.startswith("a is 66.5 points above b (95 % interval +") and said.verdict.endswith(ONE_SEED)
+    assert said.short_verdict == "above (one seed)"
+
+
+def test_equal_answers_cannot_be_told_apart() -> None:
+    same = {"0": problems(drawn(0.5))}
+    found = difference(same, same)
+    assert found.value == 0 and found.interval
+    low, high = found.interval
+    assert low == -high and 0.01 < high < 0.03  # 200 problems without a difference leave 1.8 %
+    assert accuracies.AccuracyDifference("a", "b", "s", found).short_verdict == f"{UNDECIDED} (one seed)"
+
+
+def test_no_common_verdict_is_said() -> None:
+    found = difference({"0": problems([1.0, None])}, {"0": problems([None, 1.0])})
+    assert math.isnan(found.value) and found.interval is None and found.left_out == 2
+    said = accuracies.AccuracyDifference("a", "b", "s", found)
+    assert said.verdict == f"not known: {ONE_SEED}; no problem is judged on both sides"
+
+
+def test_scores_beyond_one_have_no_bounds() -> None:
+    found = mean_score({"0": problems([3.0, 2.0, 3.0, -2.0, 3.0])})
+    assert found.interval and found.interval[0] < 1 < found.interval[1] <= 3
+
+
+def text_of(groups: list[RunGroup]) -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(comparison_table(groups))
+    return console.export_text()
+
+
+def test_the_table_says_it_all(write) -> None:
+    right, wrong = [[1.0]] * 30, [[0.0]] * 30
+    runs = [
+        write("ctpo", 0, {3: right}),
+        write("ctpo", 1, {3: [[0.0], *right[1:]]}),
+        write("grpo", 0, {3: [*right[:3], *wrong[3:]]}),
+        write("grpo", 1, {3: [*right[:2], *wrong[2:]]}),
+    ]
+    groups = groups_of(runs)
+    lines = [line.split() for line in text_of(groups).splitlines()]
+    assert " ".join(lines[0]) == "seeds steps source accuracy 95 % interval less ctpo 95 % interval verdict"
+    assert lines[1][:5] == ["ctpo", "2", "3", "toolmath", "0.983"] and len(lines[1]) == 8
+    assert lines[2][:5] == ["grpo", "2", "3", "toolmath", "0.083"]
+    assert lines[2][8] == "-0.900" and lines[2][-1] == "below"
+    assert notes_of_accuracies(compare_accuracies(groups)) == []

@@ -1,0 +1,158 @@
+"""95 % intervals: they hold what they promise in simulated comparisons, and equal what theory or scipy gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ctpo_megatron.report import confidence
+from ctpo_megatron.report.confidence import hierarchical_interval, student_interval, welch_interval
+
+RUNS, RESAMPLES = 500, 1000
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two objectives on the same problems. Logits of a right answer are normal: problems have a spread of 2, the effect
+    of the objective on a problem of .7, a seed of `of_seed`, a seed on a problem of .5. samples: of a problem (avg@k).
+    """
+
+    seeds: int
+    problems: int
+    samples: int
+    of_seed: float
+    effect: float
+    paired: bool = True
+
+
+def accuracies(case: Case, size: tuple[int, int], generator: np.random.Generator) -> np.ndarray:
+    """`[2, S, P]`: chances of a right answer."""
+    seeds, problems = size
+    difficulty = generator.normal(0, 2, problems)
+    logits = np.stack([difficulty, difficulty + case.effect + generator.normal(0, 0.7, problems)])[:, None]
+    logits = logits + generator.normal(0, case.of_seed, (2, seeds, 1)) + generator.normal(0, 0.5, (2, seeds, problems))
+    return 1 / (1 + np.exp(-logits))
+
+
+@cache
+def true_difference(case: Case) -> float:
+    """Over all problems and seeds, whose logits are normal: by quadrature."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
+    variances = 2**2 + case.of_seed**2 + 0.5**2 + np.array([0, 0.7**2])
+    logits = np.array([[0.0], [case.effect]]) + np.sqrt(variances)[:, None] * nodes
+    first, second = (1 / (1 + np.exp(-logits))) @ weights / weights.sum()
+    return float(second - first)
+
+
+def covered(case: Case, runs: int = RUNS, resamples: int = RESAMPLES) -> tuple[float, float]:
+    """Share of intervals that hold the true difference, and share that do not hold 0."""
+    generator, true, hits, apart = np.random.default_rng(5), true_difference(case), 0, 0
+    for _ in range(runs):
+        chances = accuracies(case, (case.seeds, case.problems), generator)
+        first, second = generator.binomial(case.samples, chances) / case.samples
+        block = [(1.0, second - first)] if case.paired else [(1.0, second), (-1.0, first)]
+        low, high = hierarchical_interval([block], (-1.0, 1.0), resamples)
+        hits += low <= true <= high
+        apart += not low <= 0 <= high
+    return hits / runs, apart / runs
+
+
+@pytest.mark.parametrize("case", [Case(1, 30, 8, 0.0, 0.0), Case(1, 30, 1, 0.0, 0.5), Case(1, 100, 1, 0.0, 0.0)])
+def test_one_seed_covers_what_it_is_of(case: Case) -> None:
+    """Without any effect of seeds, one seed is enough."""
+    hits, apart = covered(case)
+    assert 0.93 <= hits <= 0.97
+    assert case.effect or 0.03 <= apart <= 0.07
+
+
+@pytest.mark.parametrize("case", [Case(3, 30, 8, 0.5, 0.0), Case(5, 30, 8, 0.5, 0.3), Case(10, 30, 8, 0.5, 0.0)])
+def test_several_seeds_cover_other_seeds(case: Case) -> None:
+    """Where the spread of the seeds decides."""
+    hits, apart = covered(case)
+    assert 0.93 <= hits <= 0.98
+    assert case.effect or apart <= 0.06
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 30, 8, 0.5, 0.3),
+        Case(2, 30, 1, 0.0, 0.0),
+        Case(5, 30, 1, 0.0, 0.0),
+        Case(3, 30, 8, 0.5, 0.3, paired=False),
+        Case(5, 30, 8, 0.5, 0.0, paired=False),
+    ],
+)
+def test_few_seeds_are_covered_with_room(case: Case) -> None:
+    """Two seeds may differ by chance less than seeds do, and where seeds have no effect, that is not known."""
+    hits, apart = covered(case)
+    assert hits >= 0.95
+    assert case.effect or apart <= 0.05
+
+
+def test_a_bootstrap_of_the_seeds_themselves_would_cover_too_little() -> None:
+    """Why the seeds are not resampled."""
+    case, generator, hits = Case(3, 100, 8, 0.5, 0.0), np.random.default_rng(5), 0
+    for _ in range(200):
+        first, second = generator.binomial(8, accuracies(case, (3, 100), generator)) / 8
+        table = second - first
+        seeds = generator.multinomial(3, [1 / 3] * 3, 400) / 3
+        problems = generator.multinomial(100, np.full(100, 0.01), 400) / 100
+        low, high = np.percentile(np.einsum("bs,sp,bp->b", seeds, table, problems), [2.5, 97.5])
+        hits += low <= 0 <= high
+    assert hits / 200 < 0.9
+
+
+def test_the_same_tables_give_the_same_interval() -> None:
+    table = np.random.default_rng(1).random((3, 40))
+    assert hierarchical_interval([[(1.0, table)]]) == hierarchical_interval([[(1.0, table.copy())]])
+
+
+def test_pairs_are_narrower_than_groups_apart() -> None:
+    generator = np.random.default_rng(2)
+    easy = generator.random(200)
+    first, second = (np.array([(generator.random(200) < easy)], float) for _ in range(2))
+    pair = hierarchical_interval([[(1.0, first), (-1.0, second)]])
+    apart = hierarchical_interval([[(1.0, first)], [(-1.0, second)]])
+    assert np.ptp(pair) < 0.9 * np.ptp(apart)
+
+
+def test_one_seed_equals_students_t_over_many_problems() -> None:
+    table = np.random.default_rng(3).normal(0.5, 0.1, (1, 2000))
+    expected = stats.t.interval(0.95, 1999, table.mean(), stats.sem(table[0]))
+    assert hierarchical_interval([[(1.0, table)]]) == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1.0, (0.025 ** (1 / 30), 1.0)), (0.0, (0.0, 1 - 0.025 ** (1 / 30)))])
+def test_equal_answers_are_no_proof(value: float, expected: tuple[float, float]) -> None:
+    """Thirty of thirty right: Clopper and Pearson's interval."""
+    table = np.full((1, 30), value)
+    assert hierarchical_interval([[(1.0, table)]], (0.0, 1.0)) == pytest.approx(expected)
+    found = stats.binomtest(int(30 * value), 30).proportion_ci(0.95)
+    assert hierarchical_interval([[(1.0, table)]], (0.0, 1.0)) == pytest.approx((found.low, found.high))
+
+
+def test_bounds_are_kept() -> None:
+    table = np.array([[1.0] * 29 + [0.0]] * 2)
+    low, high = hierarchical_interval([[(1.0, table)]], (0.0, 1.0))
+    assert 0 <= low < 29 / 30 <= high <= 1
+
+
+def test_many_problems_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = np.random.default_rng(4).random((1, 50))
+    whole = hierarchical_interval([[(1.0, table)]])
+    monkeypatch.setattr(confidence, "_AT_ONCE", 1000)
+    assert hierarchical_interval([[(1.0, table)]]) == pytest.approx(whole, abs=0.01)
+
+
+def test_students_intervals_are_scipys() -> None:
+    first, second = [0.5, 0.7, 0.6, 0.8], [0.4, 0.9, 0.3]
+    found = stats.ttest_1samp(first, 0).confidence_interval(0.95)
+    assert student_interval(first) == pytest.approx((found.low, found.high))
+    found = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
+    assert welch_interval(first, second) == pytest.approx((found.low, found.high))
+    assert welch_interval([1.0, 1.0], [0.5, 0.5]) == (0.5, 0.5)
