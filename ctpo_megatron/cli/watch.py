@@ -10,7 +10,7 @@ from pathlib import Path
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.cli.errors import UsageError
 
-_NEEDED = ("starlette", "uvicorn", "pyarrow", "jinja2")
+_NEEDED = ("starlette", "uvicorn", "httptools", "pyarrow", "jinja2", "vl_convert")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -81,7 +81,9 @@ def ratio_spec(quantity: RatioQuantity) -> Spec:
     example = Curve(quantity.name, [1, 2], [0.0, 0.0], low=[-1.0, -1.0], high=[1.0, 1.0])
     spec = curves([example], Axis("model token", whole=True), Axis(f"{quantity.name} (nats)"))
     del spec["$schema"]  # an address on the web, in a page that loads nothing
-    spec["data"] = {"values": []}
+    spec |= {"data": {"values": []}, "height": 140}
+    for layer in spec["layer"]:
+        layer["mark"].pop("point", None)  # of every token they would hide the line
     outside = {"type": "point", "filled": True, "color": variable("red"), "opacity": 1}
     there = {"y": {"field": "y", "type": "quantitative"}, "color": {"value": variable("red")}}
     spec["layer"].append({"mark": outside, "encoding": there, "transform": [{"filter": "datum.outside"}]})
