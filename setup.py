@@ -53,7 +53,6 @@ setup(
             "psutil>=6",
             "safetensors>=0.5",
             "tensorboard>=2.18",
-            "matplotlib>=3.9",
             "vl-convert-python>=1.9.0.post1,<2",
             "jinja2>=3.1",
             "scipy>=1.13",

@@ -62,7 +62,7 @@ def second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-HEAVY = {"torch", "transformers", "ray", "vllm", "megatron", "fastapi", "numpy", "pyarrow", "matplotlib"}
+HEAVY = {"torch", "transformers", "ray", "vllm", "megatron", "fastapi", "numpy", "pyarrow", "vl_convert"}
 CONFIGURATION = {"pydantic", "omegaconf", "rich", "yaml"}
 
 
@@ -389,7 +389,7 @@ def test_what_a_file_system_refuses_is_a_message_if_it_says_of_what(
 
 
 def test_report_of_something_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("vl_convert")
     assert cli.main(["report", "nowhere"]) == 2
     assert "nowhere is not a run directory" in capsys.readouterr().err
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ctpo_megatron.base.run_paths import REPORT
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.results import ScoreColumn, said
-from ctpo_megatron.report import LIGHT, drawn, write_page
+from ctpo_megatron.report import Axis, Chart, Curve, Figure, bars, curves, cycled, write_page
 from ctpo_megatron.rollouts import Sample
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_COLOURS = ("blue", "orange", "green", "purple", "cyan", "red", "grey")
 _PROBLEMS, _TEXT = 200, 4000
 """Limits of the listed problems and of the characters of their texts."""
 _CONDUCT = {
@@ -57,15 +52,17 @@ def write_evaluation_page(
     """Write `report.html`. found: content of results.json. problems: samples by prompt id. by: scorer to order by."""
     k, overall, groups = found["samples_per_prompt"], found["overall"], _groups(found)
     rows = sorted((_row(p, problems[p.id], by) for p in prompts if problems[p.id]), key=lambda row: row.average)
+    charts = _charts(groups, found["scorers"], k, rows)
     return write_page(
         directory / REPORT,
         "evaluation.html.jinja",
+        charts,
         title="/".join(Path(found["model"]).resolve().parts[-2:]),
         headline=f"{overall['problems']} problems from {', '.join(found['sources'])}, {k} samples of each "
         f"at temperature {found['temperature']:g}.",
         tiles=list(_tiles(found)),
         accuracy=[_accuracy(scorer, groups, k) for scorer in found["scorers"]],
-        figures=_figures(groups, found["scorers"], k, rows),
+        figures=[Figure(chart.name, chart.title, chart.caption, {chart.title: chart}) for chart in charts],
         conduct_columns=[label for label, _ in _CONDUCT.values()],
         conduct=[(source, [_cell(figures, name) for name in _CONDUCT]) for source, figures in groups.items()],
         problems=rows[:_PROBLEMS],
@@ -108,43 +105,25 @@ def _cell(figures: Mapping[str, Any], name: str) -> str:
     return format(figures[name], _CONDUCT[name][1]) if name in figures else "–"
 
 
-def _figures(
-    groups: Mapping[str, Any], scorers: Sequence[str], k: int, rows: Sequence[Row]
-) -> list[tuple[str, str, Any]]:
-    from markupsafe import Markup
-
-    shares = drawn(lambda axes: _draw_shares(axes, rows), "shares")
-    figures = [("Share of right answers by problem", "Problems in the order of their share.", Markup(shares))]
+def _charts(groups: Mapping[str, Any], scorers: Sequence[str], k: int, rows: Sequence[Row]) -> list[Chart]:
+    averages = Curve("share right", range(1, len(rows) + 1), [row.average for row in rows])
+    shares = bars([averages], Axis("problem", whole=True), Axis("share right", 0, 1))
+    found = [Chart("shares", "Share of right answers by problem", "Problems in the order of their share.", shares)]
     if k > 1:
         caption = "Chance that the best of j samples is right, with its interval over problems."
         for scorer in scorers:
-            source = drawn(partial(_draw_pass, groups=groups, scorer=scorer, k=k), f"pass-{scorer}")
-            figures.append((f"pass@j, {scorer}", caption, Markup(source)))
-    return figures
+            pass_at = curves(_pass(groups, scorer, k), Axis("samples j", log=True, base=2), Axis("pass@j", 0, 1))
+            found.append(Chart(f"pass-{scorer}", f"pass@j, {scorer}", caption, pass_at))
+    return found
 
 
-def _draw_pass(axes: Axes, groups: Mapping[str, Any], scorer: str, k: int) -> None:
+def _pass(groups: Mapping[str, Any], scorer: str, k: int) -> list[Curve]:
     draws = range(1, k + 1)
-    for place, (source, figures) in enumerate(groups.items()):
-        colour = LIGHT["ink"] if source == "overall" else LIGHT[_COLOURS[place % len(_COLOURS)]]
+    found = []
+    for source, figures in groups.items():
         of = {part: [figures[scorer][f"pass@{j}"][part] for j in draws] for part in ("value", "low", "high")}
-        axes.fill_between(draws, of["low"], of["high"], color=colour, alpha=0.12, linewidth=0)
-        axes.plot(draws, of["value"], color=colour, label=source)
-    axes.set_xscale("log", base=2)
-    ticks = [2**power for power in range(k.bit_length())]
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("samples j")
-    axes.set_ylabel("pass@j")
-
-
-def _draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
-    axes.bar(range(len(rows)), [row.average for row in rows], 1.0, color=LIGHT["blue"], linewidth=0)
-    axes.set_ylim(0, 1)
-    axes.set_xticks([])
-    axes.set_xlabel(f"{len(rows)} problems")
-    axes.set_ylabel("share right")
+        found.append(Curve(source, draws, of["value"], low=of["low"], high=of["high"]))
+    return cycled(found)
 
 
 def _row(prompt: Prompt, samples: Sequence[Sample], scorer: ScoreColumn) -> Row:

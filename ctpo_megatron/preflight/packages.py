@@ -41,7 +41,7 @@ PACKAGES = {
     "pebble": ("pebble", "train"),
     "pyarrow": ("pyarrow", "train"),
     "safetensors": ("safetensors", "train"),
-    "matplotlib": ("matplotlib", "train"),
+    "vl-convert-python": ("vl_convert", "train"),
     "jinja2": ("jinja2", "train"),
     "fastapi": ("fastapi", "sandbox"),
     "uvicorn": ("uvicorn", "sandbox"),

@@ -16,6 +16,9 @@ _LOG_TICK = (
 )
 """Which ticks of a log axis count: 1, 2, 5 over a short range, powers of ten over a long one."""
 
+_ROOM = [{"expr": "height"}, 4]
+"""Of a y axis: so that a point at the upper end is not cut off."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -32,7 +35,7 @@ class Axis:
 def channel(field: str, axis: Axis, of: Literal["x", "y"] = "y") -> dict[str, Any]:
     """A field on this axis, as a channel of an encoding."""
     scale: dict[str, Any] = {"type": "log", "base": axis.base} if axis.log else {"zero": False}
-    scale |= ({"nice": True} if of == "y" else {"nice": False, "padding": 4}) | {
+    scale |= ({"nice": True, "range": _ROOM} if of == "y" else {"nice": False, "padding": 4}) | {
         f"domain{end}": value for end, value in (("Min", axis.low), ("Max", axis.high)) if value is not None
     }
     ticks: dict[str, Any] = {"tickCount": 5 if of == "y" else 6, "labelExpr": _NUMBER}

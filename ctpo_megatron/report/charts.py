@@ -25,6 +25,7 @@ COLUMN, HEIGHT, TEXT = 244, 150, 7.5
 PIXELS_PER_INCH = 300
 _FEW = 60
 """Up to this many points of a curve, each is marked."""
+_AT = "datum.x === at"
 _LEGEND = 52
 """Characters of a row of the legend in a column."""
 
@@ -118,10 +119,15 @@ def bars(heights: Sequence[Curve], x: Axis, y: Axis) -> Spec:
     return _square(_spec(rows, heights, x, [layer, _rule_at()]))
 
 
-def save_charts(charts: Iterable[Chart], folder: Path, formats: Sequence[Format] = ("png", "svg", "pdf")) -> list[Path]:
+def save_charts(
+    charts: Iterable[Chart],
+    folder: Path,
+    formats: Sequence[Format] = ("png", "svg", "pdf"),
+    pixels_per_inch: float = PIXELS_PER_INCH,
+) -> list[Path]:
     """Write `folder/<name>.<format>` of each chart, light, as wide as a column of a paper; returns the paths.
 
-    PNG files have 300 pixels an inch, and the title in the picture; in a paper the caption has it.
+    PNG files have the title in the picture; in a paper the caption has it.
     """
     import vl_convert
 
@@ -131,7 +137,7 @@ def save_charts(charts: Iterable[Chart], folder: Path, formats: Sequence[Format]
         for form in formats:
             spec = for_file(chart, titled=form == "png")
             if form == "png":
-                content = vl_convert.vegalite_to_png(spec, ppi=PIXELS_PER_INCH)
+                content = vl_convert.vegalite_to_png(spec, ppi=pixels_per_inch)
             elif form == "pdf":
                 content = vl_convert.vegalite_to_pdf(spec)
             else:
@@ -144,13 +150,24 @@ def save_charts(charts: Iterable[Chart], folder: Path, formats: Sequence[Format]
 
 
 def for_file(chart: Chart, titled: bool = False) -> Spec:
-    """Its specification with light theme and the size of a column, white behind it."""
-    spec = {"width": COLUMN, "height": HEIGHT, "autosize": {"type": "fit", "contains": "padding"}} | chart.spec
+    """Its specification with light theme and the size of a column, white behind it, without what needs a pointer."""
+    spec = {"width": COLUMN, "height": HEIGHT, "autosize": {"type": "fit", "contains": "padding"}} | still(chart.spec)
     config = {name: {**CONFIG.get(name, {}), **size} for name, size in sizes(TEXT).items()}
     spec |= {"config": CONFIG | config | {"background": "white"}, "description": chart.caption}
     if titled:
         spec["title"] = chart.title
     return coloured(spec, LIGHT)
+
+
+def still(spec: Spec) -> Spec:
+    """A specification without what needs a pointer; several of these can be parts of one."""
+    layers = [
+        {name: part for name, part in layer.items() if name != "params"}
+        for layer in spec.get("layer", ())
+        if {"filter": _AT} not in layer.get("transform", ())
+    ]
+    rest = {name: part for name, part in spec.items() if name not in ("params", "transform")}
+    return rest | {"layer": layers} if "layer" in spec else spec
 
 
 def _rows(curve: Curve, x: Axis, y: Axis) -> list[dict[str, Any]]:
@@ -215,7 +232,7 @@ def _rules(rules: Sequence[ReferenceLine], y: Axis) -> list[Spec]:
         at = {"datum": rule.value, "type": "quantitative", "scale": channel("y", y)["scale"]}
         colour = {"value": variable(rule.colour)}
         line = {"type": "rule", "strokeDash": [4, 3], "clip": True}
-        text = {"type": "text", "align": "right", "dx": -2, "dy": -2, "baseline": "bottom"}
+        text = {"type": "text", "align": "right", "dx": -2, "dy": 2, "baseline": "top"}
         anywhere: Spec = {"data": {"values": [{}]}}
         layers.append(anywhere | {"mark": line, "encoding": {"x": None, "y": at, "color": colour}})
         place = {"x": {"value": "width"}, "y": at, "color": colour, "text": {"value": rule.label}}
@@ -226,13 +243,13 @@ def _rules(rules: Sequence[ReferenceLine], y: Axis) -> list[Spec]:
 def _rule_at() -> Spec:
     """A vertical line at the marked x."""
     mark = {"type": "rule", "color": variable("axis"), "clip": True}
-    found = [{"filter": "datum.x === at"}, {"aggregate": [{"op": "count", "as": "n"}], "groupby": ["x"]}]
+    found = [{"filter": _AT}, {"aggregate": [{"op": "count", "as": "n"}], "groupby": ["x"]}]
     return {"transform": found, "mark": mark, "encoding": {"color": None}}
 
 
 def _marked(y: Axis) -> list[Spec]:
     points = _layer({"type": "point", "filled": True, "clip": True, "opacity": 1}, y)
-    return [_rule_at(), points | {"transform": [{"filter": "datum.x === at"}]}]
+    return [_rule_at(), points | {"transform": [{"filter": _AT}]}]
 
 
 def _bars(rows: list[dict[str, Any]], x: Axis, y: Axis, share: float) -> Spec:

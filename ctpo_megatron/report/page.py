@@ -1,9 +1,9 @@
-"""Writes report.html: one page that opens offline and shows results, learning curves and cost of a run."""
+"""Writes report.html: one page that opens offline and shows results, learning curves and cost of one run or several."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,18 @@ import yaml
 from ctpo_megatron.base.files import write_text
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.report.figures import write_figures
-from ctpo_megatron.report.learning import Indicator, learning_checks
-from ctpo_megatron.report.panels import RANK_PEAK, Panel, panels
+from ctpo_megatron.report.charts import Chart
+from ctpo_megatron.report.comparison import comparison
+from ctpo_megatron.report.figures import Figure, figures_of, write_figures
+from ctpo_megatron.report.groups import RunGroup, groups_of
+from ctpo_megatron.report.health import checks, rank_memory
+from ctpo_megatron.report.page_data import bundle, chart_json
+from ctpo_megatron.report.panels import Panel, panels
+from ctpo_megatron.report.rendering import rendered
 from ctpo_megatron.report.run_data import RunData, Series
 from ctpo_megatron.report.summary import LAST, Summary, conversation_uses, evaluation_label, summarize
-from ctpo_megatron.report.trajectory_view import sample_views
-from ctpo_megatron.tracking import DUMP_FAILURES, duration, read_positions
-
-_TEMPLATES = Path(__file__).parent / "templates"
-
-ROUNDING = {"float32": 0.005, "bfloat16": 0.05}
-"""Mean |sampler - trainer log-prob| in nats that rounding gives at most, by the precision of both; generous."""
+from ctpo_megatron.report.trajectories import ratio_spec, sample_of_run
+from ctpo_megatron.tracking import duration
 
 
 @dataclass(frozen=True)
@@ -39,44 +39,80 @@ class Tile:
 
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` and `figures/*.png` from the files of the run directory; returns the path of the page."""
-    from markupsafe import Markup
-
     run = RunData.load(run_dir)
+    groups = groups_of([run])
+    figures = figures_of([run], groups)
+    write_figures(run, [*figures[0], *figures[1]])
+    return write_text(RunPaths(run.directory).report, _page([run], groups, figures))
+
+
+def report_page(run_dir: Path) -> str:
+    """The page of `write_report` for a server that has all trajectories, too; no file is written.
+
+    Raises FileNotFoundError when it is no run directory, DamagedFileError.
+    """
+    run = RunData.load(run_dir)
+    groups = groups_of([run])
+    return _page([run], groups, figures_of([run], groups), watched=True)
+
+
+def write_comparison(runs: Sequence[Path], path: Path) -> Path:
+    """Write the page of `write_report` for several runs together; returns `path`, which is no file of a run directory.
+
+    runs: run directories, at least one. Raises FileNotFoundError for one that is no run directory, DamagedFileError.
+    """
+    loaded = list({directory.resolve(): RunData.load(directory) for directory in runs}.values())
+    groups = groups_of(loaded)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_text(path, _page(loaded, groups, figures_of(loaded, groups)))
+
+
+Figures = tuple[list[Figure], list[Figure]]
+
+
+def _page(runs: Sequence[RunData], groups: Sequence[RunGroup], figures: Figures, watched: bool = False) -> str:
+    one = runs[0] if len(runs) == 1 else None
+    values = _of_run(one, figures[0]) if one else comparison(runs, groups)
+    charts = [chart for figure in (*figures[0], *figures[1]) for chart in figure.charts.values()]
+    values |= {"figures": figures[0], "by_position": figures[1], "one": one, "watched": watched}
+    return page_of("report.html.jinja", charts, **values)
+
+
+def _of_run(run: RunData, figures: Sequence[Figure]) -> dict[str, Any]:
+    """What the page shows of one run alone."""
     summary = summarize(run)
-    shown = panels(run)
-    figures = {name: Markup(source) for name, source in write_figures(run).items()}
-    return write_page(
-        RunPaths(run.directory).report,
-        "report.html.jinja",
-        title=run.setting("run.name", run.directory.name),
-        run=run,
-        headline=headline(summary),
-        tiles=list(tiles(run, summary)),
-        figures=[(panel, figures[panel.name]) for panel in shown if panel.name in figures],
-        left_out=list(left_out(run, shown, figures)),
-        checks=list(checks(run)),
-        rank_memory=rank_memory(run),
-        facts=list(facts(run)),
-        config=yaml.safe_dump(redacted(run.config), sort_keys=False),
-        views=sample_views(run.directory),
-    )
+    sample = sample_of_run(run.directory, run.config.get("objective"))
+    drawn = {figure.name for figure in figures}
+    return {
+        "title": run.setting("run.name", run.directory.name),
+        "headline": headline(summary),
+        "tiles": list(tiles(run, summary)),
+        "left_out": list(left_out(run, panels(run), drawn)),
+        "checks": list(checks(run)),
+        "rank_memory": rank_memory(run),
+        "facts": list(facts(run)),
+        "config": yaml.safe_dump(redacted(run.config), sort_keys=False),
+        "run_name": run.directory,
+        "sample": sample,
+        "ratio_spec": ratio_spec(sample.quantity),
+    }
 
 
-def write_page(path: Path, template: str, **values: Any) -> Path:
+def write_page(path: Path, template: str, charts: Sequence[Chart], **values: Any) -> Path:
     """Write a page from a template of `templates/` and its values; text in `values` is escaped. Returns `path`.
 
-    Pages in the style of the report: one file that opens offline, light or dark, without requests to a server.
+    Pages in the style of the report: one file that opens offline, light or dark, without requests to a server. charts:
+    drawn where a `<figure data-chart>` has their name.
     """
-    import jinja2
+    return write_text(path, page_of(template, charts, **values))
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return write_text(path, environment.get_template(template).render(**values))
+
+def page_of(template: str, charts: Sequence[Chart], **values: Any) -> str:
+    """The page that `write_page` writes."""
+    from markupsafe import Markup
+
+    parts = {"chart_data": Markup(chart_json(charts)), "bundle": Markup(bundle())}
+    return rendered(template, **parts, **values)
 
 
 def headline(summary: Summary) -> str:
@@ -110,9 +146,9 @@ def tiles(run: RunData, summary: Summary) -> Iterator[Tile]:
         flops, mfu = run.series("throughput/update_model_tflops_per_s"), run.series("throughput/update_mfu")
         parts = [f"{_median(flops):.3g} model TFLOP/s"] if flops else []
         parts += [f"MFU {_median(mfu):.1%}"] if mfu else []
-        yield Tile("Update", f"{_count(_median(update))} tokens/s", note=", ".join(parts))
+        yield Tile("Update", _count(_median(update)), note=", ".join(["tokens per second", *parts]))
     if summary.peak_mib:
-        yield Tile("Trainer memory", f"{summary.peak_mib / 1024:.3g} GiB", note="peak of the largest rank")
+        yield Tile("Trainer memory", f"{summary.peak_mib / 1024:.3g}", note="GiB, peak of the largest rank")
 
 
 def _median(series: Series) -> float:
@@ -126,118 +162,14 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def left_out(run: RunData, shown: list[Panel], figures: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+def left_out(run: RunData, shown: list[Panel], drawn: set[str]) -> Iterator[tuple[str, list[str]]]:
     """Figures that could not be drawn completely, with the missing metrics."""
     for panel in shown:
         absent = panel.absent(run)
-        if panel.name not in figures:
+        if panel.name not in drawn:
             yield panel.title, absent or [f"{line.metric} (no positive value)" for line in panel.lines]
         elif absent and panel.kind == "lines":
             yield f"{panel.title} (in part)", absent
-
-
-def checks(run: RunData) -> Iterator[Indicator]:
-    """Rows of the health section: whether the run could learn, and numbers that should be zero or small."""
-    yield from learning_checks(run)
-    yield from _mismatch(run)
-    yield from _noise(run)
-    yield from _position_law(run)
-    note = "nats in the first mini-batch; above 0.001 the pass for old log-probs and the training pass disagree"
-    if run.setting("objective.anchor") != "behaviour":  # there the first ratio compares sampler and trainer
-        yield from _largest(run, "pg_update/first_log_ratio_abs_max", "First log-ratio", 1e-3, note)
-    for metric, label, note in (
-        ("sandbox/infrastructure_error", "Sandbox failures", "tool calls the service could not serve"),
-        ("rollout/group_retries", "Groups retried", "replaced as a whole, never trained on in part"),
-        ("rollout/engine_restarts", "Engine restarts", ""),
-        ("reward/failures", "Scorer failures", "exceptions: no verdict"),
-        ("reward/timeouts", "Scorer timeouts", "reward.timeout_s: no verdict"),
-        ("reward/crashes", "Scorer crashes", "its process died: no verdict"),
-        ("reward/nones", "Scorer without an answer", "returned None: no verdict"),
-        ("reward/not_finite", "Scorer not finite", "NaN or infinite: no verdict"),
-    ):
-        series = run.series(metric)
-        if series:
-            yield Indicator(label, f"{sum(series.values):,.0f}", sum(series.values) == 0, note)
-    if failures := run.series("tracking/failures"):
-        yield Indicator(
-            "Tracker failures", f"{sum(failures.values):,.0f}", False, "calls of a tracker; the run continued"
-        )
-    if lost := run.series(DUMP_FAILURES):
-        note = "their trajectories are not on disk (train.log says why); the run continued"
-        yield Indicator("Dumps lost", f"{sum(lost.values):,.0f}", False, note)
-    yield from _packing(run)
-    nonfinite = run.series("tracking/nonfinite")
-    count = sum(nonfinite.values) if nonfinite else 0.0
-    yield Indicator("Non-finite metrics", f"{count:,.0f}", count == 0, "values that were NaN or infinite")
-
-
-def rank_memory(run: RunData) -> list[tuple[str, list[str]]]:
-    """Peak MiB of every trainer rank after the last step, eight ranks per row; empty for one rank and above 64."""
-    steps = list(run.by_rank(RANK_PEAK).values())
-    if not steps or not 1 < len(steps[-1]) <= 64:
-        return []
-    ranks, last = list(steps[-1]), steps[-1]
-    rows = [ranks[start : start + 8] for start in range(0, len(ranks), 8)]
-    return [(f"ranks {row[0]}–{row[-1]}", [f"{last[rank]:,.0f}" for rank in row]) for row in rows]
-
-
-def _mismatch(run: RunData) -> Iterator[Indicator]:
-    """Judged by the limit, or without one by the rounding of the precision. Two precisions are never good."""
-    if not (largest := run.series("mismatch/log_prob_abs_max")):
-        return
-    value, label = f"{max(largest.values):.2g}", "Sampler–trainer mismatch"
-    trainer, chosen = (run.setting(key) or "" for key in ("policy.dtype", "rollout.engine.dtype"))
-    sampler = trainer if chosen == "auto" else chosen
-    limit, means = run.setting("rollout.mismatch_limit"), run.series("mismatch/log_prob_abs_mean")
-    rounding = ROUNDING.get(trainer)
-    if trainer != sampler and run.setting("rollout.replay") is None:
-        note = f"nats; policy.dtype is {trainer}, rollout.engine.dtype {sampler}: give both the same (auto)"
-        yield Indicator(label, value, False, note)
-    elif limit is not None:
-        yield Indicator(label, value, max(largest.values) <= limit, f"nats; limit {limit:g}")
-    elif means and rounding is not None:
-        mean = max(means.values)
-        note = f"nats; mean {mean:.2g}, {trainer} on both sides (policy.dtype, rollout.engine.dtype) has {rounding:g}"
-        yield Indicator(label, value, mean <= rounding, f"{note} at most, unless a weight sync was lost")
-    else:
-        yield Indicator(label, value, None, "nats; no limit set")
-
-
-def _noise(run: RunData) -> Iterator[Indicator]:
-    longest = run.setting("rollout.max_response_tokens")
-    if (crossing := run.series("mismatch/t_star")) and longest:
-        note = f"where sampler–trainer noise alone leaves the clip window; a response has up to {longest:,}"
-        yield Indicator("Noise position", f"token {min(crossing.values):,.3g}", min(crossing.values) >= longest, note)
-
-
-def _position_law(run: RunData) -> Iterator[Indicator]:
-    """Of the last mini-batch of the steps of `tracking.dump_every` in the second half of the run."""
-    from ctpo_megatron.objective import PositionStats, fit_law, points_of_bins  # torch, which trackers do without
-
-    records = [*read_positions(run.directory, "last")]
-    late = [PositionStats.of_record(record) for record in records if 2 * record["step"] > records[-1]["step"]]
-    if late and (law := fit_law(points_of_bins(sum(late, PositionStats.empty())))) is not None:
-        note = f"{law.verdict}; last mini-batch, second half of the run (positions.jsonl)"
-        yield Indicator("Position law", f"t^{law.exponent:.2f}", None, note)
-
-
-def _packing(run: RunData) -> Iterator[Indicator]:
-    if useful := run.series("packing/useful_token_fraction"):
-        lowest = min(useful.values)
-        yield Indicator("Useful tokens", f"{lowest:.1%}", lowest >= 0.95, "of the rows computed, in the worst step")
-    if overhead := run.series("time/update_overhead_fraction"):
-        note = "of the update outside of passes and optimizer, median"
-        yield Indicator("Update overhead", f"{_median(overhead):.1%}", _median(overhead) < 0.1, note)
-    if imbalance := run.series("packing/imbalance"):
-        note = "largest over mean model FLOPs of the data-parallel ranks, median"
-        yield Indicator("Rank imbalance", f"{_median(imbalance):.3f}", _median(imbalance) < 1.1, note)
-
-
-def _largest(run: RunData, metric: str, label: str, limit: float | None, note: str) -> Iterator[Indicator]:
-    series = run.series(metric)
-    if series:
-        largest = max(series.values)
-        yield Indicator(label, f"{largest:.2g}", None if limit is None else largest <= limit, note)
 
 
 def facts(run: RunData) -> Iterator[tuple[str, str]]:

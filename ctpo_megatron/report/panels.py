@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from ctpo_megatron.report.ratio_names import ratio_name
 from ctpo_megatron.report.run_data import ACCURACY, ENGINE, RunData, Series
 from ctpo_megatron.tracking import PHASES
-
-LIGHT = {
-    "ink": "#1c2024",
-    "muted": "#646b73",
-    "axis": "#b4bac2",
-    "grid": "#e6e9ed",
-    "blue": "#2f6fde",
-    "orange": "#d4791a",
-    "green": "#1d9a6c",
-    "red": "#d1495b",
-    "purple": "#8257c9",
-    "cyan": "#2aa3b8",
-    "grey": "#8d96a0",
-}
-"""Colours on white by name; the report's style sheet has the same names for light and dark pages."""
 
 OVERVIEW = ("reward", "accuracy", "tool", "clip", "is_ratio", "time")
 """Panels of figures/overview.png, in reading order."""
@@ -50,7 +36,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure. `limits` fixes ends of the y axis (None: fitted); `reference` is (config key, label) of a line."""
+    """One figure. `limits` fixes ends of the y axis (None: fitted); `reference` is (config key, label) of a line.
+
+    smooth: whether many points are drawn as moving means, with the points beneath.
+    """
 
     name: str
     title: str
@@ -58,12 +47,18 @@ class Panel:
     caption: str
     lines: tuple[Line, ...] = ()
     kind: Literal["lines", "phases"] = "lines"
+    smooth: bool = False
     band: tuple[str, str] | None = None
     reference: tuple[str, str] | None = None
     limits: tuple[float | None, float | None] | None = None
     log: bool = False
-    annotate: bool = False
     xlabel: str = "RL step"
+
+    @property
+    def compared(self) -> tuple[Line, ...]:
+        """Its metrics for a comparison of runs, one at a time."""
+        ends = () if self.band is None else (Line(self.band[0], "smallest"), Line(self.band[1], "largest"))
+        return (*self.lines, *ends)
 
     def has_data(self, run: RunData) -> bool:
         """Whether any of its curves has a value (on a log axis: a positive one)."""
@@ -81,9 +76,56 @@ _FROM_ZERO = (0.0, None)
 
 def panels(run: RunData) -> list[Panel]:
     """All figures, in the order of the report."""
-    reward, tool, signal, *others = _PANELS
-    first = [reward, _accuracy(run), tool, signal, *_no_box(run), *_reward_parts(run)]
-    return [*first, *others, *_sft_speed(run), *_utilization(run), *_occupancy(run), _memory(run)]
+    reward, tool, signal, clip, *others = _PANELS
+    first = [reward, _accuracy(run), tool, signal, *_no_box(run), *_reward_parts(run), clip]
+    policy = [*_known(run, _CLIP_BY_SIGN), _ratio(run), *_known(run, _quantiles(run), _ESS, _ENTROPY)]
+    rest = [*others, *_known(run, _STALENESS, _SANDBOX)]
+    return [*first, *policy, *rest, *_sft_speed(run), *_utilization(run), *_occupancy(run), _memory(run)]
+
+
+def compared_panels(runs: Sequence[RunData]) -> list[Panel]:
+    """The figures of several runs: each with the metrics that any of them has, by step."""
+    found: dict[str, Panel] = {}
+    for run in runs:
+        for panel in panels(run):
+            known = found.get(panel.name, panel)
+            lines = {line.metric: line for line in (*known.lines, *panel.lines)}
+            found[panel.name] = replace(known, lines=tuple(lines.values()))
+    found.pop("occupancy", None)  # over minutes, engine by engine
+    if "memory" in found:
+        found["memory"] = replace(found["memory"], lines=(Line("memory/trainer_peak_mib", "largest of the ranks"),))
+    if len({ratio_name(run) for run in runs}) > 1 and "is_ratio" in found:
+        caption = f"{_RATIO_OF} The runs have objectives with different ratios; each shows its own."
+        found["is_ratio"] = replace(found["is_ratio"], ylabel="ratio r", caption=caption)
+    return list(found.values())
+
+
+def _known(run: RunData, *optional: Panel) -> list[Panel]:
+    """The panels of which the run has a metric."""
+    names = set(run.names)
+    return [panel for panel in optional if names & {line.metric for line in panel.lines}]
+
+
+_RATIO_OF = "Ratio of the updated policy to the anchor, over the loss tokens of the step's last update; 1: unchanged."
+
+
+def _ratio(run: RunData) -> Panel:
+    name = ratio_name(run)
+    lines = (Line("pg_update/is_ratio/mean", "mean"),)
+    ends = ("pg_update/is_ratio/min", "pg_update/is_ratio/max")
+    caption = (
+        f"{_RATIO_OF} {run.setting('objective.preset', 'This objective')}: log r is {name.words}. Band: all tokens."
+    )
+    return Panel("is_ratio", "Importance ratio", name.symbol, caption, lines, band=ends, log=True)
+
+
+def _quantiles(run: RunData) -> Panel:
+    colours = ("grey", "blue", "cyan", "green", "orange", "red")
+    shares = zip((25, 50, 75, 90, 95, 99), colours, strict=True)
+    lines = tuple(Line(f"pg_update/is_ratio/p{share}", f"{share} %", colour) for share, colour in shares)
+    caption = "Quantiles of the same ratio: how many tokens are near the ends of the band."
+    title = "Quantiles of the ratio"
+    return Panel("ratio_quantiles", title, ratio_name(run).symbol, caption, lines, log=True)
 
 
 def _accuracy(run: RunData) -> Panel:
@@ -100,7 +142,6 @@ def _accuracy(run: RunData) -> Panel:
         "Share of held-out prompts answered correctly, before, during and after training.",
         tuple(lines),
         limits=_SHARE,
-        annotate=len(lines) <= 2,
     )
 
 
@@ -147,7 +188,7 @@ def _sft_speed(run: RunData) -> list[Panel]:
 
 def _of_sft(name: str, title: str, ylabel: str, caption: str, metric: str) -> Panel:
     lines = (Line(metric, title, "purple"),)
-    return Panel(name, title, ylabel, caption, lines, limits=_FROM_ZERO, xlabel="sft step")
+    return Panel(name, title, ylabel, caption, lines, smooth=True, limits=_FROM_ZERO, xlabel="SFT step")
 
 
 def _utilization(run: RunData) -> list[Panel]:
@@ -211,7 +252,6 @@ _PANELS = (
         "the tile above is the mean of the last five steps.",
         (Line("reward/mean", "reward"),),
         limits=_SHARE,
-        annotate=True,
     ),
     Panel(
         "tool",
@@ -244,15 +284,6 @@ _PANELS = (
             Line("pg_update/clip/dual/rate", "dual", "purple"),
         ),
         limits=_FROM_ZERO,
-    ),
-    Panel(
-        "is_ratio",
-        "Importance ratio",
-        "ratio r",
-        "Ratio of the updated policy to the anchor, over the loss tokens of the step's last update; 1: unchanged.",
-        (Line("pg_update/is_ratio/mean", "mean"),),
-        band=("pg_update/is_ratio/min", "pg_update/is_ratio/max"),
-        log=True,
     ),
     Panel(
         "mismatch",
@@ -324,7 +355,53 @@ _PANELS = (
         "nats per token",
         "Supervised fine-tuning that teaches the format before reinforcement learning begins.",
         (Line("sft/loss", "loss", "purple"),),
+        smooth=True,
         limits=_FROM_ZERO,
-        xlabel="sft step",
+        xlabel="SFT step",
     ),
+)
+
+_CLIP_BY_SIGN = Panel(
+    "clip_by_sign",
+    "Clipped tokens by sign",
+    "share of tokens of the sign",
+    "What each bound clips of the tokens it can clip: the upper one of positive, the others of negative advantage.",
+    (
+        Line("pg_update/clip/high/rate_of_positive", "high, of positive", "blue"),
+        Line("pg_update/clip/low/rate_of_negative", "low, of negative", "orange"),
+        Line("pg_update/clip/dual/rate_of_negative", "dual, of negative", "purple"),
+    ),
+    limits=_FROM_ZERO,
+)
+_ESS = Panel(
+    "ess",
+    "Effective sample size",
+    "share of tokens",
+    "How many tokens would count as much if each had the weight exp S_t of its prefix; 1: all.",
+    (Line("pg_update/prefix_ratio/ess", "effective share", "green"),),
+    limits=_SHARE,
+)
+_ENTROPY = Panel(
+    "entropy",
+    "Entropy",
+    "nats",
+    "Mean entropy of the policy over the model tokens in the passes, before the updates of the step.",
+    (Line("actor/entropy", "entropy", "purple"),),
+    limits=_FROM_ZERO,
+)
+_STALENESS = Panel(
+    "staleness",
+    "Staleness",
+    "weight versions",
+    "How far the weights that sampled a token are behind those that it trains.",
+    (Line("rollout/staleness_max", "largest", "orange"), Line("rollout/staleness_mean", "mean")),
+    limits=_FROM_ZERO,
+)
+_SANDBOX = Panel(
+    "sandbox",
+    "Tool calls",
+    "seconds per call",
+    "Mean time that a call ran, and that it waited, travelled and was tried again.",
+    (Line("sandbox/exec_s", "running", "green"), Line("sandbox/queue_s", "waiting", "grey")),
+    limits=_FROM_ZERO,
 )

@@ -340,7 +340,7 @@ def test_stages_survive_a_resume(tmp_path):
 def test_importing_the_room_pulls_in_nothing_heavy():
     code = (
         "import sys, ctpo_megatron.tracking;"
-        "print([m for m in ('torch', 'matplotlib', 'jinja2', 'tensorboard', 'numpy') if m in sys.modules])"
+        "print([m for m in ('torch', 'vl_convert', 'jinja2', 'tensorboard', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,106 @@
+"""What the page shows of several runs together: groups with their results, and how their configurations differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from ctpo_megatron.report.accuracies import SourceComparison, compare_accuracies
+from ctpo_megatron.report.comparison_table import notes_of_accuracies
+from ctpo_megatron.report.group_notes import notes_of
+from ctpo_megatron.report.groups import RunGroup, run_name, shown
+from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.report.summary import LAST, Change, summarize
+from ctpo_megatron.report.theme import CYCLE
+from ctpo_megatron.tracking import duration
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """A row of the table of groups. cells: of an accuracy its 95 % interval, else smallest to largest of the runs."""
+
+    label: str
+    colour: str
+    runs: list[tuple[str, str]]
+    cells: list[tuple[str, str]]
+
+
+def comparison(runs: Sequence[RunData], groups: Sequence[RunGroup]) -> dict[str, Any]:
+    """Values of the template for several runs. Raises DamagedFileError."""
+    found = compare_accuracies(groups)
+    columns = _columns(runs)
+    rows = [
+        GroupRow(
+            group.label,
+            CYCLE[place % len(CYCLE)],
+            [(run_name(run), str(run.setting("run.seed", "?"))) for run in group.runs],
+            [
+                *(_accuracy(source, group.label) for source in found),
+                *(_cell([values.get(name) for values in map(_results, group.runs)], form) for name, form in columns),
+            ],
+        )
+        for place, group in enumerate(groups)
+    ]
+    pairs = [difference for source in found for difference in source.differences]
+    return {
+        "title": f"{len(runs)} runs",
+        "headline": f"{_count(len(groups), 'configuration')}, {_count(len(runs), 'run')}.",
+        "columns": [*(f"accuracy, {source.source}" for source in found), *(name for name, _ in columns)],
+        "groups": rows,
+        "verdicts": [(each.source, f"{each.group} against {each.other}", each.verdict) for each in pairs],
+        "notes": [*notes_of(groups), *notes_of_accuracies(found)],
+        "settings": [(key, [shown(group.settings[key]) for group in groups]) for key in groups[0].settings],
+    }
+
+
+def _accuracy(source: SourceComparison, label: str) -> tuple[str, str]:
+    for each in source.accuracies:
+        if each.group == label:
+            ends = each.estimate.interval
+            return f"{each.estimate.value:.3f}", "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
+    return "–", ""
+
+
+def _results(run: RunData) -> dict[str, float]:
+    summary = summarize(run)
+    found: dict[str, Change | float | None] = {
+        f"reward, last {LAST} steps": summary.reward,
+        "tool use": summary.tool_use,
+        "RL steps": float(summary.steps),
+        "tokens": summary.tokens,
+        "time": summary.wall_s,
+    }
+    known = {name: value for name, value in found.items() if value is not None}
+    return {name: value.end if isinstance(value, Change) else value for name, value in known.items()}
+
+
+def _columns(runs: Sequence[RunData]) -> list[tuple[str, str]]:
+    """Names of the results that any run has, each with its format."""
+    names = dict.fromkeys(name for run in runs for name in _results(run))
+    forms = {"tool use": ".0%", "RL steps": ",.0f", "tokens": ".3s", "time": "time"}
+    return [(name, forms.get(name, ".3f")) for name in names]
+
+
+def _cell(values: Sequence[float | None], form: str) -> tuple[str, str]:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–", ""
+    low, high = (_text(end, form) for end in (min(known), max(known)))
+    return _text(fmean(known), form), "" if low == high else f"{low} to {high}"
+
+
+def _text(value: float, form: str) -> str:
+    if form == "time":
+        return duration(value)
+    if form == ".3s":
+        return next((f"{value / size:.3g}{unit}" for size, unit in _UNITS if value >= size), f"{value:.0f}")
+    return format(value, form)
+
+
+_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
