@@ -16,6 +16,7 @@ VERBS = {
     "data": "make prompt files from a collection of problems",
     "launch": "submit a job to a cluster",
     "report": "rebuild the report of a run",
+    "compare": "several runs on one page",
     "trajectories": "the trajectories of a run as JSON lines",
     "doctor": "what is installed, what is missing",
     "verify": "compare parallel layouts with a float64 oracle",
