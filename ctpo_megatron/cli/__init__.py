@@ -18,6 +18,7 @@ VERBS = {
     "launch": "submit a job to a cluster",
     "report": "rebuild the report of a run",
     "watch": "the report and all trajectories of a run in a browser",
+    "compare": "several runs on one page",
     "trajectories": "the trajectories of a run as JSON lines",
     "doctor": "what is installed, what is missing",
     "verify": "compare parallel layouts with a float64 oracle",
