@@ -139,8 +139,11 @@ def _report(sweep: Sweep, outcome: Outcome, record: SweepRecord, args: argparse.
 
 
 def _compare(runs: list[Path], path: Path) -> str:
-    """Compare finished runs; returns what to look at."""
-    return f"compare them: {shlex.join(['ctpo', 'compare', *map(str, runs)])}"
+    """Write the comparison of finished runs; returns what to look at."""
+    from ctpo_megatron.report import write_comparison
+
+    command = shlex.join(["ctpo", "compare", *map(str, runs)])
+    return f"comparison: {write_comparison(runs, path)} (again: {command} --out {path})"
 
 
 def _counted(states: Counter[str]) -> str:
