@@ -30,11 +30,11 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("data", "objective"),
     ("rewards", "tracking"),
     ("environments", "policy", "report"),
-    ("engines", "verify"),
+    ("engines", "theory", "verify"),
     ("rollouts",),
     ("preflight",),
     ("evaluate", "run"),
-    ("sft", "export"),
+    ("sft", "export", "sweep"),
     ("train",),
     ("cli",),
 )
@@ -58,6 +58,7 @@ SIDE_DOORS = (
     "ctpo_megatron.engines.weights",
     "ctpo_megatron.environments",
     "ctpo_megatron.report.run_data",
+    "ctpo_megatron.report.watch",  # a web server, which no other verb loads
     "ctpo_megatron.run.directory",
 )
 # Heavy packages that a package must not import anywhere, not even lazily.
@@ -104,6 +105,7 @@ WHOLE_CONFIG = (
     "evaluate",
     "preflight",
     "run",
+    "sweep",
     "train.py",
     "engines",  # the actors get it as a whole
     "environments/prompts.py",  # rows, rendering, parser and rewards decide which prompts there are

@@ -20,13 +20,11 @@ from ctpo_megatron.report.groups import RunGroup, groups_of
 from ctpo_megatron.report.health import checks, rank_memory
 from ctpo_megatron.report.page_data import bundle, chart_json
 from ctpo_megatron.report.panels import Panel, panels
+from ctpo_megatron.report.rendering import rendered
 from ctpo_megatron.report.run_data import RunData, Series
 from ctpo_megatron.report.summary import LAST, Summary, conversation_uses, evaluation_label, summarize
-from ctpo_megatron.report.theme import DARK, LIGHT
-from ctpo_megatron.report.trajectory_view import sample_views
+from ctpo_megatron.report.trajectories import ratio_spec, sample_of_run
 from ctpo_megatron.tracking import duration
-
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,17 @@ def write_report(run_dir: Path) -> Path:
     groups = groups_of([run])
     figures = figures_of([run], groups)
     write_figures(run, [*figures[0], *figures[1]])
-    return _write([run], groups, figures, RunPaths(run.directory).report)
+    return write_text(RunPaths(run.directory).report, _page([run], groups, figures))
+
+
+def report_page(run_dir: Path) -> str:
+    """The page of `write_report` for a server that has all trajectories, too; no file is written.
+
+    Raises FileNotFoundError when it is no run directory, DamagedFileError.
+    """
+    run = RunData.load(run_dir)
+    groups = groups_of([run])
+    return _page([run], groups, figures_of([run], groups), watched=True)
 
 
 def write_comparison(runs: Sequence[Path], path: Path) -> Path:
@@ -56,22 +64,24 @@ def write_comparison(runs: Sequence[Path], path: Path) -> Path:
     loaded = list({directory.resolve(): RunData.load(directory) for directory in runs}.values())
     groups = groups_of(loaded)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return _write(loaded, groups, figures_of(loaded, groups), path)
+    return write_text(path, _page(loaded, groups, figures_of(loaded, groups)))
 
 
 Figures = tuple[list[Figure], list[Figure]]
 
 
-def _write(runs: Sequence[RunData], groups: Sequence[RunGroup], figures: Figures, path: Path) -> Path:
+def _page(runs: Sequence[RunData], groups: Sequence[RunGroup], figures: Figures, watched: bool = False) -> str:
     one = runs[0] if len(runs) == 1 else None
     values = _of_run(one, figures[0]) if one else comparison(runs, groups)
     charts = [chart for figure in (*figures[0], *figures[1]) for chart in figure.charts.values()]
-    return write_page(path, "report.html.jinja", charts, figures=figures[0], by_position=figures[1], one=one, **values)
+    values |= {"figures": figures[0], "by_position": figures[1], "one": one, "watched": watched}
+    return page_of("report.html.jinja", charts, **values)
 
 
 def _of_run(run: RunData, figures: Sequence[Figure]) -> dict[str, Any]:
     """What the page shows of one run alone."""
     summary = summarize(run)
+    sample = sample_of_run(run.directory, run.config.get("objective"))
     drawn = {figure.name for figure in figures}
     return {
         "title": run.setting("run.name", run.directory.name),
@@ -82,7 +92,9 @@ def _of_run(run: RunData, figures: Sequence[Figure]) -> dict[str, Any]:
         "rank_memory": rank_memory(run),
         "facts": list(facts(run)),
         "config": yaml.safe_dump(redacted(run.config), sort_keys=False),
-        "views": sample_views(run.directory),
+        "run_name": run.directory,
+        "sample": sample,
+        "ratio_spec": ratio_spec(sample.quantity),
     }
 
 
@@ -92,20 +104,15 @@ def write_page(path: Path, template: str, charts: Sequence[Chart], **values: Any
     Pages in the style of the report: one file that opens offline, light or dark, without requests to a server. charts:
     drawn where a `<figure data-chart>` has their name.
     """
-    import jinja2
+    return write_text(path, page_of(template, charts, **values))
+
+
+def page_of(template: str, charts: Sequence[Chart], **values: Any) -> str:
+    """The page that `write_page` writes."""
     from markupsafe import Markup
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    colours = {"light": LIGHT, "dark": DARK}
     parts = {"chart_data": Markup(chart_json(charts)), "bundle": Markup(bundle())}
-    values |= {"colours": colours, **parts}
-    return write_text(path, environment.get_template(template).render(**values))
+    return rendered(template, **parts, **values)
 
 
 def headline(summary: Summary) -> str:

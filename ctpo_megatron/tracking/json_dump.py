@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.tracking.give_way import AT_ONCE, GiveWay
-from ctpo_megatron.tracking.records import Head, Record
+from ctpo_megatron.tracking.records import Head, Record, head_of, texts_in
 
+T = TypeVar("T")
 _NUMBER = 4
 """Writing a number takes as long as other work on this number of tokens."""
 
@@ -31,8 +33,22 @@ def read_lines(path: Path, places: Collection[int] | None = None) -> Iterator[Re
 
 def heads_of_lines(path: Path) -> Iterator[Head]:
     """What the records are chosen by. Raises DamagedFileError."""
+    return _of_each(path, head_of)
+
+
+def texts_of_lines(path: Path) -> Iterator[list[str]]:
+    """The texts of each record, `texts_in`. Raises DamagedFileError."""
+    return _of_each(path, lambda _, record: texts_in(record))
+
+
+def _of_each(path: Path, take: Callable[[int, Record], T]) -> Iterator[T]:
     for place, record in enumerate(read_lines(path)):
-        yield Head(place, record["prompt_id"], record["reward"], "log_ratio" in record)
+        try:
+            taken = take(place, record)
+        except (TypeError, KeyError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise DamagedFileError(f"{path}, line {place + 1}, is damaged ({what})") from error
+        yield taken
 
 
 def _parsed(line: bytes, where: str) -> Record:

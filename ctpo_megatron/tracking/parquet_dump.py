@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.tracking.give_way import GiveWay
-from ctpo_megatron.tracking.records import Head, Record
+from ctpo_megatron.tracking.records import Head, Record, statuses, texts_in
 
 _TRACES = ("log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
 _SEGMENT = pa.struct(
@@ -75,6 +75,12 @@ _GROUP_TOKENS = 1 << 16
 """Tokens of a row group: held in memory as arrays, and read at once to get any of its rows."""
 _READ_ROWS = 16
 """Rows that are Python objects at the same time, about 40 times as large as in the file."""
+_READ_HEADS = 256
+_OF_HEADS = {
+    *("prompt_id", "sample_index", "reward", "finish_reason", "response_mask", "log_ratio"),
+    *("no_verdict.cause", "tool_calls.status"),
+}
+_OF_TEXTS = {"segments.text", "tool_calls.output"}
 
 
 def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -107,11 +113,48 @@ def heads_of_table(path: Path) -> Iterator[Head]:
     """What the records are chosen by, without reading the rest. Raises DamagedFileError."""
     place = 0
     with _opened(path) as file:
-        for batch in file.iter_batches(256, columns=["prompt_id", "reward", "log_ratio"]):
-            traced = batch["log_ratio"].is_valid().to_pylist()
-            for prompt, reward, has in zip(batch["prompt_id"], batch["reward"], traced, strict=True):
-                yield Head(place, prompt.as_py(), reward.as_py(), has)
+        for batch in file.iter_batches(_READ_HEADS, columns=_leaves(file, _OF_HEADS)):
+            rows = batch.drop_columns(["response_mask", "log_ratio"]).to_pylist()
+            traced, sizes = batch["log_ratio"].is_valid().to_pylist(), _sums(batch["response_mask"])
+            for row, has, size in zip(rows, traced, sizes, strict=True):
+                yield Head(
+                    place,
+                    row["prompt_id"],
+                    row["sample_index"],
+                    row["reward"],
+                    (row.get("no_verdict") or {}).get("cause") or "",
+                    row["finish_reason"] or "",
+                    statuses(call["status"] for call in row["tool_calls"]),
+                    size,
+                    has,
+                )
                 place += 1
+
+
+def texts_of_table(path: Path) -> Iterator[list[str]]:
+    """The texts of each record, `texts_in`, without reading the rest. Raises DamagedFileError."""
+    with _opened(path) as file:
+        for batch in file.iter_batches(_READ_ROWS, columns=_leaves(file, _OF_TEXTS)):
+            yield from map(texts_in, batch.to_pylist())
+
+
+def _leaves(file: pq.ParquetFile, wanted: Collection[str]) -> list[str]:
+    """Columns of the file to read: of a list of structs, `tool_calls.status` names one field."""
+    paths = [file.schema.column(index).path for index in range(len(file.schema))]
+    return [path for path in paths if path.split(".")[0] in wanted or _ends_of(path) in wanted]
+
+
+def _ends_of(path: str) -> str:
+    parts = path.split(".")
+    return f"{parts[0]}.{parts[-1]}"
+
+
+def _sums(column: pa.ListArray) -> list[int]:
+    """The sum of each list of small numbers."""
+    sums = np.concatenate([[0], np.cumsum(column.values.to_numpy(zero_copy_only=False), dtype=np.int64)])
+    ends = column.offsets.to_numpy()
+    found: list[int] = (sums[ends[1:]] - sums[ends[:-1]]).tolist()
+    return found
 
 
 def read_rows(path: Path, places: Collection[int]) -> dict[int, Record]:

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from ctpo_megatron.base.files import DamagedFileError, aside
 from ctpo_megatron.base.run_paths import EVALUATION, TRAJECTORIES, RunPaths, discarded, step_in
-from ctpo_megatron.tracking.json_dump import heads_of_lines, pieces_of_line, read_lines, write_lines
+from ctpo_megatron.tracking.json_dump import (
+    heads_of_lines,
+    pieces_of_line,
+    read_lines,
+    texts_of_lines,
+    write_lines,
+)
 from ctpo_megatron.tracking.records import Head, Record
 
 if TYPE_CHECKING:
@@ -79,6 +85,18 @@ def read_heads(path: Path) -> list[Head]:
     from ctpo_megatron.tracking.parquet_dump import heads_of_table
 
     return [*heads_of_table(path)]
+
+
+def read_texts(path: Path) -> Iterator[list[str]]:
+    """The texts of each record of one dump, few in memory at a time: prompt, turns, observations, outputs of tools.
+
+    Raises DamagedFileError.
+    """
+    if path.suffix != ".parquet":
+        return texts_of_lines(path)
+    from ctpo_megatron.tracking.parquet_dump import texts_of_table
+
+    return texts_of_table(path)
 
 
 def records_at(path: Path, places: Sequence[int]) -> list[Record]:

@@ -19,11 +19,10 @@ from ctpo_megatron.report.page import tiles
 from ctpo_megatron.report.panels import panels
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.theme import DARK, LIGHT
-from ctpo_megatron.report.trajectory_view import sample_views
 from ctpo_megatron.rewards.protocol import COUNTS
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, write_trajectories
-from tests.tracking.synthetic_run import HOSTILE, decode, make_config, make_groups, step_metrics, write_run
+from tests.tracking.synthetic_run import decode, make_config, make_groups, step_metrics, write_run
 
 FIGURES = (
     "reward", "accuracy", "tool", "clip", "is_ratio", "mismatch", "grad_norm", "length", "time", "throughput", "flops",
@@ -55,7 +54,7 @@ def test_sections_figures_and_headline_are_there(demo_run, page):
         assert name == "overview" or f'id="figure-{name}"' in page
     assert "accuracy on toolmath from 0.40 to 0.94" in page
     assert "Left out" not in page
-    assert "±" in page, "the cumulative ratio and its window are drawn"
+    assert "data-ratio=" in page, "the cumulative ratio and its window are drawn"
     assert len(page) < 2_000_000
 
 
@@ -72,14 +71,6 @@ def test_nothing_is_loaded_from_elsewhere(page):
     assert "@import" not in page and not re.search(r"url\((?!#)", page)
 
 
-def test_model_text_cannot_become_markup(page):
-    assert HOSTILE not in page
-    assert re.findall(r"<script[^>]*>", page) == [
-        '<script type="application/json" id="chart-data">', '<script type="text/plain" id="vega">', "<script>",
-    ]  # fmt: skip
-    assert "&lt;" in page
-
-
 def test_charts_take_their_colours_from_the_page(page):
     data = json.loads(re.search(r'id="chart-data">(.*?)</script>', page, re.DOTALL)[1])
     used = set(re.findall(r"var\(--(\w+)\)", json.dumps(data)))
@@ -88,52 +79,6 @@ def test_charts_take_their_colours_from_the_page(page):
         assert all(f"--{name}:{colour};" in page for name, colour in theme.items())
     named = set(re.findall(r'data-chart="([^"]+)"', page))
     assert named == data["charts"].keys() and all(chart["caption"] for chart in data["charts"].values())
-
-
-def test_trajectories_can_be_filtered(page):
-    assert 'data-tool="success"' in page and 'data-reward="0"' in page
-    assert {'data-source="training"', 'data-source="evaluation"'} <= set(re.findall(r'data-source="\w+"', page))
-    assert 'data-t="probability' in page and "log ratio" in page
-
-
-def test_views_are_best_and_worst_of_groups(demo_run):
-    views = sample_views(demo_run)
-    first = [view for view in views if view.source == "training" and view.step == 1]
-    rewards: dict[str, list[float]] = {}
-    for view in first:
-        rewards.setdefault(view.record["prompt_id"], []).append(view.record["reward"])
-    assert any(pair == [1.0, 0.0] for pair in rewards.values())
-    assert all(len(pair) <= 2 for pair in rewards.values())
-
-
-def test_views_of_both_formats_of_a_dump_are_the_same(tmp_path):
-    groups = make_groups(random.Random(0), 4, 2, 0.5)
-    for form in ("jsonl", "parquet"):
-        write_trajectories(tmp_path / form, 1, groups, decode, form=form)
-    lines, rows = (sample_views(tmp_path / form) for form in ("jsonl", "parquet"))
-    assert lines == rows and len(lines) > 1
-
-
-def test_every_dump_has_its_share_of_single_tokens_and_the_page_says_what_has_none(tmp_path, monkeypatch):
-    run_dir = write_run(tmp_path, steps=3)
-    monkeypatch.setattr("ctpo_megatron.report.trajectory_view.TOKEN_BUDGET", 4 * 200)
-    views = sample_views(run_dir)
-    apart = {(view.source, view.step): 0 for view in views}
-    for view in views:
-        tokens = [token for block in view.blocks for _, run in block.runs for token in run]
-        apart[view.source, view.step] += sum(token.level >= 0 for token in tokens)
-        said = [segment["text"] for segment in view.record["segments"] if segment["kind"] == "model"]
-        assert "".join(token.text for token in tokens) == "".join(said)
-    assert apart == dict.fromkeys([("training", 1), ("training", 3), ("evaluation", 0), ("evaluation", 3)], 200)
-    plain = sum(not view.coloured for view in views)
-    assert 0 < plain < len(views)
-    assert f"{plain} of {len(views)} trajectories are plain text" in write_report(run_dir).read_text(encoding="utf-8")
-
-
-def test_a_view_keeps_no_tokens_but_those_it_shows(demo_run):
-    view = sample_views(demo_run)[0]
-    assert not {"token_ids", "log_ratio", "rollout_log_probs"} & view.record.keys()
-    assert 0 < view.model_tokens < view.tokens
 
 
 def test_missing_metrics_leave_a_section_out_and_say_so(tmp_path):

@@ -15,7 +15,7 @@ from ctpo_megatron.cli import main
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.report.run_data import RunData, engine_occupancy
-from ctpo_megatron.report.trajectory_view import sample_views
+from ctpo_megatron.report.trajectories import sample_of_run
 from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish, take_over
 from ctpo_megatron.tracking import MetricsWriter, read_heartbeat, read_metrics, read_trajectories
 from ctpo_megatron.tracking.timing import PhaseTimer
@@ -94,7 +94,8 @@ def test_the_report_leaves_out_a_damaged_dump(tmp_path, caplog, form, left):
     dump.write_bytes(left + b"\n")
     with pytest.raises(DamagedFileError, match=r"step_000003"):
         read_trajectories(dump)
-    assert sample_views(tmp_path) == []
+    sample = sample_of_run(tmp_path)
+    assert sample.views == [] and "step 3, whose file is damaged" in sample.left_out
     assert f"{dump}" in caplog.text and "the report goes without it" in caplog.text
 
 

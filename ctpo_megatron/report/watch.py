@@ -1,0 +1,245 @@
+"""The server of `ctpo watch`: a run's report and trajectories on loopback, read only. What it shows is hostile text."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ctpo_megatron.base.files import DamagedFileError
+from ctpo_megatron.report.trajectories import OutOfTimeError, QueryError
+from ctpo_megatron.report.watch_assets import asset, known_scripts
+from ctpo_megatron.report.watch_pages import BusyError, WatchPages
+from ctpo_sandbox.front import HttpProtocol
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+
+SEND_S = 20.0
+"""What a reader may take for `CHUNK` bytes of an answer."""
+CHUNK = 1 << 16
+KEEP_ALIVE_S, END_S = 5, 1
+MOST_CONNECTIONS = 64
+_POLICY = "content-security-policy"
+HEADERS = {
+    _POLICY: (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        "form-action 'self'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+"""Of every answer. Charts style their elements in line, which runs nothing."""
+
+
+class WatchError(Exception):
+    """The server cannot start as it was asked to; the message says what to change."""
+
+
+def create_app(run_dir: Path, hosts: frozenset[str]) -> tuple[ASGIApp, WatchPages]:
+    """The application over a run directory. hosts: values of `Host` that it answers to, with their port."""
+    pages = WatchPages(run_dir)
+
+    async def front(_: Request) -> Response:
+        answer = await _answer(pages.report)
+        scripts = await run_in_threadpool(known_scripts, bytes(answer.body).decode())
+        answer.headers[_POLICY] = HEADERS[_POLICY].replace("script-src 'self'", f"script-src {' '.join(scripts)}")
+        return answer
+
+    async def results(request: Request) -> Response:
+        return await _answer(lambda: pages.results(dict(request.query_params)))
+
+    async def group(request: Request) -> Response:
+        return await _answer(lambda: pages.group(request.path_params["address"]))
+
+    async def file(request: Request) -> Response:
+        found = await run_in_threadpool(asset, request.path_params["name"])
+        if found is None:
+            raise HTTPException(404, "there is no such file")
+        content, kind = found
+        return Response(content, media_type=kind)
+
+    async def failed(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _html(pages.problem(_TITLES.get(error.status_code, "Not served"), error.detail), error.status_code)
+
+    async def broken(_: Request, error: Exception) -> Response:
+        log.error("a page could not be made", exc_info=error)
+        return _html(pages.problem("A page could not be made", f"{type(error).__name__}; the terminal has more"), 500)
+
+    routes = [
+        Route("/", front),
+        Route("/trajectories", results),
+        Route("/trajectory/{address}", group),
+        Route("/assets/{name}", file),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: failed, Exception: broken})
+    return LoopbackGuard(app, hosts), pages
+
+
+async def _answer(make: Callable[[], str | None]) -> Response:
+    """The page that a thread makes, or the status of why there is none. Raises HTTPException."""
+    try:
+        page = await run_in_threadpool(make)
+    except QueryError as error:
+        raise HTTPException(400, str(error)) from error
+    except (BusyError, OutOfTimeError) as error:
+        raise HTTPException(503, str(error) or "reading the dump took too long; reload to continue") from error
+    except (DamagedFileError, FileNotFoundError) as error:
+        raise HTTPException(500, str(error)) from error
+    if page is None:
+        raise HTTPException(404, "this run has no such trajectory (now); a resumed run discards steps that it repeats")
+    return _html(page, 200)
+
+
+_TITLES = {400: "What is searched for is unclear", 404: "Not found", 405: "Reading only", 503: "Busy"}
+
+
+def _html(page: str, status: int) -> Response:
+    return Response(page, status, media_type="text/html")
+
+
+class LoopbackGuard:
+    """Refuses other methods than GET (405), hosts (421) and origins (403), and gives up on readers that are too slow.
+
+    A page of another site may send a browser here, under a name that it makes point to this machine (DNS rebinding).
+    So the host must be one of ours, and what says that it comes from elsewhere is refused.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        guarded = _with_headers(_patient(send, scope["method"] == "HEAD"))
+        if problem := self._problem(scope["method"], Headers(scope=scope)):
+            status, message = problem
+            headers = {"allow": "GET, HEAD"} if status == 405 else None
+            return await Response(f"{message}\n", status, headers, "text/plain")(scope, receive, guarded)
+        await self._app(scope, receive, guarded)
+
+    def _problem(self, method: str, headers: Headers) -> tuple[int, str] | None:
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
+            return 421, "this server answers to its own address alone, as the terminal shows it"
+        own = f"http://{hosts[0].lower()}"
+        if any(origin.lower() != own for origin in headers.getlist("origin")):
+            return 403, "requests of other sites are refused"
+        if any(site not in ("same-origin", "none") for site in headers.getlist("sec-fetch-site")):
+            return 403, "requests from pages of other sites are refused: type the address, or paste it"
+        if method not in ("GET", "HEAD"):
+            return 405, "this server only shows"
+        return None
+
+
+def _with_headers(send: Send) -> Send:
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            there = {name for name, _ in message["headers"]}
+            own = [(n.encode(), value.encode()) for n, value in HEADERS.items() if n.encode() not in there]
+            message = {**message, "headers": [*message["headers"], *own]}
+        await send(message)
+
+    return sent
+
+
+def _patient(send: Send, no_body: bool) -> Send:
+    """Sends bodies piece by piece, each with a deadline."""
+
+    async def sent(message: Message) -> None:
+        body = message.get("body", b"")
+        if message["type"] != "http.response.body" or no_body or len(body) <= CHUNK:
+            return await _within(send(message))
+        for start in range(0, len(body), CHUNK):
+            last = start + CHUNK >= len(body)
+            more = message.get("more_body", False) or not last
+            await _within(send({**message, "body": body[start : start + CHUNK], "more_body": more}))
+
+    return sent
+
+
+async def _within(sending: Awaitable[None]) -> None:
+    """Raises ConnectionError at the deadline; the server closes the connection."""
+    try:
+        await asyncio.wait_for(sending, SEND_S)
+    except TimeoutError:
+        raise ConnectionError(f"a reader took more than {SEND_S:g} s for {CHUNK >> 10} KiB") from None
+
+
+class _Server(uvicorn.Server):
+    """Ends searches when a signal ends it."""
+
+    stopped = threading.Event()
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        self.stopped.set()
+        super().handle_exit(sig, frame)  # type: ignore[arg-type]
+
+
+def serve(run_dir: Path, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve a run directory until SIGINT or SIGTERM.
+
+    host: a loopback address or `localhost`. port: 0 takes a free one. ready: called with the address.
+
+    Raises WatchError.
+    """
+    with _listening(host, port) as listener:
+        name, number = listener.getsockname()[:2]
+        hosts = {f"[{name}]" if ":" in name else name, "localhost"}
+        app, pages = create_app(run_dir, frozenset(f"{each}:{number}" for each in hosts))
+        config = uvicorn.Config(
+            app,
+            http=HttpProtocol,  # a deadline for the head of a request
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=END_S,
+            limit_concurrency=MOST_CONNECTIONS,
+        )
+        ready(f"http://{f'[{name}]' if ':' in name else name}:{number}")
+        server = _Server(config)
+        server.stopped = pages.stopped
+        asyncio.run(server.serve(sockets=[listener]))
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        raise WatchError(f"--host {host}: no IP address; give 127.0.0.1 or ::1") from None
+    if not address.is_loopback:
+        raise WatchError(
+            f"--host {host}: everybody who reaches it could read the run; give 127.0.0.1, and let others use ssh -L"
+        )
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        listener = socket.create_server((str(address), port), family=family)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise WatchError(f"--port {port}: {why}; give another port, or 0 for a free one") from error
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as of sockets that asyncio makes
+    return listener
