@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("--families", type=Path, default=Path(__file__).with_name("families.yaml"))
     parser.add_argument("--train", type=int, default=2000, help="prompts of train.parquet")
     parser.add_argument("--heldout", type=int, default=240, help="prompts of heldout.parquet")
-    parser.add_argument("--sft", type=int, default=288, help="conversations of sft.parquet")
+    parser.add_argument("--sft", type=int, default=192, help="conversations of sft.parquet")
     parser.add_argument("--wrong", type=float, default=0.5, help="share of conversations with a wrong program")
     parser.add_argument("--max-chars", type=int, default=280, help="longest question")
     parser.add_argument("--seed", type=int, default=0)
