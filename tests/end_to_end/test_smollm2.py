@@ -190,9 +190,9 @@ def test_the_configuration_trains(tasks: ModuleType, tmp_path: Path) -> None:
     assert all(record["mismatch/log_prob_abs_max"] < 1e-3 for record in metrics[1:])
     assert all("reward/groups_mixed" in record for record in metrics[1:])
     assert metrics[0]["val/reasoning_gym/acc/mean@1"] == 0
-    compared = children.run(
-        [sys.executable, str(EXAMPLE / "compare.py"), str(run), str(task / "heldout.parquet")], deadline_s=60, **how
+    learned = children.run(
+        [sys.executable, str(EXAMPLE / "learned.py"), str(run), str(task / "heldout.parquet")], deadline_s=60, **how
     )
-    assert compared.returncode == 0, compared.stderr
-    assert "step_000000.parquet -> " in compared.stdout and "step_000002.parquet" in compared.stdout
-    assert "all 8" in compared.stdout
+    assert learned.returncode == 0, learned.stderr
+    assert "step_000000.parquet -> " in learned.stdout and "step_000002.parquet" in learned.stdout
+    assert "all 8" in learned.stdout

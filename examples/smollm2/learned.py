@@ -1,6 +1,6 @@
 """What a run learned: held-out accuracy of its last evaluation minus its first, problem by problem.
 
-    python examples/smollm2/compare.py runs/smollm2_tir data/smollm2/heldout.parquet
+    python examples/smollm2/learned.py runs/smollm2_tir data/smollm2/heldout.parquet
 
 The interval is a 95 % percentile bootstrap over problems, of the paired differences: 10,000 times as many problems are
 drawn with replacement. `--before` names another run, such as the cold start that several runs share; its last
