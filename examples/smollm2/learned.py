@@ -4,12 +4,13 @@
 
 The interval is a 95 % percentile bootstrap over problems, of the paired differences: 10,000 times as many problems are
 drawn with replacement. `--before` names another run, such as the cold start that several runs share; its last
-evaluation is taken.
+evaluation is taken. The first line has the share of groups that RL could learn from at its first step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def scores(evaluation: Path) -> dict[str, float]:
         if row["reward"] is not None:
             rewards[row["prompt_id"]].append(row["reward"])
     return {prompt: float(np.mean(values)) for prompt, values in rewards.items()}
+
+
+def mixed_at_first(run: Path) -> float:
+    """`reward/groups_mixed` of the first RL step."""
+    records = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    return float(next(record["reward/groups_mixed"] for record in records if record["step"] == 1))
 
 
 def evaluations(run: Path) -> list[Path]:
@@ -52,6 +59,7 @@ def main() -> None:
     first, last = scores(before), scores(after)
     rows = pq.read_table(options.heldout, columns=["id", "extra_info"]).to_pylist()
     families = {row["id"]: row["extra_info"]["family"] for row in rows}
+    print(f"groups with right and wrong answers at the first step: {mixed_at_first(options.run):.3f}")
     print(f"{before} -> {after}")
     for family in [*sorted(set(families.values())), None]:
         prompts = [prompt for prompt in first if prompt in last and family in (None, families[prompt])]

@@ -195,4 +195,5 @@ def test_the_configuration_trains(tasks: ModuleType, tmp_path: Path) -> None:
     )
     assert learned.returncode == 0, learned.stderr
     assert "step_000000.parquet -> " in learned.stdout and "step_000002.parquet" in learned.stdout
-    assert "all 8" in learned.stdout
+    mixed = metrics[1]["reward/groups_mixed"]
+    assert "all 8" in learned.stdout and f"at the first step: {mixed:.3f}" in learned.stdout
