@@ -3,6 +3,7 @@
 # make test-cluster several nodes on this one: a Slurm, and Ray nodes in network namespaces (needs root); INSTALL=1
 #                  installs Debian's packages of Slurm where they are missing
 # make test-kernels the sandbox on Debian's kernels 5.10, 6.1 and 6.12, in QEMU (needs root, x86-64); INSTALL=1 installs it
+# make test-browser the pages in Debian's chromium, also on phones, and what axe-core says of them
 # make lint         ruff, mypy, the links of the documents, and the prose
 # make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
@@ -19,12 +20,13 @@ UV := $(BIN)/uv
 ARGS ?=
 INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
+BROWSER := $(VENV)/.browser
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The environment's Python once there is one: CUDA machines bring their own torch.
 FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 LOCK := requirements/cpu-$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: quickstart test test-processes test-light test-slow test-cluster test-kernels test-gpu mutation bench-kernels bench-guard gpu-first-hour lint lint-containers locks clean
+.PHONY: quickstart test test-processes test-light test-slow test-browser test-cluster test-kernels test-gpu mutation bench-kernels bench-guard gpu-first-hour lint lint-containers locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -39,7 +41,7 @@ quickstart: $(INSTALLED)
 # Coverage is of the fourth: it nearly doubles the CPU time (22 -> 39 s of three folders), and would not see forked ranks
 # and engines anyway.
 # Bytecode is kept, whatever a container says: compiling our sources again costs each of the many processes 3 CPU-s.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not slow and not gpu and not cluster and not machine"
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not slow and not gpu and not cluster and not machine and not browser"
 LIGHT := tests/config tests/data tests/objective tests/preflight $(wildcard tests/test_*.py)
 PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.preflight ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
@@ -57,7 +59,11 @@ test-light:
 	status=$$?; cat $(VENV)/light.txt; exit $$status
 
 test-slow: $(INSTALLED) $(TRITON)
-	$(BIN)/python -m pytest -m "slow and not gpu and not cluster and not machine" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not cluster and not machine and not browser" $(ARGS)
+
+# The browser is the system's: CHROMIUM=... names another than /usr/bin/chromium.
+test-browser: $(INSTALLED) $(BROWSER)
+	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 # Ray nodes and node programs in network namespaces of their own: needs root.
 test-cluster: $(INSTALLED)
@@ -117,6 +123,10 @@ $(BIN)/python:
 
 $(TRITON): $(INSTALLED) requirements/kernels.txt
 	$(PIP) --no-deps -r requirements/kernels.txt
+	touch $@
+
+$(BROWSER): $(INSTALLED) requirements/browser.txt
+	$(PIP) --no-deps --require-hashes -r requirements/browser.txt
 	touch $@
 
 # Another folder, LOCKS=..., serves to compare.

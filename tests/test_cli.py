@@ -73,6 +73,7 @@ CONFIGURATION = {"pydantic", "omegaconf", "rich", "yaml"}
         (["train", "first.yaml", "--dry-run"], HEAVY),
         (["train", "--help"], HEAVY),
         (["report", "--help"], HEAVY),
+        (["compare", "--help"], HEAVY),
         (["verify", "--help"], HEAVY),
         (["export", "--help"], HEAVY),
         (["doctor", "--help"], HEAVY),
@@ -108,7 +109,7 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    assert all(f"  {verb} " in out for verb in ("train", "report", "doctor", "verify", "export", "sandbox"))
+    assert all(f"  {verb} " in out for verb in ("train", "report", "compare", "doctor", "verify", "export", "sandbox"))
 
 
 def test_dry_run_prints_the_plan_and_touches_nothing(
@@ -391,6 +392,15 @@ def test_report_of_something_else(folder: Path, capsys: pytest.CaptureFixture[st
     pytest.importorskip("vl_convert")
     assert cli.main(["report", "nowhere"]) == 2
     assert "nowhere is not a run directory" in capsys.readouterr().err
+
+
+def test_compare_names_what_is_no_run_and_no_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "nowhere", "elsewhere"]) == 2
+    assert "nowhere is not a run directory" in capsys.readouterr().err
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text("run: {name: first}\n")
+    assert cli.main(["compare", "run", "--out", "run"]) == 2
+    assert "--out run is a directory; give a file, such as run/comparison.html" in capsys.readouterr().err
 
 
 def test_sandbox_serve_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:

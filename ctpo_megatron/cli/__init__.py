@@ -16,6 +16,7 @@ VERBS = {
     "data": "make prompt files from a collection of problems",
     "launch": "submit a job to a cluster",
     "report": "rebuild the report of a run",
+    "compare": "several runs on one page",
     "watch": "the report and all trajectories of a run in a browser",
     "trajectories": "the trajectories of a run as JSON lines",
     "doctor": "what is installed, what is missing",

@@ -26,6 +26,8 @@ PIXELS_PER_INCH = 300
 _FEW = 60
 """Up to this many points of a curve, each is marked."""
 _AT = "datum.x === at"
+SHOWN = {"filter": "indexof(hidden, datum.series) < 0"}
+"""For layers with data of their own: leaves out what the parameter `hidden` names."""
 _LEGEND = 52
 """Characters of a row of the legend in a column."""
 
@@ -162,7 +164,7 @@ def for_file(chart: Chart, titled: bool = False) -> Spec:
 def still(spec: Spec) -> Spec:
     """A specification without what needs a pointer; several of these can be parts of one."""
     layers = [
-        {name: part for name, part in layer.items() if name != "params"}
+        {name: part for name, part in layer.items() if name != "params" and (name, part) != ("transform", [SHOWN])}
         for layer in spec.get("layer", ())
         if {"filter": _AT} not in layer.get("transform", ())
     ]
@@ -190,6 +192,9 @@ def _spec(rows: list[dict[str, Any]], series: Sequence[Curve], x: Axis, layers: 
     color: Spec = {"field": "series", "type": "nominal", "scale": colours, "legend": {"columns": columns}}
     if len(labels) < 2:
         color["legend"] = None
+    for layer in layers:
+        if "data" in layer:
+            layer["transform"] = [SHOWN]
     layers[0]["params"] = [
         {
             "name": "zoom",
@@ -202,7 +207,7 @@ def _spec(rows: list[dict[str, Any]], series: Sequence[Curve], x: Axis, layers: 
         "$schema": SCHEMA,
         "data": {"values": rows},
         "params": [{"name": "hidden", "value": []}, {"name": "at", "value": None}],
-        "transform": [{"filter": "indexof(hidden, datum.series) < 0"}],
+        "transform": [SHOWN],
         "encoding": {"x": channel("x", x, "x"), "color": color},
         "layer": layers,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ctpo_megatron.report.axes import Axis, channel
-from ctpo_megatron.report.charts import Chart, Curve, Spec, curves, cycled, points
+from ctpo_megatron.report.charts import SHOWN, Chart, Curve, Spec, curves, cycled, points
 from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.intervals import Band, mean_and_band
 from ctpo_megatron.report.positions_of_groups import (
@@ -110,7 +110,8 @@ def _guide(fitted: Sequence[Curve], y: Axis) -> Spec:
         for t, value in zip(curve.x, curve.y, strict=True)
     ]
     encoding = {"y": channel("low", y), "y2": {"field": "high"}}
-    return {"data": {"values": rows}, "mark": {"type": "area", "opacity": 0.12, "clip": True}, "encoding": encoding}
+    mark = {"type": "area", "opacity": 0.12, "clip": True}
+    return {"data": {"values": rows}, "transform": [SHOWN], "mark": mark, "encoding": encoding}
 
 
 def _window_chart(late: Sequence[PositionSums]) -> Chart:

@@ -1,0 +1,87 @@
+"""The page of several runs: groups, one chart a metric, small enough to send around."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctpo_megatron.cli import main
+from ctpo_megatron.report import write_comparison
+from ctpo_megatron.run.directory import open_run_directory
+from ctpo_megatron.tracking import MetricsWriter
+from tests.tracking.synthetic_run import make_config, step_metrics
+
+PRESETS = ("ctpo", "grpo", "gspo")
+
+
+def write_runs(root: Path, steps: int, seeds: int = 3) -> list[Path]:
+    """Run directories of three objectives with some seeds each."""
+    found = []
+    for number, preset in enumerate(PRESETS):
+        for seed in range(seeds):
+            config = make_config(root, f"{preset}-{seed}", run={"seed": seed}, objective={"preset": preset})
+            run_dir, rng = open_run_directory(config), random.Random(10 * number + seed)
+            with MetricsWriter(run_dir) as writer:
+                for step in range(1, steps + 1):
+                    writer.log(step, step_metrics(rng, step, steps) | {"val/toolmath/acc/mean@1": rng.random()})
+            found.append(run_dir)
+    return found
+
+
+def data_of(page: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(re.search(r'id="chart-data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    return found["charts"]
+
+
+@pytest.fixture(scope="module")
+def nine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of nine runs of 300 steps."""
+    folder = tmp_path_factory.mktemp("nine")
+    return write_comparison(write_runs(folder, steps=300), folder / "page" / "comparison.html")
+
+
+def test_nine_runs_are_at_most_two_megabytes(nine: Path) -> None:
+    assert nine.stat().st_size <= 2_000_000
+    assert nine.read_text(encoding="utf-8").count('id="vega"') == 1
+
+
+def test_groups_have_a_colour_and_each_metric_a_chart(nine: Path) -> None:
+    page = nine.read_text(encoding="utf-8")
+    assert re.findall(r'data-series="(\w+)"', page) == [*PRESETS]
+    charts = data_of(page)
+    clip = [name for name in charts if name.startswith("clip-")]
+    assert clip == [f"clip-pg_update-clip-{bound}-rate" for bound in ("total", "high", "low", "dual")]
+    for chart in charts.values():
+        assert chart["spec"]["encoding"]["color"]["scale"]["domain"] == [*PRESETS]
+    assert "objectives with different ratios" in charts["is_ratio-pg_update-is_ratio-mean"]["caption"]
+    assert "objective.preset" in page and 'id="trajectories"' not in page and 'id="health"' not in page
+
+
+def test_a_chart_has_means_bands_and_each_run(tmp_path: Path) -> None:
+    path = write_comparison(write_runs(tmp_path, steps=4), tmp_path / "comparison.html")
+    spec = data_of(path.read_text(encoding="utf-8"))["reward-reward-mean"]["spec"]
+    assert spec["data"]["length"] == 3 * 4 and {"x", "y", "low", "high", "series"} == spec["data"]["columns"].keys()
+    (thin,) = [layer["data"] for layer in spec["layer"] if layer.get("data", {}).get("length") == 9 * 4]
+    assert [name for name, _ in thin["columns"]["member"]["equal"]][:4] == ["ctpo-0", "ctpo-1", "ctpo-2", "grpo-0"]
+
+
+def test_one_run_has_the_page_of_its_report(tmp_path: Path) -> None:
+    (run_dir, *_) = write_runs(tmp_path, steps=2, seeds=1)
+    page = write_comparison([run_dir, run_dir], tmp_path / "comparison.html").read_text(encoding="utf-8")
+    assert 'id="health"' in page and 'data-series="' not in page
+
+
+def test_the_verb_writes_page_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(path) for path in write_runs(tmp_path, steps=2, seeds=1)]
+    out, figures = tmp_path / "new" / "page.html", tmp_path / "figures"
+    assert main(["compare", *runs, "--out", str(out), "--figures", str(figures)]) == 0
+    printed = capsys.readouterr().out
+    assert str(out) in printed and "One seed" in printed and out.stat().st_size > 100_000
+    kinds = {path.suffix for path in figures.iterdir()}
+    assert kinds == {".png", ".svg", ".pdf"} and (figures / "figure2_reward.pdf").is_file()
+    assert f"{len(list(figures.iterdir()))} files in" in printed
