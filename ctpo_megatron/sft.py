@@ -26,14 +26,15 @@ def fine_tune(
     """Train on the assistant's tokens of conversations, from `checkpoint` of this stage or the beginning.
 
     Every few steps it is checked whether the engines start, which load meanwhile. A run that is to stop is saved after
-    the current step, and `run.stopped`. Raises DataError for bad files, ValueError when there are fewer conversations
-    than one step takes.
+    the current step, and `run.stopped`. The model after the last step is kept (`sft.export`). Raises DataError for bad
+    files, ValueError when there are fewer conversations than one step takes.
     """
     config, every = run.config, run.config.checkpoint.sft_every
     found = Admission.of(config, config.run.directory).conversations()
     say(found)
     conversations = found.conversations
     trainer.use_optimizer(sft.optimizer, sft.steps)
+    stopping = False
     with trainer.stop_deferred():
         order = batch_order(conversations, sft.conversations_per_step, config.run.seed)
         done = persistence.restore_sft(sft.steps, checkpoint, order)
@@ -51,3 +52,5 @@ def fine_tune(
             trainer.finish_save(wait=stopping or step == sft.steps)
             if stopping:
                 break
+        if not stopping:
+            persistence.finish_sft()

@@ -57,10 +57,10 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
             waits = StopOrLostRank(stop, trainer.layout)
             services = stack.enter_context(start_services(config, directory, report.phases, waits))
             controller = stack.enter_context(Controller(config, trainer, services, report))
-            trainer.build()
-        persistence = Persistence(config, trainer, directory, services.rollouts, report)
+            persistence = Persistence(config, trainer, directory, services.rollouts, report)
+            checkpoint = persistence.find()
+            trainer.build(persistence.start_weights(checkpoint))
         run = Run(config, trainer, controller, persistence, report, stop)
-        checkpoint = persistence.find()
         if (sft := persistence.sft_to_do(checkpoint)) is not None:
             with report.stage("sft"):
                 fine_tune(sft, run, trainer, controller, persistence, report, checkpoint)

@@ -30,11 +30,11 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("data", "objective"),
     ("rewards", "tracking"),
     ("environments", "policy", "report"),
-    ("engines", "verify"),
+    ("engines", "theory", "verify"),
     ("rollouts",),
     ("preflight",),
     ("evaluate", "run"),
-    ("sft", "export"),
+    ("sft", "export", "sweep"),
     ("train",),
     ("cli",),
 )
@@ -105,6 +105,7 @@ WHOLE_CONFIG = (
     "evaluate",
     "preflight",
     "run",
+    "sweep",
     "train.py",
     "engines",  # the actors get it as a whole
     "environments/prompts.py",  # rows, rendering, parser and rewards decide which prompts there are

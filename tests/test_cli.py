@@ -75,6 +75,7 @@ CONFIGURATION = {"pydantic", "omegaconf", "rich", "yaml"}
         (["report", "--help"], HEAVY),
         (["compare", "--help"], HEAVY),
         (["verify", "--help"], HEAVY),
+        (["theory", "--help"], HEAVY),
         (["export", "--help"], HEAVY),
         (["doctor", "--help"], HEAVY),
     ],

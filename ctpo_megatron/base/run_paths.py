@@ -218,6 +218,16 @@ class RunPaths:
         return self.checkpoints / SFT_CHECKPOINTS
 
     @property
+    def sft_model(self) -> Path:
+        """The model after the supervised stage, in Hugging Face format."""
+        return self.root / "sft_model"
+
+    @property
+    def sft_record(self) -> Path:
+        """What that model was taught with; there once it is whole."""
+        return self.root / "sft_model.json"
+
+    @property
     def logs(self) -> LogPaths:
         """Output of the trainer, engines, sandbox and trackers."""
         return LogPaths(self.root / LOGS)
@@ -270,6 +280,28 @@ class RunPaths:
     def checkpoint_exports(self) -> Iterator[Path]:
         """The models that `ctpo export` has written."""
         return self.root.glob("model-step_*")
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPaths:
+    """Where a sweep keeps what it writes, besides its runs. root: the folder that the run directories are in."""
+
+    root: Path
+
+    @property
+    def record(self) -> Path:
+        """The grid, the runs and their states."""
+        return self.root / "sweep.json"
+
+    @property
+    def owner(self) -> Path:
+        """The lock of the process that runs the sweep."""
+        return RunPaths(self.root).owner
+
+    @property
+    def comparison(self) -> Path:
+        """The page that compares the runs."""
+        return self.root / "comparison.html"
 
 
 def _path(entry: Path | LogPaths) -> Path:

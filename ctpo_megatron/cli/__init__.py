@@ -12,22 +12,24 @@ from ctpo_megatron.cli.errors import flush_output, report_error
 
 VERBS = {
     "train": "train from a configuration file",
+    "sweep": "train with every configuration of a grid",
     "eval": "evaluate a model on held-out prompts",
     "data": "make prompt files from a collection of problems",
     "launch": "submit a job to a cluster",
     "report": "rebuild the report of a run",
-    "compare": "several runs on one page",
     "watch": "the report and all trajectories of a run in a browser",
+    "compare": "several runs on one page",
     "trajectories": "the trajectories of a run as JSON lines",
     "doctor": "what is installed, what is missing",
     "verify": "compare parallel layouts with a float64 oracle",
+    "theory": "the theory of CTPO by enumeration and simulation",
     "export": "write a checkpoint in Hugging Face format, or check one",
     "sandbox": "the code execution service",
 }
 """Verb -> its line in `ctpo --help`. `add_arguments` of the module of that name declares arguments and sets `run`."""
 
 
-_OVERRIDABLE = ("train", "eval", "launch")
+_OVERRIDABLE = ("train", "sweep", "eval", "launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

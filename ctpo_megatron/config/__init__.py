@@ -5,7 +5,7 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 
 from ctpo_megatron.config.engine_cache import SHARE, CpuCache, cache_bytes, free_memory
 from ctpo_megatron.config.extension import Extension, named_extensions
-from ctpo_megatron.config.keys import known_keys, with_defaults
+from ctpo_megatron.config.keys import flattened, known_keys, with_defaults
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import (
     ELEMENT_BYTES,
@@ -25,6 +25,7 @@ from ctpo_megatron.config.memory import parameters as model_parameters
 from ctpo_megatron.config.memory import peak as peak_memory
 from ctpo_megatron.config.model_directory import (
     PREPARED,
+    TOKENIZERS,
     Stored,
     family_for,
     is_replaceable,
@@ -78,6 +79,7 @@ from ctpo_megatron.config.schema import (
     SftConfig,
     TrackingConfig,
 )
+from ctpo_megatron.config.sft_record import SftRecord, has_sft_record, read_sft_record, rendered_by, sft_settings
 from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.config.task_schema import LONGEST_S, CorruptionConfig, PrepareConfig, TinyModelConfig
 from ctpo_megatron.config.texts import (
@@ -99,6 +101,7 @@ __all__ = [
     "PREPARED",
     "PRESETS",
     "SHARE",
+    "TOKENIZERS",
     "USABLE",
     "AdvantageConfig",
     "CheckpointConfig",
@@ -130,6 +133,7 @@ __all__ = [
     "SandboxConfig",
     "Severity",
     "SftConfig",
+    "SftRecord",
     "Sources",
     "Split",
     "Stored",
@@ -146,8 +150,10 @@ __all__ = [
     "dump",
     "engine_count",
     "family_for",
+    "flattened",
     "free_memory",
     "gib",
+    "has_sft_record",
     "head_chunk_rows",
     "in_flight",
     "is_replaceable",
@@ -163,10 +169,13 @@ __all__ = [
     "passed",
     "peak_memory",
     "rank_problem",
+    "read_sft_record",
     "read_shapes",
     "read_spec",
+    "rendered_by",
     "run_chat_template",
     "sequence_multiple",
+    "sft_settings",
     "shares_gpus",
     "spec_for",
     "stage_memory",

@@ -47,9 +47,8 @@ def defaults(section: type[Section], given: Mapping[str, Any], base: Section | N
     sections that are not given, and keys whose value is not a mapping, are omitted.
     """
     tree: dict[str, Any] = {}
-    for name, field in section.model_fields.items():
+    for name, field, value in _fields(section, base):
         inner = section_of(field)
-        value = getattr(base, name) if base is not None else field.get_default(call_default_factory=True)
         if inner is None:
             if base is not None or not field.is_required():
                 tree[name] = _plain(value)
@@ -69,6 +68,13 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
         merged[name] = _over(merged[name], value) if both else value
     return merged
+
+
+def _fields(section: type[Section], base: Section | None) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Key, field and default of each key of a section; a key that Python reserves has another name in the class."""
+    for name, field in section.model_fields.items():
+        default = getattr(base, name) if base is not None else field.get_default(call_default_factory=True)
+        yield field.alias or name, field, default
 
 
 @cache
@@ -110,14 +116,22 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every leaf of nested mappings; an empty mapping is a leaf."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
 def _walk(section: type[Section], prefix: str, base: Section | None) -> Iterator[Key]:
-    for name, field in section.model_fields.items():
+    for name, field, value in _fields(section, base):
         inner = section_of(field)
-        value = getattr(base, name) if base is not None else field.get_default(call_default_factory=True)
         if inner is not None:
             yield from _walk(inner, f"{prefix}{name}.", value if isinstance(value, Section) else None)
         else:

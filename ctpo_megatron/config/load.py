@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from ctpo_megatron.base.redact import secrets_in
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
 from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config.sft_record import read_sft_record
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
 
 _NOT_FOUND = re.compile(r"Interpolation key '(\S+)' not found|trying to access (\S+): node `\S+` is not a container")
@@ -44,6 +46,8 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
     tree = _resolve(values, (), sources, problems)
     problems += _secrets(tree, sources)
     broken = {problem.key for problem in problems}
+    if "sft.from" in broken:  # it would have given them
+        broken |= {"sft.data", "sft.steps"}
     try:
         # Strict, and from JSON: "3", 3.0 and true are not integers, but a list is accepted for a tuple.
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
@@ -94,9 +98,29 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
             problems.append(Problem(".".join(keys), first_line(error), where=layer.places.get(keys, "")))
     # With the defaults below what is given, since interpolations may name keys that have a default.
     values = _over(OmegaConf.create(defaults(Config, plain(given))), given)
+    if (taught := _sft_of_another_run(values, layers, problems)) is not None:
+        below = OmegaConf.create(defaults(Config, plain(given)))
+        values = _over(_over(below, OmegaConf.create({"sft": taught})), given)
     if not _is_given(given, "objective.anchor") and _is_stale(values):
         values.objective.anchor = "behaviour"
     return values
+
+
+def _sft_of_another_run(values: DictConfig, layers: Sequence[Layer], problems: list[Problem]) -> dict[str, Any] | None:
+    """The section `sft` of the run that `sft.from` names, for the keys that are not given; None: there is none.
+
+    That it cannot be read is a problem here only where it would give what is required.
+    """
+    run = OmegaConf.select(values, "sft.from", throw_on_resolution_failure=False)
+    if not isinstance(run, str):
+        return None
+    try:
+        return read_sft_record(Path(run)).sft
+    except ConfigError as error:
+        if not (_is_given(values, "sft.data") and _is_given(values, "sft.steps")):
+            where = Sources(tuple(layers)).where(("sft", "from"))
+            problems += [replace(problem, where=where) for problem in error.problems]
+        return None
 
 
 _PART = {"name", "arguments"}

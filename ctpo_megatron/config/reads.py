@@ -34,7 +34,7 @@ class Reads:
 def input_paths(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Path]]:
     """Dotted key and path of every input of a configuration; a pattern yields itself and all its matches."""
     for name, field in type(section).model_fields.items():
-        key, value = f"{prefix}{name}", getattr(section, name)
+        key, value = f"{prefix}{field.alias or name}", getattr(section, name)
         marks = [mark for mark in field.metadata if isinstance(mark, Reads)]
         for mark in marks:
             for text in filter(mark.when, _texts(value)):

@@ -148,6 +148,16 @@ class SftConfig(Section):
     conversations_per_step: PositiveInt = Field(
         default=32, description="conversations per optimizer step, over all ranks"
     )
+    from_: Annotated[str | None, Reads()] = Field(
+        default=None,
+        alias="from",
+        description="directory of another run, whose SFT model RL starts from: no SFT is trained, and the other keys "
+        "are what that run has (docs/sweep.md); null: SFT is trained",
+    )
+    export: bool = Field(
+        default=True,
+        description="keep the model after SFT in `<run>/sft_model`, for `sft.from` of other runs, and for a resume",
+    )
     optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
 
 
@@ -407,6 +417,11 @@ class Config(Section):
         """Key and path of every input of this run (`Reads` in the schema), and of its own YAML files."""
         yield from input_paths(self)
         yield from (("configuration", file) for file in self._files)
+
+    @property
+    def own_sft(self) -> SftConfig | None:
+        """The supervised stage, where this run has one and trains it itself; None with `sft.from`, too."""
+        return self.sft if self.sft is not None and self.sft.from_ is None else None
 
     @property
     def engine_dtype(self) -> Literal["float32", "bfloat16"]:

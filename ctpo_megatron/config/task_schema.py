@@ -18,7 +18,7 @@ Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
 
 
 class TinyModelConfig(Section):

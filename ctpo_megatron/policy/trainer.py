@@ -39,7 +39,8 @@ class Trainer:
 
     The architecture and the weights come from the Hugging Face directory `model_path`. Log-probs are of softmax(logits
     / temperature), the distribution that rollouts are sampled from. family: the user's model family, or None.
-    version: of the current weights; 1 before the first batch.
+    weights: directory that has the weights; None: `model_path`. version: of the current weights; 1 before the first
+    batch.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Trainer:
         *,
         temperature: float,
         family: ModelFamily | None = None,
+        weights: Path | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -58,7 +60,7 @@ class Trainer:
         self.version = 1
         with device.scope():
             self._model = build_model(self.spec, config, layout.device)
-            hf.load(self._model, model_path, layout)
+            hf.load(self._model, weights or model_path, layout)
         self._memory = DeviceMemory(config, self._model)
         self._passes = Passes(self._model, layout, self._memory, temperature)
         self._bad_steps = BadSteps(config.max_bad_steps)

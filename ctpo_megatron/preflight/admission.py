@@ -247,7 +247,7 @@ def _read(report: DataCheck, admission: Admission) -> None:
         held_out = admission.held_out()
         _add(report, "data.eval", held_out, config)
         _add_words(report, held_out, config.reward)
-    if config.sft:
+    if config.own_sft:
         _add(report, "sft.data", admission.conversations(), config)
 
 
@@ -282,7 +282,7 @@ def _spec(config: Config) -> ModelSpec | None:
 def _why_not(config: Config) -> str:
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         return f"pip install {' '.join(missing)}"
-    files = [*config.data.train, *config.data.eval, *(config.sft.data if config.sft else ())]
+    files = [*config.data.train, *config.data.eval, *(config.own_sft.data if config.own_sft else ())]
     paths = [Path(path) for path in (config.model.path, *files)]
     if any(will_be_prepared(config.prepare, path) and not path.exists() for path in paths):
         return "`prepare` has not written them yet"

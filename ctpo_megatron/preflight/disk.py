@@ -75,8 +75,10 @@ def disk_use(config: Config, spec: ModelSpec, held_out: int | None) -> list[Disk
         fix = "keep fewer, or larger checkpoint.every"
         one = checkpoint_bytes(config, spec)
         uses.append(DiskUse("checkpoints", one, saves, why, "checkpoint.keep_last", f"{fix}, or another run.root"))
+    model = count * ELEMENT_BYTES[config.policy.dtype]
+    if config.own_sft and config.own_sft.export:
+        uses.append(DiskUse("SFT model", model, 1, "weights", "sft.export", "sft.from of other runs needs it"))
     if config.export.enabled:
-        model = count * ELEMENT_BYTES[config.policy.dtype]
         uses.append(DiskUse("export", model, 1, "weights", "export.enabled", "ctpo export makes it later"))
     logs = "metrics, TensorBoard, logs"
     uses.append(DiskUse("logs", STEP_BYTES, steps, logs, "tracking.trackers", "fewer write less"))

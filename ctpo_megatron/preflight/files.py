@@ -56,8 +56,8 @@ def check_prompt_files(context: RunContext) -> Iterator[Problem]:
     """Prompt files that are neither there nor going to be written by `prepare`."""
     config = context.config
     wanted: list[tuple[str, Iterable[str]]] = [("data.train", config.data.train), ("data.eval", config.data.eval)]
-    if config.sft:
-        wanted.append(("sft.data", config.sft.data))
+    if config.own_sft:
+        wanted.append(("sft.data", config.own_sft.data))
     for key, files in wanted:
         for file in files:
             path = Path(file)
@@ -77,7 +77,7 @@ def check_checkpoints(context: RunContext) -> Iterator[Problem]:
     """A checkpoint to load that is there; a metric for the best ones that will be."""
     config = context.config
     settings = config.checkpoint
-    if config.run.resume and not settings.every:
+    if config.run.resume and not settings.every and config.run.steps:
         yield context.warning("run.resume", "but checkpoint.every is 0: this run writes no checkpoint to resume from")
     if settings.load is not None:
         path = Path(settings.load)

@@ -56,7 +56,7 @@ class RunPlan:
             steps=steps,
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
-            sft_steps=config.sft.steps if config.sft else 0,
+            sft_steps=config.own_sft.steps if config.own_sft else 0,
             evaluations=evaluations,
         )
 

@@ -8,7 +8,7 @@ whether anything can be learned from a batch, `Decline` whether a run gets worse
 
 from ctpo_megatron.report.accuracies import SourceComparison, compare_accuracies
 from ctpo_megatron.report.axes import Axis
-from ctpo_megatron.report.charts import Chart, Curve, bars, curves, cycled
+from ctpo_megatron.report.charts import Chart, Curve, bars, curves, cycled, points, save_charts
 from ctpo_megatron.report.comparison_table import comparison_table, notes_of_accuracies
 from ctpo_megatron.report.decline import Decline, decline_of
 from ctpo_megatron.report.figures import Figure, save_figures
@@ -44,8 +44,10 @@ __all__ = [
     "notes_of",
     "notes_of_accuracies",
     "paper_figures",
+    "points",
     "position_charts",
     "print_summary",
+    "save_charts",
     "save_figures",
     "summarize",
     "write_comparison",

@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,15 @@ from ctpo_megatron import __version__
 from ctpo_megatron.base.files import DamagedFileError, read_mapping, read_note, write_json, write_text
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.run.provenance import changed_code, describe, describe_environment, loaded_files, record_extensions
+from ctpo_megatron.config import flattened, has_sft_record
+from ctpo_megatron.run.provenance import (
+    changed_code,
+    describe,
+    describe_environment,
+    describe_sft_source,
+    loaded_files,
+    record_extensions,
+)
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import PrepareConfig
@@ -216,31 +224,27 @@ def _describe(directory: Path, settings: Mapping[str, Any]) -> None:
     }
     paths = RunPaths(directory)
     write_text(paths.config, yaml.safe_dump({**settings, **lasting}, sort_keys=False, allow_unicode=True), durable=True)
-    write_json(paths.environment, describe_environment(), durable=True)
+    facts = describe_environment()
+    if (source := (settings["sft"] or {}).get("from")) is not None:
+        before = _facts(directory).get("sft_from")
+        facts["sft_from"] = describe_sft_source(source) if has_sft_record(Path(source)) else before
+    write_json(paths.environment, facts, durable=True)
 
 
 def _changes(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]] | None:
     """Every key whose value differs from that of the run being continued: what it was and is; None: that is unknown."""
     try:
-        former = dict(_flatten(read_mapping(RunPaths(directory).config)))
+        former = dict(flattened(read_mapping(RunPaths(directory).config)))
     except DamagedFileError as error:
         log.warning("%s: which values differ from those of the run is unknown", error)
         return None
-    current = dict(_flatten(settings))
+    current = dict(flattened(settings))
     not_compared = {"checkpoint.load", "data.rerender", *(f"run.{name}" for name in _ONE_TIME)}
     return {
         key: (former.get(key), current.get(key))
         for key in sorted(former.keys() | current.keys())
         if former.get(key) != current.get(key) and key not in not_compared
     }
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def claim(directory: Path) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.base.run_paths import AHEAD, RunPaths
 from ctpo_megatron.base.run_paths import SFT_CHECKPOINTS as _SFT
-from ctpo_megatron.config import Config, SftConfig
+from ctpo_megatron.config import Config, SftConfig, SftRecord, has_sft_record, read_sft_record
 from ctpo_megatron.policy import CheckpointError, discard_checkpoints, latest_checkpoint, read_checkpoint_marker
 from ctpo_megatron.rollouts import Rollouts, encode_ahead, read_ahead
 from ctpo_megatron.run.directory import take_over, written_by_another_version
@@ -32,7 +32,7 @@ class Persistence:
         self, config: Config, trainer: TrainerGroup, directory: Path, rollouts: Rollouts, report: Reporter
     ) -> None:
         self._config, self._trainer, self._rollouts, self._report = config, trainer, rollouts, report
-        self._directory = RunPaths(directory).checkpoints
+        self._root, self._directory = directory, RunPaths(directory).checkpoints
         self._saved: int | None = None
 
     def find(self) -> Path | None:
@@ -48,22 +48,40 @@ class Persistence:
         return self._newest() or load
 
     def _newest(self) -> Path | None:
-        return latest_checkpoint(self._directory) or latest_checkpoint(self._directory / _SFT)
+        if (newest := latest_checkpoint(self._directory)) is not None or has_sft_record(self._root):
+            return newest
+        return latest_checkpoint(self._directory / _SFT)
+
+    def start_weights(self, checkpoint: Path | None) -> Path | None:
+        """Directory of the weights to build the model with, if SFT has been done: by the run of `sft.from`, or before
+        a resume by this one. None: `model.path` has them, or `checkpoint` will give others.
+
+        Raises ConfigError when the SFT model is not what was written.
+        """
+        sft = self._config.sft
+        if checkpoint is not None or sft is None or (sft.from_ is None and not has_sft_record(self._root)):
+            return None
+        run = self._root if sft.from_ is None else Path(sft.from_)
+        record = read_sft_record(run)
+        record.check_files(run)
+        weights = RunPaths(run).sft_model
+        self._report.note(f"RL starts from the SFT model in {weights}: {record.sft['steps']} steps, seed {record.seed}")
+        return weights
 
     def sft_to_do(self, checkpoint: Path | None) -> SftConfig | None:
         """The supervised stage, if it is still to be done before RL.
 
         Raises CheckpointError for a damaged checkpoint, and for one of SFT when the configuration has none.
         """
-        sft = self._config.sft
+        sft = self._config.own_sft
         if checkpoint is None:
-            return sft
+            return None if has_sft_record(self._root) else sft
         # Not by its folder: a checkpoint may have been brought from elsewhere.
         if not read_checkpoint_marker(checkpoint).run.keys() <= _SFT_STATE:
             return None
         if sft is None:
             raise CheckpointError(
-                f"{checkpoint} is of the SFT stage, which this configuration does not have (sft: null)"
+                f"{checkpoint} is of the SFT stage, which this configuration does not have (sft: null, or sft.from)"
             )
         return sft
 
@@ -84,6 +102,7 @@ class Persistence:
 
     def _rewind_sft(self, checkpoint: Path | None, done: int) -> None:
         self._take_over()
+        RunPaths(self._root).sft_record.unlink(missing_ok=True)
         discard_checkpoints(self._directory / _SFT, done)
         self._report.begin_sft(done)
         if checkpoint is not None:
@@ -93,6 +112,15 @@ class Persistence:
         """Checkpoint the trainer after `step` SFT steps over batches in this order."""
         settings = self._config.checkpoint.model_copy(update={"keep_best": 0})
         self._trainer.save(self._directory / _SFT, step, {"step": step, "order": dict(order)}, settings)
+
+    def finish_sft(self) -> None:
+        """Keep the model after SFT: RL starts from it again when the run is resumed, and in other runs (`sft.from`)."""
+        sft = self._config.own_sft
+        if sft is None or not sft.export:
+            return
+        self._trainer.export(RunPaths(self._root).sft_model)
+        SftRecord.of(self._config).write(self._root)
+        self._drop_sft()
 
     def restore(self, checkpoint: Path | None) -> int | None:
         """Put trainer and rollouts where `checkpoint` was saved; without one the run starts from its beginning.
@@ -124,7 +152,9 @@ class Persistence:
             self._report.flush()  # a resume from this checkpoint must find the lines of all its steps
             self._trainer.save(self._directory, done, state, settings, self._score(done), attached)
             self._trainer.release()
-            self._drop_sft()
+            # Once RL has a complete checkpoint, no resume returns to SFT.
+            if latest_checkpoint(self._directory) is not None:
+                self._drop_sft()
         self._saved = done
         self._report.log(done, {})
 
@@ -137,9 +167,7 @@ class Persistence:
             self._trainer.finish_save()
 
     def _drop_sft(self) -> None:
-        # Once RL has a complete checkpoint, no resume returns to SFT.
-        if latest_checkpoint(self._directory) is not None:
-            shutil.rmtree(self._directory / _SFT, ignore_errors=True)
+        shutil.rmtree(self._directory / _SFT, ignore_errors=True)
 
     def _state(self, done: int) -> dict[str, Any]:
         return {

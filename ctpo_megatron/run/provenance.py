@@ -18,14 +18,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ctpo_megatron import __version__
 from ctpo_megatron.base.extensions import activate, load
 from ctpo_megatron.base.files import read_note, write_json
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import Config, named_extensions
+from ctpo_megatron.config import Config, named_extensions, read_sft_record
 from ctpo_megatron.run.timeouts import GIT_TIMEOUT_S
 
 log = logging.getLogger(__name__)
@@ -64,6 +62,13 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+def describe_sft_source(run: str) -> dict[str, Any]:
+    """Where a run has its SFT model from (`sft.from`): the run, and what it did. Raises ConfigError if that is gone."""
+    record = read_sft_record(Path(run))
+    steps, digest = record.sft["steps"], record.digest
+    return {"run": str(Path(run).resolve()), "seed": record.seed, "steps": steps, "digest": digest}
+
+
 def _commit(folder: Path) -> str | None:
     """Commit of this code's checkout, `+changes` where tracked files differ; None outside of a checkout."""
     try:
@@ -87,6 +92,8 @@ def _without_secrets(words: list[str]) -> Iterator[str]:
 
 def _devices() -> Iterator[str]:
     """GPUs as CUDA shows them to this rank, with the driver's CUDA; else the CPU's model."""
+    import torch  # 2 CPU-seconds, and `ctpo sweep` only asks whether a run has finished
+
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)

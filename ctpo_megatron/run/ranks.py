@@ -170,8 +170,8 @@ class TrainerGroup:
         return self._stop.agreed(self.layout)
 
     @_on_all_ranks(gpus=True)
-    def build(self) -> None:
-        """Build the model with the weights of `model.path`."""
+    def build(self, weights: Path | None = None) -> None:
+        """Build the model of `model.path`. weights: directory that has them; None: `model.path`, too."""
         config = self._config
         self.trainer = Trainer(
             config.policy,
@@ -179,6 +179,7 @@ class TrainerGroup:
             Path(config.model.path),
             temperature=config.rollout.temperature,
             family=family_for(config.model, config.extensions.path),
+            weights=weights,
         )
 
     @_on_all_ranks(gpus=True)

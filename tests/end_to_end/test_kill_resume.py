@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shlex
@@ -349,3 +350,31 @@ def test_sft_goes_on_bit_for_bit(folder: Path, tuned: Path, by: str, count: int,
             {k: v for k, v in line.items() if k not in SFT_MEASURED} for line in expected
         ]
     assert not (run / "checkpoints" / "sft").exists()  # RL has checkpoints of its own now
+
+
+def same_lines(run: Path, expected: Path) -> bool:
+    found, wanted = ([repeatable(line) for line in records(at)] for at in (run, expected))
+    return found == wanted
+
+
+def test_rl_from_the_sft_of_another_run_is_bit_for_bit_that_runs_own(folder: Path, tuned: Path) -> None:
+    started = train(folder, *SFT, "run.name=from", "sft.from=runs/tuned", "export.enabled=true")
+    assert started.returncode == 0, started.stderr[-4000:]
+    run = folder / "runs" / "from"
+    assert same_lines(run, tuned)
+    assert all(line["actor/grad_norm"] > 0 for line in records(run)[1:])
+    assert not (run / "sft.jsonl").exists() and not (run / "sft_model").exists()
+    source = json.loads((run / "environment.json").read_text())["sft_from"]
+    assert (source["run"], source["seed"], source["steps"]) == (str(tuned), 0, 6)
+    start, end = ((at / "model.safetensors").read_bytes() for at in (tuned / "sft_model", run / "model"))
+    assert start != end  # RL has changed weights
+
+
+def test_a_run_without_a_checkpoint_starts_again_from_its_own_sft(folder: Path, tuned: Path) -> None:
+    settings = (*SFT, "run.name=again", "run.resume=auto", "checkpoint.every=0")
+    killed = train(folder, *settings, kill_at=("update", 7))  # the first of RL
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    resumed = train(folder, *settings)
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert "RL starts from the SFT model in runs/again/sft_model: 6 steps, seed 0" in resumed.stdout
+    assert same_lines(folder / "runs" / "again", tuned)

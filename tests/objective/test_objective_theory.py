@@ -1,108 +1,89 @@
-"""What the theory says, by exact enumeration of all sequences of a small softmax tree (V = 3 tokens, H = 4 steps)."""
+"""What the theory says holds for the loss of the product: its gradient, on all sequences of a small softmax tree.
+
+`ctpo_megatron.theory` enumerates in numpy, with formulas of its own; here autograd runs through `policy_loss`.
+"""
 
 from __future__ import annotations
 
-import itertools
-
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from ctpo_megatron.objective import Denominators, PolicyObjective, policy_loss
-
-V, H = 3, 4
-SEQUENCES = torch.tensor(list(itertools.product(range(V), repeat=H)))  # [81, 4]
-# Node of the tree (prefix) in which each token is drawn: 1 + 3 + 9 + 27 nodes, breadth first.
-NODES = torch.stack(
-    [(V**t - 1) // (V - 1) + sum(SEQUENCES[:, k] * V ** (t - 1 - k) for k in range(t)) + 0 * SEQUENCES[:, 0]
-     for t in range(H)], dim=1,
-)  # fmt: skip
+from ctpo_megatron.theory import RATIOS, Tree, relative_bias
+from ctpo_megatron.theory.tree import FloatArray
 
 
-class Tree:
-    """A current policy pi, a behaviour policy mu near it, and their log-probabilities of every sequence."""
-
-    def __init__(self, seed: int) -> None:
-        g = torch.Generator().manual_seed(seed)
-        self.nodes = int(NODES.max()) + 1
-        self.mu = torch.randn(self.nodes, V, generator=g, dtype=torch.float64)
-        shift = 0.5 * torch.randn(self.nodes, V, generator=g, dtype=torch.float64)
-        self.pi = (self.mu + shift).requires_grad_()
-        self.prefix_advantage = torch.randn(self.nodes, V, generator=g, dtype=torch.float64)[NODES, SEQUENCES]
-        self.reward = torch.randn(len(SEQUENCES), generator=g, dtype=torch.float64)
-
-    @staticmethod
-    def log_probs(logits: Tensor) -> Tensor:
-        return logits.log_softmax(-1)[NODES, SEQUENCES]
-
-    def expected_gradient(self, ratio: str, advantages: Tensor) -> Tensor:
-        """E_mu of the gradient of the loss, unclipped: `[nodes, V]`."""
-        free = {
-            "clip_mode": "log_power",
-            "clip_low": 1e6,
-            "clip_high": 1e6,
-            "clip_c": None,
-            "loss_agg_mode": "seq-mean-token-sum",
-        }
-        objective = PolicyObjective(ratio_mode=ratio, **free)
-        behaviour = self.log_probs(self.mu)
-        probability = behaviour.sum(1).exp()
-        out = policy_loss(
-            self.log_probs(self.pi), behaviour, advantages, torch.ones_like(SEQUENCES), objective,
-            weights=probability, denominators=Denominators(1, 1, 1),
-        )  # fmt: skip
-        return torch.autograd.grad(out.loss, self.pi)[0]
-
-    def true_gradient(self, advantages: Tensor) -> Tensor:
-        """-E_pi[sum_t A_t grad log pi(a_t | s_t)], `[nodes, V]`."""
-        log_probs = self.log_probs(self.pi)
-        probability = log_probs.sum(1).exp().detach()
-        return torch.autograd.grad(-(probability[:, None] * advantages * log_probs).sum(), self.pi)[0]
+def tree(seed: int) -> tuple[Tree, FloatArray, FloatArray]:
+    """A tree, advantages A(s_t, a_t), and outcome rewards."""
+    rng = np.random.default_rng(seed)
+    found = Tree.random(rng, vocabulary=3, horizon=4, shift=0.5)
+    return found, found.prefix_advantages(rng), found.outcome_advantages(rng)
 
 
-def relative_bias(got: Tensor, true: Tensor) -> float:
-    return ((got - true).norm() / true.norm()).item()
+def expected_gradient(of: Tree, ratio: str, advantages: FloatArray) -> FloatArray:
+    """E_behaviour of minus the gradient of the loss, unclipped: `[nodes, V]`."""
+    free = {
+        "clip_mode": "log_power",
+        "clip_low": 1e6,
+        "clip_high": 1e6,
+        "clip_c": None,
+        "loss_agg_mode": "seq-mean-token-sum",
+    }
+    logits = torch.tensor(of.target, requires_grad=True)
+    nodes, tokens = torch.tensor(of.paths.nodes), torch.tensor(of.paths.tokens)
+    out = policy_loss(
+        logits.log_softmax(-1)[nodes, tokens],
+        torch.tensor(of.behaviour)[nodes, tokens],
+        torch.tensor(advantages),
+        torch.ones_like(tokens),
+        PolicyObjective(ratio_mode=ratio, **free),
+        weights=torch.tensor(of.probability),
+        denominators=Denominators(1, 1, 1),
+    )
+    return -torch.autograd.grad(out.loss, logits)[0].numpy()
+
+
+def true_gradient(of: Tree, advantages: FloatArray) -> FloatArray:
+    """E_target[sum_t A_t grad log target(a_t | s_t)], by autograd."""
+    logits = torch.tensor(of.target, requires_grad=True)
+    log_probs: Tensor = logits.log_softmax(-1)[torch.tensor(of.paths.nodes), torch.tensor(of.paths.tokens)]
+    probability = log_probs.sum(1).exp().detach()
+    return torch.autograd.grad((probability[:, None] * torch.tensor(advantages) * log_probs).sum(), logits)[0].numpy()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_proposition_1_cumulative_ratio_is_unbiased_for_prefix_measurable_advantages(seed):
-    tree = Tree(seed)
-    true = tree.true_gradient(tree.prefix_advantage)
-    assert relative_bias(tree.expected_gradient("cumprod", tree.prefix_advantage), true) < 3e-12
-    assert relative_bias(tree.expected_gradient("token", tree.prefix_advantage), true) > 0.05
-
-
-def test_proposition_1_token_ratio_is_biased_from_the_second_token_on():
-    tree = Tree(0)
-    for t in range(H):
-        only_t = torch.zeros_like(tree.prefix_advantage)
-        only_t[:, t] = tree.prefix_advantage[:, t]
-        true = tree.true_gradient(only_t)
-        bias = relative_bias(tree.expected_gradient("token", only_t), true)
-        assert bias < 3e-12 if t == 0 else bias > 0.05
-        assert relative_bias(tree.expected_gradient("cumprod", only_t), true) < 3e-12
+def test_the_loss_has_the_gradient_that_the_theory_enumerates(seed: int) -> None:
+    found, prefix, outcome = tree(seed)
+    for advantages in (prefix, outcome):
+        assert relative_bias(found.true_gradient(advantages), true_gradient(found, advantages)) < 3e-12
+        for ratio in RATIOS:
+            assert (
+                relative_bias(
+                    found.expected_gradient(ratio, advantages),
+                    expected_gradient(found, ratio, advantages),
+                )
+                < 3e-12
+            ), ratio
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_proposition_2_the_whole_sequence_ratio_varies_more_than_any_prefix(seed):
-    tree = Tree(seed)
-    behaviour = tree.log_probs(tree.mu)
-    probability = behaviour.sum(1).exp()
-    ratio = (tree.log_probs(tree.pi).detach() - behaviour).cumsum(1).exp()  # rho_{1:t}
-    torch.testing.assert_close(probability @ ratio, torch.ones(H, dtype=torch.float64))
-    variance = probability @ (ratio - 1).square()
-    assert (variance.diff() > 0).all()
+def test_proposition_1_cumulative_ratio_is_unbiased_for_prefix_measurable_advantages(seed: int) -> None:
+    found, advantages, _ = tree(seed)
+    true = true_gradient(found, advantages)
+    assert relative_bias(expected_gradient(found, "cumprod", advantages), true) < 3e-12
+    assert relative_bias(expected_gradient(found, "token", advantages), true) > 0.05
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_outcome_rewards_leave_the_cumulative_ratio_biased(seed):
+def test_outcome_rewards_leave_the_cumulative_ratio_biased(seed: int) -> None:
     """One reward for the whole sequence: the suffix still follows mu. Less biased than the token ratio, not unbiased.
 
     The full-sequence ratio is the unbiased one, at the price of its variance.
     """
-    tree = Tree(seed)
-    outcome = tree.reward[:, None].expand(-1, H)
-    true = tree.true_gradient(outcome)
-    bias = {r: relative_bias(tree.expected_gradient(r, outcome), true) for r in ("cumprod", "token", "sequence")}
+    found, _, outcome = tree(seed)
+    true = true_gradient(found, outcome)
+    bias = {ratio: relative_bias(expected_gradient(found, ratio, outcome), true) for ratio in RATIOS}
     assert 0.01 < bias["cumprod"] < bias["token"]
     assert bias["sequence"] < 3e-12

@@ -1,0 +1,154 @@
+"""Every sequence of a small random autoregressive tree, under two policies: expectations are sums, without sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+RATIOS = {"token": "token", "cumprod": "CTPO, prefix", "sequence-geomean": "GSPO", "sequence": "sequence"}
+"""`objective.ratio_mode` -> what the tables call it."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Sequences of N rows: the node (prefix) in which each token is drawn, and the token; both `[N, H]`."""
+
+    nodes: IntArray
+    tokens: IntArray
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A behaviour policy that samples and a target policy that is trained, over H tokens of a vocabulary of V.
+
+    behaviour, target: log-probabilities of the next token in each prefix, nats, `[nodes, V]`. horizon: H.
+    Nodes are prefixes shorter than H, breadth first: the child of node n by token v is V n + 1 + v.
+    """
+
+    behaviour: FloatArray
+    target: FloatArray
+    horizon: int
+
+    @classmethod
+    def of_logits(cls, behaviour: FloatArray, target: FloatArray, horizon: int) -> Tree:
+        """From logits `[nodes, V]`."""
+        return cls(log_softmax(behaviour), log_softmax(target), horizon)
+
+    @classmethod
+    def random(cls, rng: np.random.Generator, vocabulary: int, horizon: int, shift: float) -> Tree:
+        """Logits of the behaviour policy N(0, 1), and of the target policy these plus `shift` times N(0, 1)."""
+        shape = (nodes_above(horizon, vocabulary), vocabulary)
+        behaviour = rng.standard_normal(shape)
+        return cls.of_logits(behaviour, behaviour + shift * rng.standard_normal(shape), horizon)
+
+    @classmethod
+    def independent(cls, behaviour: FloatArray, target: FloatArray) -> Tree:
+        """From log-probabilities of the token at each position, `[H, V]`, whatever the prefix."""
+        horizon, vocabulary = behaviour.shape
+        position = np.repeat(np.arange(horizon), vocabulary ** np.arange(horizon))
+        return cls(behaviour[position], target[position], horizon)
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return int(self.behaviour.shape[1])
+
+    @cached_property
+    def paths(self) -> Paths:
+        """All V^H sequences."""
+        tokens = np.indices((self.vocabulary,) * self.horizon).reshape(self.horizon, -1).T
+        return self._along(tokens.astype(np.int64))
+
+    @cached_property
+    def probability(self) -> FloatArray:
+        """Of each of `paths` under the behaviour policy, `[N]`."""
+        return self._probability(self.behaviour)
+
+    def sample(self, rng: np.random.Generator, count: int) -> Paths:
+        """Sequences that the behaviour policy draws, token by token."""
+        cumulative = np.exp(self.behaviour).cumsum(1)[:, :-1]  # without the last: a sum of 1 - 1e-16 names no token
+        node, tokens = np.zeros(count, np.int64), []
+        for _ in range(self.horizon):
+            tokens.append((rng.random(count)[:, None] >= cumulative[node]).sum(1))
+            node = self.vocabulary * node + 1 + tokens[-1]
+        return self._along(np.stack(tokens, 1))
+
+    def log_ratios(self, ratio: str, paths: Paths | None = None) -> FloatArray:
+        """log r_t of a `ratio_mode`, target over behaviour, `[N, H]`; of all sequences by default."""
+        paths = paths or self.paths
+        d = (self.target - self.behaviour)[paths.nodes, paths.tokens]
+        if ratio == "token":
+            return d
+        prefix = d.cumsum(1)
+        if ratio == "cumprod":
+            return prefix
+        whole = np.repeat(prefix[:, -1:], self.horizon, 1)
+        return {"sequence": whole, "sequence-geomean": whole / self.horizon}[ratio]
+
+    def prefix_advantages(self, rng: np.random.Generator) -> FloatArray:
+        """A(s_t, a_t), known with token t: N(0, 1) for each node and token, `[N, H]`."""
+        return rng.standard_normal(self.behaviour.shape)[self.paths.nodes, self.paths.tokens]
+
+    def outcome_advantages(self, rng: np.random.Generator) -> FloatArray:
+        """One reward for the whole sequence, N(0, 1), the same for all of its tokens, `[N, H]`."""
+        return np.repeat(rng.standard_normal(len(self.probability))[:, None], self.horizon, 1)
+
+    def true_gradient(self, advantages: FloatArray) -> FloatArray:
+        """E_target[sum_t A_t grad log target(a_t | s_t)] in the logits of the target policy, `[nodes, V]`."""
+        return self._gradient(self._probability(self.target)[:, None] * advantages)
+
+    def expected_gradient(self, ratio: str, advantages: FloatArray) -> FloatArray:
+        """E_behaviour[sum_t r_t A_t grad log target(a_t | s_t)] of a `ratio_mode`, unclipped, `[nodes, V]`."""
+        return self._gradient(self.probability[:, None] * np.exp(self.log_ratios(ratio)) * advantages)
+
+    def bias_by_position(self, ratio: str, advantages: FloatArray) -> FloatArray:
+        """Norm of the bias of the gradient's term t over the norm of the true term, `[H]`.
+
+        Term t is the gradient in the logits of the nodes of depth t, as log target(a_t | s_t) has no others.
+        """
+        true, got = self.true_gradient(advantages), self.expected_gradient(ratio, advantages)
+        ends = [nodes_above(depth, self.vocabulary) for depth in range(1, self.horizon)]
+        terms = zip(np.split(got, ends), np.split(true, ends), strict=True)
+        return np.array([relative_bias(term, true_term) for term, true_term in terms])
+
+    def bias(self, ratio: str, advantages: FloatArray) -> float:
+        """The same of the whole gradient."""
+        return relative_bias(self.expected_gradient(ratio, advantages), self.true_gradient(advantages))
+
+    def _along(self, tokens: IntArray) -> Paths:
+        nodes = np.zeros_like(tokens)
+        for t in range(1, self.horizon):
+            nodes[:, t] = self.vocabulary * nodes[:, t - 1] + 1 + tokens[:, t - 1]
+        return Paths(nodes, tokens)
+
+    def _probability(self, log_probs: FloatArray) -> FloatArray:
+        return np.asarray(np.exp(log_probs[self.paths.nodes, self.paths.tokens].sum(1)))
+
+    def _gradient(self, weights: FloatArray) -> FloatArray:
+        """sum of weights times grad log target(a_t | s_t) = onehot(a_t) - target(. | s_t)."""
+        place = self.paths.nodes * self.vocabulary + self.paths.tokens
+        taken = np.bincount(place.ravel(), weights.ravel(), self.target.size).reshape(self.target.shape)
+        return np.asarray(taken - taken.sum(1, keepdims=True) * np.exp(self.target))
+
+
+def nodes_above(depth: int, vocabulary: int) -> int:
+    """Prefixes shorter than `depth`."""
+    return sum(vocabulary**length for length in range(depth))
+
+
+def log_softmax(logits: FloatArray) -> FloatArray:
+    """Over the last axis."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
+
+
+def relative_bias(got: FloatArray, true: FloatArray) -> float:
+    """Norm of the difference over the norm of what is true."""
+    return float(np.linalg.norm(got - true) / np.linalg.norm(true))

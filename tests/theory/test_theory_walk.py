@@ -1,0 +1,159 @@
+"""S_t as a random walk: clip rates of the windows by formula and by simulation, drift, correlated increments."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctpo_megatron.objective.position_law import Points, fit_law
+from ctpo_megatron.objective.positions import FIXED_WINDOW, WIDENING_WINDOW
+from ctpo_megatron.theory import (
+    Autoregressive,
+    CorrelatedWalk,
+    TokenPairs,
+    UnequalTrajectories,
+    clip_rate,
+    clipped_share,
+    drift,
+    normal_walks,
+    windows,
+)
+
+SIGMA, COUNT = 0.0387, 4_000
+T = np.array([100, 1_000, 8_000])
+WIDENING, FIXED = windows()
+CLIP_RATES = {
+    ("widening", False): (0.179, 0.179, 0.179),
+    ("widening", True): (0.197, 0.257, 0.431),
+    ("fixed", False): (0.018, 0.190, 0.371),
+    ("fixed", True): (0.028, 0.273, 0.476),
+}
+"""(window, whether the drift is there) -> rate at `T`; computed independently of this package."""
+
+
+def test_windows_are_those_of_the_figures_by_position() -> None:
+    assert (FIXED.low, FIXED.high, FIXED.power) == pytest.approx((*FIXED_WINDOW, 0))
+    assert (WIDENING.low, WIDENING.high, WIDENING.power) == (*WIDENING_WINDOW, 0.5)
+
+
+@pytest.mark.parametrize(("which", "rates"), CLIP_RATES.items())
+def test_clip_rates_to_three_digits(which: tuple[str, bool], rates: tuple[float, ...]) -> None:
+    name, with_drift = which
+    window = {each.name: each for each in windows()}[name]
+    found = clip_rate(window, T, SIGMA * np.sqrt(T), drift(T, SIGMA) if with_drift else 0.0)
+    assert found.round(3).tolist() == list(rates)
+
+
+def test_the_drift_alone_reaches_the_lower_bounds() -> None:
+    for window in windows():
+        t = np.array([window.reached_by_drift(SIGMA)])
+        assert drift(t, SIGMA) == pytest.approx(window.bounds(t)[0])
+    assert round(WIDENING.reached_by_drift(SIGMA)) == 1_115
+
+
+@pytest.fixture(scope="module")
+def normal() -> np.ndarray:
+    return normal_walks(np.random.default_rng(1), COUNT, T, SIGMA)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    rng = np.random.default_rng(2)
+    return TokenPairs.random(rng, SIGMA).walks(rng, COUNT, T)
+
+
+@pytest.mark.parametrize("window", windows(), ids=lambda window: window.name)
+@pytest.mark.parametrize("kind", ["normal", "drift", "tokens"])
+def test_simulated_clip_rates_are_within_four_standard_errors(
+    kind: str, window: object, normal: np.ndarray, tokens: np.ndarray
+) -> None:
+    mean = 0.0 if kind == "normal" else drift(T, SIGMA)
+    walks = tokens if kind == "tokens" else normal + mean
+    positive = np.random.default_rng(3).random(COUNT) < 0.5
+    expected = clip_rate(window, T, SIGMA * np.sqrt(T), mean)
+    share, error = clipped_share(window, T, walks, positive)
+    assert (np.abs(share - expected) < 4 * np.sqrt(expected * (1 - expected) / COUNT)).all()
+    np.testing.assert_allclose(error, np.sqrt(expected * (1 - expected) / COUNT), rtol=0.25)
+
+
+def test_clipped_share_counts_by_the_sign_of_the_advantage() -> None:
+    walks = np.array([[0.2], [0.2], [-0.2], [-0.2]])  # bounds at t = 4: -.05 and .1
+    share, error = clipped_share(WIDENING, np.array([4]), walks, np.array([True, False, True, False]))
+    assert share == pytest.approx(0.5) and error == pytest.approx(0.25)
+    share, _ = clipped_share(WIDENING, np.array([4]), walks, np.array([True, True, True, True]))
+    assert share == pytest.approx(0.5)
+    share, _ = clipped_share(WIDENING, np.array([4]), np.abs(walks), np.array([False] * 4))
+    assert share == 0
+
+
+def test_spread_and_drift_of_walks(normal: np.ndarray, tokens: np.ndarray) -> None:
+    std = SIGMA * np.sqrt(T)
+    for walks, mean in ((normal, np.zeros(3)), (tokens, drift(T, SIGMA))):
+        np.testing.assert_allclose(walks.std(0), std, rtol=4 / math.sqrt(2 * COUNT))
+        # The mean of d is -KL, which is -sigma^2 / 2 to the next order of sigma.
+        assert (np.abs(walks.mean(0) - mean) < 4 * std / math.sqrt(COUNT) + 0.02 * np.abs(mean)).all()
+
+
+def test_increments_of_normal_walks_are_independent() -> None:
+    """Walks are made in parts, and positions are sums of the same increments."""
+    walks = normal_walks(np.random.default_rng(4), 2_500, np.array([1, 2, 5_000]), 1.0)
+    first, second = walks[:, 0], walks[:, 1] - walks[:, 0]
+    assert abs(np.corrcoef(first, second)[0, 1]) < 4 / 50
+    assert np.corrcoef(walks[:-1, 2], walks[1:, 2])[0, 1] < 4 / 50 and len(np.unique(walks[:, 2])) == 2_500
+
+
+def test_the_law_of_the_report_finds_sigma_in_the_walks() -> None:
+    t = np.unique(np.geomspace(1, 2_000, 25).round().astype(np.int64))
+    walks = normal_walks(np.random.default_rng(5), 3_000, t, SIGMA)
+    law = fit_law(Points(t.astype(np.float64), walks.std(0, ddof=1), np.full(len(t), 3_000.0), np.ones(len(t))))
+    assert (
+        law is not None and law.sigma == pytest.approx(SIGMA, rel=0.05) and law.exponent == pytest.approx(0.5, abs=0.03)
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32), st.floats(1e-4, 1.0))
+def test_token_pairs_have_the_sigma_and_a_mean_ratio_of_one(seed: int, sigma: float) -> None:
+    pairs = TokenPairs.random(np.random.default_rng(seed), sigma)
+    mean, std = pairs.moments()
+    assert std == pytest.approx(sigma, rel=1e-6) and mean < 0
+    np.testing.assert_allclose(np.exp(pairs.target).sum(1), 1)
+    np.testing.assert_allclose(np.exp(pairs.behaviour).sum(1), 1)
+
+
+def test_walks_of_token_pairs_are_sums_of_their_log_ratios() -> None:
+    """One pair of two tokens: S_2 has three values, with binomial shares."""
+    behaviour, target = np.log([[0.25, 0.75]]), np.log([[0.5, 0.5]])
+    walks = TokenPairs(behaviour, target).walks(np.random.default_rng(6), 20_000, np.array([2]))
+    up, down = math.log(2), math.log(2 / 3)
+    for value, share in ((2 * up, 1 / 16), (up + down, 6 / 16), (2 * down, 9 / 16)):
+        assert abs(np.isclose(walks, value).mean() - share) < 4 * math.sqrt(share / 20_000)
+
+
+@pytest.mark.parametrize(
+    "increments", [Autoregressive(SIGMA), UnequalTrajectories(SIGMA)], ids=lambda each: type(each).__name__
+)
+def test_correlated_increments_add_twice_the_sum_of_covariances(increments: CorrelatedWalk) -> None:
+    t, count = np.array([1, 10, 1_000]), 20_000
+    walks = increments.sample(np.random.default_rng(7), count, t)
+    squares = (walks - walks.mean(0)) ** 2
+    error = squares.std(0) / math.sqrt(count)
+    expected = increments.variances(t) + increments.covariances(t)
+    assert (np.abs(squares.mean(0) - expected) < 4 * error).all()
+    assert increments.covariances(t)[0] == 0
+    assert increments.covariances(t)[2] > 4 * error[2], "an example whose covariances are not noise"
+
+
+def test_covariances_of_autoregressive_increments_by_their_definition() -> None:
+    by_pairs = sum(2 * SIGMA**2 * 0.3 ** (k - j) for k in range(1, 8) for j in range(1, k))
+    assert Autoregressive(SIGMA).covariances(np.array([7]))[0] == pytest.approx(by_pairs, rel=1e-12)
+
+
+def test_unequal_trajectories_have_a_mean_ratio_of_one() -> None:
+    """What importance ratios of sampled tokens must have; at t = 1 and sigma = .5 the mean has little noise."""
+    ratio = np.exp(UnequalTrajectories(0.5).sample(np.random.default_rng(8), 200_000, np.array([1])))
+    assert abs(ratio.mean() - 1) < 4 * ratio.std() / math.sqrt(200_000)
