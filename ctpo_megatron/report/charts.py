@@ -154,11 +154,16 @@ def save_charts(
 def for_file(chart: Chart, titled: bool = False) -> Spec:
     """Its specification with light theme and the size of a column, white behind it, without what needs a pointer."""
     spec = {"width": COLUMN, "height": HEIGHT, "autosize": {"type": "fit", "contains": "padding"}} | still(chart.spec)
-    config = {name: {**CONFIG.get(name, {}), **size} for name, size in sizes(TEXT).items()}
-    spec |= {"config": CONFIG | config | {"background": "white"}, "description": chart.caption}
+    spec |= {"config": file_config(), "description": chart.caption}
     if titled:
         spec["title"] = chart.title
     return coloured(spec, LIGHT)
+
+
+def file_config() -> Spec:
+    """Style of a file, white behind it; colours as variables."""
+    config = {name: {**CONFIG.get(name, {}), **size} for name, size in sizes(TEXT).items()}
+    return CONFIG | config | {"background": "white"}
 
 
 def still(spec: Spec) -> Spec:

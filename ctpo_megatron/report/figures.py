@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ctpo_megatron.base.files import aside
+from ctpo_megatron.base.files import aside, write_text
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.report.charts import COLUMN, HEIGHT, Chart, for_file, save_charts
+from ctpo_megatron.report.charts import COLUMN, HEIGHT, SCHEMA, Chart, Spec, file_config, save_charts, still
 from ctpo_megatron.report.groups import RunGroup, groups_of
 from ctpo_megatron.report.metric_charts import comparison_charts, panel_chart
 from ctpo_megatron.report.panels import OVERVIEW, Panel, compared_panels, panels
 from ctpo_megatron.report.paper_figures import law_charts, outcome_charts
 from ctpo_megatron.report.position_charts import position_charts
 from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.report.theme import DARK, LIGHT, coloured, variable
 
 SCREEN = 200
 """Pixels an inch of the files of each report; a paper has `save_figures`."""
@@ -56,34 +57,62 @@ def write_figures(run: RunData, figures: Sequence[Figure]) -> None:
 def save_figures(run_dirs: Sequence[Path], folder: Path) -> list[Path]:
     """Write every figure of a report as PNG, SVG and PDF, fit for a paper; returns the paths.
 
-    Raises FileNotFoundError for a directory that is no run, DamagedFileError.
+    Of one run also `overview.svg` and, for phones, `overview-narrow.svg`: they follow the reader's light or dark theme,
+    as in a README. Raises FileNotFoundError for a directory that is no run, DamagedFileError.
     """
     runs = [RunData.load(directory) for directory in run_dirs]
     groups = groups_of(runs)
     by_step, by_position = figures_of(runs, groups)
+    found = {figure.name: chart for figure in (*by_step, *by_position) for chart in figure.charts.values()}
     charts = [chart for figure in (*by_step, *by_position) for chart in figure.charts.values()]
-    return save_charts([*charts, *outcome_charts(groups)], folder)
+    written = save_charts([*charts, *outcome_charts(groups)], folder)
+    if chosen := [found[name] for name in OVERVIEW if name in found and len(runs) == 1]:
+        for name, columns in (("overview", 3), ("overview-narrow", 1)):
+            written.append(write_text(folder / f"{name}.svg", _adaptive(chosen, columns)))
+    return written
 
 
-def write_overview(charts: Sequence[Chart], path: Path, columns: int = 3) -> Path:
+def write_overview(charts: Sequence[Chart], path: Path) -> Path:
     """Write several charts as one PNG."""
     import vl_convert
 
     with aside(path) as new:
-        new.write_bytes(vl_convert.vegalite_to_png(_together(charts, columns), ppi=SCREEN))
+        new.write_bytes(vl_convert.vegalite_to_png(coloured(_together(charts, 3), LIGHT), ppi=SCREEN))
     return path
 
 
-def _together(charts: Sequence[Chart], columns: int) -> dict[str, Any]:
-    size = {"width": COLUMN - 40, "height": HEIGHT - 40}
-    rest = ("$schema", "config", "autosize", "width", "height", "description")
-    parts = [
-        {name: part for name, part in for_file(chart, titled=True).items() if name not in rest} for chart in charts
-    ]
-    whole = for_file(Chart("overview", "", ", ".join(chart.title for chart in charts), {}))
+def _adaptive(charts: Sequence[Chart], columns: int) -> str:
+    """SVG whose colours are variables, with a style for either theme of the reader."""
+    import vl_convert
+
+    svg: str = vl_convert.vegalite_to_svg(_together(charts, columns) | {"background": variable("ground")})
+    light, dark = (
+        "".join(f"--{name}:{colour};" for name, colour in ({"ground": ground} | theme).items())
+        for ground, theme in (("#fff", LIGHT), ("#0d1117", DARK))
+    )
+    style = f"<style>:root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
+    return svg.replace(">", f">{style}", 1) + "\n"
+
+
+def _together(charts: Sequence[Chart], columns: int) -> Spec:
+    """Several charts in one specification, colours as variables."""
+    width, height = COLUMN - 40, HEIGHT - 40
+    parts = []
+    for chart in charts:
+        part = still(chart.spec) | {"width": width, "height": height, "title": chart.title}
+        part.pop("$schema", None)
+        # Here the signal `height` is of the whole, and not of a part.
+        parts.append(json.loads(json.dumps(part).replace('{"expr": "height"}', str(height))))
     apart = {"scale": {"color": "independent", "strokeDash": "independent"}}
-    del whole["width"], whole["height"], whole["autosize"]
-    return whole | {"concat": [size | part for part in parts], "columns": columns, "resolve": apart, "spacing": 14}
+    return {
+        "$schema": SCHEMA,
+        "description": ", ".join(chart.title for chart in charts),
+        "config": file_config(),
+        "concat": parts,
+        "columns": columns,
+        "resolve": apart,
+        "spacing": 14,
+    }
 
 
 def _alone(chart: Chart) -> Figure:

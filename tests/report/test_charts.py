@@ -61,6 +61,13 @@ def test_what_belongs_to_a_curve_is_thin_in_its_colour_and_not_in_the_legend() -
     assert spec["encoding"]["color"]["legend"] is None
 
 
+def test_what_belongs_to_a_hidden_curve_is_hidden() -> None:
+    series = [Curve("a", [1, 2], [1, 2]), Curve("a 1", [1, 2], [1, 3], of="a"), Curve("b", [1, 2], [2, 2], "red")]
+    spec = curves(series, STEPS, STEPS) | {"params": [{"name": "hidden", "value": ["a"]}, {"name": "at", "value": 0}]}
+    assert len(paths(vl_convert.vegalite_to_svg(coloured(spec, LIGHT)), "line")) == 1
+    assert len(paths(drawn(curves(series, STEPS, STEPS)), "line")) == 3
+
+
 def test_a_log_axis_leaves_out_what_it_cannot_show() -> None:
     spec = curves([Curve("a", [0, 1, 2, 3], [1, 0, 10, math.nan])], STEPS, Axis("nats", log=True))
     assert [row["x"] for row in spec["data"]["values"]] == [0, 2]

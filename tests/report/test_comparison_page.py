@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.cli import main
-from ctpo_megatron.report import write_comparison
+from ctpo_megatron.report import save_figures, write_comparison
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter
 from tests.tracking.synthetic_run import make_config, step_metrics
@@ -74,6 +74,16 @@ def test_one_run_has_the_page_of_its_report(tmp_path: Path) -> None:
     (run_dir, *_) = write_runs(tmp_path, steps=2, seeds=1)
     page = write_comparison([run_dir, run_dir], tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert 'id="health"' in page and 'data-series="' not in page
+
+
+def test_figures_of_one_run_have_an_overview_that_follows_the_theme(tmp_path: Path) -> None:
+    (run_dir, *_) = write_runs(tmp_path, steps=2, seeds=1)
+    written = {path.name: path for path in save_figures([run_dir], tmp_path / "figures")}
+    wide, narrow = (written[name].read_text(encoding="utf-8") for name in ("overview.svg", "overview-narrow.svg"))
+    for svg in (wide, narrow):
+        assert "prefers-color-scheme:dark" in svg and 'stroke="var(--blue)"' in svg and ">Clipped tokens<" in svg
+    sizes = [tuple(map(float, re.findall(r'(?:width|height)="([\d.]+)"', svg)[:2])) for svg in (wide, narrow)]
+    assert sizes[0][0] > sizes[0][1] and sizes[1][0] < sizes[1][1] and sizes[1][0] < 300
 
 
 def test_the_verb_writes_page_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

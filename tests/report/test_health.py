@@ -1,0 +1,63 @@
+"""Health judges what there is: nothing of steps without tokens, and no number for what never comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron.report.health import checks
+from ctpo_megatron.report.learning import Indicator
+from ctpo_megatron.report.panels import compared_panels, panels
+from ctpo_megatron.report.ratio_names import ratio_name
+from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.run.directory import open_run_directory
+from ctpo_megatron.tracking import MetricsWriter
+from tests.tracking.synthetic_run import make_config
+
+
+def judged(folder: Path, *steps: dict[str, float]) -> dict[str, Indicator]:
+    run_dir = open_run_directory(make_config(folder, rollout={"max_response_tokens": 8000}))
+    with MetricsWriter(run_dir) as writer:
+        for number, metrics in enumerate(steps, start=1):
+            writer.log(number, metrics)
+    return {check.label: check for check in checks(RunData.load(run_dir))}
+
+
+@pytest.mark.parametrize(
+    ("position", "shown", "good"), [(1e18, "never", True), (9000.0, "token 9e+03", True), (90.0, "token 90", False)]
+)
+def test_noise_that_never_matters_has_no_number(tmp_path: Path, position: float, shown: str, good: bool) -> None:
+    check = judged(tmp_path, {"mismatch/t_star": position})["Noise position"]
+    assert (check.value, check.good) == (shown, good)
+
+
+def test_steps_without_tokens_are_counted_and_not_judged(tmp_path: Path) -> None:
+    trained = {"packing/useful_token_fraction": 0.99, "time/update_overhead_fraction": 0.02, "packing/imbalance": 1.01}
+    idle = {"packing/useful_token_fraction": 0.0, "time/update_overhead_fraction": 1.0, "packing/imbalance": 1.0}
+    found = judged(tmp_path / "some", trained, idle, idle)
+    assert (found["Useful tokens"].value, found["Useful tokens"].good) == ("99.0%", True)
+    assert (found["Update overhead"].value, found["Rank imbalance"].value) == ("2.0%", "1.010")
+    assert (found["Steps without tokens"].value, found["Steps without tokens"].good) == ("2", False)
+    alone = judged(tmp_path / "none", idle)
+    assert "Useful tokens" not in alone and "Update overhead" not in alone
+    assert "Steps without tokens" not in judged(tmp_path / "all", trained)
+
+
+@pytest.mark.parametrize(
+    ("objective", "symbol"),
+    [
+        ({}, "r = exp S_t"),
+        ({"preset": "grpo"}, "r = exp d_t"),
+        ({"preset": "gspo"}, "r = exp(S_T / T)"),
+        ({"preset": "grpo", "ratio_mode": "sequence"}, "r = exp S_T"),
+        ({"preset": "ctpo-geomean"}, "r = exp(S_t / t)"),
+    ],
+)
+def test_captions_name_the_ratio_of_the_objective(tmp_path: Path, objective: dict[str, str], symbol: str) -> None:
+    run = RunData.load(open_run_directory(make_config(tmp_path, objective=objective)))
+    (panel,) = [panel for panel in panels(run) if panel.name == "is_ratio"]
+    assert panel.ylabel == ratio_name(run).symbol == symbol and ratio_name(run).words in panel.caption
+    other = RunData.load(open_run_directory(make_config(tmp_path, "other", objective={"preset": "cispo"})))
+    (both,) = [panel for panel in compared_panels([run, other]) if panel.name == "is_ratio"]
+    assert both.ylabel == ("r = exp d_t" if symbol == "r = exp d_t" else "ratio r")
