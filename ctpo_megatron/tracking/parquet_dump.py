@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.tracking.give_way import GiveWay
-from ctpo_megatron.tracking.records import Head, Record, statuses, texts_in
+from ctpo_megatron.tracking.records import Head, Record, head_of, statuses, texts_in
 
 _TRACES = ("log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
 _SEGMENT = pa.struct(
@@ -113,6 +113,9 @@ def heads_of_table(path: Path) -> Iterator[Head]:
     """What the records are chosen by, without reading the rest. Raises DamagedFileError."""
     place = 0
     with _opened(path) as file:
+        if _is_early(file):
+            yield from (head_of(place, record) for place, record in enumerate(read_table(path)))
+            return
         for batch in file.iter_batches(_READ_HEADS, columns=_leaves(file, _OF_HEADS)):
             rows = batch.drop_columns(["response_mask", "log_ratio"]).to_pylist()
             traced, sizes = batch["log_ratio"].is_valid().to_pylist(), _sums(batch["response_mask"])
@@ -134,8 +137,16 @@ def heads_of_table(path: Path) -> Iterator[Head]:
 def texts_of_table(path: Path) -> Iterator[list[str]]:
     """The texts of each record, `texts_in`, without reading the rest. Raises DamagedFileError."""
     with _opened(path) as file:
+        if _is_early(file):
+            yield from map(texts_in, read_table(path))
+            return
         for batch in file.iter_batches(_READ_ROWS, columns=_leaves(file, _OF_TEXTS)):
             yield from map(texts_in, batch.to_pylist())
+
+
+def _is_early(file: pq.ParquetFile) -> bool:
+    """Whether an earlier version wrote it, with texts and calls in `other`."""
+    return not {"segments", "tool_calls"} <= {*file.schema_arrow.names}
 
 
 def _leaves(file: pq.ParquetFile, wanted: Collection[str]) -> list[str]:

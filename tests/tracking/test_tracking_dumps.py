@@ -39,10 +39,10 @@ from ctpo_megatron.tracking import (
 from ctpo_megatron.tracking.dump_writer import WAITING
 from ctpo_megatron.tracking.give_way import AT_ONCE
 from ctpo_megatron.tracking.parquet_dump import SCHEMA
-from ctpo_megatron.tracking.records import Head
+from ctpo_megatron.tracking.records import Head, texts_in
 from ctpo_megatron.tracking.segments import Texts
 from ctpo_megatron.tracking.timing import read_stages
-from ctpo_megatron.tracking.trajectories import read_heads, records_at
+from ctpo_megatron.tracking.trajectories import read_heads, read_texts, records_at
 from tests.support.deadlines import scaled
 from tests.tracking.synthetic_run import decode, encode, make_groups
 
@@ -133,7 +133,13 @@ def test_every_row_group_holds_whole_trajectories(tmp_path: Path, monkeypatch: p
     path = write_trajectories(tmp_path, 1, groups, decode, extra={14: traces}, form=form)
     if form == "parquet":
         assert 2 < pq.ParquetFile(path).num_row_groups < len(trajectories)
-    heads = [Head(place, t.prompt_id, t.reward, place == 14) for place, t in enumerate(trajectories)]
+    heads = [
+        Head(
+            place, t.prompt_id, t.sample_index, t.reward, "", t.finish_reason, tools, sum(t.response_mask), place == 14
+        )
+        for place, t in enumerate(trajectories)
+        for tools in [" ".join(sorted({call.status for call in t.tool_calls}))]
+    ]
     assert read_heads(path) == heads
     records = read_trajectories(path)
     assert [trajectory_of(record) for record in records] == trajectories
@@ -194,6 +200,7 @@ def test_a_dump_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     assert read_trajectories(path) == written
     assert recorded_trajectories(path) == group.trajectories
     assert [head.reward for head in read_heads(path)] == [t.reward for t in group.trajectories]
+    assert [*read_texts(path)] == [texts_in(record) for record in written]
 
 
 def test_dumps_are_written_in_order_behind_the_caller_and_no_more_wait_than_fit(tmp_path: Path) -> None:
