@@ -62,6 +62,8 @@ def test_a_sweep_goes_on_after_a_kill_and_a_stop(ctpo: Ctpo, finished: Path) -> 
     done = children.run(command(), directory=ctpo.directory, environment=ctpo.environment, deadline_s=280)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "[sft]" not in done.stdout and "continuing after step" in done.stdout
+    assert f"comparison: {sft.parent.relative_to(ctpo.directory) / 'comparison.html'}" in done.stdout
+    assert (sft.parent / "comparison.html").read_text().count("seed") > 0
     record = json.loads((sft.parent / "sweep.json").read_text())
     assert [(run["name"], run["state"]) for run in record["runs"]] == [("seed0", "finished"), ("seed1", "finished")]
     first, second = (sft.parent / name for name in ("seed0", "seed1"))
