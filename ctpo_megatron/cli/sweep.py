@@ -16,10 +16,10 @@ from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import ConfigError, Job, Problem, world_size
 from ctpo_megatron.preflight import has_cuda_device
 from ctpo_megatron.sweep import (
-    Outcome,
     PlannedRun,
     Runner,
     Sweep,
+    SweepOutcome,
     SweepRecord,
     check,
     check_rows,
@@ -121,7 +121,7 @@ def _from(sweep: Sweep, run: PlannedRun) -> str:
     return run.shown + (f", from {run.sft}" if run.sft and len(sweep.sfts) > 1 else "")
 
 
-def _report(sweep: Sweep, outcome: Outcome, record: SweepRecord, args: argparse.Namespace) -> int:
+def _report(sweep: Sweep, outcome: SweepOutcome, record: SweepRecord, args: argparse.Namespace) -> int:
     """Say how the sweep ended, and compare the finished runs; returns the exit status."""
     states = Counter[str](each.state for each in record.runs)
     stopped = outcome.status > 1

@@ -5,19 +5,19 @@ what is kept in `sweep.json`.
 """
 
 from ctpo_megatron.sweep.checks import check, check_rows
-from ctpo_megatron.sweep.grid import Axis, Grid, read_grid
+from ctpo_megatron.sweep.grid import Grid, GridAxis, read_grid
 from ctpo_megatron.sweep.plan import PlannedRun, SftMode, Sweep, plan
 from ctpo_megatron.sweep.record import SweepRecord, is_done
-from ctpo_megatron.sweep.runner import Outcome, Runner, train_command
+from ctpo_megatron.sweep.runner import Runner, SweepOutcome, train_command
 
 __all__ = [
-    "Axis",
     "Grid",
-    "Outcome",
+    "GridAxis",
     "PlannedRun",
     "Runner",
     "SftMode",
     "Sweep",
+    "SweepOutcome",
     "SweepRecord",
     "check",
     "check_rows",

@@ -33,7 +33,7 @@ _CLOSES = {"[": "]", "{": "}", "(": ")"}
 
 
 @dataclass(frozen=True)
-class Axis:
+class GridAxis:
     """A key, and the texts of its values as on the command line."""
 
     key: str
@@ -44,7 +44,7 @@ class Axis:
 class Grid:
     """The axes of a sweep, and the overrides that all its runs have."""
 
-    axes: tuple[Axis, ...]
+    axes: tuple[GridAxis, ...]
     overrides: tuple[str, ...]
 
     def points(self) -> Iterator[dict[str, str]]:
@@ -63,13 +63,13 @@ def read_grid(items: Sequence[str], overrides: Sequence[str]) -> Grid:
 
     Raises ConfigError with every mistake.
     """
-    axes: list[Axis] = []
+    axes: list[GridAxis] = []
     common = list(overrides)
     for item in items:
         key, equals, text = item.partition("=")
         values = tuple(value.strip() for value in _split(text))
         if equals and len(values) > 1:
-            axes.append(Axis(key.strip(), values))
+            axes.append(GridAxis(key.strip(), values))
         else:
             common.append(item)
     if problems := list(_problems(axes, common)):
@@ -96,7 +96,7 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def _problems(axes: Sequence[Axis], overrides: Sequence[str]) -> Iterator[Problem]:
+def _problems(axes: Sequence[GridAxis], overrides: Sequence[str]) -> Iterator[Problem]:
     if not axes:
         fix = "give one or more keys several, e.g. --grid run.seed=0,1,2; one run is `ctpo train`"
         yield Problem("", "no key has more than one value", fix, where=_WHERE)

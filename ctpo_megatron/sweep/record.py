@@ -14,7 +14,7 @@ from ctpo_megatron.config import Problem, flattened, has_sft_record
 from ctpo_megatron.run import is_finished
 from ctpo_megatron.sweep.plan import PlannedRun, SftMode, Sweep
 
-State = Literal["waiting", "running", "finished", "failed", "stopped"]
+StateName = Literal["waiting", "running", "finished", "failed", "stopped"]
 _MAY_CHANGE = (
     "run.",
     "tracking.",
@@ -37,7 +37,7 @@ class RunState:
     name: str
     values: dict[str, str]
     sft: str | None = None
-    state: State = "waiting"
+    state: StateName = "waiting"
     status: int | None = None
 
 

@@ -24,11 +24,11 @@ from ctpo_sandbox.libc import die_with_parent
 
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit statuses of a run that has stopped on request; the sweep stops with it."""
-Command = Callable[[PlannedRun], Sequence[str]]
+RunCommand = Callable[[PlannedRun], Sequence[str]]
 
 
 @dataclass
-class Outcome:
+class SweepOutcome:
     """How a sweep ended. status: exit status. failed: name and exit status, or what it needed that failed."""
 
     status: int = 0
@@ -36,7 +36,7 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def train_command(config: str, ranks: int) -> Command:
+def train_command(config: str, ranks: int) -> RunCommand:
     """The command of a run on this node: `ctpo train`, or its ranks under torchrun."""
     if ranks == 1:
         start = [sys.executable, "-m", "ctpo_megatron.train"]
@@ -52,14 +52,14 @@ class Runner:
     A run that fails does not end the sweep; a stop signal does, once the current run has saved its state.
     """
 
-    def __init__(self, sweep: Sweep, record: SweepRecord, command: Command, *, leads: bool = False) -> None:
+    def __init__(self, sweep: Sweep, record: SweepRecord, command: RunCommand, *, leads: bool = False) -> None:
         """leads: the processes of a run lead a session and watch their standard input, as launchers do."""
         self._sweep, self._record, self._command, self._leads = sweep, record, command, leads
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped_by: int | None = None
         self._grace_s = CLOSING_S
 
-    def run(self) -> Outcome:
+    def run(self) -> SweepOutcome:
         """Run everything that is not finished. Raises BlockingIOError when another sweep of this name is running."""
         directory = self._sweep.directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -74,8 +74,8 @@ class Runner:
                 signal.signal(number, handler)
             os.close(lock)
 
-    def _run_all(self) -> Outcome:
-        outcome = Outcome()
+    def _run_all(self) -> SweepOutcome:
+        outcome = SweepOutcome()
         self._write()
         for number, run in enumerate(self._sweep.runs, start=1):
             if run.sft is not None and not is_done(run) and run.sft not in outcome.failed:
@@ -90,7 +90,7 @@ class Runner:
         outcome.status = 1 if outcome.failed else 0
         return outcome
 
-    def _do(self, run: PlannedRun, what: str, outcome: Outcome) -> None:
+    def _do(self, run: PlannedRun, what: str, outcome: SweepOutcome) -> None:
         """Do a run, or its rest."""
         state = self._record.state_of(run.name)
         if is_done(run):

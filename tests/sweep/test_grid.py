@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctpo_megatron.config import ConfigError
-from ctpo_megatron.sweep import Axis, Grid, read_grid
+from ctpo_megatron.sweep import Grid, GridAxis, read_grid
 
 PRESETS = "objective.preset=ctpo,grpo,ctpo-fixed"
 
@@ -87,8 +87,8 @@ VALUES = st.lists(st.text("ab01-._/ :e", min_size=1, max_size=60), min_size=2, m
 
 @given(VALUES, VALUES)
 def test_every_run_has_a_name_of_its_own_that_a_directory_can_have(first: list[str], second: list[str]) -> None:
-    grid = Grid((Axis("objective.preset", tuple(first)), Axis("a.seed", tuple(second))), ())
+    grid = Grid((GridAxis("objective.preset", tuple(first)), GridAxis("a.seed", tuple(second))), ())
     found = [grid.name(point) for point in grid.points()]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in found)
-    larger = Grid((Axis("objective.preset", (*first, "z")), Axis("a.seed", tuple(reversed(second)))), ())
+    larger = Grid((GridAxis("objective.preset", (*first, "z")), GridAxis("a.seed", tuple(reversed(second)))), ())
     assert {larger.name(point) for point in grid.points()} == set(found)
