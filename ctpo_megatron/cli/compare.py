@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from ctpo_megatron.cli.errors import UsageError
@@ -21,11 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table of accuracies and what to know of it, write the page, print its path."""
+    """Compare the runs, and write their figures where asked to."""
     for directory in args.directories:
         check_run(directory)
     if args.out.is_dir():
         raise UsageError(f"--out {args.out} is a directory; give a file, such as {args.out / PAGE}")
+    show_comparison(args.directories, args.out)
+    if args.figures is not None:
+        from ctpo_megatron.report import save_figures
+
+        print(f"{len(save_figures(args.directories, args.figures))} files in {args.figures}")
+    return 0
+
+
+def show_comparison(runs: Sequence[Path], page: Path) -> None:
+    """Print the table of accuracies and what to know of it, write the page, print its path."""
     from rich.console import Console
 
     from ctpo_megatron.report import (
@@ -35,17 +46,13 @@ def run(args: argparse.Namespace) -> int:
         groups_of,
         notes_of,
         notes_of_accuracies,
-        save_figures,
         write_comparison,
     )
 
-    groups = groups_of([RunData.load(directory) for directory in args.directories])
+    groups = groups_of([RunData.load(directory) for directory in runs])
     found = compare_accuracies(groups)
     console = Console()
     console.print(comparison_table(groups, found))
     for note in (*notes_of(groups), *notes_of_accuracies(found)):
         console.print(f"- {note}", markup=False, highlight=False)
-    print(write_comparison(args.directories, args.out))
-    if args.figures is not None:
-        print(f"{len(save_figures(args.directories, args.figures))} files in {args.figures}")
-    return 0
+    print(write_comparison(runs, page))

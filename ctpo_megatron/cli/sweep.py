@@ -8,9 +8,9 @@ import shlex
 import sys
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 
 from ctpo_megatron.base.run_paths import SweepPaths
+from ctpo_megatron.cli.compare import show_comparison
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import ConfigError, Job, Problem, world_size
@@ -134,16 +134,8 @@ def _report(sweep: Sweep, outcome: SweepOutcome, record: SweepRecord, args: argp
     if outcome.failed:
         print(f"try what failed again with: {_command(args)}", file=sys.stderr)
     if len(outcome.finished) > 1:
-        print(_compare([run.directory for run in outcome.finished], SweepPaths(sweep.directory).comparison))
+        show_comparison([run.directory for run in outcome.finished], SweepPaths(sweep.directory).comparison)
     return outcome.status
-
-
-def _compare(runs: list[Path], path: Path) -> str:
-    """Write the comparison of finished runs; returns what to look at."""
-    from ctpo_megatron.report import write_comparison
-
-    command = shlex.join(["ctpo", "compare", *map(str, runs)])
-    return f"comparison: {write_comparison(runs, path)} (again: {command} --out {path})"
 
 
 def _counted(states: Counter[str]) -> str:

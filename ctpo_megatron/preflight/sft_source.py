@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from ctpo_megatron.base.run_paths import MARKER, RunPaths
+from ctpo_megatron.base.run_paths import MARKER, RunPaths, step_in
 from ctpo_megatron.config import (
     TOKENIZERS,
     ConfigError,
@@ -51,7 +51,8 @@ def check_sft_source(context: RunContext) -> Iterator[Problem]:
 
 def _has_checkpoint(run: Path) -> bool:
     """Whether a resume takes the weights from a checkpoint of RL."""
-    return any(RunPaths(run).checkpoints.glob(f"step_*/{MARKER}"))
+    found = RunPaths(run).checkpoints.glob(f"*/{MARKER}")
+    return any(step_in(path.parent.name) is not None for path in found)
 
 
 def _other_sft(context: RunContext, sft: SftConfig, record: SftRecord, run: Path) -> Iterator[Problem]:

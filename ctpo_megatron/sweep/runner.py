@@ -24,7 +24,7 @@ from ctpo_sandbox.libc import die_with_parent
 
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit statuses of a run that has stopped on request; the sweep stops with it."""
-TrainCommand = Callable[[PlannedRun], Sequence[str]]
+RunCommand = Callable[[PlannedRun], Sequence[str]]
 
 
 @dataclass
@@ -36,7 +36,7 @@ class SweepOutcome:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def train_command(config: str, ranks: int) -> TrainCommand:
+def train_command(config: str, ranks: int) -> RunCommand:
     """The command of a run on this node: `ctpo train`, or its ranks under torchrun."""
     if ranks == 1:
         start = [sys.executable, "-m", "ctpo_megatron.train"]
@@ -52,7 +52,7 @@ class Runner:
     A run that fails does not end the sweep; a stop signal does, once the current run has saved its state.
     """
 
-    def __init__(self, sweep: Sweep, record: SweepRecord, command: TrainCommand, *, leads: bool = False) -> None:
+    def __init__(self, sweep: Sweep, record: SweepRecord, command: RunCommand, *, leads: bool = False) -> None:
         """leads: the processes of a run lead a session and watch their standard input, as launchers do."""
         self._sweep, self._record, self._command, self._leads = sweep, record, command, leads
         self._process: subprocess.Popen[bytes] | None = None

@@ -31,12 +31,12 @@ def sweep_until(ctpo: Ctpo, text: str, number: signal.Signals) -> tuple[int, str
             command(), cwd=ctpo.directory, env=ctpo.environment, stdout=output, stderr=output, start_new_session=True
         )
     try:
-        deadline = time.monotonic() + scaled(200)
+        deadline = time.monotonic() + scaled(500)
         while text not in read(log):
             assert process.poll() is None and time.monotonic() < deadline, read(log)[-4000:]
             time.sleep(0.1)
         process.send_signal(number)
-        status = process.wait(scaled(100))
+        status = process.wait(scaled(200))
         if number != signal.SIGKILL:
             return status, read(log)
         while "SIGTERM: a checkpoint follows" not in read(log) and "continue with" not in read(log):
@@ -50,19 +50,19 @@ def sweep_until(ctpo: Ctpo, text: str, number: signal.Signals) -> tuple[int, str
         children.end(process)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_a_sweep_goes_on_after_a_kill_and_a_stop(ctpo: Ctpo, finished: Path) -> None:
     status, _ = sweep_until(ctpo, "[sft] 1/40", signal.SIGKILL)
     sft = ctpo.directory / "runs" / "swept" / "sft"
     assert status == -signal.SIGKILL
     assert any((sft / "checkpoints" / "sft").glob("step_*")) and not (sft / "sft_model.json").exists()
-    status, said = sweep_until(ctpo, "[rl] 1/3", signal.SIGTERM)
+    status, said = sweep_until(ctpo, "[rl] step 1/3", signal.SIGTERM)
     assert status == 143 and "continuing after SFT step" in said
     assert "1 stopped" in said and "continue with: ctpo sweep " in said.splitlines()[-1]
-    done = children.run(command(), directory=ctpo.directory, environment=ctpo.environment, deadline_s=280)
+    done = children.run(command(), directory=ctpo.directory, environment=ctpo.environment, deadline_s=600)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "[sft]" not in done.stdout and "continuing after step" in done.stdout
-    assert f"comparison: {sft.parent.relative_to(ctpo.directory) / 'comparison.html'}" in done.stdout
+
     assert (sft.parent / "comparison.html").read_text().count("seed") > 0
     record = json.loads((sft.parent / "sweep.json").read_text())
     assert [(run["name"], run["state"]) for run in record["runs"]] == [("seed0", "finished"), ("seed1", "finished")]
