@@ -66,6 +66,14 @@ def test_every_planted_bug_is_a_program(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_no_file_has_the_marks_of_a_conflict() -> None:
+    marks = r"^(<{7} |>{7} |\|{7} )"
+    found = subprocess.run(["git", "grep", "-nE", marks], cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode == 128:
+        pytest.skip("not a checkout of git")
+    assert found.stdout == ""
+
+
 def test_files_of_tests_have_names_of_their_own() -> None:
     """Without packages pytest imports them by name alone, and files of two folders in one process clash."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
