@@ -133,7 +133,7 @@ def test_goals_on_a_gpu_come_from_the_records() -> None:
 
 
 def test_a_picture_needs_no_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    pytest.importorskip("vl_convert", reason="vl-convert-python is not installed")
     found = session()
     found.ceilings = {"copy_bytes_per_s": 3e12, "matmul_flops_per_s": 8e14}
     found.measure("B", "case", "side", lambda: [lambda: torch.ones(10).sum()], bytes_moved=40)
