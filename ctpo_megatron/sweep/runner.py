@@ -128,12 +128,16 @@ class Runner:
             return self._stop_status(0)
         end_with_us = partial(die_with_parent, os.getpid(), signal.SIGTERM)
         stdin = subprocess.PIPE if self._leads else None
-        command = list(self._command(run))
+        command, environment = list(self._command(run)), dict(os.environ)
+        if self._leads:  # else torchrun kills its ranks after 30 s
+            environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = f"{self._grace_s:.0f}"
         # Signals wait until the process is known, to which they are passed on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
         try:
             restore = partial(_prepare, end_with_us, blocked)
-            self._process = subprocess.Popen(command, stdin=stdin, preexec_fn=restore, start_new_session=self._leads)
+            self._process = subprocess.Popen(
+                command, stdin=stdin, env=environment, preexec_fn=restore, start_new_session=self._leads
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         try:
