@@ -16,11 +16,14 @@ import yaml
 from ctpo_megatron.data.prompts import _answer
 from ctpo_megatron.rewards import ground_truth_problem, score_math, score_reference
 
-TABLE: dict[str, list[dict[str, Any]]] = {
-    name: rows
-    for file in ("ground_truths.yaml", "ground_truths_more.yaml")
-    for name, rows in yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8")).items()
+TABLES: dict[str, dict[str, list[dict[str, Any]]]] = {
+    file: yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+    for file in ("ground_truths.yaml", "ground_truths_more.yaml", "ground_truths_leftovers.yaml")
 }
+TABLE = {name: rows for table in TABLES.values() for name, rows in table.items()}
+FAILING = pytest.mark.xfail(strict=True, reason="the scorer does not read these notations yet")
+JUDGED = [pytest.param(name, marks=[FAILING] * (name in TABLES["ground_truths_leftovers.yaml"])) for name in TABLE]
+REFUSED = [pytest.param(name, marks=[FAILING] * (name == "groups of digits")) for name in TABLE]
 RIGHT = 0.98
 """Least share of right answers that must earn 1; of wrong ones all must earn 0."""
 
@@ -68,20 +71,20 @@ def test_the_table_is_wide_enough(name: str) -> None:
     assert all(len(row["right"]) >= 2 and len(row["wrong"]) >= 3 for row in rows)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", JUDGED)
 def test_right_answers_earn_one(name: str) -> None:
     total = sum(len(row["right"]) for row in scored_rows(name))
     wrongly = errors(name)["right"]
     assert 1 - len(wrongly) / total >= RIGHT, wrongly
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", JUDGED)
 @pytest.mark.parametrize("score", [score_math, score_reference])
 def test_wrong_answers_earn_nothing(name: str, score: Any) -> None:
     assert errors(name, score)["wrong"] == []
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", REFUSED)
 def test_only_what_is_no_answer_is_refused(name: str) -> None:
     for row in TABLE[name]:
         reason = reading(row)[1]
