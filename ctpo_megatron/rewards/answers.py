@@ -6,20 +6,33 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from decimal import Decimal, localcontext
 from fractions import Fraction
 from math import gcd
 
 from ctpo_megatron.rewards import expressions
-from ctpo_megatron.rewards.reading import Based, Choice, Formula, Named, Quantity, Reading, Several, Wording, read
+from ctpo_megatron.rewards.latex import ends, latex
+from ctpo_megatron.rewards.layout import as_one_number
+from ctpo_megatron.rewards.reading import (
+    Based,
+    Choice,
+    Formula,
+    Named,
+    Quantity,
+    Reading,
+    Several,
+    Wording,
+    point,
+    read,
+)
+from ctpo_megatron.rewards.regions import same_region
+from ctpo_megatron.rewards.times import TimeOfDay
 from ctpo_megatron.rewards.units import NONE, PERCENT
 
+_OCLOCK = "oclock"
 _PRINTED = 15
 """Digits from which on a decimal is a fraction that a program has printed."""
 
 _FUNCTION_NAMES = [{"y", f"{function}(x)"} for function in "fgh"]
-_LONGEST_DECIMAL = 1000
-"""Digits of a number that is compared with a formula."""
 
 
 def same_answer(gold: str, said: str) -> bool:
@@ -32,7 +45,9 @@ def same_answer(gold: str, said: str) -> bool:
     Sets no time limit (see `score_math`). Raises any exception of math-verify's comparison.
     """
     one, other = read(gold), read(said)
-    return _compact(one) == _compact(other) or _same(one, other)
+    if _compact(one) == _compact(other) or _same(one, other):
+        return True
+    return isinstance(one, Quantity) and bool(number := as_one_number(said)) and _same(one, read(number))
 
 
 def canonical(answer: str) -> str:
@@ -71,16 +86,40 @@ def _bare(reading: Reading) -> Reading:
 
 
 def _same(gold: Reading, said: Reading) -> bool:
+    gold, said = _alike(gold, said), _alike(said, gold)
     if isinstance(gold, Choice) or isinstance(said, Choice):
         return _same_choice(gold, said)
+    if (found := same_region(gold, said)) is not None:
+        return found
     if isinstance(gold, Named) or isinstance(said, Named):
         return _same_named(gold, said)
+    if isinstance(gold, TimeOfDay) or isinstance(said, TimeOfDay):
+        return _same_time(gold, said)
     if isinstance(gold, Several) or isinstance(said, Several):
         return _same_several(gold, said)
     if isinstance(gold, Wording | Based) or isinstance(said, Wording | Based):
         return str(gold) == str(said)
     one, other = (side if isinstance(side, Quantity) else Quantity(side) for side in (gold, said))
     return _same_quantity(one, other)
+
+
+def _alike(side: Reading, other: Reading) -> Reading:
+    """A side in the form of the other one, where both forms say the same.
+
+    `x = 2, y = 3` is a point, `x_1 = 2, x_2 = 3` the set of the solutions x, and a set of one thing is that thing.
+    """
+    is_set = isinstance(other, Several) and other.brackets == "{}"
+    if isinstance(side, Several) and side.brackets == "{}" and len(side.items) == 1 and not is_set:
+        return side.items[0]
+    if not isinstance(side, Several) or side.brackets or not all(isinstance(item, Named) for item in side.items):
+        return side
+    names = [item.name for item in side.items if isinstance(item, Named)]
+    values = tuple(item.value for item in side.items if isinstance(item, Named))
+    if (is_set or isinstance(other, Named)) and len({re.sub(r"_\d$", "", name) for name in names}) == 1:
+        return Named(names[0].partition("_")[0], Several(values, "{}"))
+    if (isinstance(other, Named) and other.name[0] == "(") or (isinstance(other, Several) and other.brackets == "()"):
+        return point(names, values)
+    return side
 
 
 def _same_choice(gold: Reading, said: Reading) -> bool:
@@ -97,8 +136,7 @@ def _same_named(gold: Reading, said: Reading) -> bool:
             return _same(gold.value, said.value)
         if {gold.name, said.name} in _FUNCTION_NAMES:
             return _same(gold.value, said.value)
-        numbers = all(isinstance(side.value, Quantity) for side in (gold, said))
-        return not numbers and _same_formula(gold, said)
+        return any(isinstance(side.value, Formula) for side in (gold, said)) and _same_formula(gold, said)
     other = said if isinstance(gold, Named) else gold
     if isinstance(other, Formula) and "=" in other.text:
         return _same_formula(gold, said)
@@ -111,33 +149,29 @@ def _same_several(gold: Reading, said: Reading) -> bool:
     if not isinstance(one, Several) and not isinstance(other, Several):
         return _same(one, other)
     if isinstance(one, Several) and isinstance(other, Several):
-        kinds = {one.brackets, other.brackets}
+        kinds = {one.brackets.strip("|"), other.brackets.strip("|")}
         if " " in kinds or "R" in kinds:
             return len(kinds) == 1 and _in_order(one, other)
         if kinds == {":"}:
             return _same_ratio(one, other)
+        if kinds == {"", "{}"} and _has_names(one) != _has_names(other):
+            return False  # a set says nothing of x and y
         if kinds <= {"", "{}"}:
             return _in_order(one, other) or _in_any_order(one, other)
         if len(kinds) == 1 or kinds in ({"", "()"}, {":", "clock"}):
             return _in_order(one, other)
-        if kinds <= {"()", "[]", "(]", "[)"}:
+        if kinds <= {"()", "[]", "(]", "[)"} or kinds == {"()", "{}"}:
             return False
     ratio, number = (one, other) if isinstance(one, Several) else (other, one)
     if isinstance(ratio, Several) and ratio.brackets in (":", "clock"):
         return _is_ratio(ratio, number) or _is_hour(ratio, number)
     if isinstance(ratio, Several) and ratio.brackets in (" ", "R"):
         return False
-    relations, region = (gold, said) if _are_relations(gold) else (said, gold)
-    if isinstance(relations, Several) and _are_relations(relations):
-        return expressions.equal_to_any([_latex(item) for item in relations.items], _latex(region))
     return _same_formula(gold, said)
 
 
-def _are_relations(reading: Reading) -> bool:
-    """Whether it is a list of inequalities, of which any may hold."""
-    if not isinstance(reading, Several) or reading.brackets:
-        return False
-    return all(isinstance(item, Formula) and re.search(r"[<>]|\\[lg]e(?![a-z])", item.text) for item in reading.items)
+def _has_names(several: Several) -> bool:
+    return any(isinstance(item, Named) for item in several.items)
 
 
 def _summed(reading: Reading) -> Reading:
@@ -190,7 +224,7 @@ def _is_ratio(ratio: Several, number: Reading) -> bool:
     parts = _numbers(ratio)
     value = number.value if isinstance(number, Quantity) and not number.unit else number
     if isinstance(value, Formula) and "\\frac" in value.text and len(ratio.items) == 2 and not parts:
-        return expressions.equal(rf"\frac{{{_latex(ratio.items[0])}}}{{{_latex(ratio.items[1])}}}", str(value))
+        return expressions.equal(rf"\frac{{{latex(ratio.items[0])}}}{{{latex(ratio.items[1])}}}", str(value))
     if len(parts) != 2 or not parts[1] or not isinstance(value, Fraction):
         return False
     if _is_clock(ratio) and parts != [value.numerator, value.denominator]:
@@ -198,15 +232,23 @@ def _is_ratio(ratio: Several, number: Reading) -> bool:
     return value.denominator > 1 and value == parts[0] / parts[1]
 
 
+def _same_time(gold: Reading, said: Reading) -> bool:
+    if isinstance(gold, TimeOfDay) and isinstance(said, TimeOfDay):
+        return gold.seconds == said.seconds
+    time, clock = (gold, said) if isinstance(gold, TimeOfDay) else (said, gold)
+    numbers: list[Fraction] = []
+    if isinstance(clock, Several) and clock.brackets in (":", "clock"):
+        numbers = _numbers(clock)
+    elif isinstance(clock, Quantity) and isinstance(clock.value, Fraction):
+        numbers = [] if clock.unit and clock.unit.text != _OCLOCK else [clock.value]
+    return bool(numbers) and isinstance(time, TimeOfDay) and time.is_at(numbers)
+
+
 def _is_hour(clock: Several, number: Reading) -> bool:
-    """Whether `5 p.m.` is the time 5:00 p.m."""
-    hour, *others = clock.items
-    if not isinstance(number, Quantity) or not isinstance(hour, Quantity) or number.value != hour.value:
+    """Whether `5 o'clock` is the time 5:00."""
+    if not isinstance(number, Quantity) or number.unit.text != _OCLOCK:
         return False
-    last = others[-1]
-    return (
-        isinstance(last, Quantity) and last.value == 0 and last.unit == number.unit and last.unit.text in ("am", "pm")
-    )
+    return _numbers(clock) == [number.value, 0]
 
 
 def _numbers(ratio: Several) -> list[Fraction]:
@@ -225,13 +267,14 @@ def _same_quantity(gold: Quantity, said: Quantity) -> bool:
     if gold.unit and said.unit:
         if any(percentages):
             return all(percentages) and _same_value(gold.value, said.value)
-        if not gold.unit.of_kind(said.unit):
+        factors = gold.unit.factors(said.unit)
+        if factors is None:
             return False
-        if gold.unit.factor != said.unit.factor:
-            return _same_value(_scaled(gold), _scaled(said))
+        if factors[0] != factors[1]:
+            return _same_value(_scaled(gold, factors[0]), _scaled(said, factors[1]))
     if any(percentages):  # 50 % is 50 of a hundred, and 1/2
         shares = [
-            _scaled(side, 100) if is_percent else side.value
+            _scaled(side, Fraction(1, 100)) if is_percent else side.value
             for side, is_percent in zip((gold, said), percentages, strict=True)
         ]
         if percentages[0] != percentages[1] and _same_value(*shares):
@@ -241,8 +284,7 @@ def _same_quantity(gold: Quantity, said: Quantity) -> bool:
     return _same_value(gold.value, said.value)
 
 
-def _scaled(quantity: Quantity, divisor: int = 1) -> Fraction | Formula:
-    factor = quantity.unit.factor / divisor
+def _scaled(quantity: Quantity, factor: Fraction) -> Fraction | Formula:
     if isinstance(quantity.value, Fraction):
         return quantity.value * factor
     return Formula(rf"({quantity.value}) \cdot \frac{{{factor.numerator}}}{{{factor.denominator}}}")
@@ -251,51 +293,15 @@ def _scaled(quantity: Quantity, divisor: int = 1) -> Fraction | Formula:
 def _same_value(gold: Fraction | Formula, said: Fraction | Formula) -> bool:
     if isinstance(gold, Fraction) and isinstance(said, Fraction):
         return gold == said or _printed(gold, said) or _printed(said, gold)
-    return str(gold) == str(said) or expressions.equal(_latex(gold), _latex(said))
+    return str(gold) == str(said) or expressions.equal(latex(gold), latex(said))
 
 
 def _printed(decimal: Fraction, fraction: Fraction) -> bool:
     """Whether a decimal is a fraction without an end, as a program prints it."""
-    if not _ends(decimal) or _ends(fraction) or len(str(decimal.numerator)) < _PRINTED:
+    if not ends(decimal) or ends(fraction) or len(str(decimal.numerator)) < _PRINTED:
         return False
     return float(decimal) == float(fraction)
 
 
-def _ends(value: Fraction) -> bool:
-    """Whether the number can be written as a decimal."""
-    rest = value.denominator
-    for factor in (2, 5):
-        while rest % factor == 0:
-            rest //= factor
-    return rest == 1
-
-
-def _number(value: Fraction) -> str:
-    """As a decimal where it is one: math-verify compares it with a formula by its first decimals."""
-    if value.denominator > 1 and _ends(value):
-        with localcontext(prec=_LONGEST_DECIMAL):
-            return f"{Decimal(value.numerator) / value.denominator:f}"
-    sign, above = "-" if value < 0 else "", abs(value.numerator)
-    return f"{sign}{above}" if value.denominator == 1 else f"{sign}\\frac{{{above}}}{{{value.denominator}}}"
-
-
-def _latex(value: Reading | Fraction) -> str:
-    if isinstance(value, Fraction):
-        return _number(value)
-    if isinstance(value, Formula):
-        return str(value)
-    if isinstance(value, Quantity):
-        return _latex(value.value)
-    if isinstance(value, Named):
-        return f"{value.name}={_latex(value.value)}"
-    if isinstance(value, Several):
-        inner = (":" if value.brackets in (":", "clock") else ", ").join(map(_latex, value.items))
-        if len(value.brackets) != 2:
-            return inner
-        opening, closing = ("\\{", "\\}") if value.brackets == "{}" else tuple(value.brackets)
-        return f"{opening}{inner}{closing}"
-    return str(value)
-
-
 def _same_formula(gold: Reading, said: Reading) -> bool:
-    return expressions.equal(_latex(gold), _latex(said))
+    return expressions.equal(latex(gold), latex(said))

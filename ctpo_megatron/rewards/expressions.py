@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\{_])i(?![A-Za-z])|(?<=\d)i(?![A-Za-z])|(?<=\{)i(?![A-Za-z}])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[A-Za-z]|\\[a-z]+)\s*\^\\circ(?![a-z])")
+_FACTORIAL = re.compile(r"^([^=<>]+!)=([^=<>]+)$")
+"""An equation that is read as `n \\ne 120` unless the factorial stands on its right side."""
 _SMALLEST_SHARE = 1e-6
 """Two numbers of which one is a decimal are equal if they differ by less than this share."""
 
@@ -47,7 +48,7 @@ def equal(gold: str, said: str) -> bool:
         if one is None or other is None:
             return False
     found = verify(one, other, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True)
-    return bool(found) and not _differ(one, other)
+    return bool(found) and not differ(one, other)
 
 
 def integers(expression: Any) -> Counter[int]:
@@ -61,20 +62,18 @@ def integers(expression: Any) -> Counter[int]:
     return found
 
 
-def equal_to_any(relations: Sequence[str], region: str) -> bool:
-    """Whether a region, such as a union of intervals, holds the numbers for which one of some inequalities is true.
+def differ(one: Any, other: Any) -> bool:
+    """Whether two expressions that math-verify calls equal are numbers that differ: it rounds to six decimals."""
+    from sympy import Eq, Expr, Float
 
-    Raises any exception of sympy.
-    """
-    from sympy import Set, Union
-    from sympy.logic.boolalg import Boolean
-
-    sets, other = [parse(relation) for relation in relations], parse(region)
-    if not isinstance(other, Set) or not all(
-        isinstance(each, Boolean) and len(each.free_symbols) == 1 for each in sets
-    ):
+    one, other = (side.rhs if isinstance(side, Eq) else side for side in (one, other))
+    if one == other or not all(isinstance(side, Expr) and side.is_number for side in (one, other)):
         return False
-    return bool(Union(*(each.as_set() for each in sets)) == other)
+    decimal = one.has(Float) or other.has(Float)
+    one, other = _exact(one), _exact(other)
+    difference = abs((one - other).evalf(30, chop=True))
+    largest = max(abs(one.evalf(30)), abs(other.evalf(30)))
+    return bool(difference > (_SMALLEST_SHARE if decimal else 1e-14) * largest)
 
 
 def _is_equation(expression: Any) -> bool:
@@ -89,19 +88,19 @@ def _is_equation(expression: Any) -> bool:
 def _value(expression: Any, of_gold: bool) -> Any:
     """What an equation says to be the answer: its right side. None where it says none.
 
-    A ground truth must have one variable, or a function of it, on its left side. An answer may have a formula there,
-    but must not leave an equation to be solved, such as `2x = 12`.
+    A ground truth must have one variable, or an unknown function such as `f(x)`, on its left side: `\\sin x = 1` is to
+    be solved. An answer may have a formula there, but must not leave an equation to be solved, such as `2x = 12`.
     """
-    from sympy import Abs, Derivative, Eq, Function, Limit, Symbol
+    from sympy import Derivative, Eq, Function, Limit, Symbol
     from sympy.concrete.expr_with_limits import ExprWithLimits
+    from sympy.core.function import AppliedUndef
 
     if not _is_equation(expression):
         return expression
     chain = [expression] if isinstance(expression, Eq) else expression._unsorted_args
     left, right = chain[0].lhs, chain[-1].rhs
-    if isinstance(left, Symbol | Function | Derivative | Limit | ExprWithLimits) and not (
-        of_gold and isinstance(left, Abs)  # it has two solutions
-    ):
+    function = AppliedUndef if of_gold else Function
+    if isinstance(left, Symbol | Derivative | Limit | ExprWithLimits | function):
         return right
     unknowns = left.free_symbols
     if not unknowns:
@@ -148,6 +147,7 @@ def _parsed(text: str, complex_numbers: bool) -> Any:
 
     # Its list of units takes variables for units (`3t`), and its symbols would lose their case (`A`, `a`).
     layout = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+    text = _FACTORIAL.sub(r"\2=\1", text)
     text = normalize_latex(_DEGREES.sub(r" (\1 \\cdot \\frac{\\pi}{180})", text), layout)
     for formula in dict.fromkeys((text, get_last_eq(text))):
         try:
@@ -192,17 +192,3 @@ def _mend_percent() -> None:
 
     if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
         PSParser.AtomContext.FUNC_GAMMA = lambda self: None
-
-
-def _differ(one: Any, other: Any) -> bool:
-    """Whether two expressions that math-verify calls equal are numbers that differ: it rounds to six decimals."""
-    from sympy import Eq, Expr, Float
-
-    one, other = (side.rhs if isinstance(side, Eq) else side for side in (one, other))
-    if one == other or not all(isinstance(side, Expr) and side.is_number for side in (one, other)):
-        return False
-    decimal = one.has(Float) or other.has(Float)
-    one, other = _exact(one), _exact(other)
-    difference = abs((one - other).evalf(30, chop=True))
-    largest = max(abs(one.evalf(30)), abs(other.evalf(30)))
-    return bool(difference > (_SMALLEST_SHARE if decimal else 1e-14) * largest)

@@ -15,7 +15,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from ctpo_megatron.rewards import expressions
 from ctpo_megatron.rewards.fork_server import fork_server
-from ctpo_megatron.rewards.layout import plain, word_set
+from ctpo_megatron.rewards.layout import as_one_number, plain, word_set
 from ctpo_megatron.rewards.math import score_math
 from ctpo_megatron.rewards.reading import Formula, Quantity, Reading, Wording, is_date, leaves, read
 
@@ -40,10 +40,12 @@ _NOTHING = word_set(
 )
 """Words for there being no answer."""
 _DECIMAL_COMMA = re.compile(
+    r"(?:\text\{Rs\.?\s*\}|\\(?:dollar|euro|pounds|yen))\s*-?\d+,\d+|"
     r"[^\d,;()\[\]{}^_]*(?<![^\W\d_])(?:0,\d{2,}|\d+(?:\.\d{3})+,\d+|\d+,\d+(?=.*?(?:[%^]|[^\W\d_])))"
     r"(?:[^\d,;(\[]*?)(?:\^(?:\d|\{\d\}|\\circ.*))?"
 )
-"""Where a comma is hardly one between two numbers: 0,25, 1.234,56, and one quantity with a unit or a percent sign."""
+"""Where a comma is hardly one between two numbers: 0,25, 1.234,56, and one quantity with a unit, a percent sign or a
+sign of money."""
 _SENTENCE_WORDS = 5
 _CHANGES = 4
 """Numbers of a formula that are changed to see whether they are read, of those that are not seen in what was read."""
@@ -63,8 +65,11 @@ def ground_truth_problem(answer: str) -> str:
         return f"holds a worked solution (GSM8K): keep what follows `####`, here {final!r}"
     if not any(character.isalnum() for character in answer) or _is_nothing(answer):
         return "is no answer"
-    if _DECIMAL_COMMA.fullmatch(plain(answer)):
+    number = as_one_number(answer)
+    if _DECIMAL_COMMA.fullmatch(plain(answer)) or re.search(r"\d\.\d", number):
         return "can be a number with a decimal comma, or two numbers: write `3.5` or `3{,}5`, or a blank as in `3, 5`"
+    if number:
+        return f"can be one number, or several numbers: write {number!r}, or blanks after the commas"
     reading = read(answer)
     try:
         if not score_math(f"\\boxed{{{answer}}}", answer):
@@ -96,6 +101,8 @@ def _words_problem(words: Wording) -> str:
         return "is a sentence, which no model writes word for word: keep the answer alone"
     if not numbers or is_date(words):
         return ""
+    if re.fullmatch(r"[\d.+-]+", words.text):
+        return "is neither a number nor a date: its groups have not three digits each"
     return f"has words or signs around a number, and \\boxed{{{numbers[-1]}}} scores 0: write the answer alone"
 
 

@@ -23,7 +23,7 @@ _CHARACTERS = str.maketrans(
         **{"\u00b2": "^{2}", "\u00b3": "^{3}", "\u221a": r"\sqrt ", "\u222a": r"\cup ", "\u2208": r"\in "},
         **{"\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\u2153": r"\frac{1}{3}"},
         **{"\u2154": r"\frac{2}{3}", "\u2205": r"\emptyset ", "\u20ac": r"\euro ", "\u00a3": r"\pounds "},
-        **{"\u00a5": r"\yen ", "\u00a2": r"\text{ cents}"},
+        **{"\u00a5": r"\yen ", "\u00a2": r"\text{ cents}", "\u20b9": r"\text{Rs.} "},
     }
 )
 LATIN = r"A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
@@ -56,6 +56,11 @@ _RULES = (
     (r"\\leq(?:slant)?(?![a-z])", r"\\le"),
     (r"\\geq(?:slant)?(?![a-z])", r"\\ge"),
     (r"\\varnothing(?![a-z])", r"\\emptyset"),
+    (r"(?<=\s)!=", r"\\ne "),
+    (r"\bo ?' ?clock\b", "oclock"),
+    (r"(?<![A-Za-z])(?:\\text\{\s*abs\s*\}|\\?abs)\s*\(([^()]*)\)", r"|\1|"),
+    (r"(^|[<>=(+-]|\\[lg]e )\s*\\mid(?![a-z])([^|=<>{}]*?)\\mid(?![a-z])", r"\1|\2|"),
+    (r"(?<=[\d}\s])\\[dt]?frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
     (r"\\(?:lt|gt)(?![a-z])", lambda m: " < " if m[0] == r"\lt" else " > "),
@@ -70,7 +75,7 @@ _RULES = (
     (r"\\text\{\s*\}|\*\*", " "),
     (r"\\text\{\s*\\dollar\s*\}", r"\\dollar "),
     (r"\\text\{([^{}]*),\s*\}", r"\\text{\1}, "),
-    (r"\\text\{\s*([+-]?\d[^{}]*)\}", r"\1"),
+    (r"\\text\{\s*((?:\\(?:dollar|euro|pounds|yen)\s*)?[+-]?\d[^{}]*)\}", r"\1"),
     (r"(?<=\d)\s+\(\s*([A-Za-z][A-Za-z'. -]{2,}|[mgslhL]|[ckm]m|k?g|ml|ft|in)\)", r" \\text{\1}"),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"(?<=\\text)\{([^{}]*)\^\s*\{\s*(-?\d)\s*\}([^{}]*)\}", r"{\1^\2\3}"),
@@ -88,10 +93,21 @@ _BEFORE = re.compile(
     r"|(?:\\text\{)?\s*(?:approximately|approx\.?|about|(?i:(?:the )?(?:final )?answer\s*(?:is|:|=)))"
     r"\s*\}?(?![a-z]))\s*"
 )
-_GROUPED = re.compile(r"(?<![\d.,])(?!0)\d{1,3}(?:(?:\{,\}|(?<=\d)[ '](?=\d{3})|_)\d{3})+(?!\d)")
+_GROUPED = re.compile(
+    r"(?<![\d.,])(?<!\{,\})(?<!\d )(?!0)(?:\d{1,3}(?:(?:\{,\}|(?<=\d)[ '](?=\d{3})|_)\d{3})+"
+    r"|\d{1,2}(?:\{,\}\d{2})+\{,\}\d{3}|\d{1,3}(?:\.\d{3}){2,}(?!\.\d|,\d))(?!\d)"
+)
+"""Two groups after dots cannot be the places of a decimal. With a comma after them, it can be a decimal one."""
 _COMMAS = re.compile(r"(?<![\d.,])(?!0)(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3})(?![\d,])")
 _DECIMAL_COMMA = re.compile(r"(?<![\d.,}])(\d+)\{,\}(?=\d+(?![\d.,{]))")
 """The braces take the blank of a list away."""
+_PRICED = re.compile(r"(?:Rs\.?\s*\}?|\\(?:dollar|euro|pounds|yen)|\$)\s*[+-]?\s*$")
+_RUPEES = re.compile(r"\s*(?:\\text\{\s*)?(?:[Rr]upees?|Rs|INR)(?![a-z])")
+_SEVERAL_OR_ONE = re.compile(
+    r"(?<![\d.,])(?!0)(?:(?P<whole>\d{1,3}(?P<mark>[. '_])\d{3}(?:(?P=mark)\d{3})*),(?P<places>\d+)"
+    r"|(?P<indian>\d{1,2}(?:,\d{2})+,\d{3}(?:\.\d+)?))(?![\d,]|\.\d)"
+)
+"""`1 234,5` and `12,34,567`: one number, or several with a comma between."""
 _DECIMALS = re.compile(r"(?<=\d)\.\d{3}(?: \d{3})*(?: \d{1,3})(?!\d)")
 _OPENING, _CLOSING = "([{", ")]}"
 
@@ -118,6 +134,21 @@ def plain(answer: str) -> str:
     while (shorter := _ends_stripped(text)) != text:
         text = shorter
     return _joined(text)
+
+
+def as_one_number(answer: str) -> str:
+    """An answer in which a comma can stand in a number as well as between two, with the number; "" for any other one.
+
+    `1 234,5` and `1.234,5` are 1234.5; `12,34,567` is 1234567, as digits are grouped in India.
+    """
+    text = re.sub(r"\\[,;: ]|~", " ", answer.strip().translate(_CHARACTERS))
+    found = _SEVERAL_OR_ONE.search(text)
+    if found is None or re.search(r"[(\[]|\\\{", text) or ",0" in (found["indian"] or ""):
+        return ""
+    if found["indian"] and _is_price(text, found.start(), found.end()):
+        return ""  # that is one already
+    whole = re.sub(r"\D", "", found["whole"]) if found["whole"] else found["indian"].replace(",", "")
+    return text[: found.start()] + whole + (f".{found['places']}" if found["places"] else "") + text[found.end() :]
 
 
 def word_set(text: str, separator: str = " ") -> frozenset[str]:
@@ -188,9 +219,14 @@ def _joined(text: str) -> str:
         ):
             return found[0]
         is_list = ",0" not in found[0] and not re.fullmatch(r"\d{1,3}(?:,\d{3})+", found[0])
+        is_list = is_list and not _is_price(text, found.start(), found.end())
         return found[0] if is_list else found[0].replace(",", "")
 
     return _COMMAS.sub(one, text).replace("{,}", ",") if "," in text and depths else text
+
+
+def _is_price(text: str, start: int, end: int) -> bool:
+    return bool(_PRICED.search(text, 0, start) or _RUPEES.match(text, end))
 
 
 def _ungrouped(found: re.Match[str]) -> str:

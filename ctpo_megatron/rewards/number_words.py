@@ -37,7 +37,7 @@ _NO_COUNT = word_set(
     "each dozen hundred thousand million billion a the who that"
 ) | {*_VALUES, *_PARTS, *(f"{part}s" for part in _PARTS), "zero"}
 """Words after a number that change it, or that make a pronoun of `one`."""
-_COUNTED = re.compile(r"[a-z]{3,}(?: [a-z]{3,})?|\\%")
+_COUNTED = re.compile(r"[a-z]{3,}(?: [a-z]{3,})?(?: per [a-z]{3,})?|\\%")
 
 
 def spoken(words: str) -> tuple[Fraction, str] | None:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from ctpo_megatron.rewards.layout import FOREIGN, LATIN, LONGEST, enclosed, plain, split, word_set
 from ctpo_megatron.rewards.number_words import spoken
 from ctpo_megatron.rewards.numerals import numeral
+from ctpo_megatron.rewards.times import TimeOfDay, time
 from ctpo_megatron.rewards.units import NONE, Unit, unit
 
 
@@ -84,7 +85,7 @@ class Several:
     """Several answers. brackets: around them; "" for a list, " " for numbers with blanks between.
 
     ":" stands for a ratio or a time, "clock" for a time, "+" for one quantity in several units, "R" for a quotient and
-    its remainder.
+    its remainder. For inequalities of which any may hold it is "|".
     """
 
     items: tuple[Reading, ...]
@@ -96,11 +97,12 @@ class Several:
         return f"{self.brackets[0]}{inner}{self.brackets[1]}" if len(self.brackets) == 2 else inner
 
 
-Reading = Formula | Quantity | Wording | Based | Choice | Named | Several
+Reading = Formula | Quantity | TimeOfDay | Wording | Based | Choice | Named | Several
 
 _LIST = re.compile(
-    r"[,;]?\s*\\text\{\s*(?:,?\s*and|,?\s*or|,)\s*\}\s*|[,;]?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;]"
+    r"[,;]?\s*(?:\\text\{\s*(?:,?\s*and|,?\s*or|,)\s*\}|\\(?:lor|vee|land)(?![a-z]))\s*|[,;]?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;]"
 )
+_OR = re.compile(r"(?<![A-Za-z])or(?![A-Za-z])|\\(?:lor|vee)(?![a-z])")
 _AND_INSIDE = re.compile(
     r"\\text\{([^{}]*?)\s(and|or)\s([^{}]*)\}|\\text\{\s*(and|or)\s([^{}]+)\}|\\text\{([^{}]+?)\s(and|or)\s*\}"
 )
@@ -108,8 +110,11 @@ _COLON = re.compile(r"\s*(?:\\colon(?![a-z])|:|(?<=\d )to(?= \d)|\\text\{\s*to\s
 _CLOCK = re.compile(r"\d{1,2}:0\d(?!\d).*")
 _NAME = (
     r"(?:\\text\{[^{}=]*\}|\\?[A-Za-z]+|\|?[A-Z]{2,3}\|?|\\(?:angle|overline|vec)\s*\{?[A-Z]+\}?|\([a-z](?:,\s*[a-z])+\))"
-    r"(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()]*\))?"
+    r"(?:_(?:\w|\{[^{}]*\}))?'*(?:(?:\^\{?-1\}?)?\((?:[^()]|\([^()]*\))*\))?"
 )
+_ELEMENTARY = re.compile(r"\\?(?:(?:a(?:rc)?)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp|sqrt|abs)(?![a-z])")
+"""Functions whose value does not name an answer: `\\sin(x) = 1` is to be solved."""
+_COORDINATES = frozenset("xyz")
 _PRODUCT = re.compile("[a-z]{2}|abc|xyz|pqr|rst")
 """Letters that are variables next to each other rather than a name."""
 _LENGTH = re.compile("[A-Z]{2,3}")
@@ -118,6 +123,7 @@ _NAMED = re.compile(rf"({_NAME})\s*(?:=|\\in(?![a-z]))\s*([^=<>]+)")
 _LABELLED = re.compile(
     r"(?:\\text\{\s*([^{}:\d]+):\s*\}|\\text\{\s*([^{}:\d]+)\}\s*:|([A-Za-z]{2,}(?: [A-Za-z]+)*):)\s*(.+)"
 )
+INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![a-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|equiv|subset)(?![a-z])")
 _CHOICES = tuple(
     re.compile(form)
@@ -139,6 +145,8 @@ _BASED = re.compile(
     r"(?:\(\s*(\w+)\s*\)|(?:\\text\{)?(\w+?)\}?)\s*_\s*(?:\{\s*\(?\s*(?:\\text\{)?([^{}()]+)\}?\s*\)?\s*\}|(\d))"
 )
 _LARGEST_BASE = 36
+_POINTED = re.compile(r"[+-]?\d+(?:\.\d+){2,}")
+"""A date, or a number whose groups of digits are not of three."""
 _BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _TRAILING = re.compile(
     r"(?<=[\d})!\s])((?:\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{\s*-?\d\s*\}|\d))?(?:\s*/(?=\s*\\text))?|\^\\circ|\\%|\\dollar)+"
@@ -147,6 +155,10 @@ _TRAILING = re.compile(
 _MONEY = re.compile(
     r"([+-]?)\s*(\\dollar|\\euro|\\pounds|\\yen|(?:\\text\{)?\s*(?:Rs\.?|USD|EUR)\s*\}?)\s*([+-]?)\s*(?=[\d.\\])"
 )
+_PRICE = re.compile(
+    r"\s*(?:\\text\{)?\s*(?:(hundred|thousand|million|billion|trillion)\s*\}?\s*)?(?:\\text\{\s*)?(?:/|(?:per|an?|every|each)\s+\w)"
+)
+"""What money is paid for."""
 _UNIT = re.compile(
     r"(?:\\text\{[^{}]*\}|\\(?:%|dollar|euro|pounds|yen|cdot)(?![a-z])|\^\\circ(?:\s*[CF](?![a-z]))?"
     rf"|[{LATIN}\u00b5\u03bc'\"./]|\s"
@@ -158,6 +170,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
 _WORD_ALONE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}|(?:(?<![\\A-Za-z])[A-Za-z]+ ){3}")
 _FUNCTIONS = word_set("sinh cosh tanh sqrt arcsin arccos arctan frac")
 _ALIASES = {"all real numbers": r"\mathbb{R}", "all reals": r"\mathbb{R}", "empty set": r"\emptyset"}
+_DAY = re.compile(r"\d{1,2}\.\d{1,2}\.(?:\d\d){1,2}")
 _MONTHS = word_set(
     "january february march april may june july august september october november december "
     "jan feb mar apr jun jul aug sep sept oct nov dec"
@@ -181,8 +194,8 @@ def leaves(reading: Reading) -> list[Reading]:
 
 
 def is_date(words: Wording) -> bool:
-    """Whether the words name a day, such as `June 20`."""
-    return not _MONTHS.isdisjoint(words.text.split())
+    """Whether the words name a day, such as `June 20` or `20.6.2024`."""
+    return bool(_DAY.fullmatch(words.text)) or not _MONTHS.isdisjoint(words.text.split())
 
 
 def _read(text: str) -> Reading:
@@ -190,8 +203,10 @@ def _read(text: str) -> Reading:
     if enclosed(text) == "{}":
         return _read(text[1:-1])
     return (
-        _choice(text)
+        time(text)
+        or _choice(text)
         or _based(text)
+        or (Wording(text) if _POINTED.fullmatch(text) else None)
         or _divided(text)
         or _spoken(text)
         or _quantities(text)
@@ -262,13 +277,17 @@ def _leading(text: str) -> tuple[Quantity, str] | None:
     named = _UNIT.match(text, end)
     after = named.end() if named else end
     written = text[end:after]
-    price = money is not None and re.match(r"\s*(?:/|(?:\\text\{)?\s*per\s)", written) is not None
-    if written.lstrip().startswith(("/", "\\cdot")) and not price:
+    price = _PRICE.match(written) if money else None
+    if written.lstrip().startswith("\\cdot"):
         return None
-    written = f"{money[2]} {written}" if money and price else written
+    if money and price:
+        per = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", written).strip().removeprefix(price[1]) if price[1] else written
+        written = f"{price[1] or ''} {money[2]} {per}"
     what = unit(written, blank=written.startswith(" ") or after < len(text))
     if what is None or (after < len(text) and not written):
         return None
+    if written.lstrip().startswith("/") and what.dimension is None:
+        return None  # a formula such as `5/abcd`
     if money and not what.words:
         what = replace(unit(money[2]) or NONE, scale=what.scale)
     return Quantity(value * what.scale, replace(what, scale=1)), text[after:].strip()
@@ -293,10 +312,33 @@ def _listed(text: str) -> Reading | None:
     items = tuple(item for part in map(_read, parts) for item in _flat(part))
     if all(isinstance(item, Quantity) for item in items):
         return _together([item for item in items if isinstance(item, Quantity)], text)
+    is_any = _OR.search(text) and any(INEQUALITY.search(str(each)) for each in items)
+    return _solutions(items) or Several(items, "|" if is_any else "")
+
+
+def _solutions(items: Sequence[Reading]) -> Reading | None:
+    """`x = 1, 5` and `x = 1 or x = 5` as the set that x is in; `x = 1, y = 2 or x = 3, y = 4` as a set of pairs."""
     first, *others = items
-    if isinstance(first, Named) and isinstance(first.value, Quantity) and all(isinstance(x, Quantity) for x in others):
-        return Several((first, *(Named(first.name, other) for other in others)))  # x = 1, 5
-    return Several(items)
+    if not isinstance(first, Named):
+        return None
+    if not any(isinstance(each, Named | Wording) or _RELATION.search(str(each)) for each in others):
+        items = (first, *(Named(first.name, other) for other in others))
+    names = [each.name for each in items if isinstance(each, Named)]
+    values = [each.value for each in items if isinstance(each, Named)]
+    each_once = list(dict.fromkeys(names))
+    if names != each_once * (len(items) // len(each_once)) or len(names) == len(each_once):
+        return None
+    if len(each_once) == 1:
+        return Named(names[0], Several(tuple(values), "{}"))
+    size = len(each_once)
+    points = [point(each_once, values[start : start + size]) for start in range(0, len(values), size)]
+    return Named(points[0].name, Several(tuple(each.value for each in points), "{}"))
+
+
+def point(names: Sequence[str], values: Sequence[Reading]) -> Named:
+    """`x = 1, y = 2` as `(x, y) = (1, 2)`; names that are no coordinates stay in their order."""
+    order = sorted(range(len(names)), key=lambda index: names[index] if _COORDINATES.issuperset(names) else "")
+    return Named(f"({','.join(names[i] for i in order)})", Several(tuple(values[i] for i in order), "()"))
 
 
 def _flat(reading: Reading) -> tuple[Reading, ...]:
@@ -311,7 +353,8 @@ def _plus_minus(text: str) -> Reading | None:
     both = [text.replace(plus, " + ").replace(minus, " - ").strip().removeprefix("+ ") for plus, minus in signs]
     name, equals, _ = text.partition("=")
     both = [each.replace(f"{name}= +", f"{name}=") for each in both] if equals else both
-    return Several(tuple(map(_read, both)))
+    values = tuple(map(_read, both))
+    return _solutions(values) or Several(values)
 
 
 def _apart(found: re.Match[str]) -> str:
@@ -334,7 +377,8 @@ def _bracketed(text: str) -> Reading | None:
     if not all(parts) or (brackets == "{}" and re.search(r"\\mid|\||:", inner)):
         return None
     if len(parts) > 1 or brackets == "{}":
-        return Several(tuple(map(_read, parts)), brackets)
+        items = tuple(map(_read, parts))
+        return (_solutions(items) if brackets == "{}" else None) or Several(items, brackets)
     return _read(inner) if brackets == "()" and not _RELATION.search(inner) else None
 
 
@@ -342,7 +386,7 @@ def _named(text: str) -> Reading | None:
     if label := _LABELLED.fullmatch(text):
         return Named((label[1] or label[2] or label[3]).strip().casefold(), _read(label[4]))
     found = _NAMED.fullmatch(text)
-    if found is None or _RELATION.search(found[2]) or _PRODUCT.fullmatch(found[1]):
+    if found is None or _RELATION.search(found[2]) or _PRODUCT.fullmatch(found[1]) or _ELEMENTARY.match(found[1]):
         return None
     if _LENGTH.fullmatch(found[1]) and len(_CAPITAL.findall(re.sub(r"\\text\{[^{}]*\}", "", found[2]))) > 1:
         return None  # an equation of quantities such as `PV = nRT`

@@ -26,7 +26,8 @@ _TABLE = {
     "a": "1/3600 arcsecond|1/60 arcminute|1 degree deg",
     "T": "1 celsius",
     "K": "1 fahrenheit",
-    "V": "1/1000000 ml milliliter millilitre|1/1000 l liter litre|1/10000 dl|1/100000 cl",
+    "V": "1/1000000 ml milliliter millilitre|1/1000 l liter litre|1/10000 dl|1/100000 cl|"
+    "473176473/125000000000 gal gallon|473176473/500000000000 qt quart|473176473/1000000000000 pt pint",
     "E": "1 j joule|1000 kj",
     "P": "1 w watt|1000 kw",
     "N": "1 n newton",
@@ -43,7 +44,11 @@ _KNOWN = {
     for entry in entries.split("|")
     for name in entry.split()[1:]
 }
-_COMPOUND = {"mph": "mile/hour", "kmph": "km/hour", "kph": "km/hour", "kmh": "km/hour", "fps": "ft/s", "cc": "cm^3"}
+_COMPOUND = {
+    "mph": "mile/hour", "kmph": "km/hour", "kph": "km/hour", "kmh": "km/hour", "fps": "ft/s", "cc": "cm^3",
+    "mpg": "mile/gallon", "wpm": "word/minute", "bpm": "beat/minute", "rpm": "revolution/minute",
+}  # fmt: skip
+_PER = re.compile(r"\s*(?:(?:(?<=[\w.])\s+|^)(?:an?|every|each)\s+(?=\w)|(?<![A-Za-z])per\s+)")
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _GENERIC = {"unit", "units"}
@@ -82,15 +87,39 @@ class Unit:
     def __str__(self) -> str:
         return "\\%" if self.percent else self.text
 
-    def of_kind(self, other: Unit) -> bool:
-        """Whether a number of one can be compared with a number of the other: they measure the same."""
-        if self.dimension is not None and other.dimension is not None:
-            return self.dimension == other.dimension
-        if ("^" in self.text) != ("^" in other.text):
-            return False
-        return self.words <= other.words or other.words <= self.words
+    def factors(self, other: Unit) -> tuple[Fraction, Fraction] | None:
+        """What numbers of the one and of the other are to be multiplied with to be compared; None if they cannot be.
+
+        What one of them leaves out is not compared: the first part of a rate, or what money is paid for.
+        """
+        if self.dimension is not None and self.dimension == other.dimension:
+            return self.factor, other.factor
+        if "/" in self.text + other.text:
+            return self._rates(other)
+        if (self.dimension is not None and other.dimension is not None) or ("^" in self.text) != ("^" in other.text):
+            return None
+        return _ALIKE if self.words <= other.words or other.words <= self.words else None
+
+    def _rates(self, other: Unit) -> tuple[Fraction, Fraction] | None:
+        (above, below), (other_above, other_below) = self._parts(), other._parts()
+        over = above.factors(other_above) if above and other_above else _ALIKE
+        if not below or not other_below:
+            known = above.dimension is not None and other_above.dimension is not None
+            return over if above and other_above and (above.is_money() or not known) else None
+        under = below.factors(other_below)
+        return (over[0] / under[0], over[1] / under[1]) if over and under else None
+
+    def _parts(self) -> tuple[Unit, Unit]:
+        above, _, below = self.text.partition("/")
+        return unit(above, blank=True) or NONE, unit(below, blank=True) or NONE
+
+    def is_money(self) -> bool:
+        """Whether it is a currency alone."""
+        return self.dimension is not None and len(self.dimension) == 1 and self.dimension[0] in _MONEY
 
 
+_ALIKE = (Fraction(1), Fraction(1))
+_MONEY = {(currency, 1) for currency in "$eprY"}
 NONE = Unit()
 PERCENT = Unit(percent=True)
 
@@ -106,6 +135,7 @@ def unit(text: str, blank: bool = False) -> Unit | None:
     if (ordinal := _ORDINAL.match(text)) and ordinal.end() == len(text):
         return NONE
     text = re.sub(r"\b([apAP])\.\s?[mM]\b\.?", r"\1m", text)
+    text = re.sub(r"\\cdot(?![a-z])", " ", text)
     bare = re.sub(r"\\text\s*\{[^{}]*\}|\\[a-z]+|\^\\circ(?: ?[CF]\b)?|['\"{}]", " ", text).split()
     if not all(_may_stand_bare(word.strip("./()-"), blank) for part in bare for word in re.split(r"[/^\d-]", part)):
         return None
@@ -115,15 +145,20 @@ def unit(text: str, blank: bool = False) -> Unit | None:
     text = re.sub(r"\^\s*\{\s*(-?\d+)\s*\}", r"^\1", text)
     text = re.sub(r"\bdegrees?\s+(?=(?i:celsius|fahrenheit)\b)", " ", text)
     text = re.sub(r"degree\s+([CF])\b", lambda m: "celsius" if m[1] == "C" else "fahrenheit", text)
-    characters = rf"[{LATIN}{FOREIGN}\u00b5\u03bc_\s./^\d'()-]*|.*\\cdot.*"
+    text = _PER.sub("/", re.sub(r"\s+", " ", text))
+    text = re.sub(r"(?<![A-Za-z])(?:each|apiece)(?![A-Za-z])", " ", text)
+    for name, meant in _COMPOUND.items():
+        text = re.sub(rf"\b{name}\b", meant, text, flags=re.IGNORECASE)
+    text = re.sub(r"\s*/\s*", "/", text)
+    characters = rf"[{LATIN}{FOREIGN}\u00b5\u03bc_\s./^\d'()-]*"
     if not re.fullmatch(characters, text) or re.search(r"(?<!\^)(?<!\^-)\d", text):
         return None
     return _unit_of(text.strip(" ."))
 
 
 def _unit_of(text: str) -> Unit | None:
-    words = [word.strip(".()'") for word in re.split(r"[\s/^]+|\\cdot|-?\d", text)]
-    words = [word for word in words if word and word not in ("a", "an", "the", "of", "old", "per")]
+    words = [word.strip(".()'") for word in re.split(r"[\s/^]+|-?\d", text)]
+    words = [word for word in words if word and word not in ("a", "an", "the", "of", "old")]
     if not words:
         return None if re.search(r"[\d^/]", text) else NONE
     if {word.lower() for word in words} <= _POWERS.keys():
@@ -172,9 +207,6 @@ def _singular(word: str) -> str:
 
 def _dimension(text: str) -> tuple[tuple[tuple[str, int], ...], Fraction] | None:
     """The dimension and the factor of a unit such as `km/h`, `cm^2` or `square meters`; None with an unknown word."""
-    text = re.sub(r"\bper\b", "/", text)
-    for name, meant in _COMPOUND.items():
-        text = re.sub(rf"\b{name}\b", meant, text, flags=re.IGNORECASE)
     powers: dict[str, int] = {}
     factor, sign, power, last = Fraction(1), 1, 1, ("", Fraction(1))
     for token in re.findall(r"/|\^-?\d+|[A-Za-z\u00b5\u03bc_]+", text):

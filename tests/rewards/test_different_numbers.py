@@ -65,6 +65,18 @@ def spellings(value: Fraction) -> Iterator[str]:
     if below == 1 and above >= 1000:
         for mark in (",", "{,}", r"\,", " ", "~"):
             yield f"{sign}{above:,}".replace(",", mark)
+    if below == 1 and above >= 10**6:
+        yield sign + f"{above:,}".replace(",", ".")  # with one group it would be a decimal
+        yield sign + f"{above:,}".replace(",", "'")
+        yield sign + indian(above).replace(",", "{,}")
+
+
+def indian(value: int) -> str:
+    """With commas as in `12,34,567`."""
+    above, last = divmod(value, 1000)
+    digits = str(above)
+    pairs = [digits[max(0, end - 2) : end] for end in range(len(digits), 0, -2)]
+    return ",".join((*reversed(pairs), f"{last:03}"))
 
 
 def number(draw: random.Random) -> Fraction:

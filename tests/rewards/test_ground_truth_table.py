@@ -16,14 +16,11 @@ import yaml
 from ctpo_megatron.data.prompts import _answer
 from ctpo_megatron.rewards import ground_truth_problem, score_math, score_reference
 
-TABLES: dict[str, dict[str, list[dict[str, Any]]]] = {
-    file: yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+TABLE: dict[str, list[dict[str, Any]]] = {
+    name: rows
     for file in ("ground_truths.yaml", "ground_truths_more.yaml", "ground_truths_leftovers.yaml")
+    for name, rows in yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8")).items()
 }
-TABLE = {name: rows for table in TABLES.values() for name, rows in table.items()}
-FAILING = pytest.mark.xfail(strict=True, reason="the scorer does not read these notations yet")
-JUDGED = [pytest.param(name, marks=[FAILING] * (name in TABLES["ground_truths_leftovers.yaml"])) for name in TABLE]
-REFUSED = [pytest.param(name, marks=[FAILING] * (name == "groups of digits")) for name in TABLE]
 RIGHT = 0.98
 """Least share of right answers that must earn 1; of wrong ones all must earn 0."""
 
@@ -71,20 +68,20 @@ def test_the_table_is_wide_enough(name: str) -> None:
     assert all(len(row["right"]) >= 2 and len(row["wrong"]) >= 3 for row in rows)
 
 
-@pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.parametrize("name", TABLE)
 def test_right_answers_earn_one(name: str) -> None:
     total = sum(len(row["right"]) for row in scored_rows(name))
     wrongly = errors(name)["right"]
     assert 1 - len(wrongly) / total >= RIGHT, wrongly
 
 
-@pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("score", [score_math, score_reference])
 def test_wrong_answers_earn_nothing(name: str, score: Any) -> None:
     assert errors(name, score)["wrong"] == []
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", TABLE)
 def test_only_what_is_no_answer_is_refused(name: str) -> None:
     for row in TABLE[name]:
         reason = reading(row)[1]
@@ -93,7 +90,7 @@ def test_only_what_is_no_answer_is_refused(name: str) -> None:
 
 def _print_rates() -> None:
     for score in (score_math, score_reference):
-        print(f"{score.__name__:17} right        wrong        refused")
+        print(f"{score.__name__:20} right        wrong        refused")
         sums: Counter[str] = Counter()
         for name in TABLE:
             rows, found = scored_rows(name), errors(name, score)
@@ -103,12 +100,12 @@ def _print_rates() -> None:
             sums.update({f"{kind} judged wrongly": len(answers) for kind, answers in found.items()})
             refused = [row for row in TABLE[name] if bool(reading(row)[1]) != ("refused" in row)]
             print(
-                f"  {name:15} {shares[0]:12} {shares[1]:12} {len(refused)} of {len(TABLE[name])} refused wrongly or not"
+                f"  {name:18} {shares[0]:12} {shares[1]:12} {len(refused)} of {len(TABLE[name])} refused wrongly or not"
             )
             for kind, answers in found.items():
                 print(*(f"      {kind} {answer}" for answer in answers), sep="\n")
             print(*(f"      {row['gold']!r} {reading(row)[1] or 'is not refused'}" for row in refused), sep="\n")
-        print(f"  {'all':15}", dict(sums))
+        print(f"  {'all':18}", dict(sums))
 
 
 if __name__ == "__main__":
