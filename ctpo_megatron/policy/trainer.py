@@ -122,7 +122,8 @@ class Trainer:
             applied = [mini for mini, update in zip(mini_batches, updates, strict=True) if not update.bad]
             positions = gather_positions(applied, rl.ratio, anchor, self.layout)
             metrics |= positions.metrics() if positions else {}
-            metrics |= window_metrics([trajectory.model_tokens for trajectory in batch.trajectories], rl.ratio)
+            judged = zip(batch.trajectories, advantages, strict=True)
+            metrics |= window_metrics([each.model_tokens for each, value in judged if value is not None], rl.ratio)
             shown = mini_batches if dumped else mini_batches[-1:]
             diagnostics: Diagnostics = {}
             for mini_batch in shown if settings.diagnostics else ():
