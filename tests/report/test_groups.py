@@ -25,7 +25,7 @@ def run(name: str = "demo", seed: int = 0, environment: dict[str, Any] | None = 
         for section in sections:
             node = node.setdefault(section, {})
         node[last] = value
-    return RunData(Path("runs") / name, config, {"directory": "/work"} | (environment or {}), [], [], {})
+    return RunData(Path("runs") / name, config, {"directory": "/elsewhere"} | (environment or {}), [], [], {})
 
 
 def part(**arguments: str) -> dict[str, Any]:
@@ -52,9 +52,9 @@ def test_seeds_are_members_of_one_group() -> None:
     ("key", "values"),
     [
         ("model__path", ("runs/a/task/model", "runs/b/task/model")),
-        ("model__path", ("/work/runs/a/model", "runs/b/model")),
+        ("model__path", ("/elsewhere/runs/a/model", "runs/b/model")),
         ("model__path", ("./runs/a/model", "runs/b/model")),
-        ("model__path", ("models/tiny", "/work/models/tiny")),
+        ("model__path", ("models/tiny", "/elsewhere/models/tiny")),
         ("data__train", (["runs/a/task/train.parquet"], ["runs/b/task/train.parquet"])),
         ("rollout__engine__extra", ({"log": "/logs/a/engine.txt"}, {"log": "/logs/b/engine.txt"})),
         ("reward__function", (part(log="x/a.txt"), part(log="x/b.txt"))),

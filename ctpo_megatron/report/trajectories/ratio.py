@@ -1,14 +1,13 @@
-"""The ratio of the objective over the tokens of a trajectory: its name, its points, its chart."""
+"""The ratio of the objective over the tokens of a trajectory: its points, its chart."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from ctpo_megatron.report.axes import Axis
 from ctpo_megatron.report.charts import Curve, Spec, curves
+from ctpo_megatron.report.ratio_names import RatioQuantity
 from ctpo_megatron.report.theme import variable
 from ctpo_megatron.tracking import Record
 
@@ -19,41 +18,6 @@ MOST_POINTS = 320
 
 Point = tuple[int, float, float | None, float | None]
 """Number of the model token from 1, log-ratio, and the window; None: no bound."""
-
-
-@dataclass(frozen=True)
-class RatioQuantity:
-    """What `log_ratio` of a dump is. name: in a few words. meaning: a phrase for a caption."""
-
-    name: str
-    meaning: str
-
-    @classmethod
-    def of(cls, objective: Any) -> RatioQuantity:
-        """By the section `objective` of a run's configuration, in which a preset may decide.
-
-        `objective.token_ratios` has the formulas. With a user's `objective.function` too, dumps have what `ratio_mode`
-        says.
-        """
-        from ctpo_megatron.config import PRESETS, PolicyObjective
-
-        settings = objective if isinstance(objective, dict) else {}
-        preset = PRESETS.get(str(settings.get("preset")))
-        default = None if preset is None else preset.get("ratio_mode", PolicyObjective.ratio_mode)
-        return _QUANTITIES.get(str(settings.get("ratio_mode") or default), _UNKNOWN)
-
-
-_UNKNOWN = RatioQuantity("log-ratio", "The objective's own log-ratio")
-_QUANTITIES = {
-    "cumprod": RatioQuantity("cumulative log-ratio", "Cumulative log-ratio: the sum of all tokens up to each"),
-    "geomean": RatioQuantity("mean log-ratio so far", "Cumulative log-ratio divided by the position of the token"),
-    "token": RatioQuantity("token log-ratio", "Log-ratio of each single token"),
-    "sequence": RatioQuantity("sequence log-ratio", "Log-ratio of the whole sequence, the same for each of its tokens"),
-    "sequence-geomean": RatioQuantity(
-        "sequence log-ratio per token",
-        "Log-ratio of the whole sequence divided by its length, the same for each of its tokens",
-    ),
-}
 
 
 def ratio_points(record: Record) -> list[Point] | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError
+from ctpo_megatron.report.ratio_names import RatioQuantity
 from ctpo_megatron.report.trajectories.address import FOLDERS, Addressed, Source, addresses
-from ctpo_megatron.report.trajectories.ratio import RatioQuantity
 from ctpo_megatron.report.trajectories.view import Budget, GroupView, View, view_of
 from ctpo_megatron.tracking import Head, read_heads, records_at, trajectory_files
 
