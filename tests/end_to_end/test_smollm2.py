@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import count
@@ -103,6 +105,18 @@ def test_the_share_of_wrong_programs(tasks: ModuleType, tmp_path: Path, share: f
         wrong += printed != answers[question["content"]]
     assert wrong == sum(mistakes.values())
     assert 0 <= share * COUNTS["sft"] - wrong < len(FAMILIES)
+
+
+@pytest.mark.slow
+def test_the_listed_packages_are_enough(tmp_path: Path) -> None:
+    """requirements/examples.txt is installed without dependencies, so that it must name all that the lock lacks."""
+    listed = ["--no-deps", "--target", str(tmp_path), "-r", str(ROOT / "requirements" / "examples.txt")]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *listed], check=True, timeout=280)
+    imported = "import accelerate, gguf, reasoning_gym; print(reasoning_gym.__file__)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    python = [sys.executable, "-c", imported]
+    done = subprocess.run(python, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout.startswith(str(tmp_path)), done.stderr
 
 
 def test_families_of_reasoning_gym(tasks: ModuleType) -> None:
