@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import signal
 import sys
 
 import pytest
@@ -37,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell's `&`; tests send it to what they start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks.Default.pretend_cuda = config.getoption("--pretend-cuda")
     if workers := getattr(config.option, "tx", None):  # only in the process that starts the others
         config.add_cleanup(ranks.share().close)

@@ -51,6 +51,7 @@ def main(configuration: str) -> None:
     """Entry point of the process; `configuration` is `Boot.encode`. Returns when the server is gone."""
     boot = Boot.decode(configuration)
     del os.environ[BIND_NOW]  # must not reach the runs
+    _forget_inherited_signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     control = socket.socket(fileno=boot.control)
     control.set_inheritable(False)
@@ -67,6 +68,14 @@ def main(configuration: str) -> None:
     _serve(control, confinement)
     if not boot.level.startswith("namespaces"):  # there the process outside the box removes it
         _leave(boot.directory)
+
+
+def _forget_inherited_signals() -> None:
+    """What `nohup`, a shell's `&` or a thread has ignored or blocked must not change how a run ends."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python itself ignores these
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _leave(directory: str) -> None:

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ctpo_sandbox import ExecutionResult, SandboxServer
+from ctpo_sandbox import ExecutionResult, SandboxServer, start_server
 from ctpo_sandbox.launch import _is_alive
 from ctpo_sandbox.pool import Pool, RunResult
 from tests.sandbox.sandbox_http import health, post
@@ -48,6 +49,24 @@ OUTPUTS = {
     "cut in the middle of a letter": "os.write(1, b'\\xe2\\x82\\xac' * 400_000)",
     "no newline before a signal": "os.write(2, b'\\xff'); os.kill(os.getpid(), 40)",
 }
+
+
+@pytest.fixture
+def background_job() -> Iterator[None]:
+    """This process ignores and blocks signals as one that was started with `nohup` and `&`, or by a thread, may."""
+    ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGQUIT)}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number, handler in ignored.items():
+        signal.signal(number, handler)
+
+
+def test_how_the_server_was_started_changes_no_verdict(background_job: None, tmp_path: Path) -> None:
+    with start_server(slots=1, start_timeout_s=scaled(60), log_path=tmp_path / "log", tiers=["stdlib"]) as server:
+        for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGINT):
+            reply = post(server, {"code": f"import os; os.kill(os.getpid(), {number}); print('still here')"}).json()
+            assert (reply["status"], reply["run_result"]["return_code"]) == ("runtime_error", -number)
 
 
 @pytest.mark.parametrize("number", range(1, 65))
