@@ -4,6 +4,7 @@
 #                  installs Debian's packages of Slurm where they are missing
 # make test-kernels the sandbox on Debian's kernels 5.10, 6.1 and 6.12, in QEMU (needs root, x86-64); INSTALL=1 installs it
 # make test-browser the pages in Debian's chromium, also on phones, and what axe-core says of them
+# make coverage     the lines that the light half of the suite runs
 # make lint         ruff, mypy, the links of the documents, and the prose
 # make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
@@ -26,7 +27,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 LOCK := requirements/cpu-$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: quickstart test test-processes test-light test-slow test-browser test-cluster test-kernels test-gpu mutation bench-kernels bench-guard gpu-first-hour lint lint-containers locks clean
+.PHONY: quickstart test test-processes test-light coverage test-slow test-browser test-cluster test-kernels test-gpu mutation bench-kernels bench-guard gpu-first-hour lint lint-containers locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -38,8 +39,8 @@ quickstart: $(INSTALLED)
 # Three processes on two cores for tests that start others, as they often wait; those that share ranks, engines or a
 # sandbox stay together (tests/conftest.py). One server, which imports torch and megatron, forks them and their ranks. A
 # fourth for the folders that start none. On a slow machine CTPO_TEST_SLOWNESS=4 makes every deadline four times as long.
-# Coverage is of the fourth: it nearly doubles the CPU time (22 -> 39 s of three folders), and would not see forked ranks
-# and engines anyway.
+# `make coverage` is apart: it nearly doubles the CPU time (22 -> 39 s of three folders). It is of the folders that start no
+# processes, as it would not see forked ranks and engines.
 # Bytecode is kept, whatever a container says: compiling our sources again costs each of the many processes 3 CPU-s.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not slow and not gpu and not cluster and not machine and not browser"
 LIGHT := tests/config tests/data tests/objective tests/preflight $(wildcard tests/test_*.py)
@@ -55,8 +56,11 @@ test-processes:
 	$(PYTEST) $(addprefix --ignore=,$(LIGHT)) --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
 test-light:
-	@$(PYTEST) $(LIGHT) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered >$(VENV)/light.txt 2>&1; \
+	@$(PYTEST) $(LIGHT) >$(VENV)/light.txt 2>&1; \
 	status=$$?; cat $(VENV)/light.txt; exit $$status
+
+coverage: $(INSTALLED) $(TRITON)
+	$(PYTEST) $(LIGHT) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered $(ARGS)
 
 test-slow: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m pytest -m "slow and not gpu and not cluster and not machine and not browser" $(ARGS)

@@ -64,7 +64,12 @@ def ended_by(name: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("name", "said", "status"),
-    [("SIGTERM", "SIGTERM", 143), ("SIGINT", "Ctrl-C", 130), ("SIGHUP", "SIGHUP", 143), ("SIGUSR1", "SIGUSR1", 143)],
+    [
+        ("SIGTERM", "SIGTERM", 143),
+        ("SIGINT", "Ctrl-C", 130),
+        pytest.param("SIGHUP", "SIGHUP", 143, marks=pytest.mark.slow),
+        pytest.param("SIGUSR1", "SIGUSR1", 143, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_that_asks_to_end_gives_our_message_alone(name: str, said: str, status: int) -> None:
     done = ended_by(name)
@@ -72,7 +77,9 @@ def test_a_signal_that_asks_to_end_gives_our_message_alone(name: str, said: str,
     assert done.stderr == f"{said}: a checkpoint follows, within 60 s (checkpoint.grace_s)\n"
 
 
-@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGBUS"])
+@pytest.mark.parametrize(
+    "name", ["SIGSEGV", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGABRT", "SIGBUS"))]
+)
 def test_a_fault_keeps_its_native_trace(name: str) -> None:
     done = ended_by(name)
     assert done.returncode == -getattr(signal, name)
