@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.report import add_figures, check_run
+
+if TYPE_CHECKING:
+    from ctpo_megatron.report import Comparison
 
 PAGE = Path("comparison.html")
 
@@ -27,32 +31,26 @@ def run(args: argparse.Namespace) -> int:
         check_run(directory)
     if args.out.is_dir():
         raise UsageError(f"--out {args.out} is a directory; give a file, such as {args.out / PAGE}")
-    show_comparison(args.directories, args.out)
+    compared = show_comparison(args.directories, args.out)
     if args.figures is not None:
         from ctpo_megatron.report import save_figures
 
-        print(f"{len(save_figures(args.directories, args.figures))} files in {args.figures}")
+        print(f"{len(save_figures(compared, args.figures))} files in {args.figures}")
     return 0
 
 
-def show_comparison(runs: Sequence[Path], page: Path) -> None:
-    """Print the table of accuracies and what to know of it, write the page, print its path."""
+def show_comparison(runs: Sequence[Path], page: Path) -> Comparison:
+    """Print the tables of accuracies and what to know of it, write the page, print its path."""
     from rich.console import Console
 
-    from ctpo_megatron.report import (
-        RunData,
-        compare_accuracies,
-        comparison_table,
-        groups_of,
-        notes_of,
-        notes_of_accuracies,
-        write_comparison,
-    )
+    from ctpo_megatron.report import Comparison, accuracy_table, difference_table, write_comparison
 
-    groups = groups_of([RunData.load(directory) for directory in runs])
-    found = compare_accuracies(groups)
+    compared = Comparison.load(runs)
     console = Console()
-    console.print(comparison_table(groups, found))
-    for note in (*notes_of(groups), *notes_of_accuracies(found)):
+    console.print(accuracy_table(compared.groups, compared.accuracies))
+    if differences := difference_table(compared.groups, compared.accuracies):
+        console.print("", differences, sep="\n")
+    for note in compared.notes:
         console.print(f"- {note}", markup=False, highlight=False)
-    print(write_comparison(runs, page))
+    print(write_comparison(compared, page))
+    return compared

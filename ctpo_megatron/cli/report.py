@@ -32,10 +32,10 @@ def check_run(directory: Path) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the summary, write the report, print its path."""
     check_run(args.directory)
-    from ctpo_megatron.report import print_summary, save_figures, write_report
+    from ctpo_megatron.report import Comparison, print_summary, save_figures, write_report
 
     print_summary(args.directory)
     print(write_report(args.directory))
     if args.figures is not None:
-        print(f"{len(save_figures([args.directory], args.figures))} files in {args.figures}")
+        print(f"{len(save_figures(Comparison.load([args.directory]), args.figures))} files in {args.figures}")
     return 0

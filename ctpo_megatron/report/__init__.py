@@ -1,18 +1,18 @@
 """report: what people see of finished and running runs, from their files alone.
 
-`print_summary` and `write_report` take a run directory, `write_comparison` and `save_figures` several. `write_page`
-writes a page in the same style, with charts of its own: one file that opens offline. `first_batch_warnings` says
-whether anything can be learned from a batch, `Decline` whether a run gets worse. `groups_of` runs are compared by
-`compare_accuracies`, `comparison_table` and `paper_figures` (docs/compare.md).
+`print_summary` and `write_report` take a run directory, `write_comparison` and `save_figures` a `Comparison`.
+Its groups and accuracies are for `accuracy_table`, `difference_table` and `paper_figures`, too (docs/compare.md).
+`write_page` writes a page in the same style, with charts of its own: one file that opens offline.
+`first_batch_warnings` says whether anything can be learned from a batch, `Decline` whether a run gets worse.
 """
 
-from ctpo_megatron.report.accuracies import SourceComparison, compare_accuracies
+from ctpo_megatron.report.accuracies import SourceComparison
 from ctpo_megatron.report.axes import Axis
 from ctpo_megatron.report.charts import Chart, Curve, bars, curves, cycled, points, save_charts
-from ctpo_megatron.report.comparison_table import comparison_table, notes_of_accuracies
+from ctpo_megatron.report.comparison import Comparison
+from ctpo_megatron.report.comparison_table import accuracy_table, difference_table
 from ctpo_megatron.report.decline import Decline, decline_of
 from ctpo_megatron.report.figures import Figure, save_figures
-from ctpo_megatron.report.group_notes import notes_of
 from ctpo_megatron.report.groups import RunGroup, groups_of
 from ctpo_megatron.report.learning import FALLEN, first_batch_warnings
 from ctpo_megatron.report.page import write_comparison, write_page, write_report
@@ -25,6 +25,7 @@ __all__ = [
     "FALLEN",
     "Axis",
     "Chart",
+    "Comparison",
     "Curve",
     "Decline",
     "Figure",
@@ -32,17 +33,15 @@ __all__ = [
     "RunGroup",
     "SourceComparison",
     "Summary",
+    "accuracy_table",
     "bars",
-    "compare_accuracies",
-    "comparison_table",
     "conversation_uses",
     "curves",
     "cycled",
     "decline_of",
+    "difference_table",
     "first_batch_warnings",
     "groups_of",
-    "notes_of",
-    "notes_of_accuracies",
     "paper_figures",
     "points",
     "position_charts",

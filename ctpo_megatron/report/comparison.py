@@ -1,20 +1,49 @@
-"""What the page shows of several runs together: groups with their results, and how their configurations differ."""
+"""Runs that are compared, and what the page shows of several: groups, results, how configurations differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ctpo_megatron.report.accuracies import SourceComparison, compare_accuracies
 from ctpo_megatron.report.comparison_table import notes_of_accuracies
 from ctpo_megatron.report.group_notes import notes_of
-from ctpo_megatron.report.groups import RunGroup, run_name, shown
+from ctpo_megatron.report.groups import RunGroup, groups_of, run_name, shown
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.summary import LAST, Change, summarize
 from ctpo_megatron.report.theme import CYCLE
 from ctpo_megatron.tracking import duration
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs, read once for the terminal, the page and the figures, and their groups."""
+
+    runs: list[RunData]
+    groups: list[RunGroup]
+
+    @classmethod
+    def load(cls, directories: Sequence[Path]) -> Comparison:
+        """One run directory or more; the same one twice counts once.
+
+        Raises FileNotFoundError for one that is no run directory, DamagedFileError.
+        """
+        runs = list({directory.resolve(): RunData.load(directory) for directory in directories}.values())
+        return cls(runs, groups_of(runs))
+
+    @cached_property
+    def accuracies(self) -> list[SourceComparison]:
+        """Raises DamagedFileError."""
+        return compare_accuracies(self.groups)
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What to know of the groups and of their accuracies."""
+        return [*notes_of(self.groups), *notes_of_accuracies(self.accuracies)]
 
 
 @dataclass(frozen=True)
@@ -27,9 +56,9 @@ class GroupRow:
     cells: list[tuple[str, str]]
 
 
-def comparison(runs: Sequence[RunData], groups: Sequence[RunGroup]) -> dict[str, Any]:
+def page_values(compared: Comparison) -> dict[str, Any]:
     """Values of the template for several runs. Raises DamagedFileError."""
-    found = compare_accuracies(groups)
+    runs, groups, found = compared.runs, compared.groups, compared.accuracies
     columns = _columns(runs)
     rows = [
         GroupRow(
@@ -50,7 +79,7 @@ def comparison(runs: Sequence[RunData], groups: Sequence[RunGroup]) -> dict[str,
         "columns": [*(f"accuracy, {source.source}" for source in found), *(name for name, _ in columns)],
         "groups": rows,
         "verdicts": [(each.source, f"{each.group} against {each.other}", each.verdict) for each in pairs],
-        "notes": [*notes_of(groups), *notes_of_accuracies(found)],
+        "notes": compared.notes,
         "settings": [(key, [shown(group.settings[key]) for group in groups]) for key in groups[0].settings],
     }
 

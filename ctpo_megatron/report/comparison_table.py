@@ -1,4 +1,4 @@
-"""The comparison of groups of runs as a terminal table."""
+"""The comparison of groups of runs as tables for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -7,30 +7,45 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from ctpo_megatron.report.accuracies import Accuracy, AccuracyDifference, SourceComparison, compare_accuracies
+from ctpo_megatron.report.accuracies import AccuracyDifference, SourceComparison
 from ctpo_megatron.report.confidence import Ends
 from ctpo_megatron.report.estimates import ONE_SEED, Estimate
 from ctpo_megatron.report.groups import RunGroup
 
 
-def comparison_table(groups: Sequence[RunGroup], found: Sequence[SourceComparison] | None = None) -> Table:
-    """Final accuracies with 95 % intervals, and differences to the first group with verdicts.
-
-    found: of `compare_accuracies`, where it is there already; else it is computed. Raises DamagedFileError.
-    """
-    found = compare_accuracies(groups) if found is None else found
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for label in ("", "seeds", "steps"):
-        table.add_column(label, justify="left" if not label else "right")
-    for label in ("source", "accuracy", "95 % interval", f"less {groups[0].label}", "95 % interval", "verdict"):
-        table.add_column(Text(label), justify="left" if label in ("source", "verdict") else "right")
+def accuracy_table(groups: Sequence[RunGroup], found: Sequence[SourceComparison]) -> Table:
+    """Final accuracies with 95 % intervals, a row for each group and data source."""
+    table = _table(["", "seeds", "steps", "source", "accuracy", "95 % interval"])
     for group in groups:
         rows = [(each, accuracy) for each in found for accuracy in each.accuracies if accuracy.group == group.label]
         head: list[str | Text] = [Text(group.label, "bold"), _seeds(group), _steps(group)]
         if not rows:
             table.add_row(*head, Text("no evaluation", "dim"))
         for number, (source, accuracy) in enumerate(rows):
-            table.add_row(*(["", "", ""] if number else head), *_cells(source, accuracy, groups[0].label))
+            estimate = accuracy.estimate
+            cells = [Text(source.source), f"{estimate.value:.3f}", _interval(estimate.interval, ".3f")]
+            table.add_row(*(["", "", ""] if number else head), *cells)
+    return table
+
+
+def difference_table(groups: Sequence[RunGroup], found: Sequence[SourceComparison]) -> Table | None:
+    """Accuracies less the one of the first group, with 95 % intervals and verdicts; None where there are none."""
+    first = groups[0].label
+    table = _table([f"less {first}", "source", "difference", "95 % interval", "verdict"])
+    for source in found:
+        for each in source.differences:
+            if each.other == first:
+                table.add_row(Text(each.group, "bold"), Text(source.source), *_difference(each))
+    return table if table.row_count else None
+
+
+_TEXTS = ("source", "verdict")
+
+
+def _table(labels: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for place, label in enumerate(labels):
+        table.add_column(Text(label), justify="left" if place == 0 or label in _TEXTS else "right")
     return table
 
 
@@ -51,13 +66,6 @@ def _said(name: str, estimate: Estimate) -> list[str]:
     left_out = [f"{estimate.left_out} problems left out"] if estimate.left_out else []
     notes = [note for note in estimate.notes if note != ONE_SEED]  # notes_of says it of the group
     return [f"{name}: {note}." for note in (*notes, *left_out)]
-
-
-def _cells(source: SourceComparison, accuracy: Accuracy, first: str) -> list[str | Text]:
-    estimate = accuracy.estimate
-    cells: list[str | Text] = [Text(source.source), f"{estimate.value:.3f}", _interval(estimate.interval, ".3f")]
-    pairs = [each for each in source.differences if (each.group, each.other) == (accuracy.group, first)]
-    return cells + (_difference(pairs[0]) if pairs else ["", "", ""])
 
 
 def _difference(difference: AccuracyDifference) -> list[str | Text]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from ctpo_megatron.base.files import aside, write_text
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report.charts import COLUMN, HEIGHT, SCHEMA, Chart, Spec, file_config, save_charts, still
-from ctpo_megatron.report.groups import RunGroup, groups_of
+from ctpo_megatron.report.comparison import Comparison
+from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.metric_charts import comparison_charts, panel_chart
 from ctpo_megatron.report.panels import OVERVIEW, Panel, compared_panels, panels
 from ctpo_megatron.report.paper_figures import law_charts, outcome_charts
@@ -32,8 +33,9 @@ class Figure:
     charts: dict[str, Chart]
 
 
-def figures_of(runs: Sequence[RunData], groups: Sequence[RunGroup]) -> tuple[list[Figure], list[Figure]]:
+def figures_of(compared: Comparison) -> tuple[list[Figure], list[Figure]]:
     """Figures by step, and by position in the response; each with data in at least one run."""
+    runs, groups = compared.runs, compared.groups
     if len(runs) == 1:
         found = [_alone(panel_chart(panel, runs[0])) for panel in panels(runs[0]) if panel.has_data(runs[0])]
     else:
@@ -54,19 +56,17 @@ def write_figures(run: RunData, figures: Sequence[Figure]) -> None:
             path.unlink()
 
 
-def save_figures(run_dirs: Sequence[Path], folder: Path) -> list[Path]:
+def save_figures(compared: Comparison, folder: Path) -> list[Path]:
     """Write every figure of a report as PNG, SVG and PDF, fit for a paper; returns the paths.
 
     Of one run also `overview.svg` and, for phones, `overview-narrow.svg`: they follow the reader's light or dark theme,
-    as in a README. Raises FileNotFoundError for a directory that is no run, DamagedFileError.
+    as in a README. Raises DamagedFileError.
     """
-    runs = [RunData.load(directory) for directory in run_dirs]
-    groups = groups_of(runs)
-    by_step, by_position = figures_of(runs, groups)
+    by_step, by_position = figures_of(compared)
     found = {figure.name: chart for figure in (*by_step, *by_position) for chart in figure.charts.values()}
     charts = [chart for figure in (*by_step, *by_position) for chart in figure.charts.values()]
-    written = save_charts([*charts, *outcome_charts(groups)], folder)
-    if chosen := [found[name] for name in OVERVIEW if name in found and len(runs) == 1]:
+    written = save_charts([*charts, *outcome_charts(compared.groups)], folder)
+    if chosen := [found[name] for name in OVERVIEW if name in found and len(compared.runs) == 1]:
         for name, columns in (("overview", 3), ("overview-narrow", 1)):
             written.append(write_text(folder / f"{name}.svg", _adaptive(chosen, columns)))
     return written

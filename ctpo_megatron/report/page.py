@@ -14,9 +14,8 @@ from ctpo_megatron.base.files import write_text
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report.charts import Chart
-from ctpo_megatron.report.comparison import comparison
+from ctpo_megatron.report.comparison import Comparison, page_values
 from ctpo_megatron.report.figures import Figure, figures_of, write_figures
-from ctpo_megatron.report.groups import RunGroup, groups_of
 from ctpo_megatron.report.health import checks, rank_memory
 from ctpo_megatron.report.page_data import bundle, chart_json
 from ctpo_megatron.report.panels import Panel, panels
@@ -39,11 +38,11 @@ class Tile:
 
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` and `figures/*.png` from the files of the run directory; returns the path of the page."""
-    run = RunData.load(run_dir)
-    groups = groups_of([run])
-    figures = figures_of([run], groups)
+    alone = Comparison.load([run_dir])
+    figures = figures_of(alone)
+    [run] = alone.runs
     write_figures(run, [*figures[0], *figures[1]])
-    return write_text(RunPaths(run.directory).report, _page([run], groups, figures))
+    return write_text(RunPaths(run.directory).report, _page(alone, figures))
 
 
 def report_page(run_dir: Path) -> str:
@@ -51,28 +50,25 @@ def report_page(run_dir: Path) -> str:
 
     Raises FileNotFoundError when it is no run directory, DamagedFileError.
     """
-    run = RunData.load(run_dir)
-    groups = groups_of([run])
-    return _page([run], groups, figures_of([run], groups), watched=True)
+    alone = Comparison.load([run_dir])
+    return _page(alone, figures_of(alone), watched=True)
 
 
-def write_comparison(runs: Sequence[Path], path: Path) -> Path:
+def write_comparison(compared: Comparison, path: Path) -> Path:
     """Write the page of `write_report` for several runs together; returns `path`, which is no file of a run directory.
 
-    runs: run directories, at least one. Raises FileNotFoundError for one that is no run directory, DamagedFileError.
+    Raises DamagedFileError.
     """
-    loaded = list({directory.resolve(): RunData.load(directory) for directory in runs}.values())
-    groups = groups_of(loaded)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_text(path, _page(loaded, groups, figures_of(loaded, groups)))
+    return write_text(path, _page(compared, figures_of(compared)))
 
 
 Figures = tuple[list[Figure], list[Figure]]
 
 
-def _page(runs: Sequence[RunData], groups: Sequence[RunGroup], figures: Figures, watched: bool = False) -> str:
-    one = runs[0] if len(runs) == 1 else None
-    values = _of_run(one, figures[0]) if one else comparison(runs, groups)
+def _page(compared: Comparison, figures: Figures, watched: bool = False) -> str:
+    one = compared.runs[0] if len(compared.runs) == 1 else None
+    values = _of_run(one, figures[0]) if one else page_values(compared)
     charts = [chart for figure in (*figures[0], *figures[1]) for chart in figure.charts.values()]
     values |= {"figures": figures[0], "by_position": figures[1], "one": one, "watched": watched}
     return page_of("report.html.jinja", charts, **values)

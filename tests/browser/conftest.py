@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.report import write_comparison, write_report
+from ctpo_megatron.report import Comparison, write_comparison, write_report
 from tests.report.test_comparison_page import write_runs
 from tests.tracking.synthetic_run import write_run
 
@@ -37,7 +37,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of nine runs of 300 steps."""
     folder = tmp_path_factory.mktemp("nine")
-    return write_comparison(write_runs(folder, steps=300), folder / "comparison.html")
+    return write_comparison(Comparison.load(write_runs(folder, steps=300)), folder / "comparison.html")
 
 
 Open = Callable[..., Any]

@@ -12,13 +12,14 @@ from typing import Literal
 import numpy as np
 import pytest
 from rich.console import Console
+from rich.table import Table
 from scipy import stats
 
 from ctpo_megatron.report import accuracies
 from ctpo_megatron.report.accuracies import UNDECIDED, compare_accuracies
-from ctpo_megatron.report.comparison_table import comparison_table, notes_of_accuracies
+from ctpo_megatron.report.comparison_table import accuracy_table, difference_table, notes_of_accuracies
 from ctpo_megatron.report.estimates import ONE_SEED, difference, mean_score
-from ctpo_megatron.report.groups import RunGroup, groups_of
+from ctpo_megatron.report.groups import groups_of
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.scored_problems import ScoredProblem, ScoredSet
 from ctpo_megatron.run.directory import open_run_directory
@@ -109,7 +110,7 @@ def test_repeated_runs_of_a_seed_are_one(write) -> None:
 def test_no_evaluation_is_no_comparison(write) -> None:
     groups = groups_of([write("ctpo", 0, {0: [[1]]})])
     assert compare_accuracies(groups) == []
-    assert "no evaluation" in text_of(groups)
+    assert lines_of(accuracy_table(groups, []))[1][-2:] == ["no", "evaluation"]
 
 
 def test_pairs_are_of_the_same_problem_and_seed() -> None:
@@ -183,13 +184,14 @@ def test_scores_beyond_one_have_no_bounds() -> None:
     assert found.interval and found.interval[0] < 1 < found.interval[1] <= 3
 
 
-def text_of(groups: list[RunGroup]) -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(comparison_table(groups))
-    return console.export_text()
+def lines_of(table: Table | None) -> list[list[str]]:
+    """Words of each line on a terminal of 80 columns."""
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return [line.split() for line in console.export_text().splitlines()]
 
 
-def test_the_table_says_it_all(write) -> None:
+def test_the_tables_say_it_all(write) -> None:
     right, wrong = [[1.0]] * 30, [[0.0]] * 30
     runs = [
         write("ctpo", 0, {3: right}),
@@ -198,9 +200,13 @@ def test_the_table_says_it_all(write) -> None:
         write("grpo", 1, {3: [*right[:2], *wrong[2:]]}),
     ]
     groups = groups_of(runs)
-    lines = [line.split() for line in text_of(groups).splitlines()]
-    assert " ".join(lines[0]) == "seeds steps source accuracy 95 % interval less ctpo 95 % interval verdict"
-    assert lines[1][:5] == ["ctpo", "2", "3", "toolmath", "0.983"] and len(lines[1]) == 8
-    assert lines[2][:5] == ["grpo", "2", "3", "toolmath", "0.083"]
-    assert lines[2][8] == "-0.900" and lines[2][-1] == "below"
-    assert notes_of_accuracies(compare_accuracies(groups)) == []
+    found = compare_accuracies(groups)
+    head, *rows = lines_of(accuracy_table(groups, found))
+    assert " ".join(head) == "seeds steps source accuracy 95 % interval"
+    assert [" ".join(row[:5]) for row in rows] == ["ctpo 2 3 toolmath 0.983", "grpo 2 3 toolmath 0.083"]
+    assert all(len(row) == 8 for row in rows)
+    head, *rows = lines_of(difference_table(groups, found))
+    assert " ".join(head) == "less ctpo source difference 95 % interval verdict"
+    assert [(*row[:3], row[-1]) for row in rows] == [("grpo", "toolmath", "-0.900", "below")]
+    assert notes_of_accuracies(found) == []
+    assert difference_table(groups[:1], compare_accuracies(groups[:1])) is None

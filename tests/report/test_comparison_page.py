@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.cli import main
-from ctpo_megatron.report import save_figures, write_comparison
+from ctpo_megatron.report import Comparison, save_figures, write_comparison
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter
 from tests.tracking.synthetic_run import make_config, step_metrics
@@ -42,7 +42,7 @@ def data_of(page: str) -> dict[str, Any]:
 def nine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of nine runs of 300 steps."""
     folder = tmp_path_factory.mktemp("nine")
-    return write_comparison(write_runs(folder, steps=300), folder / "page" / "comparison.html")
+    return write_comparison(Comparison.load(write_runs(folder, steps=300)), folder / "page" / "comparison.html")
 
 
 def test_nine_runs_are_at_most_two_megabytes(nine: Path) -> None:
@@ -63,7 +63,7 @@ def test_groups_have_a_colour_and_each_metric_a_chart(nine: Path) -> None:
 
 
 def test_a_chart_has_means_bands_and_each_run(tmp_path: Path) -> None:
-    path = write_comparison(write_runs(tmp_path, steps=4), tmp_path / "comparison.html")
+    path = write_comparison(Comparison.load(write_runs(tmp_path, steps=4)), tmp_path / "comparison.html")
     spec = data_of(path.read_text(encoding="utf-8"))["reward-reward-mean"]["spec"]
     assert spec["data"]["length"] == 3 * 4 and {"x", "y", "low", "high", "series"} == spec["data"]["columns"].keys()
     (thin,) = [layer["data"] for layer in spec["layer"] if layer.get("data", {}).get("length") == 9 * 4]
@@ -72,13 +72,15 @@ def test_a_chart_has_means_bands_and_each_run(tmp_path: Path) -> None:
 
 def test_one_run_has_the_page_of_its_report(tmp_path: Path) -> None:
     (run_dir, *_) = write_runs(tmp_path, steps=2, seeds=1)
-    page = write_comparison([run_dir, run_dir], tmp_path / "comparison.html").read_text(encoding="utf-8")
+    page = write_comparison(Comparison.load([run_dir, run_dir]), tmp_path / "comparison.html").read_text(
+        encoding="utf-8"
+    )
     assert 'id="health"' in page and 'data-series="' not in page
 
 
 def test_figures_of_one_run_have_an_overview_that_follows_the_theme(tmp_path: Path) -> None:
     (run_dir, *_) = write_runs(tmp_path, steps=2, seeds=1)
-    written = {path.name: path for path in save_figures([run_dir], tmp_path / "figures")}
+    written = {path.name: path for path in save_figures(Comparison.load([run_dir]), tmp_path / "figures")}
     wide, narrow = (written[name].read_text(encoding="utf-8") for name in ("overview.svg", "overview-narrow.svg"))
     for svg in (wide, narrow):
         assert "prefers-color-scheme:dark" in svg and 'stroke="var(--blue)"' in svg and ">Clipped tokens<" in svg
