@@ -48,7 +48,7 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("response_mask", pa.list_(pa.int8())),
         ("loss_mask", pa.list_(pa.int8())),
-        ("rollout_log_probs", pa.list_(pa.float64())),  # exactly what the engine reported
+        ("rollout_log_probs", pa.list_(pa.float32())),  # exactly what the engine reported
         ("weight_version", pa.list_(pa.int32())),
         ("turn", pa.list_(pa.int32())),
         *((name, pa.list_(pa.float32())) for name in _TRACES),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ctpo_megatron.tracking.give_way import AT_ONCE, GiveWay
 from ctpo_megatron.tracking.records import Record
@@ -31,13 +33,13 @@ class Texts:
 
     def __init__(self, decode: Decode) -> None:
         self._give_way = GiveWay()
-        self._decode, self._single = decode, _Single(decode, self._give_way)
+        self._decode, self._singles = decode, _Singles(decode, self._give_way)
 
     def segments(self, token_ids: Sequence[int], turn: Sequence[int], response_mask: Sequence[int]) -> list[Record]:
         """Runs of tokens of one origin: {turn, kind: prompt|model|observation, text}.
 
-        A model's has `token_chars` too, the characters of the text that each token contributes; one spread over several
-        tokens counts for the last. It is absent where the tokenizer does not decode token by token.
+        A model's has `token_chars` too, an array of the characters of the text that each token contributes; one spread
+        over several tokens counts for the last. It is absent where the tokenizer does not decode token by token.
         """
         ids, turns, by_model = np.asarray(token_ids), np.asarray(turn), np.asarray(response_mask)
         changes = np.flatnonzero((turns[1:] != turns[:-1]) | (by_model[1:] != by_model[:-1])) + 1
@@ -45,23 +47,23 @@ class Texts:
         for start, end in zip([0, *changes.tolist()], [*changes.tolist(), len(ids)], strict=True):
             if start < end:
                 kind = "prompt" if turns[start] == 0 else "model" if by_model[start] else "observation"
-                found.append({"turn": int(turns[start]), "kind": kind, **self._text(ids[start:end].tolist(), kind)})
+                found.append({"turn": int(turns[start]), "kind": kind, **self._text(ids[start:end], kind)})
         return found
 
-    def _text(self, ids: list[int], kind: str) -> Record:
-        text, chars = "", list[int]()
+    def _text(self, ids: NDArray[Any], kind: str) -> Record:
+        text, chars = "", list[NDArray[Any]]()
         apart = kind == "model"
-        for part, piece in self._parts(ids):
+        for part, piece in self._parts(ids.tolist()):
             text += piece
             if apart:
-                counted = self._chars(part, piece)
+                counted = self._chars(ids[part], piece)
                 apart = counted is not None
-                chars += counted or ()
-            self._give_way.after(len(part))
-        return {"text": text, "token_chars": chars} if apart else {"text": text}
+                chars += [] if counted is None else [counted]
+            self._give_way.after(part.stop - part.start)
+        return {"text": text, "token_chars": np.concatenate(chars)} if apart else {"text": text}
 
-    def _parts(self, ids: list[int]) -> Iterator[tuple[list[int], str]]:
-        """Tokens and their text, `AT_ONCE` tokens or a few more at a time. No part ends within a character."""
+    def _parts(self, ids: list[int]) -> Iterator[tuple[slice, str]]:
+        """Places and their text, `AT_ONCE` tokens or a few more at a time. No part ends within a character."""
         start = 0
         while start < len(ids):
             left = ids[max(0, start - _LEFT) : start]
@@ -73,17 +75,17 @@ class Texts:
                     break
                 end += 1
                 text = self._decode(left + ids[start:end])
-            yield ids[start:end], text[len(before) :]
+            yield slice(start, end), text[len(before) :]
             start = end
 
-    def _chars(self, ids: list[int], text: str) -> list[int] | None:
+    def _chars(self, ids: NDArray[Any], text: str) -> NDArray[Any] | None:
         """Characters of `text` a token; None where the texts of the tokens are not the text of all."""
-        pieces = [*map(self._single.__getitem__, ids)]
-        if "".join(pieces) != text:
-            self._join(ids, pieces)
-            if "".join(pieces) != text:
-                return None
-        return [*map(len, pieces)]
+        pieces, lengths = self._singles.of(ids)
+        if "".join(pieces) == text:
+            return lengths
+        joined = [*pieces]
+        self._join(ids.tolist(), joined)
+        return np.array([*map(len, joined)], np.int32) if "".join(joined) == text else None
 
     def _join(self, ids: list[int], pieces: list[str]) -> None:
         """Give characters that are spread over several tokens to the last of these."""
@@ -98,14 +100,30 @@ class Texts:
                 pieces[done - 1] = self._decode(ids[start:done])
 
 
-class _Single(dict[int, str]):
+class _Singles:
+    """Texts of single tokens and their lengths, by id. Each is decoded once."""
+
     def __init__(self, decode: Decode, give_way: GiveWay) -> None:
         self._decode, self._give_way = decode, give_way
+        self._texts: list[str] = []
+        self._lengths = np.empty(0, np.int32)
 
-    def __missing__(self, token: int) -> str:
-        self._give_way.after(_SINGLE)
-        text = self[token] = self._decode([token])
-        return text
+    def of(self, ids: NDArray[Any]) -> tuple[Sequence[str], NDArray[Any]]:
+        """The text of each token of `ids`, at least one, and its characters."""
+        missing = int(ids.max()) + 1 - len(self._texts)
+        if missing > 0:
+            self._texts += [""] * missing
+            self._lengths = np.concatenate([self._lengths, np.full(missing, -1, np.int32)])
+        lengths = self._lengths[ids]
+        if (unknown := lengths < 0).any():
+            for token in np.unique(ids[unknown]).tolist():
+                self._give_way.after(_SINGLE)
+                self._texts[token] = self._decode([token])
+                self._lengths[token] = len(self._texts[token])
+            lengths = self._lengths[ids]
+        # itemgetter takes half the time of a loop, and gives no tuple for a single id.
+        texts = itemgetter(*ids.tolist())(self._texts) if len(ids) > 1 else [self._texts[ids[0]]]
+        return texts, lengths
 
 
 @functools.lru_cache(maxsize=1)

@@ -197,8 +197,16 @@ def _as_columns(trajectory: Trajectory) -> Record:
 
 
 def rounded_traces(record: Record) -> Record:
-    """The record with traces as lists of float32 numbers with six decimals, which is for reading."""
+    """The record with arrays as lists, traces as float32 numbers with six decimals, which is for reading."""
     import numpy as np
 
     traces = {name: np.asarray(record[name], np.float32).tolist() for name in TRACES if name in record}
-    return record | {name: [round(value, 6) for value in values] for name, values in traces.items()}
+    segments = [
+        each | {"token_chars": np.asarray(each["token_chars"]).tolist()} if "token_chars" in each else each
+        for each in record.get("segments", ())
+    ]
+    return (
+        record
+        | {name: [round(value, 6) for value in values] for name, values in traces.items()}
+        | ({"segments": segments} if "segments" in record else {})
+    )
