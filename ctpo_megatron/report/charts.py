@@ -30,6 +30,8 @@ SHOWN = {"filter": "indexof(hidden, datum.series) < 0"}
 """For layers with data of their own: leaves out what the parameter `hidden` names."""
 _LEGEND = 52
 """Characters of a row of the legend in a column."""
+_LONG_LINE = {"symbolSize": 190, "rowPadding": 0}
+"""In a legend: long enough to show dashes."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Curve:
     y: Sequence[float]
     colour: str = "blue"
     dashed: bool = False
+    dotted: bool = False
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     of: str | None = None
@@ -88,7 +91,10 @@ def curves(series: Sequence[Curve], x: Axis, y: Axis, rules: Sequence[ReferenceL
         layers.append(_thin_layer(thin, x, y))
     few = all(len(curve.x) <= _FEW for curve in mains)
     layers.append(_layer({"type": "line", "clip": True, "point": few and {"filled": True}}, y, _dashes(mains)))
-    return _spec(rows, mains, x, [*layers, *_rules(rules, y), *_marked(y)])
+    spec = _spec(rows, mains, x, [*layers, *_rules(rules, y), *_marked(y)])
+    if spec["encoding"]["color"]["legend"]:
+        spec["encoding"]["color"]["legend"] |= _LONG_LINE
+    return spec
 
 
 def points(
@@ -153,11 +159,19 @@ def save_charts(
 
 def for_file(chart: Chart, titled: bool = False) -> Spec:
     """Its specification with light theme and the size of a column, white behind it, without what needs a pointer."""
-    spec = {"width": COLUMN, "height": HEIGHT, "autosize": {"type": "fit", "contains": "padding"}} | still(chart.spec)
+    height = HEIGHT + _further_legend(chart.spec)
+    spec = {"width": COLUMN, "height": height, "autosize": {"type": "fit", "contains": "padding"}} | still(chart.spec)
     spec |= {"config": file_config(), "description": chart.caption}
     if titled:
         spec["title"] = chart.title
     return coloured(spec, LIGHT)
+
+
+def _further_legend(spec: Spec) -> float:
+    """Points that the legend has beyond its first row, which must not be taken from the plot."""
+    color = spec.get("encoding", {}).get("color", {})
+    rows = math.ceil(len(color["scale"]["domain"]) / color["legend"]["columns"]) if color.get("legend") else 1
+    return (rows - 1) * 1.6 * TEXT
 
 
 def file_config() -> Spec:
@@ -194,7 +208,12 @@ def _spec(rows: list[dict[str, Any]], series: Sequence[Curve], x: Axis, layers: 
     labels = [curve.label for curve in series]
     colours = {"domain": labels, "range": [variable(curve.colour) for curve in series]}
     columns = max(1, _LEGEND // (4 + max(map(len, labels), default=1)))
-    color: Spec = {"field": "series", "type": "nominal", "scale": colours, "legend": {"columns": columns}}
+    color: Spec = {
+        "field": "series",
+        "type": "nominal",
+        "scale": colours,
+        "legend": {"columns": columns},
+    }
     if len(labels) < 2:
         color["legend"] = None
     for layer in layers:
@@ -223,9 +242,10 @@ def _layer(mark: Spec, y: Axis, more: Spec | None = None, field: str = "y") -> S
 
 
 def _dashes(series: Sequence[Curve]) -> Spec:
-    if not any(curve.dashed for curve in series):
+    if not any(curve.dashed or curve.dotted for curve in series):
         return {}
-    scale = {"domain": [c.label for c in series], "range": [[4, 3] if c.dashed else [1, 0] for c in series]}
+    dashes = [[1, 2] if curve.dotted else [4, 3] if curve.dashed else [1, 0] for curve in series]
+    scale = {"domain": [curve.label for curve in series], "range": dashes}
     return {"strokeDash": {"field": "series", "type": "nominal", "scale": scale}}
 
 

@@ -117,6 +117,16 @@ def test_nothing_at_all_can_be_drawn() -> None:
     drawn(points([], [], STEPS, STEPS))
 
 
+def test_a_long_legend_takes_nothing_from_the_plot() -> None:
+    def height(count: int) -> float:
+        """Of a line from the lowest to the highest value."""
+        series = [Curve(f"the label of series {number}", [1, 2], [0.0, 1.0]) for number in range(count)]
+        line = paths(drawn(curves(series, STEPS, Axis("share", 0, 1))), "line")[0]
+        return abs(float.__sub__(*(float(y) for y in re.findall(r",(-?[\d.]+)", line))))
+
+    assert height(9) == pytest.approx(height(2), rel=0.12)
+
+
 def test_files_of_all_formats(tmp_path: Path) -> None:
     chart = Chart("reward", "The title", "Caption.", curves([Curve("a", [1, 2], [1, 2])], STEPS, STEPS))
     written = save_charts([chart], tmp_path / "new")
