@@ -23,7 +23,11 @@ def accuracy_table(groups: Sequence[RunGroup], found: Sequence[SourceComparison]
             table.add_row(*head, Text("no evaluation", "dim"))
         for number, (source, accuracy) in enumerate(rows):
             estimate = accuracy.estimate
-            cells = [Text(source.source), f"{estimate.value:.3f}", _interval(estimate.interval, ".3f")]
+            cells: list[str | Text] = [
+                Text(source.source),
+                f"{estimate.value:.3f}",
+                _interval(estimate.interval, ".3f"),
+            ]
             table.add_row(*(["", "", ""] if number else head), *cells)
     return table
 

@@ -122,8 +122,8 @@ def _window_chart(late: Sequence[PositionSums]) -> Chart:
             words = "the run's own bounds" if window == "own" else f"{window} window"
             label = words if len(late) == 1 else f"{sums.label}, {words}"
             colour = CYCLE[(number if len(late) == 1 else place) % len(CYCLE)]
-            dashes = {"dashed": window == "fixed", "dotted": window == "own"}
-            drawn.append(Curve(label, rates.t, rates.values, colour, **dashes))
+            fixed, own = window == "fixed", window == "own"
+            drawn.append(Curve(label, rates.t, rates.values, colour, dashed=fixed, dotted=own))
     caption = (
         "Share of all loss tokens, advantage 0 included, outside of the fixed window [0.5, 5] of exp S_t, outside of "
         "the window [-0.025, 0.05] sqrt(t) of S_t, and clipped by the objective of the run itself; "
