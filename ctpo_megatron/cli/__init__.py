@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+from ctpo_megatron.base.installed import is_installed
 from ctpo_megatron.cli.errors import flush_output, report_error
 
 VERBS = {
@@ -35,7 +36,7 @@ _OVERRIDABLE = ("train", "sweep", "eval", "launch")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `ctpo`; returns the exit status: 0 success, 1 failure, 2 invalid request."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if importlib.util.find_spec("ctpo_kernels") is None:
+    if not is_installed("ctpo_kernels"):
         print("ctpo: ctpo_kernels, a distribution of its own, is missing: pip install -e ./kernels", file=sys.stderr)
         return 2
     try:

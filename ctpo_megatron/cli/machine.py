@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+from ctpo_megatron.base.installed import is_installed
 
 
 def torch_has_cuda() -> bool:
     """Whether torch has CUDA; imports torch (2 CPU-seconds). False without torch."""
-    if importlib.util.find_spec("torch") is None:
+    if not is_installed("torch"):
         return False
     import torch
 
@@ -16,7 +16,7 @@ def torch_has_cuda() -> bool:
 
 def visible_gpus() -> int:
     """GPUs that torch shows on this node; 0 without torch."""
-    if importlib.util.find_spec("torch") is None:
+    if not is_installed("torch"):
         return 0
     import torch
 

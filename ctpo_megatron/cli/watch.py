@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
+from ctpo_megatron.base.installed import is_installed
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.cli.errors import UsageError
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve; say the address."""
     if not (config := RunPaths(args.directory).config).is_file():
         raise UsageError(f"{args.directory} is not a run directory: it has no {config.name}")
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in _NEEDED if not is_installed(name)]:
         raise UsageError(f"{', '.join(missing)} missing: pip install 'ctpo-megatron[sandbox,train]'")
     from ctpo_megatron.report.watch import WatchError, serve
 

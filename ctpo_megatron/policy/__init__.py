@@ -18,6 +18,10 @@ warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning)
 
+from ctpo_megatron.base.installed import hide_broken_te
+
+hide_broken_te()
+
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, discard_checkpoints
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.checkpoint_files import read_marker as read_checkpoint_marker

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import resource
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ctpo_megatron.base.installed import TE, is_installed, te_trouble
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import replacements
 
@@ -66,7 +66,8 @@ class Capabilities:
         materialises the whole score matrix.
         """
         if not self.transformer_engine:
-            return "Transformer Engine with CUDA was not found; install it (docs/install_cuda.md)"
+            absent = "Transformer Engine with CUDA was not found; install it (docs/install_cuda.md)"
+            return str(te_trouble() or absent)
         if dtype != "bfloat16":
             return f"Transformer Engine has no packed attention in {dtype}"
         if not self.packed_attention:
@@ -88,15 +89,11 @@ class Capabilities:
             "device": f"{'cuda' if self.cuda else 'cpu'}, collectives: {BACKEND}",
             "attention": "TE fused" if te else f"{by_length} ({against})" if against and self.cuda else by_length,
             "norms": "TE RMSNorm, fused with the projections" if te else "torch RMSNorm",
-            "RoPE": "TE fused" if self.transformer_engine else "unfused",
+            "RoPE": "TE fused" if te else "unfused",
             "Adam": self.adam,
             "gradient accumulation fusion": fusion,
         }
         return "\n".join(f"{name}: {value}" for name, value in lines.items())
-
-
-def _installed_module(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def _compute_capability() -> tuple[int, int]:
@@ -107,11 +104,11 @@ def capabilities() -> Capabilities:
     """Look for CUDA, transformer-engine, flash-attn and apex without importing them."""
     return Capabilities(
         cuda=CUDA,
-        transformer_engine=CUDA and _installed_module("transformer_engine"),
-        packed_attention=CUDA and (_compute_capability() >= (9, 0) or _installed_module("flash_attn")),
+        transformer_engine=CUDA and is_installed(TE) and not te_trouble(),
+        packed_attention=CUDA and (_compute_capability() >= (9, 0) or is_installed("flash_attn")),
         # An unrelated package on PyPI is also called apex; only NVIDIA's has the extension module amp_C.
-        apex=CUDA and _installed_module("apex") and _installed_module("amp_C"),
-        grad_accumulation_fusion=CUDA and _installed_module("fused_weight_gradient_mlp_cuda"),
+        apex=CUDA and is_installed("apex") and is_installed("amp_C"),
+        grad_accumulation_fusion=CUDA and is_installed("fused_weight_gradient_mlp_cuda"),
     )
 
 
@@ -198,8 +195,8 @@ def peak_memory_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes on macOS
 
 
-def transformer_flags() -> dict[str, Any]:
-    """TransformerConfig arguments that follow from the device.
+def transformer_flags(*, te_layers: bool) -> dict[str, Any]:
+    """TransformerConfig arguments that follow from the device. te_layers: the layers are Transformer Engine's.
 
     `batch_p2p_comm=False` everywhere: with interleaved pipelines of two stages the default mixes up messages.
     `deallocate_pipeline_outputs` only on CUDA: gloo may still be reading the freed tensor.
@@ -208,7 +205,7 @@ def transformer_flags() -> dict[str, Any]:
     return {
         "use_cpu_initialization": not CUDA,
         "gradient_accumulation_fusion": found.grad_accumulation_fusion,
-        "apply_rope_fusion": found.transformer_engine,
+        "apply_rope_fusion": te_layers,
         "bias_activation_fusion": CUDA,
         "bias_dropout_fusion": CUDA,
         "masked_softmax_fusion": False,

@@ -21,6 +21,7 @@ from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.layers import local_block_spec
 from ctpo_megatron.policy.parallel import gather_objects
+from ctpo_megatron.policy.replacements import route_with_te
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ def transformer_config(spec: ModelSpec, policy: PolicyConfig) -> TransformerConf
         **_recompute(policy, use_te=use_te),
         **spec.family.transformer_options(spec),
         **(_routing(use_te) if spec.num_experts else {}),
-        **device.transformer_flags(),
+        **device.transformer_flags(te_layers=use_te),
     )
 
 
@@ -184,6 +185,7 @@ def _head_chunk(spec: ModelSpec, policy: PolicyConfig) -> int | None:
 def _build_gpt(config: TransformerConfig, spec: ModelSpec, policy: PolicyConfig, stage: int | None) -> GPTModel:
     """The model chunk of one virtual pipeline stage (None: the only one)."""
     use_te = resolve_layer_spec(policy) == "transformer_engine"
+    route_with_te(use_te)
     layers = (
         get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
         if use_te

@@ -23,29 +23,27 @@ from ctpo_megatron.policy.layers import rotate_packed
 
 log = logging.getLogger(__name__)
 
-Cause = Literal["no CUDA", "no Transformer Engine", "torch AdamW", "packed sequences"]
+Cause = Literal["no CUDA", "torch AdamW", "packed sequences"]
 
 _NO_STREAM = object()
 
 
 @dataclass(frozen=True)
 class _Replacement:
-    """absent: the attribute is a name that megatron-core reads but only defines with transformer-engine."""
+    """One function, where its cause holds."""
 
     cause: Cause
     module: str
     attribute: str
     value: Any
     reason: str
-    absent: bool = False
 
     def apply(self) -> None:
         owner: Any = importlib.import_module(self.module)
         *path, leaf = self.attribute.split(".")
         for name in path:
             owner = getattr(owner, name)
-        if not self.absent:
-            getattr(owner, leaf)  # AttributeError: another version of megatron-core; fail now, not in training
+        getattr(owner, leaf)  # AttributeError: another version of megatron-core; fail now, not in training
         setattr(owner, leaf, self.value)
         log.debug("%s: %s.%s replaced (%s)", self.cause, self.module, self.attribute, self.reason)
 
@@ -54,7 +52,6 @@ def _causes(cuda: bool) -> dict[Cause, bool]:
     """Which causes hold, according to megatron-core itself."""
     return {
         "no CUDA": not cuda,
-        "no Transformer Engine": not hasattr(moe_utils, "te_general_gemm"),
         "torch AdamW": megatron_optimizer.USING_PYTORCH_OPTIMIZER,
         "packed sequences": True,
     }
@@ -103,14 +100,6 @@ def _replacements() -> tuple[_Replacement, ...]:
             "and scatter them again",
         ),
         _Replacement(
-            "no Transformer Engine",
-            moe_utils.__name__,
-            "te_general_gemm",
-            None,
-            "the router asks whether it is there",
-            absent=True,
-        ),
-        _Replacement(
             "torch AdamW",
             "megatron.core.optimizer.distrib_optimizer",
             "DistributedOptimizer._set_main_param_and_optimizer_states",
@@ -140,6 +129,18 @@ def _set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, t
         for key, value in self.optimizer.state[main_param].items():
             if key != "step":
                 value.copy_(tensors[key])
+
+
+_TE_PRODUCT = getattr(moe_utils, "te_general_gemm", None)
+"""The name is undefined where megatron-core finds no Transformer Engine, and its router reads it."""
+
+
+def route_with_te(te_layers: bool) -> None:
+    """Have routers multiply by Transformer Engine's product in its layers, by torch's in local ones.
+
+    megatron-core's router takes whatever is installed, in any layer. Call before a model runs.
+    """
+    moe_utils.te_general_gemm = _TE_PRODUCT if te_layers else None
 
 
 _installed = False

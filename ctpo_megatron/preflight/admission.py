@@ -9,11 +9,11 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ctpo_megatron.base.files import DamagedFileError
+from ctpo_megatron.base.installed import is_installed
 from ctpo_megatron.config import (
     Config,
     ConfigError,
@@ -280,7 +280,7 @@ def _spec(config: Config) -> ModelSpec | None:
 
 
 def _why_not(config: Config) -> str:
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+    if missing := [name for name in _NEEDED if not is_installed(name)]:
         return f"pip install {' '.join(missing)}"
     files = [*config.data.train, *config.data.eval, *(config.own_sft.data if config.own_sft else ())]
     paths = [Path(path) for path in (config.model.path, *files)]
@@ -291,7 +291,7 @@ def _why_not(config: Config) -> str:
 
 def _count(data: DataConfig) -> int | None:
     """Rows of data.train; None where not all of it is there and can be read."""
-    if find_spec("pyarrow") is None or not all(Path(file).exists() for file in data.train):
+    if not is_installed("pyarrow") or not all(Path(file).exists() for file in data.train):
         return None
     from ctpo_megatron.data import count_all_rows
 

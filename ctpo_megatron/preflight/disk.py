@@ -6,9 +6,9 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
+from ctpo_megatron.base.installed import is_installed
 from ctpo_megatron.config import ELEMENT_BYTES, GIB, Config, Problem, model_parameters, passed, will_be_prepared
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import DiskNeeds, RunContext
@@ -117,7 +117,7 @@ def held_out_prompts(config: Config) -> int | None:
         return 0
     if config.prepare is not None and all(will_be_prepared(config.prepare, file) for file in files):
         return config.prepare.heldout_prompts
-    if find_spec("pyarrow") is None or not all(file.exists() for file in files):
+    if not is_installed("pyarrow") or not all(file.exists() for file in files):
         return None
     from ctpo_megatron.data import count_all_rows
 

@@ -89,7 +89,8 @@ def absent() -> list[str]:
 
 def _installed(name: str) -> bool:
     with contextlib.suppress(ModuleNotFoundError):  # a parent package is missing
-        return importlib.util.find_spec(name) is not None
+        spec = importlib.util.find_spec(name)
+        return spec is not None and spec.origin is not None  # a folder without code has no file
     return False
 
 

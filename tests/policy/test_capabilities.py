@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from importlib.machinery import ModuleSpec
+import shutil
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import pytest
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer.moe import moe_utils
 
+from ctpo_megatron.base.installed import te_trouble
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
-from ctpo_megatron.policy import Trainer, capabilities, destroy_distributed, device, init_distributed
+from ctpo_megatron.policy import Trainer, capabilities, destroy_distributed, device, init_distributed, replacements
 from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
 from tests.policy import models, scenario
 from tests.policy.jobs import run_job
@@ -21,24 +27,43 @@ TE, APEX, FUSION, FLASH = "transformer_engine", ("apex", "amp_C"), "fused_weight
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch):
-    """Pretend to be a CUDA machine with exactly these modules of the optional libraries."""
-    real = importlib.util.find_spec
+def site(tmp_path: Path) -> Path:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def installed(site: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pretend to be a CUDA machine with exactly these modules of the optional libraries, in files of `site`."""
+    real, optional = importlib.util.find_spec, {TE, *APEX, FUSION, FLASH}
+
+    def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(site)]) if name in optional else real(name, package)
 
     def pretend(*names: str, capability: tuple[int, int] = (9, 0)) -> device.Capabilities:
-        optional = {TE, *APEX, FUSION, FLASH}
-
-        def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
-            if name in optional:
-                return ModuleSpec(name, None) if name in names else None
-            return real(name, package)
-
+        shutil.rmtree(site)
+        site.mkdir()
+        for name in names:
+            package(site, name)
         monkeypatch.setattr(device, "CUDA", True)
         monkeypatch.setattr(device, "_compute_capability", lambda: capability)
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+        monkeypatch.setattr("sysconfig.get_path", lambda _: str(site))
         return capabilities()
 
     return pretend
+
+
+def package(site: Path, name: str) -> None:
+    """A package of this name with nothing in it; Transformer Engine with its three parts."""
+    for folder in (name, f"{name}/pytorch") if name == TE else (name,):
+        (site / folder).mkdir()
+        (site / folder / "__init__.py").touch()
+    if name == TE:
+        (site / name / "wheel_lib").mkdir()
+        (site / name / "wheel_lib" / "libtransformer_engine.so").touch()
+        (site / "transformer_engine_torch.cpython-311-x86_64-linux-gnu.so").touch()
 
 
 def lines(found: device.Capabilities, layer_spec: str = "auto", dtype: str = "bfloat16") -> dict[str, str]:
@@ -70,7 +95,82 @@ def test_what_is_installed_is_what_is_logged(
 def test_a_local_layer_spec_keeps_transformer_engine_out_of_the_layers(installed) -> None:
     found = lines(installed(TE), "local")
     assert found["attention"].startswith("torch") and found["norms"].startswith("torch")
+    assert found["RoPE"] == "unfused"
     assert found["Adam"] == "TE FusedAdam"  # megatron-core picks it wherever it can be imported
+
+
+@pytest.mark.parametrize(("layer_spec", "fused"), [("local", False), ("auto", True), ("transformer_engine", True)])
+def test_megatron_is_asked_for_te_in_te_layers_alone(
+    layer_spec: str, fused: bool, installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models.build("qwen3-tied", tmp_path)
+    installed(TE)
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):  # TransformerConfig asks for them
+        monkeypatch.setattr(rope_utils, name, object())
+    config = transformer_config(read_spec(tmp_path), PolicyConfig(layer_spec=layer_spec, dtype="bfloat16"))
+    assert config.apply_rope_fusion == fused
+
+
+def test_routers_multiply_by_te_in_te_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = object()
+    monkeypatch.setattr(replacements, "_TE_PRODUCT", product)
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    replacements.route_with_te(True)
+    assert moe_utils.te_general_gemm is product
+    replacements.route_with_te(False)
+    assert moe_utils.te_general_gemm is None
+
+
+@pytest.mark.parametrize(
+    ("removed", "trouble"),
+    [
+        ("transformer_engine/__init__.py", "is what an uninstall left of Transformer Engine: pip uninstall "),
+        ("transformer_engine/pytorch/__init__.py", "is here without transformer_engine/pytorch"),
+        ("transformer_engine_torch.cpython-311-x86_64-linux-gnu.so", "is here without transformer-engine-torch"),
+        ("transformer_engine/wheel_lib/libtransformer_engine.so", "is here without transformer-engine-cu13"),
+    ],
+)
+def test_a_transformer_engine_in_pieces_is_none(removed: str, trouble: str, site: Path, installed) -> None:
+    assert installed(TE).transformer_engine
+    (site / removed).unlink()
+    found = capabilities()
+    assert lines(found)["Adam"] == "torch AdamW"
+    assert trouble in lines(found)["attention"]
+    assert resolve_layer_spec(PolicyConfig(dtype="bfloat16")) == "local"
+    with pytest.raises(RuntimeError, match=trouble):
+        resolve_layer_spec(PolicyConfig(dtype="bfloat16", layer_spec="transformer_engine"))
+
+
+def test_parts_of_different_versions_are_no_transformer_engine(
+    site: Path, installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(site)
+    for second, whole in (("2.11.0", True), ("2.10.0", False)):
+        installed(TE)
+        for name, version in (("transformer_engine", "2.11.0"), ("transformer_engine_torch", second)):
+            (site / f"{name}-{version}.dist-info").mkdir()
+            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            (site / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
+        assert capabilities().transformer_engine == whole
+    assert "different versions (transformer_engine 2.11.0, transformer_engine_torch 2.10.0)" in str(te_trouble())
+
+
+@pytest.mark.parametrize("name", [*APEX, FUSION, FLASH])
+def test_the_folder_of_a_package_is_no_package(name: str, site: Path, installed) -> None:
+    whole = installed(*APEX, FUSION, FLASH, capability=(8, 0))
+    (site / name / "__init__.py").unlink()
+    assert capabilities() != whole
+
+
+@pytest.mark.slow  # it imports everything anew
+def test_what_an_uninstall_left_of_te_stops_nothing(site: Path) -> None:
+    """megatron-core takes the folder for Transformer Engine and asks for its version."""
+    (site / TE / "common" / "include").mkdir(parents=True)
+    code = f"import sys; sys.path.insert(0, {str(site)!r}); import ctpo_megatron.policy.model"
+    code += "; from ctpo_megatron.base.installed import te_trouble; print(te_trouble())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"{site / TE} is what an uninstall left" in done.stdout  # still known, for the log
 
 
 @pytest.mark.parametrize(
@@ -103,9 +203,9 @@ def test_modules_of_transformer_engine_are_not_recomputed_in_local_layers(tmp_pa
 
 def test_flags_follow_what_is_installed(installed) -> None:
     installed(TE)
-    assert device.transformer_flags()["gradient_accumulation_fusion"] is False
+    assert device.transformer_flags(te_layers=True)["gradient_accumulation_fusion"] is False
     installed(FUSION)
-    assert device.transformer_flags()["gradient_accumulation_fusion"] is True
+    assert device.transformer_flags(te_layers=False)["gradient_accumulation_fusion"] is True
 
 
 def test_without_cuda_nothing_counts_as_installed(installed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import operator
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ctpo_megatron.base.extensions import ExtensionError, load
 from ctpo_megatron.base.files import read_note, write_json
+from ctpo_megatron.base.installed import is_installed
 from ctpo_megatron.base.run_paths import RunPaths
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def tracker_problem(extension: Extension, python: str | None = None) -> str | No
     except ExtensionError as error:
         return str(error)
     package = _PACKAGES.get(extension.name)
-    if python is None and package and importlib.util.find_spec(package) is None:
+    if python is None and package and not is_installed(package):
         return f"the package {package} is not installed: see docs/extend.md for it and for tracking.python"
     return _does_not_bind(make, extension) or _lacks(make, extension)
 

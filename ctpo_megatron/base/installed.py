@@ -1,0 +1,108 @@
+"""What is installed, by its files. Nothing is imported, and a folder without code does not count.
+
+`importlib.util.find_spec` alone takes what an uninstall left for a package (a namespace package), and any folder of
+that name in the current directory. It also imports the parents of a dotted name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import NamedTuple
+
+TE = "transformer_engine"
+_SITES = ("site-packages", "dist-packages")
+_TE_LIBRARIES = {
+    "libtransformer_engine": "transformer-engine-cu13",
+    "transformer_engine_torch": "transformer-engine-torch",
+}
+"""Beginning of a library's file name -> the distribution that brings it."""
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module, by its dotted name, has a file."""
+    spec = _found(module)
+    return spec is not None and spec.origin is not None
+
+
+def left_over(module: str) -> list[Path]:
+    """Folders where packages are installed that bear the name of a module and lack its code; [] if there is code."""
+    spec = _found(module)
+    if spec is None or spec.origin is not None:
+        return []
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    depth = module.count(".")
+    return [folder for folder in folders if folder.parents[depth].name in _SITES]
+
+
+class Trouble(NamedTuple):
+    """What is wrong, and what mends it."""
+
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.fix}"
+
+
+def te_trouble() -> Trouble | None:
+    """Why `import transformer_engine` would fail; None if it would not, or if nothing of Transformer Engine is here.
+
+    It needs two libraries, and all parts of one version (transformer-engine 2.11, `common/__init__.py`).
+    """
+    if folders := left_over(TE):
+        fix = f"pip uninstall transformer-engine-cu13 transformer-engine-torch; rm -r {folders[0]}"
+        return Trouble(f"{folders[0]} is what an uninstall left of Transformer Engine", fix)
+    if not is_installed(TE):
+        return None
+    absent = [package for library, package in _TE_LIBRARIES.items() if not _te_library(library)]
+    if not is_installed(f"{TE}.pytorch"):
+        absent.insert(0, f"{TE}/pytorch")
+    fix = "install all three parts in one version (docs/install_cuda.md), or none"
+    if absent:
+        return Trouble(f"Transformer Engine is here without {' and '.join(absent)}", fix)
+    versions = _te_versions()
+    if len(set(versions.values())) > 1:
+        found = ", ".join(f"{name} {version}" for name, version in versions.items())
+        return Trouble(f"the parts of Transformer Engine have different versions ({found})", fix)
+    return None
+
+
+def hide_broken_te() -> None:
+    """Let imports of this process find no Transformer Engine where it is broken; call before megatron-core is imported.
+
+    megatron-core takes any module of that name for it, and ends in PackageNotFoundError or FileNotFoundError.
+    """
+    if te_trouble():
+        sys.modules[TE] = None  # type: ignore[assignment] # the documented way to make an import fail
+
+
+def _found(module: str) -> ModuleSpec | None:
+    name, *rest = module.split(".")
+    hidden = name in sys.modules and sys.modules[name] is None  # `hide_broken_te`
+    spec = PathFinder.find_spec(name) if hidden else importlib.util.find_spec(name)
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        # By its last name: with a dotted one the finder asks the parent, which would have to be imported.
+        spec = PathFinder.find_spec(part, spec.submodule_search_locations)
+    return spec
+
+
+def _te_versions() -> dict[str, str]:
+    from importlib.metadata import distributions  # here: every verb of `ctpo` imports this module
+
+    names = ("transformer-engine", *_TE_LIBRARIES.values())
+    return {package.name: package.version for name in names for package in distributions(name=name)}
+
+
+def _te_library(prefix: str) -> bool:
+    import sysconfig
+
+    spec = _found(TE)
+    roots = {Path(sysconfig.get_path("purelib"))}
+    roots |= {Path(folder).parent for folder in (spec and spec.submodule_search_locations) or ()}
+    folders = [root / below for root in roots for below in ("", TE, f"{TE}/wheel_lib")]
+    return any(next(folder.glob(f"{prefix}*.so"), None) for folder in folders)
