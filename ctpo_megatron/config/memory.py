@@ -145,7 +145,11 @@ def stage_parameters(spec: ModelSpec, split: Split, stage: int) -> tuple[int, in
 
 def layer_activations(spec: ModelSpec, split: Split) -> dict[str, int]:
     """Bytes that one layer keeps for backward, per token of a micro-batch of one rank, by `recompute` module."""
-    return spec.family.layer_activations(spec, LayerSplit(split.tensor, split.element, split.sequence_parallel))
+    found = spec.family.layer_activations(spec, LayerSplit(split.tensor, split.element, split.sequence_parallel))
+    if split.dtype == "float32":  # no fused attention takes grouped keys in float32, so they are repeated
+        repeated = 2 * (spec.num_attention_heads - spec.num_key_value_heads) * spec.head_dim
+        found["attention"] += repeated * split.element // split.tensor
+    return found
 
 
 def in_flight(split: Split, stage: int) -> float:

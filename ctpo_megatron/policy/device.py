@@ -19,6 +19,7 @@ import torch
 from ctpo_megatron.base.installed import TE, is_installed, te_trouble
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import replacements
+from ctpo_megatron.policy.attention_plan import EXACT, AttentionRules
 
 CUDA = torch.cuda.is_available()
 BACKEND = "nccl" if CUDA else "gloo"
@@ -110,6 +111,28 @@ def capabilities() -> Capabilities:
         apex=CUDA and is_installed("apex") and is_installed("amp_C"),
         grad_accumulation_fusion=CUDA and is_installed("fused_weight_gradient_mlp_cuda"),
     )
+
+
+def few_attention_shapes() -> bool:
+    """Whether the calls of dense attention should have few different shapes (`AttentionRules.bounded`).
+
+    On CUDA. From compute capability 9.0 on torch prefers cuDNN, which compiles a plan for each shape, forward and
+    backward, in tens of milliseconds of host time, and keeps all of them. A CPU has no plans, and padding costs time.
+    """
+    return CUDA
+
+
+def attention_rules(dtype: torch.dtype, *, masked: bool) -> AttentionRules:
+    """How the local layers call torch's attention. masked: with an explicit mask (context parallelism).
+
+    Fused back ends that take fewer heads of keys than of queries are flash, which takes no mask, and cuDNN, which torch
+    prefers from capability 9.0 on. Both are for 16 bits (torch 2.13, `sdp_utils.cpp`). Otherwise keys are repeated for
+    the memory-efficient back end: without any, torch writes out scores of quadratic size.
+    """
+    if not CUDA:
+        return EXACT
+    grouped = dtype is not torch.float32 and (not masked or _compute_capability() >= (9, 0))
+    return AttentionRules(bounded=few_attention_shapes(), repeat_keys=not grouped)
 
 
 def max_ranks() -> int:

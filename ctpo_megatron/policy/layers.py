@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +14,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ctpo_megatron.data import PackedBatch
+from ctpo_megatron.policy.attention_plan import EXACT, AttentionPlan, AttentionRules
 from ctpo_megatron.policy.context import ContextSplit
-from ctpo_megatron.policy.nodes import rms_norm, rotate, take_rows
-
-SHORTEST_OF_CLASS = 0.95
-"""A sequence joins a class of padded attention rows if it has at least this share of the longest one's length."""
+from ctpo_megatron.policy.nodes import rms_norm, rotate
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -39,10 +35,11 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-def packed_sequences(batch: PackedBatch, split: ContextSplit) -> PackedSeqParams:
+def packed_sequences(batch: PackedBatch, split: ContextSplit, rules: AttentionRules = EXACT) -> PackedSeqParams:
     """Megatron's record of a packed micro-batch, extended by what our layers would otherwise read back.
 
-    split: the rows of this rank, for `AttentionPlan`. positions of cu_seqlens: of these rows, for `rotate_packed`.
+    split, rules: the rows of this rank and how attention is called, for `AttentionPlan`. positions of cu_seqlens: of
+    these rows, for `rotate_packed`.
     """
     longest, boundaries = batch.max_seqlen, batch.cu_seqlens
     boundaries.positions = split.take(batch.position_ids)  # type: ignore[attr-defined] # all that rotary layers receive
@@ -53,7 +50,7 @@ def packed_sequences(batch: PackedBatch, split: ContextSplit) -> PackedSeqParams
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    packed.split = split
+    packed.split, packed.rules = split, rules
     return packed
 
 
@@ -79,104 +76,6 @@ def rotate_packed(
         parts = (angles.cos() * mscale, angles.sin() * mscale)
         turn = cu_seqlens.turn = [part.to(t.dtype).index_select(0, cu_seqlens.positions) for part in parts]
     return rotate(t, *turn)
-
-
-def length_classes(lengths: Sequence[int]) -> list[int]:
-    """Class of each sequence for padded attention: from the longest, lengths within `SHORTEST_OF_CLASS` of it."""
-    classes = [0] * len(lengths)
-    longest, number = None, -1
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if longest is None or lengths[index] < SHORTEST_OF_CLASS * longest:
-            longest, number = lengths[index], number + 1
-        classes[index] = number
-    return classes
-
-
-def padded_tokens(cu_seqlens: torch.Tensor) -> int:
-    """Rows of the local layer spec's attention over these sequences, each padded to the longest of its class."""
-    lengths = [length for length in cu_seqlens.diff().tolist() if length]
-    longest: dict[int, int] = {}
-    classes = length_classes(lengths)
-    for number, length in zip(classes, lengths, strict=True):
-        longest[number] = max(longest.get(number, 0), length)
-    return sum(longest[number] for number in classes)
-
-
-class AttentionPlan:
-    """Sequences of a packed batch sorted into classes of similar length (see `length_classes`), on the host.
-
-    Each class is one dense causal attention call on rows padded to its longest member. Padding follows the real tokens,
-    where causality hides it from them: the result is exact, and few of the rows are padding. Under context parallelism
-    keys and values come from all ranks, queries from this one.
-
-    queries: `[M]`, the query in each row of all classes, class after class; padding repeats the first query of its
-    sequence. tokens: the same for keys and values (the same tensor if one rank holds all tokens). back: `[n]`, the row
-    of each query. classes: their sizes and masks. split: which tokens the queries are.
-    """
-
-    def __init__(self, split: ContextSplit) -> None:
-        self.split = split
-        planned, device = split.on_host, split.cu_seqlens.device
-        cu_seqlens = planned.cu_seqlens * planned.group.size()
-        lengths = cu_seqlens.diff()
-        number = torch.tensor(length_classes(lengths.tolist()))
-        members = [((number == n) & (lengths > 0)).nonzero().squeeze(1) for n in torch.unique(number[lengths > 0])]
-        tokens = queries = [_padded_rows(cu_seqlens, of_class) for of_class in members]
-        if not split.whole:
-            queries = [_padded_rows(planned.cu_seqlens, of_class) for of_class in members]
-        asking = torch.cat([index.flatten() for index, _ in queries])
-        found = torch.cat([real.flatten() for _, real in queries]).nonzero().squeeze(1)
-        back = torch.empty_like(found)
-        back[asking[found]] = found
-        self.queries, self.back = (index.to(device, non_blocking=True) for index in (asking, back))
-        self.tokens = self.queries
-        if not split.whole:
-            self.tokens = torch.cat([index.flatten() for index, _ in tokens]).to(device, non_blocking=True)
-        self.classes = [
-            LengthClass(q.shape, k.shape, self._visible(q, k)) for (q, _), (k, _) in zip(queries, tokens, strict=True)
-        ]
-
-    def _visible(self, queries: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Computed on the device: the mask is larger than its inputs."""
-        if self.split.whole:
-            return None
-        device = self.split.rows.device
-        position = (self.split.on_host.rows[queries] - tokens[:, :1]).to(device, non_blocking=True)
-        return (torch.arange(tokens.shape[1], device=device) <= position[..., None])[:, None]
-
-    def rows_of(self, t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """Rows `at` (`queries` or `tokens`) of t. If one rank holds all tokens, padding gets no gradient."""
-        return take_rows(t, at, self.back) if self.split.whole else t.index_select(0, at)
-
-    @classmethod
-    def of(cls, packed: PackedSeqParams) -> AttentionPlan:
-        """The plan of this micro-batch, computed once and stored on the record that all layers share."""
-        found = getattr(packed, "attention_plan", None)
-        if found is None:
-            found = cls(packed.split)
-            packed.attention_plan = found
-        return found
-
-
-@dataclass(frozen=True)
-class LengthClass:
-    """One attention call. queries, tokens: (rows, length) of the queries, and of the keys and values.
-
-    visible: bool `[rows, 1, q, k]`, which keys a query sees; None where queries and keys are the same tokens (plain
-    causal attention).
-    """
-
-    queries: torch.Size
-    tokens: torch.Size
-    visible: torch.Tensor | None
-
-
-def _padded_rows(cu_seqlens: torch.Tensor, members: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index `[rows, longest]` of the tokens of some sequences, and which are real; padding repeats the first."""
-    starts, lengths = cu_seqlens[:-1].long()[members], cu_seqlens.diff().long()[members]
-    offsets = torch.arange(int(lengths.max()), device=lengths.device)
-    real = offsets < lengths[:, None]
-    return starts[:, None] + offsets.where(real, 0), real
 
 
 class PackedCausalAttention(MegatronModule):
@@ -213,9 +112,12 @@ class PackedCausalAttention(MegatronModule):
         lengths = [part.tokens.numel() for part in plan.classes]
         keys, values = (torch.split(plan.rows_of(t, plan.tokens), lengths) for t in (key, value))
         outputs = []
+        repeats = query.shape[-2] // key.shape[-2] if plan.rules.repeat_keys else 1
         for part, *rows in zip(plan.classes, queries, keys, values, strict=True):
             sizes = (part.queries, part.tokens, part.tokens)
             q, k, v = (torch.unflatten(t, 0, size).transpose(1, 2) for t, size in zip(rows, sizes, strict=True))
+            if repeats > 1:
+                k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
             out = F.scaled_dot_product_attention(  # [rows, heads, length, d]
                 q,
                 k,
@@ -223,7 +125,7 @@ class PackedCausalAttention(MegatronModule):
                 attn_mask=part.visible,
                 is_causal=part.visible is None,
                 scale=self.softmax_scale,
-                enable_gqa=True,
+                enable_gqa=repeats == 1,
             )
             outputs.append(out.transpose(1, 2).flatten(0, 1))  # [rows * length, heads, d]
         packed = torch.cat(outputs).index_select(0, plan.back)

@@ -29,7 +29,8 @@ from ctpo_megatron.data import (
 from ctpo_megatron.data.tokens import PACKED, common_type, joined
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import Denominators
-from ctpo_megatron.policy.layers import padded_tokens
+from ctpo_megatron.policy import device
+from ctpo_megatron.policy.attention_plan import attention_shapes
 from ctpo_megatron.policy.parallel import Layout
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class Workload:
     tokens: of its trajectories, over all ranks. flops: model FLOPs of one forward pass over them. trained_tokens,
     trained_flops: the same for the trajectories that the passes run over. imbalance: largest over mean model FLOPs of
     the data-parallel ranks' shares. computed_tokens: rows of attention in this rank's replica, alignment and padding
-    included. packing_s: seconds that this rank spent on packing.
+    included. packing_s: seconds that this rank spent on packing. attention_shapes: different (sequences, length) of its
+    calls of attention, where the device wants few of them.
     """
 
     tokens: int
@@ -53,6 +55,7 @@ class Workload:
     imbalance: float
     computed_tokens: int
     packing_s: float
+    attention_shapes: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass
@@ -184,13 +187,15 @@ def make_mini_batches(
         denominators = Denominators.of_counts(chunk[i].loss_tokens for i in taking_part)
         micro_batches = [micro.to(layout.device) for micro in packed]
         loads = [sum(flops[i] for i in share) for share in shares]
+        shapes = [shape for micro in packed for shape in _attention_shapes(micro, padded_attention)]
         work = Workload(
             tokens=sum(map(len, chunk)),
             flops=sum(flops),
             trained_tokens=sum(len(chunk[i]) for i in trained),
             trained_flops=sum(loads),
             imbalance=max(loads) * layout.dp_size / sum(loads) if trained else 1.0,
-            computed_tokens=sum(padded_tokens(m.cu_seqlens) if padded_attention else m.num_tokens for m in packed),
+            computed_tokens=sum(sequences * length for sequences, length in shapes),
+            attention_shapes=frozenset(shapes) if padded_attention and device.few_attention_shapes() else frozenset(),
             packing_s=time.perf_counter() - began,
         )
         skipped = sorted(taking_part.keys() - set(trained))
@@ -199,6 +204,12 @@ def make_mini_batches(
             passed = _packed(chunk, _shares(skipped, chunk, flops, layout), taking_part, rules, layout)
             result[-1].skipped_micro_batches = [micro.to(layout.device) for micro in passed]
     return result
+
+
+def _attention_shapes(micro: PackedBatch, padded: bool) -> list[tuple[int, int]]:
+    if not padded:
+        return [(1, micro.num_tokens)]
+    return attention_shapes(micro.cu_seqlens, bounded=device.few_attention_shapes())
 
 
 def _shares(

@@ -56,11 +56,12 @@ def _forward_step(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     batch = next(batches)
     split = ContextSplit.of(batch.on_host.cu_seqlens).to(batch.cu_seqlens.device)
+    rules = device.attention_rules(model.config.params_dtype, masked=not split.whole)
     output = module(
         input_ids=split.take(batch.token_ids)[None],
         position_ids=split.take(batch.position_ids)[None],
         attention_mask=None,
-        packed_seq_params=packed_sequences(batch, split),
+        packed_seq_params=packed_sequences(batch, split, rules),
         **model.output_options,
     )
 
@@ -95,6 +96,7 @@ class Passes:
         self._layout = layout
         self.memory = memory
         self._temperature = temperature
+        self._attention_shapes: set[tuple[int, int]] = set()
 
     def fill_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
         """Store the log-probs and entropies of the current weights in every micro-batch."""
@@ -145,7 +147,9 @@ class Passes:
         """
         own_stats = merge([collected["stats"] for collected in kept]).cpu() if self._layout.has_loss else None
         computed, count = mini_batch.work.computed_tokens, len(mini_batch.micro_batches)
-        report = RankReport(self._layout.dp_rank, computed, count, device.peak_memory_mib())
+        self._attention_shapes |= mini_batch.work.attention_shapes
+        shapes = len(self._attention_shapes)
+        report = RankReport(self._layout.dp_rank, computed, count, device.peak_memory_mib(), shapes)
         all_stats, reports, norms = zip(*gather_objects((own_stats, report, grad_norm)), strict=True)
         return merge([stats for stats in all_stats if stats is not None]), reports, norms
 

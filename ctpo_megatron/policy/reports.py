@@ -25,12 +25,14 @@ class RankReport:
     """What a rank reports to the others after the passes of an optimizer step.
 
     computed_tokens, micro_batches: of its replica, which is number `dp_rank`. peak_mib: see `device.peak_memory_mib`.
+    attention_shapes: different shapes of calls of attention since its start; 0 where they are not kept few.
     """
 
     dp_rank: int
     computed_tokens: int
     micro_batches: int
     peak_mib: float
+    attention_shapes: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ def cost_metrics(costs: Sequence[Cost]) -> dict[str, float]:
     trained, flops = sum(c.work.trained_tokens for c in costs), sum(c.work.trained_flops for c in costs)
     replicas = [report for cost in costs for report in cost.replicas]
     peaks = [report.peak_mib for report in costs[-1].ranks]
+    shapes = max(report.attention_shapes for report in costs[-1].ranks)
     return {
         "tokens/total": float(sum(cost.work.tokens for cost in costs)),
         "tokens/trained": float(trained),
@@ -159,4 +162,5 @@ def cost_metrics(costs: Sequence[Cost]) -> dict[str, float]:
         "packing/imbalance": sum(c.work.imbalance * c.work.trained_flops for c in costs) / flops if flops else 1.0,
         "time/update_overhead_fraction": sum(c.overhead_s for c in costs) / sum(c.seconds for c in costs),
         "memory/trainer_peak_mib": max(peaks),
+        **({"packing/attention_shapes": float(shapes)} if shapes else {}),
     } | {f"memory/rank_{rank}_peak_mib": peak for rank, peak in enumerate(peaks)}

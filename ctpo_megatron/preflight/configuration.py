@@ -25,6 +25,7 @@ from ctpo_megatron.config import (
     spec_for,
 )
 from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.preflight.attention import check_attention
 from ctpo_megatron.preflight.check import Check, RunContext, failed, run_checks, warnings_of
 from ctpo_megatron.preflight.engine import check_budget, check_engine, check_engine_starts, check_tokens
 from ctpo_megatron.preflight.files import (
@@ -214,6 +215,7 @@ FILES: tuple[Check[RunContext], ...] = (check_prompt_files, check_model_director
 TRAINING: tuple[Check[RunContext], ...] = (
     check_run,
     check_layout,
+    check_attention,
     check_batch,
     check_tokens,
     check_engine,

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.base.installed import Trouble
 from ctpo_megatron.config import Config, ConfigError, Job, load_with_sources
 from ctpo_megatron.config.keys import known_paths
 from ctpo_megatron.models import FAMILIES, ModelSpec
-from ctpo_megatron.preflight import RunContext, RunPlan, validate
+from ctpo_megatron.preflight import RunContext, RunPlan, attention, validate
 from ctpo_megatron.preflight.configuration import check_training
 
 Make = Callable[..., Config]
@@ -356,6 +357,42 @@ def test_modules_of_dense_layers_are_not_those_of_experts(config_with: Make) -> 
     assert found(config_with(*fused, *engine), spec=experts, cuda=True) == []
     (text,) = found(config_with(*fused, *engine, "policy.layer_spec=local"), spec=experts, cuda=True)
     assert "layernorm and moe_act need Transformer Engine's layers" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why", "held", "fix"),
+    [
+        # 120 x 240 entries of a boolean and a float32 mask; keys and values of 240 tokens, 4 heads of 32, in float32
+        ([], "policy.dtype: float32", "0.1 MiB for a sequence of 240 tokens", "0.2 MiB: not in the memory plan"),
+        (["policy.dtype=bfloat16", "policy.layer_spec=local"], "policy.layer_spec: local", "0.1 MiB", "0.1 MiB: not"),
+        (
+            ["policy.dtype=bfloat16"],
+            "it is not installed here",
+            "0.1 MiB",
+            "install it (docs/install_cuda.md), or split",
+        ),
+    ],
+)
+def test_context_parallelism_in_local_layers_says_what_it_holds(
+    config_with: Make, overrides: list[str], why: str, held: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "te_trouble", lambda: Trouble("not whole", "mend it"))
+    engine = ["rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"] if overrides else []
+    config = config_with(*overrides, *engine, "policy.context_parallel_size=2")
+    (text,) = found(config, 2, cuda=True)
+    assert text.startswith("warning: policy.context_parallel_size = 2: without Transformer Engine's layers")
+    assert all(part in text for part in (f"({why})", held, fix)), text
+    assert found(config, 2) == []  # a CPU has no other layers
+
+
+def test_context_parallelism_in_layers_of_transformer_engine_says_nothing(
+    config_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "te_trouble", lambda: None)
+    monkeypatch.setattr(attention, "is_installed", lambda name: True)
+    engine = ["rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"]
+    config = config_with(*engine, "policy.dtype=bfloat16", "policy.context_parallel_size=2")
+    assert found(config, 2, cuda=True) == []
 
 
 # --- layout -----------------------------------------------------------------------------------------------------

@@ -134,6 +134,13 @@ def test_chunks_of_the_head_follow_the_memory_that_the_plan_leaves_free() -> Non
     assert default == stage_memory(spec, split, 0).head
 
 
+def test_repeated_keys_of_float32_are_counted() -> None:
+    """Qwen3-4B: 32 heads of queries and 8 of keys and values, each of 128 numbers; 4 bytes a log-sum-exp."""
+    spec, wide = MODELS["Qwen3-4B"], replace(ROW, tensor=2, dtype="float32")
+    narrow, both = (layer_activations(spec, split)["attention"] for split in (replace(wide, dtype="bfloat16"), wide))
+    assert both == 2 * (narrow - 4 * 32 // 2) + 4 * 32 // 2 + 2 * (32 - 8) * 128 * 4 // 2
+
+
 def test_only_the_last_stage_has_the_head_and_the_peak_is_one_of_the_stages() -> None:
     stages = memory(MODELS["Qwen3-32B"], replace(ROW, pipeline=4, tensor=4))
     assert [bool(stage.head) for stage in stages] == [False, False, False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -24,17 +25,18 @@ from ctpo_megatron.data import (
     token_sequences,
 )
 from ctpo_megatron.models import FAMILIES, ModelSpec
-from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
-from ctpo_megatron.policy.context import ContextSplit
-from ctpo_megatron.policy.layers import (
+from ctpo_megatron.policy import Layout, context, destroy_distributed, device, init_distributed, layers
+from ctpo_megatron.policy.attention_plan import (
     SHORTEST_OF_CLASS,
+    STEP,
     AttentionPlan,
-    PackedCausalAttention,
-    length_classes,
-    packed_sequences,
-    padded_tokens,
-    rotate_packed,
+    AttentionRules,
+    attention_calls,
+    attention_shapes,
+    call_lengths,
 )
+from ctpo_megatron.policy.context import ContextSplit
+from ctpo_megatron.policy.layers import PackedCausalAttention, packed_sequences, rotate_packed
 from ctpo_megatron.policy.minibatch import packing_rules
 from tests.policy import models
 
@@ -155,20 +157,25 @@ def test_a_trajectory_without_prompt_is_refused() -> None:
         token_sequences([trajectory])
 
 
-@pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 2, 3, 4, 31, 32, 33, 7], [64, 1, 1]])
-def test_packed_attention_equals_attention_per_sequence(lengths: list[int], layout: Layout) -> None:
+@pytest.mark.parametrize("rules", [AttentionRules(), AttentionRules(bounded=True), AttentionRules(True, True)], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 2, 3, 4, 31, 32, 33, 7], [64, 1, 1], [65, 0, 63, 128, 129]])
+def test_packed_attention_equals_attention_per_sequence(
+    lengths: list[int], rules: AttentionRules, layout: Layout
+) -> None:
     torch.manual_seed(0)
     tokens, heads, groups, width = sum(lengths), 4, 2, 8
     query = torch.randn(tokens, heads, width, requires_grad=True)
     key, value = (torch.randn(tokens, groups, width, requires_grad=True) for _ in range(2))
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
-    packed.split = ContextSplit.of(cu_seqlens)
+    packed.split, packed.rules = ContextSplit.of(cu_seqlens), rules
     attention = PackedCausalAttention(SimpleNamespace())
     found = attention(query, key, value, None, packed_seq_params=packed)
 
     pieces = []
     for q, k, v in zip(*(t.split(lengths) for t in (query, key, value)), strict=True):
+        if not len(q):
+            continue
         out = F.scaled_dot_product_attention(
             *(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True
         )
@@ -180,6 +187,35 @@ def test_packed_attention_equals_attention_per_sequence(lengths: list[int], layo
     theirs = torch.autograd.grad((expected * weight).sum(), (query, key, value))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("rules", [AttentionRules(), AttentionRules(bounded=True), AttentionRules(True, True)], ids=str)
+def test_attention_of_context_parallel_ranks_is_that_of_one(
+    rules: AttentionRules, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks in this process; what they gather is put together by hand."""
+    torch.manual_seed(0)
+    lengths, heads, groups, width = [8, 64, 12, 68, 4, 132], 4, 2, 8
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    query = torch.randn(sum(lengths), heads, width)
+    key, value = (torch.randn(sum(lengths), groups, width) for _ in range(2))
+    attention = PackedCausalAttention(SimpleNamespace())
+
+    def attend(split: ContextSplit) -> torch.Tensor:
+        packed = PackedSeqParams(qkv_format="thd")
+        packed.split, packed.rules = split, rules
+        mine = [split.take(t) for t in (query, key, value)]
+        return attention(*mine, None, packed_seq_params=packed).squeeze(1)
+
+    whole, splits = attend(ContextSplit.of(cu_seqlens)), []
+    for rank in range(2):
+        group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        monkeypatch.setattr(context.mpu, "get_context_parallel_group", lambda group=group: group)
+        splits.append(ContextSplit.of(cu_seqlens))
+    both = torch.cat([torch.cat([key, value], dim=-1)[split.rows] for split in splits])
+    monkeypatch.setattr(layers, "gather_from_sequence_parallel_region", lambda own, group: both)
+    for split in splits:
+        torch.testing.assert_close(attend(split), whole[split.rows])
 
 
 def test_rotary_embedding_of_packed_rows_is_that_of_each_sequence(layout: Layout) -> None:
@@ -201,15 +237,64 @@ def test_length_classes_hold_every_token_once_and_little_else(layout: Layout) ->
     plan = AttentionPlan(ContextSplit.of(batch.cu_seqlens))
     assert plan.queries[plan.back].tolist() == list(range(batch.num_tokens))
     rows = sum(part.queries.numel() for part in plan.classes)
-    assert len(plan.queries) == len(plan.tokens) == rows == padded_tokens(batch.cu_seqlens)
+    shapes = attention_shapes(batch.cu_seqlens, bounded=False)
+    assert len(plan.queries) == len(plan.tokens) == rows == sum(size * length for size, length in shapes)
     assert batch.num_tokens >= SHORTEST_OF_CLASS * rows
 
 
-@pytest.mark.parametrize("lengths", [[5], [10, 8, 7, 100], [3, 3, 3], [80, 100, 99, 79]])
+@pytest.mark.parametrize("lengths", [[5], [10, 8, 7, 100], [3, 3, 3], [80, 100, 99, 79], [0, 4, 0]])
 def test_length_classes_start_at_the_longest(lengths: list[int]) -> None:
-    classes = length_classes(lengths)
-    for number in range(max(classes) + 1):
-        members = [length for length, n in zip(lengths, classes, strict=True) if n == number]
-        assert min(members) >= SHORTEST_OF_CLASS * max(members)
-        shorter = [length for length, n in zip(lengths, classes, strict=True) if n > number]
-        assert all(length < SHORTEST_OF_CLASS * max(members) for length in shorter)
+    calls = attention_calls(lengths, bounded=False)
+    assert sorted(index for call in calls for index in call.members) == [i for i, n in enumerate(lengths) if n]
+    for number, call in enumerate(calls):
+        members = [lengths[index] for index in call.members]
+        assert call.length == max(members) and min(members) >= SHORTEST_OF_CLASS * call.length
+        shorter = [lengths[index] for later in calls[number + 1 :] for index in later.members]
+        assert all(length < SHORTEST_OF_CLASS * call.length for length in shorter)
+
+
+BUDGET, MOST_SHAPES = 24576, 317
+"""Tokens of a micro-batch, and shapes that its calls of attention can have; docs/policy.md says so, too."""
+
+
+def test_all_shapes_of_a_budget_are_few() -> None:
+    """Every length as often as it fits, and fewer times: no other set of sequences has another shape."""
+    shapes = set()
+    for length in range(1, BUDGET + 1):
+        for rows in (1 << k for k in range((BUDGET // length).bit_length())):
+            shapes |= {(len(call.members), call.length) for call in attention_calls([length] * rows, bounded=True)}
+    assert len(shapes) == MOST_SHAPES
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 6000), max_size=200))
+def test_few_shapes_hold_any_sequences(lengths: list[int]) -> None:
+    lengths = [n for end, n in zip(itertools.accumulate(lengths), lengths, strict=True) if end <= BUDGET]
+    calls = attention_calls(lengths, bounded=True)
+    assert sorted(index for call in calls for index in call.members) == [i for i, n in enumerate(lengths) if n]
+    for call in calls:
+        shortest, longest = (bound(lengths[index] for index in call.members) for bound in (min, max))
+        assert call.length in call_lengths(BUDGET) and longest <= call.length
+        assert call.length - shortest < STEP or shortest > SHORTEST_OF_CLASS * call.length - STEP
+        assert len(call.members) & (len(call.members) - 1) == 0
+    batch = torch.tensor([0, *itertools.accumulate(lengths)])
+    assert len(set(attention_shapes(batch, bounded=True))) <= MOST_SHAPES
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "capability", "rules"),
+    [
+        (torch.bfloat16, False, (9, 0), AttentionRules(bounded=True)),
+        (torch.bfloat16, True, (9, 0), AttentionRules(bounded=True)),  # cuDNN
+        (torch.bfloat16, False, (8, 0), AttentionRules(bounded=True)),  # flash
+        (torch.bfloat16, True, (8, 0), AttentionRules(bounded=True, repeat_keys=True)),
+        (torch.float32, False, (9, 0), AttentionRules(bounded=True, repeat_keys=True)),
+    ],
+)
+def test_keys_are_repeated_where_no_fused_attention_takes_grouped_ones(
+    dtype: torch.dtype, masked: bool, capability: tuple[int, int], rules: AttentionRules, monkeypatch
+) -> None:
+    assert device.attention_rules(dtype, masked=masked) == AttentionRules()  # a CPU
+    monkeypatch.setattr(device, "CUDA", True)
+    monkeypatch.setattr(device, "_compute_capability", lambda: capability)
+    assert device.attention_rules(dtype, masked=masked) == rules
