@@ -20,7 +20,7 @@ from ctpo_megatron.preflight.check import (
     warnings_of,
 )
 from ctpo_megatron.preflight.configuration import validate, validate_sampling
-from ctpo_megatron.preflight.devices import gpus, has_cuda_device
+from ctpo_megatron.preflight.devices import gpus, has_cuda_device, torch_cuda
 from ctpo_megatron.preflight.disk import check_disk, disk_table, disk_use, held_out_prompts
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_run, install_line, verdict
 from ctpo_megatron.preflight.extensions import check_extensions
@@ -70,6 +70,7 @@ __all__ = [
     "place",
     "play_first",
     "run_checks",
+    "torch_cuda",
     "validate",
     "validate_sampling",
     "verdict",

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+from ctpo_megatron.base.installed import TE, is_installed, te_trouble
 from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.preflight.check import Gpu, MachineContext
-from ctpo_megatron.preflight.packages import version_of
+from ctpo_megatron.preflight.packages import engine_of_cuda, version_of
 from ctpo_megatron.preflight.timeouts import GPU_QUERY_TIMEOUT_S, MEET_TIMEOUT_S
 
 _QUERY = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -52,12 +53,13 @@ def check_devices(context: MachineContext) -> Iterator[Problem]:
     """GPUs, their driver, and which layers and optimizer follow from what is installed."""
     found, cuda = context.gpus, context.cuda
     if isinstance(found, str) or not found:
-        yield Problem("CUDA", f"none ({found or 'no GPU'}): everything runs on the CPU", severity="warning")
+        so = "" if engine_of_cuda() or driver_shows_device() else ": everything runs on the CPU"
+        yield Problem("CUDA", f"none ({found or 'no GPU'}){so}", severity="warning")
     else:
         yield passed("CUDA", ", ".join(f"{gpu.name} {gpu.gib:.0f} GiB" for gpu in found))
         yield _driver(found[0].driver, cuda)
-    engine = not isinstance(found, str) and cuda is not None and version_of("transformer-engine") is not None
-    apex = importlib.util.find_spec("amp_C") is not None
+    engine = context.gpu_count > 0 and cuda is not None and is_installed(TE) and not te_trouble()
+    apex = is_installed("apex") and is_installed("amp_C")
     layers = "Transformer Engine" if engine else "local (torch scaled_dot_product_attention)"
     optimizer = "Transformer Engine FusedAdam" if engine else "apex FusedAdam" if apex else "torch.optim.AdamW"
     yield passed("layer spec", layers)
@@ -67,7 +69,7 @@ def check_devices(context: MachineContext) -> Iterator[Problem]:
 def torch_cuda() -> str | None:
     """The version of CUDA that torch was built for, from its file of versions."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:
         return None
     return _built_for(Path(spec.submodule_search_locations[0]) / "version.py")
 
@@ -80,16 +82,23 @@ def _built_for(version_file: Path) -> str | None:
 
 def has_cuda_device() -> bool:
     """Whether torch is built for CUDA and the driver shows a device (`CUDA_VISIBLE_DEVICES` counts)."""
-    return torch_cuda() is not None and _driver_shows_device()
+    return torch_cuda() is not None and driver_shows_device()
 
 
-def _driver_shows_device() -> bool:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+def driver_shows_device() -> bool:
+    """Whether the driver shows this process a device (`CUDA_VISIBLE_DEVICES` counts)."""
+    if (library := driver()) is None:
         return False
     count = ctypes.c_int()
-    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    return library.cuInit(0) == 0 and library.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def driver() -> ctypes.CDLL | None:
+    """NVIDIA's driver as a library; None without."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def _driver(driver: str, cuda: str | None) -> Problem:

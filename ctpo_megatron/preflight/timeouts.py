@@ -2,6 +2,7 @@
 
 GIT_TIMEOUT_S = 60.0  # one git command, perhaps on a shared file system
 GPU_QUERY_TIMEOUT_S = 30.0  # one call of nvidia-smi
+NCCL_QUERY_TIMEOUT_S = 30.0  # to load NCCL from a slow disk and ask for its version
 CONNECT_TIMEOUT_S = 5.0  # to open a connection to a server that the run uses
 SANDBOX_START_TIMEOUT_S = 60.0  # for a sandbox to start and test its isolation
 IMPORT_TIMEOUT_S = 300.0  # to import all packages, in a process that has read none of them

@@ -15,11 +15,27 @@ import pytest
 
 from ctpo_megatron import cli
 from ctpo_megatron.config import Problem, passed
-from ctpo_megatron.preflight import DiskNeeds, Gpu, MachineContext, Wanted, failed, install_line, verdict, weight_bytes
+from ctpo_megatron.preflight import (
+    DiskNeeds,
+    Gpu,
+    MachineContext,
+    Wanted,
+    failed,
+    install_line,
+    packages,
+    verdict,
+    weight_bytes,
+)
 from ctpo_megatron.preflight.devices import check_collectives, check_devices, gpus
 from ctpo_megatron.preflight.machine import NODE, check_machine, check_sandbox
 from ctpo_megatron.preflight.nodes import _versions
-from ctpo_megatron.preflight.packages import check_imports, check_package, check_packages, import_troubles
+from ctpo_megatron.preflight.packages import (
+    check_imports,
+    check_package,
+    check_packages,
+    import_troubles,
+    version_of,
+)
 from ctpo_sandbox import Limits, start_server
 from tests.support.deadlines import scaled
 
@@ -34,6 +50,11 @@ def installed(folder: Path, name: str, version: str, requires: str = "") -> None
     info.mkdir()
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     (info / "METADATA").write_text("\n".join([*lines, *([f"Requires-Dist: {requires}"] if requires else []), ""]))
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, distribution: str) -> None:
+    """Let the doctor find no such distribution, whatever is installed here."""
+    monkeypatch.setattr(packages, "version_of", lambda name: None if name == distribution else version_of(name))
 
 
 def machine(**wanted: object) -> dict[str, Problem]:
@@ -63,6 +84,7 @@ def test_this_machine_is_ready_and_says_so_cheaply(tmp_path: Path) -> None:
 
 def test_versions_are_held_against_ranges_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
+    hide(monkeypatch, "transformer-engine")
     installed(tmp_path, "ctpo-megatron", "0.2.0", 'ray==2.60.0; extra == "train"')
     installed(tmp_path, "ray", "2.9.0")
     installed(tmp_path, "torch", "2.13.0+cpu")
@@ -77,7 +99,8 @@ def test_versions_are_held_against_ranges_and_locks(tmp_path: Path, monkeypatch:
     assert verdict([old, absent]) == "not ready: 2 to mend: ray, no-such-package"
 
 
-def test_the_rest_of_a_lock_is_counted(tmp_path: Path) -> None:
+def test_the_rest_of_a_lock_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "vllm")
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     (tmp_path / f"cpu-{python}.txt").write_text(
         "pytest==0.0.1 \\\n    --hash=sha256:0\nno-such-package==1\nrich==1.0\n"

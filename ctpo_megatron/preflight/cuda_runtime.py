@@ -1,0 +1,110 @@
+"""What GPUs need at run time beyond packages: a C compiler for Triton, and an NCCL that is new enough for engines."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from ctpo_megatron.config import Problem, passed
+from ctpo_megatron.preflight.builds import has_gpu
+from ctpo_megatron.preflight.check import MachineContext
+from ctpo_megatron.preflight.packages import engine_of_cuda
+from ctpo_megatron.preflight.timeouts import NCCL_QUERY_TIMEOUT_S
+
+LEAST_NCCL = 22907
+"""2.29.7, below which vLLM 0.32 cannot take back NCCL settings of its own (`vllm/utils/nccl.py`): ranks may hang."""
+_SONAME = "libnccl.so.2"
+_VERSION = """
+import ctypes, sys
+version = ctypes.c_int()
+status = ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(version))
+print(version.value if status == 0 else "")
+"""
+
+
+def check_compiler(context: MachineContext) -> Iterator[Problem]:
+    """The compiler and the header with which Triton builds the launcher of each kernel (`triton/runtime/build.py`)."""
+    if context.cuda is None or not has_gpu(context):
+        return
+    given = os.environ.get("CC")
+    found = shutil.which(given) if given is not None else shutil.which("gcc") or shutil.which("clang")
+    if found:
+        yield passed("C compiler", f"{found}, for Triton")
+    else:
+        what = "neither gcc nor clang is here" if given is None else f"CC={given!r} is no program"
+        fix = "install gcc (apt-get install gcc), or set CC to the path of a compiler"
+        yield Problem("C compiler", f"{what}, and Triton compiles a launcher for each kernel", fix, severity="missing")
+    if not (header := _include_folder() / "Python.h").is_file():
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        fix = f"install the headers of this Python (apt-get install python{version}-dev), or use one that has them"
+        message = f"{header} is not here, and Triton's launchers include it ({sys.executable})"
+        yield Problem("Python.h", message, fix, severity="missing")
+
+
+def _include_folder() -> Path:
+    """Where Triton looks: Debian's own scheme has no headers."""
+    scheme = sysconfig.get_default_scheme()
+    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+
+
+def check_nccl(context: MachineContext) -> Iterator[Problem]:
+    """The version of the NCCL that an engine would load against the one that vLLM needs."""
+    if not engine_of_cuda() or not has_gpu(context):
+        return
+    library, named_by = nccl_library()
+    if not library:
+        yield Problem("NCCL", f"no {_SONAME} is here", "install the CUDA lock again (docs/install_cuda.md)")
+        return
+    version, trouble = _version(library)
+    if not version:
+        yield Problem("NCCL", f"{library} ({named_by}) does not load: {trouble}", f"change {named_by}")
+    elif version < LEAST_NCCL:
+        message = f"{_text(version)} in {library} ({named_by}), but vLLM needs {_text(LEAST_NCCL)}: ranks may hang"
+        fix = f"take it out of {named_by}" if named_by != "installed" else "install the CUDA lock again"
+        yield Problem("NCCL", message, fix, severity="error" if context.gpu_count > 1 else "warning")
+    else:
+        yield passed("NCCL", f"{_text(version)} in {library} ({named_by})")
+
+
+def nccl_library() -> tuple[str, str]:
+    """The library that the loader takes first, and what names it; two empty texts without one."""
+    if preloaded := [path for path in _entries("LD_PRELOAD") if Path(path).name.startswith("libnccl.so")]:
+        return preloaded[0], "LD_PRELOAD"
+    if chosen := os.environ.get("VLLM_NCCL_SO_PATH"):
+        return chosen, "VLLM_NCCL_SO_PATH"
+    folders = [(folder, "LD_LIBRARY_PATH") for folder in _entries("LD_LIBRARY_PATH")]
+    folders += [(f"{folder}/nvidia/nccl/lib", "installed") for folder in sys.path]
+    for folder, named_by in folders:
+        if (path := Path(folder) / _SONAME).is_file():
+            return str(path), named_by
+    return (found, "ldconfig") if (found := ctypes.util.find_library("nccl")) else ("", "")
+
+
+def _entries(variable: str) -> list[str]:
+    """Separated by colons, and in LD_PRELOAD by spaces, too."""
+    text = os.environ.get(variable, "")
+    return [part for part in (text.replace(" ", ":") if variable == "LD_PRELOAD" else text).split(":") if part]
+
+
+def _version(library: str) -> tuple[int, str]:
+    """As NCCL codes it, 22907 for 2.29.7, and why it is 0."""
+    # In a process of its own: a library for another machine may end the interpreter.
+    command = [sys.executable, "-c", _VERSION, library]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NCCL_QUERY_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return 0, f"not within {NCCL_QUERY_TIMEOUT_S:g} s"
+    said = done.stdout.strip()
+    return (int(said), "") if said.isdecimal() else (0, (done.stderr.strip().splitlines() or ["no version"])[-1])
+
+
+def _text(version: int) -> str:
+    if version < 10000:  # before 2.9
+        return f"{version // 1000}.{version // 100 % 10}.{version % 100}"
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
