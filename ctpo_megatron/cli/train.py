@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from ctpo_megatron.base.cuda_environment import order_kernels
 from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
@@ -55,6 +56,7 @@ from ctpo_megatron.preflight import (
     place,
     play_first,
     run_checks,
+    torch_cuda,
     validate,
     warnings_of,
 )
@@ -104,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
     if problem := rank_problem(planned=args.dry_run) or next(iter(here), None):
         raise UsageError(str(problem))  # not a ConfigError, which only rank 0 shows
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
+    if not args.dry_run and config.policy.tensor_model_parallel_size > 1 and torch_cuda():
+        order_kernels()  # before anything asks CUDA for its devices
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
     elsewhere = args.dry_run or bool(os.environ.get(ADDRESS))  # a named cluster has its own GPUs
     job = Job(world_size(), node_ranks(), None if elsewhere else visible_gpus())

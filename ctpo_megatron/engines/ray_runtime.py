@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import RayError
 
 from ctpo_megatron.base.addresses import is_own
+from ctpo_megatron.base.cuda_environment import of_this_rank
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN, TOKEN_FILE
 from ctpo_megatron.base.signals import action_kept, children_spared
 from ctpo_megatron.base.stop import NeverStop, Stop, stop_poll
@@ -44,10 +45,15 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def _variables(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables for processes that are started within; None leaves one as it is. All are restored at the end."""
-    before = {name: os.environ.get(name) for name in changes}
+def _variables(changes: Mapping[str, str | None], without: Collection[str] = ()) -> Iterator[None]:
+    """Set variables for processes that are started within; None leaves one as it is. All are restored at the end.
+
+    without: variables that those processes do not get.
+    """
+    before = {name: os.environ.get(name) for name in (*changes, *without)}
     os.environ.update({name: value for name, value in changes.items() if value is not None})
+    for name in without:
+        os.environ.pop(name, None)
     try:
         yield
     finally:
@@ -259,7 +265,7 @@ class RayRuntime:
         # Only Ray's processes see the change: this one read CUDA_VISIBLE_DEVICES when it initialized CUDA.
         changes = {_VISIBLE: self._gpus, **_token(self._temp)}
         # A signal to the process group must spare Ray's head: the trainer needs it until it has saved its state.
-        with _variables(changes), children_spared():
+        with _variables(changes, without=of_this_rank()), children_spared():
             ray.init(
                 address="local",
                 num_cpus=self._cpus,

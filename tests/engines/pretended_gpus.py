@@ -1,4 +1,7 @@
-"""A private Ray for two engines of two GPUs each, on a node with pretended ones; prints what each sees, as JSON."""
+"""A private Ray for two engines of two GPUs each, on a node with pretended ones; prints what each sees, as JSON.
+
+Of the rank's own variables, too: `[gpus, CUDA_DEVICE_MAX_CONNECTIONS]`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 
 import ray
 
+from ctpo_megatron.base.cuda_environment import MAX_CONNECTIONS, order_kernels
 from ctpo_megatron.config import Job, Placement
 from ctpo_megatron.engines.ray_runtime import RayRuntime
 from tests.config.test_placement import readme
@@ -18,12 +22,13 @@ VISIBLE = "8,9,10,11,12,13,14,15"
 class Engine:
     """Asks for GPUs as `EngineHandle` does."""
 
-    def gpus(self) -> str | None:
-        return os.environ.get("CUDA_VISIBLE_DEVICES")
+    def sees(self) -> tuple[str | None, str | None]:
+        return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get(MAX_CONNECTIONS)
 
 
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE
+    order_kernels()
     placed = Placement.of(readme(rollout={"engine": {"tensor_parallel_size": 2}}), Job(4))
     counted: list[float] = []
     runtime = RayRuntime(1, counted.append, placed.engine_devices(VISIBLE))
@@ -31,8 +36,9 @@ def main() -> None:
         runtime.wait(120)
         assert counted == [4.0]
         assert os.environ["CUDA_VISIBLE_DEVICES"] == VISIBLE
+        assert MAX_CONNECTIONS in os.environ  # this rank keeps its own
         engines = [Engine.options(num_gpus=2).remote() for _ in range(2)]
-        print(json.dumps(ray.get([engine.gpus.remote() for engine in engines], timeout=120)))
+        print(json.dumps(ray.get([engine.sees.remote() for engine in engines], timeout=120)))
     finally:
         runtime.close()
 
