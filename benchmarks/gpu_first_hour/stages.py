@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 
 SUITES = {"A": 420, "B": 300, "C": 540, "D": 300}
 """Kernel suites, and seconds for each: benchmarks/kernels."""
+SANITIZER_WHEEL = "nvidia-cuda-sanitizer-api"
+"""For CUDA 13; its program lies in `nvidia/cu13/bin`."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,22 @@ def _gpu_tests(machine: Machine) -> Stage:
 def _sanitizer(machine: Machine) -> Iterator[Stage]:
     """Races and bad addresses inside a thread block, which no interpreter shows; small shapes, they are slow."""
     tests = ("tests/gpu/test_kernels_cuda.py", "-m", "gpu or not gpu", "-k", "launch_forms and default", "-q")
-    program = shutil.which("compute-sanitizer")
-    skip = "needs a CUDA device" if machine.device != "cuda" else "" if program else "compute-sanitizer is not here"
+    program = compute_sanitizer()
+    absent = "" if program else f"compute-sanitizer is not here: pip install {SANITIZER_WHEEL}"
+    skip = absent if machine.device == "cuda" else "needs a CUDA device"
     for tool in ("memcheck", "racecheck"):
         command = (program or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *_python("-m", "pytest"))
         # Its cache would hide an access beyond a tensor that ends inside a larger block.
         plain = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         yield Stage(f"sanitizer-{tool}", f"compute-sanitizer {tool}", 420, (*command, *tests), None, plain, skip)
+
+
+def compute_sanitizer() -> str | None:
+    """The program: the one on the path, or else the one of the wheel in this environment; None without."""
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = (nvidia.submodule_search_locations or ()) if nvidia else ()
+    of_wheel = [str(file) for folder in folders for file in sorted(Path(folder).glob("cu*/bin/compute-sanitizer"))]
+    return next(filter(None, map(shutil.which, ["compute-sanitizer", *of_wheel])), None)
 
 
 def _kernels(machine: Machine, work: Path) -> Iterator[Stage]:

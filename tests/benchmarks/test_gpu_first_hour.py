@@ -19,7 +19,7 @@ import pytest
 from benchmarks.gpu_first_hour import __main__ as program
 from benchmarks.gpu_first_hour.report import page
 from benchmarks.gpu_first_hour.run import Record, run_stage
-from benchmarks.gpu_first_hour.stages import Machine, Stage, stages
+from benchmarks.gpu_first_hour.stages import SANITIZER_WHEEL, Machine, Stage, compute_sanitizer, stages
 from tests.support import children
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
@@ -34,6 +34,32 @@ def python(code: str) -> tuple[str, ...]:
 
 def run(stage: Stage, folder: Path) -> Record:
     return run_stage(stage, folder / "log", ROOT, "c" * 40, Event())
+
+
+def sanitizers(folder: Path) -> list[Stage]:
+    planned = stages(Machine("cuda", 1, "a-gpu"), folder)
+    return [stage for stage in planned if stage.name.startswith("sanitizer-")]
+
+
+def test_the_sanitizer_of_the_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the wheel installs it, where no toolkit is on the path."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    site = tmp_path / "site-packages"
+    monkeypatch.syspath_prepend(site)
+    assert compute_sanitizer() is None
+    assert {stage.skip for stage in sanitizers(tmp_path)} == {
+        f"compute-sanitizer is not here: pip install {SANITIZER_WHEEL}"
+    }
+    program = site / "nvidia" / "cu13" / "bin" / "compute-sanitizer"
+    program.parent.mkdir(parents=True)
+    program.touch(0o755)
+    monkeypatch.syspath_prepend(site)  # forgets what it saw of the folder
+    assert compute_sanitizer() == str(program)
+    assert {(stage.command[0], stage.skip) for stage in sanitizers(tmp_path)} == {(str(program), "")}
+    on_path = tmp_path / "bin" / "compute-sanitizer"
+    on_path.parent.mkdir()
+    on_path.touch(0o755)
+    assert compute_sanitizer() == str(on_path)
 
 
 def test_a_stage_that_passes_gives_its_figures(tmp_path: Path) -> None:
