@@ -174,4 +174,5 @@ def _own_logits(logits: Tensor, labels: Tensor, shard: Shard) -> Tensor:
 
 def _add_at_labels(rows: Tensor, labels: Tensor, g: Tensor, shard: Shard) -> Tensor:
     column, owned = _own(labels, shard, rows.shape[1])
-    return rows.scatter_add_(1, column[:, None], torch.where(owned, g, 0.0)[:, None].to(rows.dtype))
+    row = torch.arange(rows.shape[0], device=rows.device)
+    return rows.index_put_((row, column), torch.where(owned, g, 0.0).to(rows.dtype), accumulate=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctpo_kernels import linear_log_probs, rows_torch, vocab_parallel_log_probs
 from ctpo_kernels.rows_torch import Shard
@@ -172,6 +176,34 @@ def test_shards_merge_to_the_whole(backend: str, shards: int, columns: int, voca
         left = rows_torch.row_stats(again, labels, own[0], temperature, entropy=False)
         direct = rows_torch.gradient_after_stats(again, left, merged, labels, upstream, own[0], temperature)
         assert distance(direct, [row[:size] for row in expected.d_logits]) <= GRADIENT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_twin_adds_at_labels_without_an_addition_of_undefined_order(dtype: torch.dtype) -> None:
+    """`scatter_add_` adds atomically on CUDA unless torch is told otherwise. The bits are the same."""
+    rows, labels, g = torch.randn(7, 40, dtype=dtype), torch.tensor([3, 0, 39, -100, 37, 20, 3]), torch.randn(7)
+    shard = Shard(0, 37)
+    owned = (labels >= 0) & (labels < 37)
+    column = labels.where(owned, 0)[:, None]
+    expected = rows.scatter_add(1, column, torch.where(owned, g, 0.0)[:, None].to(dtype))
+    with watch_operators() as names:
+        found = rows_torch._add_at_labels(rows, labels, g, shard)
+    assert found.data_ptr() == rows.data_ptr()
+    assert same_bits(found, expected)
+    assert names.isdisjoint({"scatter_add_", "scatter_add", "index_add_", "put_", "scatter_reduce_"})
+
+
+@contextlib.contextmanager
+def watch_operators() -> Iterator[set[str]]:
+    names: set[str] = set()
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        yield names
 
 
 def test_shard_of_minus_infinity(backend: str) -> None:
