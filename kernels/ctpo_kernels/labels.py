@@ -1,4 +1,4 @@
-"""Arguments that the log-prob functions share: vocabulary shards, tensor-parallel groups, labels."""
+"""Arguments that the functions share: vocabulary shards, tensor-parallel groups, labels."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from ctpo_kernels.rows_torch import IGNORED_LABEL, Shard
 def effective(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """None for a group of one rank, which needs no collective."""
     return None if group is None or group.size() == 1 else group
+
+
+def refuse_sharded(name: str, tensor: Tensor) -> None:
+    """Raises TypeError for a DTensor: a kernel would take its local part for the whole."""
+    if hasattr(tensor, "full_tensor"):
+        raise TypeError(
+            f"{name} is a DTensor {list(tensor.shape)}, whose elements lie on several ranks: give a plain tensor. "
+            "A parameter under FSDP2 (fully_shard) is one inside the forward of its module"
+        )
 
 
 def shard_of(columns: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> Shard:

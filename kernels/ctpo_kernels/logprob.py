@@ -42,6 +42,7 @@ def vocab_parallel_log_probs(
     differentiable). Saves the logits and two numbers a row; collectives: one all-gather of 16 bytes a row in the
     forward pass, none in the backward.
     """
+    arguments.refuse_sharded("logits", logits)
     if logits.dim() not in (2, 3) or not logits.is_floating_point():
         raise ValueError(f"logits must be floating-point [N, V] or [B, T, V]; got {logits.dtype} {list(logits.shape)}")
     shape = logits.shape[:-1]

@@ -41,6 +41,8 @@ def check_operands(
     hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, sp: bool, temperature: float
 ) -> Tensor:
     """The labels `[N]` as `labels.checked` returns them; raises ValueError or TypeError naming what does not fit."""
+    for name, operand in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        arguments.refuse_sharded(name, operand)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden [N, H] and weight [V, H] do not fit: {list(hidden.shape)}, {list(weight.shape)}")
     if hidden.device != weight.device:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ctpo_kernels.labels import refuse_sharded
+
 
 class LossTensors(NamedTuple):
     """What a loss call receives besides its log-probs, unchecked, as `ctpo_loss` documents each.
@@ -101,6 +103,20 @@ class PackedTokens:
 
         return self._map(cut, (self.cu - start).clamp(0, end - start))
 
+    def aligned(self) -> PackedTokens:
+        """The same tokens at addresses that are multiples of 16 bytes, copied where they are at another.
+
+        Triton compiles a kernel for each set of arguments that have such addresses; all from torch's allocators do.
+        """
+        tensors = [getattr(self, field.name) for field in fields(self)]
+        if all(values is None or _is_aligned(values) for values in tensors):
+            return self
+
+        def move(values: Tensor) -> Tensor:
+            return values if _is_aligned(values) else values.clone()
+
+        return self._map(move, move(self.cu_seqlens))
+
     def spread(self, repeats: int, cu: Tensor) -> PackedTokens:
         """The same tokens with every segment as `repeats` segments, whose boundaries are `cu`."""
 
@@ -123,6 +139,7 @@ class PackedTokens:
         """
         device, n, shape = log_probs.device, log_probs.numel(), log_probs.shape
         cu_seqlens = given.cu_seqlens
+        refuse_sharded("log_probs", log_probs)
         if log_probs.dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"log_probs must be float32 or float64: the cumulative ratio adds up the rounding of {log_probs.dtype}"
@@ -168,6 +185,10 @@ class PackedTokens:
             None if given.weights is None else column(given.weights).contiguous(),
             cu_seqlens.to(device).contiguous(),
         )
+
+
+def _is_aligned(values: Tensor) -> bool:
+    return values.data_ptr() % 16 == 0
 
 
 def _check_shape(name: str, value: Tensor, tokens: torch.Size, b: int | None) -> None:

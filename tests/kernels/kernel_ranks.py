@@ -95,6 +95,7 @@ def run_cases(rank: int, dtype: torch.dtype) -> dict[Any, Any]:
         out["context parallel head", ratio] = context_parallel_head(rank, head_of(name, dtype), ratio_mode=ratio)
     out["refusals"] = refusals(case_batch(dtype))
     if dtype == torch.float64:
+        out["sharded"] = sharded(head_of(name, dtype))
         out["compiled"] = tensor_parallel(rank, head_of(name, dtype), sequence_parallel=True, compiled=True)
     return out
 
@@ -209,6 +210,39 @@ def context_parallel_head(rank: int, head: Head, **keywords: Any) -> dict[str, A
         "d_hidden": hidden.grad,
         "d_weight": weight.grad,
     }
+
+
+def sharded(head: Head) -> dict[str, Any]:
+    """A weight under FSDP2, in the forward of its module: every rank has the same tokens. Messages of calls outside."""
+    from torch.distributed.fsdp import fully_shard
+
+    from ctpo_kernels import fused_linear_ctpo, linear_log_probs, vocab_parallel_log_probs
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(head.weight.clone())
+
+        def forward(self) -> Any:
+            return fused_linear_ctpo(**{**head.arguments(), "weight": self.weight}, chunk_size=16)
+
+    layer = fully_shard(Layer(), mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,)))
+    loss, _, log_probs = layer()
+    loss.backward()
+    layer.reshard()
+    weight, labels = layer.weight, head.labels
+    messages = []
+    for call in (
+        lambda: fused_linear_ctpo(**{**head.arguments(), "weight": weight}),
+        lambda: linear_log_probs(head.hidden, weight, labels),
+        lambda: vocab_parallel_log_probs(weight, labels),
+    ):
+        try:
+            call()
+        except TypeError as error:
+            messages.append(str(error))
+    gradient = weight.grad.full_tensor()
+    return {"loss": loss.detach(), "log_probs": log_probs, "d_weight": gradient, "messages": messages}
 
 
 def refusals(batch: dict[str, Tensor]) -> list[str]:

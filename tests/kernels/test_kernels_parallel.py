@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -168,6 +169,18 @@ def test_context_parallel_head(ranks: list, backend: str, dtype: torch.dtype, ra
     total = found[0]["d_weight"] + found[1]["d_weight"]
     assert distance(total, expected.d_weight.double()) <= tolerance(dtype)
     assert same_bits((found[0]["stats"] + found[1]["stats"])[1:3], expected.stats.sums[1:3])
+
+
+def test_a_weight_under_fsdp2_in_the_forward_of_its_module(ranks: list) -> None:
+    dtype, name = torch.float64, next(iter(VOCABS))
+    with use_backend("torch"):
+        expected = sweep(head_of(name, dtype), chunk_size=16)
+    for each in of_ranks(ranks, "torch", dtype, "sharded"):
+        assert same_bits(each["loss"], expected.loss)
+        assert same_bits(each["log_probs"], expected.log_probs)
+        assert distance(each["d_weight"], expected.d_weight) <= tolerance(dtype)  # the mean of two equal ones
+        names = [re.match(r"(\w+) is a DTensor \[56, .*\(fully_shard\)", message) for message in each["messages"]]
+        assert [found and found[1] for found in names] == ["weight", "weight", "logits"]
 
 
 def test_group_mistakes_are_refused_on_every_rank(ranks: list) -> None:
