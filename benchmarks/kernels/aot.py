@@ -2,7 +2,7 @@
 
 `PYTHONPATH=.:kernels python -m benchmarks.kernels.aot [--arch 80 90 100] [--quick] [--json FILE]` prints a table. The
 exit status is 1 if a kernel spills, exceeds a limit or does not compile, and 2 if nothing can be compiled here. The
-launchers themselves provide the configurations (`aot_launches`).
+launchers themselves provide the configurations (`aot_launches`). `--tile 256:8` compiles the loss with other tiles.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ ARCHITECTURES = (80, 90, 100)
 # each of one warp, and two of 16 warps for the rows, so that one computes while another waits for memory.
 REGISTERS = {
     "span_totals_kernel": 96,
+    "count_kernel": 64,
     "loss_kernel": 128,
     "reduce_kernel": 128,
     "row_stats_kernel": 64,
@@ -90,16 +91,19 @@ class Report:
 
 
 def launches(*, quick: bool = False) -> list[KernelLaunch]:
-    """All different launches; `quick`: of the default configurations only.
+    """All different launches; `quick`: of the default configurations, and one of each kernel that these do not launch.
 
     Raises LookupError if a kernel of the package is in none of them, or has no limit.
     """
     found: dict[str, KernelLaunch] = {}
-    for name, run in configurations().items():
-        if quick and not name.startswith("default"):
-            continue
+    chosen = configurations().items()
+    for name, run in sorted(chosen, key=lambda item: not item[0].startswith("default")) if quick else chosen:
+        known = {launch.kernel for launch in found.values()}
+        if quick and not name.startswith("default") and known == _kernels():
+            break
         for launch in recorded(run, name):
-            found.setdefault(launch.key, launch)
+            if not quick or name.startswith("default") or launch.kernel not in known:
+                found.setdefault(launch.key, launch)
     missing = _kernels() - {launch.kernel for launch in found.values()}
     if missing or _kernels() != REGISTERS.keys():
         raise LookupError(
@@ -107,6 +111,18 @@ def launches(*, quick: bool = False) -> list[KernelLaunch]:
             f"{sorted(_kernels() ^ REGISTERS.keys())}"
         )
     return list(found.values())
+
+
+def with_tile(launch: KernelLaunch, tile: str) -> KernelLaunch:
+    """A launch of the loss with tiles of other sizes, `BLOCK:RUN[:REGISTERS]`; another launch as it is.
+
+    BLOCK: tokens of a tile. RUN: adjacent ones of a thread. REGISTERS: most that a thread may have.
+    """
+    if launch.kernel not in INSTRUCTIONS:
+        return launch
+    block, run, *registers = map(int, tile.split(":"))
+    options = launch.options | ({"maxnreg": registers[0]} if registers else {})
+    return dataclasses.replace(launch, constants=launch.constants | {"BLOCK": block, "RUN": run}, options=options)
 
 
 def _kernels() -> set[str]:
@@ -223,6 +239,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="default configurations only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
     parser.add_argument("--limit", action="append", default=[], metavar="KERNEL=REGISTERS", help="another limit")
+    parser.add_argument("--tile", metavar="BLOCK:RUN[:REGISTERS]", help="tokens of the loss's tiles and of its threads")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     options = parser.parse_args(argv)
     limits = dict(REGISTERS)
@@ -231,6 +248,8 @@ def main(argv: list[str] | None = None) -> int:
         if kernel not in limits or not number.isdigit():
             parser.error(f"--limit {entry}: expected KERNEL=REGISTERS with one of {', '.join(limits)}")
         limits[kernel] = int(number)
+    if options.tile and not re.fullmatch(r"\d+:\d+(:\d+)?", options.tile):
+        parser.error(f"--tile {options.tile}: expected BLOCK:RUN or BLOCK:RUN:REGISTERS, such as 256:8")
     if min(options.arch) < 80:
         parser.error(f"--arch {min(options.arch)}: the kernels need compute capability 8.0, so 80 or more")
     if importlib.util.find_spec("triton") is None:
@@ -239,6 +258,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set, so triton interprets kernels instead of compiling them: unset it")
 
     chosen = launches(quick=options.quick)
+    if options.tile:
+        chosen = [with_tile(launch, options.tile) for launch in chosen]
     reports = compile_all(chosen, options.arch, options.processes)
     failures = [line for report in reports for line in report.failures(limits)]
     version = importlib.metadata.version("triton")

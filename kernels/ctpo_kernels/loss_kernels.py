@@ -1,9 +1,9 @@
 """Triton kernels of the loss. One program processes a span of one segment, tile by tile; integer sums carry the prefix.
 
 A whole batch takes three launches. `span_totals_kernel` sums up every span; `loss_kernel` adds the totals of the
-earlier spans and writes all results; `reduce_kernel` adds up the partial statistics of the programs. A window of the
-streaming head takes one launch of `loss_kernel`, with a program per segment; `state` carries the prefix between
-windows.
+earlier spans and writes all results; `reduce_kernel` adds up the partial statistics of the programs. Where the loss
+tokens of token-mean are not given, `count_kernel` counts them in a fourth, after the first. A window of the streaming
+head takes one launch of `loss_kernel`, with a program per segment; `state` carries the prefix between windows.
 
 Segment b owns the slots (programs, and columns of their results) from cu[b] // span + b on: enough for its spans, and
 found without a table. Boundaries are clamped to the batch, because the host has not read them.
@@ -30,21 +30,6 @@ ALIGNMENT = tl.constexpr(16)
 
 COUNTS = ["segments", "slots", "tile_bits", "window_start", "window_end", "tokens", "columns"]
 """Arguments that vary between batches: Triton would recompile for a 1 and for multiples of 16."""
-
-
-@triton.jit
-def _inverse(inverse, span_totals, slots, IS_POINTER: tl.constexpr, COUNT_ALL: tl.constexpr, LOOK: tl.constexpr):
-    """The given inverse denominator; with COUNT_ALL 1 over the loss tokens of all spans."""
-    if COUNT_ALL:
-        trained = tl.zeros((LOOK,), tl.int32)
-        for start in range(0, slots, LOOK):
-            slot = start + tl.arange(0, LOOK)
-            trained += tl.load(span_totals + slot.to(tl.int64) * 4 + 3, mask=slot < slots, other=0).to(tl.int32)
-        return (1.0 / tl.maximum(tl.sum(trained, 0), 1).to(tl.float64)).to(tl.float32)
-    elif IS_POINTER:
-        return tl.load(inverse)
-    else:
-        return inverse
 
 
 @triton.jit
@@ -165,6 +150,16 @@ def span_totals_kernel(
     tl.store(own + 3, tl.sum(trained_runs, 0).to(tl.int64))
 
 
+@triton.jit(do_not_specialize=COUNTS)
+def count_kernel(span_totals, inverse, slots, BLOCK: tl.constexpr):
+    """Grid: 1. inverse: float32 `[1]`, 1 over the loss tokens of all spans, of which there is at least 1."""
+    trained = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, slots, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        trained += tl.load(span_totals + slot.to(tl.int64) * 4 + 3, mask=slot < slots, other=0)
+    tl.store(inverse, (1.0 / tl.maximum(tl.sum(trained, 0), 1).to(tl.float64)).to(tl.float32))
+
+
 @triton.jit
 def _totals_of_spans(
     span_totals,
@@ -261,7 +256,6 @@ def loss_kernel(
     HAS_STATE: tl.constexpr,
     HAS_TOTALS: tl.constexpr,
     INVERSE_POINTER: tl.constexpr,
-    COUNT_ALL: tl.constexpr,
     STREAM: tl.constexpr,
 ):
     """Grid: slots; a program adds the totals of its segment's earlier spans and writes all results.
@@ -306,7 +300,7 @@ def loss_kernel(
             tokens_total = tl.load(totals + segment * 4 + 1).to(tl.int32)
             bad_total = tl.load(totals + segment * 4 + 2).to(tl.int32)
             trained_total = tl.load(totals + segment * 4 + 3).to(tl.int32)
-        scale = _inverse(inverse, span_totals, slots, INVERSE_POINTER, COUNT_ALL, LOOK)
+        scale = tl.load(inverse) if INVERSE_POINTER else inverse
         if PER_SEQUENCE:
             scale = scale / tl.maximum(trained_total, 1).to(tl.float32)
         scale = tl.where(wrong, float("nan"), scale)

@@ -25,8 +25,8 @@ BLOCK, RUN, WARPS = 128, 4, 1
 OPTIONS = {"num_warps": WARPS, "maxnreg": 128}
 """maxnreg: without a limit, ptxas prefers a smaller number of registers and spills a few bytes."""
 
-LOOK = 128
-"""Spans whose totals a program reads at a time."""
+LOOK, COUNTED = 128, 1024
+"""Spans whose totals a program reads at a time; and the one program that counts the loss tokens of all."""
 
 PROGRAMS = 2048
 """Spans that a long enough batch is cut into: enough to fill the largest device."""
@@ -99,11 +99,15 @@ class _Arguments:
         totals: Tensor | None,
         positions: int,
     ) -> None:
+        batch = batch.aligned()
         none = batch.log_probs  # stands in for pointers that a kernel does not read
         self.batch = batch
         bounds = spec.bounds
         power, table = _power(bounds.power, positions, batch.log_probs.device)
-        if isinstance(inverse, Tensor):
+        self.counts_loss_tokens = inverse is None
+        if inverse is None:
+            inverse = torch.empty(1, dtype=torch.float32, device=batch.log_probs.device)  # for `count_kernel`
+        elif isinstance(inverse, Tensor):
             inverse = inverse.to(torch.float32).reshape(1)
         self.tensors = (
             batch.log_probs,
@@ -117,7 +121,7 @@ class _Arguments:
         )
         self.state = none if state is None else state
         self.totals = none if totals is None else totals.contiguous()
-        self.numbers = (1.0 if inverse is None else inverse, bounds.low, bounds.high, bounds.dual)
+        self.numbers = (inverse, bounds.low, bounds.high, bounds.dual)
         self.constants: dict[str, Any] = {
             "HAS_OLD": batch.old_log_probs is not None,
             "HAS_LOSS_MASK": batch.loss_mask is not None,
@@ -132,7 +136,6 @@ class _Arguments:
             "HAS_STATE": state is not None,
             "HAS_TOTALS": totals is not None,
             "INVERSE_POINTER": isinstance(inverse, Tensor),
-            "COUNT_ALL": inverse is None,
         }
 
 
@@ -161,9 +164,11 @@ def _launch_spans(arguments: _Arguments, gradient: Tensor, details: PerToken | N
         HAS_OLD=arguments.constants["HAS_OLD"],
         HAS_LOSS_MASK=arguments.constants["HAS_LOSS_MASK"],
         WHOLE_SEQUENCE=arguments.constants["WHOLE_SEQUENCE"],
-        COUNT_TRAINED=arguments.constants["COUNT_TRAINED"] or arguments.constants["COUNT_ALL"],
+        COUNT_TRAINED=arguments.constants["COUNT_TRAINED"] or arguments.counts_loss_tokens,
         **OPTIONS,
     )
+    if arguments.counts_loss_tokens:
+        dispatch.launch(kernels.count_kernel, 1, span_totals, arguments.numbers[0], slots, BLOCK=COUNTED, num_warps=4)
     dispatch.launch(
         kernels.loss_kernel,
         slots,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.kernels import aot
+from benchmarks.kernels.aot_launches import KernelLaunch
 from tests.kernels.compiling import ENVIRONMENT, code, gate, quick_gate
 from tests.support import children
 from tests.support.deadlines import scaled
@@ -74,6 +76,15 @@ def test_every_limit_that_is_exceeded_is_named_and_fails_the_gate(compiled: Path
     failures = done.stderr.splitlines()
     assert {line.split()[0] for line in failures} == {"merge_kernel", "reduce_kernel"}
     assert all("registers, limit 1" in line and "sm_90" in line for line in failures)
+
+
+def test_another_tile_is_that_of_the_loss_alone() -> None:
+    own = KernelLaunch("loss_kernel", "", "", {}, {"BLOCK": 128, "RUN": 4, "LOOK": 128}, (), {"maxnreg": 128})
+    changed = aot.with_tile(own, "256:8:168")
+    assert changed.constants == {"BLOCK": 256, "RUN": 8, "LOOK": 128}
+    assert (changed.options["maxnreg"], aot.with_tile(own, "64:2").options["maxnreg"]) == (168, 128)
+    other = dataclasses.replace(own, kernel="reduce_kernel")
+    assert aot.with_tile(other, "256:8") is other
 
 
 def test_workers_end_with_their_parent() -> None:
@@ -142,7 +153,8 @@ def test_a_machine_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"), [(["--arch", "75"], "8.0"), (["--limit", "no_kernel=3"], "no_kernel=3")]
+    ("arguments", "named"),
+    [(["--arch", "75"], "8.0"), (["--limit", "no_kernel=3"], "no_kernel=3"), (["--tile", "256x8"], "--tile 256x8")],
 )
 def test_bad_arguments_are_refused(arguments: list[str], named: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:

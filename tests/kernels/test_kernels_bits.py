@@ -88,7 +88,7 @@ def test_interpreter_and_twin_agree_on_every_packing(interpreter: None, name: st
     ],
 )
 def test_spans_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPatch, span: int, block: int) -> None:
-    """LOOK of 4 makes long sequences look back several times, and count loss tokens that nobody has counted."""
+    """LOOK of 4 makes long sequences look back several times; COUNTED likewise for loss tokens that are not given."""
     from ctpo_kernels import loss_triton
 
     for ratio, agg in (("cumprod", "seq-mean-token-mean"), ("sequence-geomean", "token-mean")):
@@ -96,6 +96,7 @@ def test_spans_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPatch, sp
         counted, given = (None, inverse_of_loss_tokens(batch)) if agg == "token-mean" else (0.1, 0.1)
         expected = loss_triton.loss_pass(batch, spec, given, per_token=True)
         monkeypatch.setattr(loss_triton, "LOOK", 4)
+        monkeypatch.setattr(loss_triton, "COUNTED", 4)
         found = loss_triton.loss_pass(batch, spec, counted, per_token=True, span=span, block=block)
         assert same_decisions(found, expected)
         assert same_bits(found.gradient, expected.gradient)

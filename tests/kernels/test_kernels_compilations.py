@@ -32,6 +32,8 @@ for size in ((2, 1), (16, 1), (17, 2), (4096, 16), (70001, 300), (1 << 22, 5)):
     for launch in aot_launches.recorded(lambda: aot_launches.launch_loss(size, {}), ""):
         found.setdefault(launch.kernel, set()).add(launch.key)
         fused.add(launch.options["enable_fp_fusion"])
+    counted = aot_launches.recorded(lambda: aot_launches.launch_loss(size, {"loss_agg_mode": "token-mean"}), "")
+    found.setdefault("count_kernel", set()).update(note.key for note in counted if note.kernel == "count_kernel")
 for place in ((0, 1, 1), (0, 16, 2), (1, 18, 16), (2048, 4096, 300)):
     for launch in aot_launches.recorded(lambda: window(*place), ""):
         found.setdefault("window", set()).add(launch.key)

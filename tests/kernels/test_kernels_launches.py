@@ -1,4 +1,4 @@
-"""How much a call of the loss asks of the device: three launches at most, and nothing else. Where launches go."""
+"""How much a call of the loss asks of the device: launches, nothing beside them, bytes. Where launches go."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ctpo_kernels as ck
+from tests.kernels import harness
 from tests.support.pairwise import pairwise
 
 # What prepares memory or looks at it differently; all others would be launches on a device.
@@ -40,7 +41,7 @@ class _Operations(TorchDispatchMode):
         "mode": ["seq-mean-token-mean", "token-mean"],
     }
 )
-def test_three_launches_at_most_and_nothing_else(
+def test_three_launches_or_four_and_nothing_else(
     interpreter: None,
     monkeypatch: pytest.MonkeyPatch,
     segments: int,
@@ -48,7 +49,7 @@ def test_three_launches_at_most_and_nothing_else(
     boundaries: torch.dtype,
     mode: str,
 ) -> None:
-    """Loss tokens that nobody has counted are counted in these launches."""
+    """The fourth counts the loss tokens of token-mean, where they are not given."""
     from triton.runtime.interpreter import GridExecutor
 
     launches = 0
@@ -63,12 +64,40 @@ def test_three_launches_at_most_and_nothing_else(
     response = torch.ones(n, dtype=mask)
     cu_seqlens = torch.arange(0, n + 1, 2, dtype=boundaries)
     old_log_probs, advantages = torch.zeros(n), torch.ones(segments)
-    with _Operations() as operations:
-        tokens = (log_probs, old_log_probs, response, advantages, cu_seqlens)
-        ck.ctpo_loss(*tokens, loss_mask=response, loss_agg_mode=mode)
-    assert 1 <= launches <= 3
-    extra = [name for name in operations.names if not any(free in name for free in FREE) and name not in CHECKS]
-    assert extra == []
+    for count_given in (False, True):
+        launches = 0
+        with _Operations() as operations:
+            tokens = (log_probs, old_log_probs, response, advantages, cu_seqlens)
+            counts = {"batch_num_tokens": n} if count_given else {}
+            ck.ctpo_loss(*tokens, loss_mask=response, loss_agg_mode=mode, **counts)
+        assert launches == (4 if mode == "token-mean" and not count_given else 3)
+        extra = [name for name in operations.names if not any(free in name for free in FREE) and name not in CHECKS]
+        assert extra == []
+
+
+@pytest.mark.parametrize("segments", [5, 40])
+def test_counting_loss_tokens_reads_every_mask_and_every_span_once(
+    interpreter: None, monkeypatch: pytest.MonkeyPatch, segments: int
+) -> None:
+    """Of sequences of one span each, which need nothing of the first pass if the count is given."""
+    n = 2 * segments
+    loaded = []
+    for counts in ({"batch_num_tokens": n}, {}):
+        total = 0
+
+        def add(accesses: harness.Accesses, tensors: list[torch.Tensor]) -> list[str]:
+            nonlocal total
+            _, size, _, store = accesses.flat()
+            total += int(size[~store].sum())
+            return []
+
+        monkeypatch.setattr(harness, "_problems", add)
+        tokens = (torch.zeros(n), None, torch.ones(n, dtype=torch.bool), torch.ones(segments))
+        ck.ctpo_loss(*tokens, torch.arange(0, n + 1, 2), loss_agg_mode="token-mean", **counts)
+        loaded.append(total)
+    given, counted = loaded
+    result = 4  # bytes of the inverse, which every program reads
+    assert counted - given == n + (8 + result) * segments
 
 
 class _Devices(TorchDispatchMode):
