@@ -4,6 +4,7 @@
 - `vocab_parallel_log_probs`: log-probs of given logits; `linear_log_probs`: of hidden states, logits in chunks.
 - `fused_linear_ctpo`: output layer, log-probs, loss and gradients in one sweep.
 - `chunk_rows`: the rows of logits at a time that suit a GPU's free memory.
+- `warm_up`: compiles the kernels of a run before its first step, given examples of its `LossTensors`.
 - `use_backend`: which implementation runs. `CTPOStats`, `PerToken`, `SUMS`, `MAXIMA`: what a loss reports.
 
 torch is imported when the first of these is used: `ctpo_kernels.names` alone does not need it.
@@ -20,6 +21,7 @@ __all__ = [
     "MAXIMA",
     "SUMS",
     "CTPOStats",
+    "LossTensors",
     "PerToken",
     "chunk_rows",
     "ctpo_loss",
@@ -27,24 +29,29 @@ __all__ = [
     "linear_log_probs",
     "use_backend",
     "vocab_parallel_log_probs",
+    "warm_up",
 ]
 
 if TYPE_CHECKING:
     from ctpo_kernels.chunks import chunk_rows
+    from ctpo_kernels.compilation import warm_up
     from ctpo_kernels.dispatch import use_backend
     from ctpo_kernels.fused_linear import fused_linear_ctpo
     from ctpo_kernels.linear import linear_log_probs
     from ctpo_kernels.logprob import vocab_parallel_log_probs
     from ctpo_kernels.loss import ctpo_loss
+    from ctpo_kernels.packed import LossTensors
     from ctpo_kernels.stats import MAXIMA, SUMS, CTPOStats, PerToken
 else:
     _MODULES = {
         "chunk_rows": "chunks",
+        "warm_up": "compilation",
         "use_backend": "dispatch",
         "fused_linear_ctpo": "fused_linear",
         "linear_log_probs": "linear",
         "vocab_parallel_log_probs": "logprob",
         "ctpo_loss": "loss",
+        "LossTensors": "packed",
         **dict.fromkeys(("MAXIMA", "SUMS", "CTPOStats", "PerToken"), "stats"),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ class SweepPlan:
         """
         full, spec, inverse = prepared
         rows = active_rows(full.sampled, known)
-        batch = full
+        # Boundaries are int64 in both cases, so that one kernel serves both.
+        batch = full if full.cu is full.cu_seqlens else replace(full, cu_seqlens=full.cu)
         if rows is not None:
             kept_before = torch.nn.functional.pad(full.sampled.long().cumsum(0), (1, 0))
             batch = full.select(rows, kept_before[full.cu])
