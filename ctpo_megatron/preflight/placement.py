@@ -22,6 +22,7 @@ from ctpo_megatron.config import (
     Split,
     cache_bytes,
     gib,
+    head_chunk_rows,
     model_parameters,
     peak_memory,
 )
@@ -140,7 +141,10 @@ class GpuMemory:
         """All moments that fill a GPU; an engine takes its `gpu_memory_utilization`."""
         config = self.config
         placed = Placement.of(config, self.job)
-        most = peak_memory(self.spec, Split.of(config.policy, self.job.world_size))
+        split = Split.of(config.policy, self.job.world_size)
+        if split.streaming_head:  # with as many rows of logits as the trainer takes on such GPUs
+            split = replace(split, head_chunk_tokens=head_chunk_rows(self.spec, split, self.gpu_gib * GIB))
+        most = peak_memory(self.spec, split)
         held = config.rollout.engine.gpu_memory_utilization * self.gpu_gib * GIB
         if config.placement.mode == "colocated" and placed.engines:
             weights = _weights(config, self.spec)

@@ -151,14 +151,28 @@ def test_no_gpu_no_placement() -> None:
 
 
 def test_both_sides_are_added_up_on_a_shared_gpu() -> None:
-    """84 of 80 GiB: what README's example asked of GPU 0 when engines neither slept nor had GPUs of their own."""
+    """85 of 80 GiB: what README's example would need on GPU 0 if engines neither slept nor had GPUs of their own."""
     moments = {m.when: m for m in GpuMemory(readme(**colocated()), Job(8), MODELS["Qwen3-4B"], 80).moments}
-    assert moments["in an update"].parts["trainer"] / GIB == pytest.approx(35.7, abs=0.1)
+    assert moments["in an update"].parts["trainer"] / GIB == pytest.approx(36.9, abs=0.1)
     awake = moments["while sampling"].parts["engine"] / GIB
     assert awake == pytest.approx(48)
-    assert 83 < moments["in an update"].parts["trainer"] / GIB + awake < 84
+    assert 84 < moments["in an update"].parts["trainer"] / GIB + awake < 85
     assert moments["while sampling"].parts["trainer"] == 0
     assert moments["while weights are sent"].bytes / GIB == pytest.approx(7.5 + 15 + 5.6 + 7.5 + 2, abs=0.2)
+
+
+def test_the_head_is_counted_with_as_many_rows_of_logits_as_the_trainer_takes() -> None:
+    """Of Qwen3-4B: 1024 on GPUs of 43 GiB, 4096 on those of 80; `policy.head_chunk_tokens` is what it is."""
+
+    def in_an_update(gpu_gib: float, **policy: Any) -> float:
+        config = readme(**colocated(policy={"recompute": "full", **policy}))
+        moments = {m.when: m for m in GpuMemory(config, Job(8), MODELS["Qwen3-4B"], gpu_gib).moments}
+        return moments["in an update"].parts["trainer"]
+
+    row = 4 * 151936
+    assert in_an_update(80) - in_an_update(43) == (4096 - 1024) * row
+    assert in_an_update(80, head_chunk_tokens=512) == in_an_update(80) - (4096 - 512) * row
+    assert in_an_update(43, head_chunk_tokens=512) == in_an_update(80, head_chunk_tokens=512)
 
 
 @pytest.mark.parametrize("change", [{"policy": {"offload": "none"}}, {"policy": {"offload": "optimizer"}}])
