@@ -60,6 +60,9 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
             persistence = Persistence(config, trainer, directory, services.rollouts, report)
             checkpoint = persistence.find()
             trainer.build(persistence.start_weights(checkpoint))
+        if capabilities().cuda:
+            with report.stage("kernels"):
+                trainer.compile_kernels()
         run = Run(config, trainer, controller, persistence, report, stop)
         if (sft := persistence.sft_to_do(checkpoint)) is not None:
             with report.stage("sft"):

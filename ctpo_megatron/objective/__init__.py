@@ -6,6 +6,7 @@
 
 - `PolicyObjective.preset("ctpo")`, `objective_from_config(config)`: which ratio, clip and aggregation.
 - `policy_loss`: the loss of a padded or packed batch; `linear_policy_loss`: of hidden states and the output layer.
+- `warm_up_kernels`: compiles what these launch on a GPU.
 - `supervised_loss`: negative log-likelihood of SFT.
 - `Denominators`: counts of the whole optimizer step, so that the split into micro-batches changes nothing.
 - `batch_advantages`, `correct` (weights and rejection): inputs of the loss.
@@ -28,7 +29,7 @@ from ctpo_megatron.objective.function import (
     function_loss,
     load_objective,
 )
-from ctpo_megatron.objective.fused import LinearPolicyLoss, linear_policy_loss
+from ctpo_megatron.objective.fused import LinearPolicyLoss, linear_policy_loss, warm_up_kernels
 from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, noise_metrics, weight_mean
 from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss, supervised_loss
 from ctpo_megatron.objective.position_law import PositionLaw, fit_law, points_of_bins
@@ -72,6 +73,7 @@ __all__ = [
     "summarize",
     "supervised_loss",
     "token_diagnostics",
+    "warm_up_kernels",
     "weight_mean",
     "window_metrics",
 ]

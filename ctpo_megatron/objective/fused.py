@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -137,7 +138,7 @@ def _keywords(
     loss_mask: Tensor | None,
     layout: SequenceBounds,
 ) -> dict[str, Any]:
-    """The objective as keywords of the kernels."""
+    """The objective and the counts of its means as keywords of the kernels."""
     sequences: int | Tensor
     trained: int | Tensor
     tokens: int | Tensor
@@ -149,6 +150,11 @@ def _keywords(
         sequences, trained, tokens = counts(loss, layout).unbind()  # 0-d tensors: no read-back
     else:
         sequences, trained, tokens = denominators.as_list()
+    size = sequences if objective.count_masked_sequences else trained
+    return _of_objective(objective) | {"batch_num_tokens": tokens, "global_batch_size": size}
+
+
+def _of_objective(objective: PolicyObjective) -> dict[str, Any]:
     return {
         "clip_low": objective.clip_low,
         "clip_high": objective.clip_high,
@@ -158,6 +164,51 @@ def _keywords(
         "ratio_mode": objective.ratio_mode,
         "loss_agg_mode": objective.loss_agg_mode,
         "loss_scale_factor": objective.loss_scale_factor,
-        "batch_num_tokens": tokens,
-        "global_batch_size": sequences if objective.count_masked_sequences else trained,
     }
+
+
+def warm_up_kernels(
+    objective: PolicyObjective | None,
+    cu_seqlens: Tensor,
+    *,
+    streaming: bool,
+    columns: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    weighted: bool,
+    tp_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Compile the kernels of log-probs and of an objective over packed micro-batches, before the first of them.
+
+    objective: None for log-probs alone, also of a supervised loss. cu_seqlens: `[B + 1]`, of any small batch: device,
+    dtype and sequences (context parallelism: two pieces each) as in the run. streaming: `linear_policy_loss`, and
+    `policy_loss` of logits otherwise. columns: of this rank's shard of the vocabulary. dtype: of weights, hidden states
+    and logits. weighted: token losses have weights per token. Collective in both groups. See `ctpo_kernels.warm_up`.
+    """
+    shape = (int(cu_seqlens[-1]),)
+    layout = SequenceBounds.of(cu_seqlens.new_zeros(shape), cu_seqlens)
+    mask, values = cu_seqlens.new_ones(shape, dtype=torch.bool), cu_seqlens.new_ones(shape, dtype=torch.float32)
+    boundaries = cu_seqlens if streaming else layout.cu_seqlens  # as the two functions above pass them
+    with_loss = objective is not None and objective.on_kernels
+    batches = [
+        ctpo_kernels.LossTensors(
+            old, mask, _row_or_column(values, layout), boundaries, mask, weights, shape[0], layout.sequences
+        )
+        for old in ((None, values) if streaming and with_loss else (values,))
+        for weights in ((None, _row_or_column(values, layout)) if weighted and with_loss else (None,))
+    ]
+    log_probs = ctpo_kernels.linear_log_probs if streaming else ctpo_kernels.vocab_parallel_log_probs
+    loss = ctpo_kernels.fused_linear_ctpo if streaming else ctpo_kernels.ctpo_loss
+    ctpo_kernels.warm_up(
+        columns,
+        dtype,
+        batches,
+        functions=[log_probs, loss] if with_loss else [log_probs],
+        loss=_of_objective(objective) if objective is not None else {},
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        cp_group=cp_group,
+        return_entropy=True,
+        return_per_token=True,
+    )

@@ -8,13 +8,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import parallel_state as mpu
 
-from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
+from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig, objective_from_config, read_spec
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.data.batch import Batch
 from ctpo_megatron.models import ModelFamily
-from ctpo_megatron.objective import LossStats, PolicyObjective, batch_advantages, window_metrics
+from ctpo_megatron.objective import LossStats, PolicyObjective, batch_advantages, warm_up_kernels, window_metrics
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.hf_directory import write_directory
@@ -67,6 +68,27 @@ class Trainer:
         self._writer = checkpoint.Writer(layout, config.timeout_minutes * 60)
         self._optimizer_steps: OptimizerSteps | None = None
         self._rl: Reinforcement | None = None
+
+    def compile_kernels(self, objective: ObjectiveConfig) -> None:
+        """Compile the kernels of log-probs and loss, seconds each; returns when every rank has.
+
+        Otherwise each compiles at its first launch, within a step. Ranks compile at the same time and wait for each
+        other with the deadline `policy.timeout_minutes`. Nothing is compiled on a CPU.
+        """
+        if self.layout.is_last_stage:
+            weight = self._model.output_weight
+            warm_up_kernels(
+                None if objective.function else objective_from_config(objective),
+                torch.tensor([0, 4, 8], dtype=torch.int32).to(self.layout.device),
+                streaming=self._model.streaming,
+                columns=weight.shape[0],
+                vocab_size=self.spec.vocab_size,
+                dtype=weight.dtype,
+                weighted=objective.correction.level != "none",
+                tp_group=mpu.get_tensor_model_parallel_group(),
+                cp_group=mpu.get_context_parallel_group() if self.layout.cp_size > 1 else None,
+            )
+        self.layout.wait_for_ranks()
 
     def prepare_rl(self, settings: TrainSettings, phases: Phases) -> None:
         """Start the RL phase, for `train`: a fresh optimizer with a schedule over all batches.

@@ -183,6 +183,11 @@ class TrainerGroup:
         )
 
     @_on_all_ranks(gpus=True)
+    def compile_kernels(self) -> None:
+        """See `Trainer.compile_kernels`."""
+        self.trainer.compile_kernels(self._config.objective)
+
+    @_on_all_ranks(gpus=True)
     def use_optimizer(self, optimizer: OptimizerConfig, steps: int) -> None:
         """See `Trainer.use_optimizer`."""
         self.trainer.use_optimizer(optimizer, steps)

@@ -54,7 +54,7 @@ class PhaseTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage of the run (prepare, sft, rl, evaluation, export, report), even if it raises."""
+        """Time a stage of the run (prepare, start, kernels, sft, rl, ...), even if it raises."""
         try:
             with _measured(lambda spent: self._add(name, spent, self.stages), whole_tree=True):
                 yield

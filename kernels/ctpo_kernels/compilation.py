@@ -1,4 +1,4 @@
-"""Compiles the kernels of a training run before its first step, by calls like those of the run on a few tokens."""
+"""Compiles the kernels of a training run before its first step, by making its calls on a few tokens."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def warm_up(
 
     columns: of this rank's shard of the vocabulary: rows of the weight, last size of the logits.
     dtype: of hidden states and weight (of two, the lower precision); for `vocab_parallel_log_probs`, of the logits.
-    batches: small examples of what the run will pass besides log-probs, as `ctpo_loss` takes it, with the dtypes, the
-        shapes and the None of the run: packed or padded, advantages per token or per sequence, counts as numbers or
-        tensors. Default: a packed batch with `old_log_probs`, one advantage per sequence, a bool mask.
+    batches: small examples of what the run will pass to `ctpo_loss` besides log-probs. As in the run: dtypes, what is
+        None, packed or padded, values per token or per sequence, counts as numbers or tensors. Default: a packed batch
+        with `old_log_probs`, one advantage per sequence, and a bool mask.
     device: of the default batch.
     functions: those that the run calls, of the four.
     loss: keywords of `ctpo_loss` that say which loss it is (`ratio_mode`, `clip_power`, `loss_agg_mode`, ...).
@@ -73,12 +73,12 @@ def warm_up(
             for entropy in (False, True) if return_entropy else (False,):
                 operands, options = _operands(mask, columns, dtype), head | {"return_entropy": entropy}
                 if linear_log_probs in functions:
-                    _backward(linear_log_probs(*operands, mask=mask, **options))
+                    _backward(linear_log_probs(**operands, mask=mask, **options))
                 if vocab_parallel_log_probs in functions:
                     logits = mask.new_zeros(*mask.shape, columns, dtype=dtype).requires_grad_()
-                    _backward(vocab_parallel_log_probs(logits, operands[2], **options))
+                    _backward(vocab_parallel_log_probs(logits, operands["labels"], **options))
                 if fused_linear_ctpo in functions:
-                    fused_linear_ctpo(*operands, **given, **of_sweep, **options)[0].backward()
+                    fused_linear_ctpo(**operands, **given, **of_sweep, **options)[0].backward()
             if ctpo_loss in functions:
                 log_probs = mask.new_zeros(mask.shape, dtype=torch.float32).requires_grad_()
                 ctpo_loss(log_probs, **given, **of_loss, return_per_token=return_per_token)[0].backward()
@@ -93,11 +93,11 @@ def _example(device: torch.device) -> LossTensors:
     return LossTensors(torch.zeros(8, device=device), mask, torch.ones(2, device=device), boundaries)
 
 
-def _operands(mask: Tensor, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(mask: Tensor, columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Hidden states, weight and labels of the tokens of a mask, all 0, as the functions take them."""
     hidden = mask.new_zeros(*mask.shape, _WIDTH, dtype=dtype).requires_grad_()
     weight = mask.new_zeros(columns, _WIDTH, dtype=dtype).requires_grad_()
-    return hidden, weight, mask.new_zeros(mask.shape, dtype=torch.int64)
+    return {"hidden": hidden, "weight": weight, "labels": mask.new_zeros(mask.shape, dtype=torch.int64)}
 
 
 def _backward(found: Tensor | tuple[Tensor, Tensor]) -> None:

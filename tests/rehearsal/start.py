@@ -28,3 +28,10 @@ def gpu_test(name: str, *arguments: Any) -> None:
     from tests.gpu import test_policy_cuda
 
     getattr(test_policy_cuda, name)(*arguments)
+
+
+def left_to_compile(case: Any, objectives: Any, models_dir: Path) -> Any:
+    """See `left_to_compile.left_to_compile`."""
+    from tests.rehearsal import left_to_compile as job
+
+    return job.left_to_compile(case, objectives, models_dir / case.family)

@@ -83,6 +83,15 @@ def _select(device: Any) -> None:
     State.index = torch.device(device).index or 0 if not isinstance(device, int) else device
 
 
+def _exchange(device: int) -> int:
+    """Select a GPU and return the one before; -1 changes nothing."""
+    before = State.index
+    if device < 0:
+        return -1
+    State.index = device
+    return before
+
+
 def _functions(devices: int) -> dict[str, Any]:
     return {
         "is_available": lambda: True,
@@ -95,6 +104,8 @@ def _functions(devices: int) -> dict[str, Any]:
         "device_count": lambda: devices,
         "current_device": lambda: State.index,
         "set_device": _select,
+        "_exchange_device": _exchange,
+        "_maybe_exchange_device": _exchange,
         "get_device_name": lambda *_: Properties.name,
         "get_device_capability": lambda *_: _CAPABILITY,
         "get_device_properties": lambda *_: Properties,
