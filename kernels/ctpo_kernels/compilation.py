@@ -93,7 +93,7 @@ def _example(device: torch.device) -> LossTensors:
     return LossTensors(torch.zeros(8, device=device), mask, torch.ones(2, device=device), boundaries)
 
 
-def _operands(mask: Tensor, columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _operands(mask: Tensor, columns: int, dtype: torch.dtype) -> dict[str, Any]:
     """Hidden states, weight and labels of the tokens of a mask, all 0, as the functions take them."""
     hidden = mask.new_zeros(*mask.shape, _WIDTH, dtype=dtype).requires_grad_()
     weight = mask.new_zeros(columns, _WIDTH, dtype=dtype).requires_grad_()
