@@ -90,7 +90,8 @@ def _warn_once(message: str) -> None:
 
 
 def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    found = importlib.util.find_spec("triton")
+    return found is not None and found.origin is not None  # an uninstall may leave a folder, which has no file
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
