@@ -10,6 +10,7 @@ A supervised stage makes its steps one by one: `use_optimizer`, then `distribute
 """
 
 # ruff: noqa: E402
+import logging
 import warnings
 
 # megatron-core warns at import about every missing optional package; `capabilities()` reports them in one line.
@@ -17,6 +18,15 @@ warnings.filterwarnings("ignore", module=r"megatron\.core")
 # megatron-core is called through `device.scope()`, so its warnings are attributed to torch, not to megatron.
 warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning)
+# Said by megatron-core 0.19: what follows `GPTModel` (docs/policy.md), that it lays out the gradient buffers itself, or
+# that a checkpoint is one of 0.16. Said at import by the compiler in torch's CUDA builds, which 0.19 imports: no GPU.
+for _name in (
+    "models.gpt.gpt_model",
+    "distributed.distributed_data_parallel",
+    "dist_checkpointing.strategies.common",
+):
+    logging.getLogger(f"megatron.core.{_name}").setLevel(logging.ERROR)
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 from ctpo_megatron.base.installed import hide_broken_te
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
@@ -35,6 +34,7 @@ from ctpo_megatron.base.signals import children_spared
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import checkpoint_files as files
+from ctpo_megatron.policy import megatron_versions
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
@@ -85,14 +85,10 @@ class Writer:
         _start_results_queue()
         aside: Path = self._layout.on_rank_zero(lambda: files.begin(directory, step))
         self._aside = aside
-        # The state that is neither model nor optimizer is written synchronously, with torch.save.
+        # 0.16 writes the state that is neither model nor optimizer now, with torch.save.
         with _named_failure(aside, RuntimeError):
-            request = dist_checkpointing.save(
-                state.shards(is_loading=False) | state.unsharded(self._layout),
-                str(aside),
-                async_sharded_save=True,
-                content_metadata=dict(FORMAT),
-            )
+            content = state.shards(is_loading=False) | state.unsharded(self._layout)
+            request = megatron_versions.begin_save(content, aside, dict(FORMAT))
         settings = {**state.settings, **model_settings(state.model.spec)}
         request.add_finalize_fn(partial(self._publish, aside, step, run_state, config, score, settings))
         with _named_failure(aside):
@@ -173,7 +169,7 @@ def _start_results_queue() -> None:
     others = multiprocessing.active_children()
     try:
         with children_spared():
-            queue = filesystem_async._get_write_results_queue()
+            queue = megatron_versions.write_results_queue()
         if not isinstance(queue, _PickledQueue):
             filesystem_async._results_queue = _PickledQueue(queue)
     finally:
@@ -219,7 +215,7 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     check_fit(checkpoint, wanted, state.model.spec.vocab_size)
     check_settings(checkpoint, marker.settings, model_settings(state.model.spec))
     try:
-        loaded = dist_checkpointing.load(wanted, str(checkpoint))
+        loaded = megatron_versions.load(wanted, checkpoint)
     except CheckpointingException as error:
         raise CheckpointError(f"{checkpoint} cannot be loaded: {error}") from error
     if not state.restore(loaded, layout):
@@ -239,7 +235,7 @@ def load_weights(checkpoint: Path, layout: Layout, model: BuiltModel) -> dict[st
     check_fit(checkpoint, wanted, model.spec.vocab_size, weights_only=True)
     check_settings(checkpoint, marker.settings, model_settings(model.spec))
     try:
-        loaded = dist_checkpointing.load(wanted, str(checkpoint))
+        loaded = megatron_versions.load(wanted, checkpoint)
     except CheckpointingException as error:
         raise CheckpointError(f"{checkpoint} cannot be loaded: {error}") from error
     model.load_state(loaded["model"])
@@ -287,6 +283,7 @@ def check_fit(checkpoint: Path, wanted: dict[str, Any], vocab_size: int, *, weig
     _, by_rank = determine_global_metadata(extract_sharded_base(sharded)[0])
     ours = {part.key: part for rank in by_rank for part in rank}
     saved = {part.key: part for part in load_sharded_metadata(str(checkpoint)).values()}
+    saved.pop(megatron_versions.COMMON_STATE, None)
     problems = [f"{key} is not in the checkpoint" for key in sorted(ours.keys() - saved.keys())]
     surplus = [] if weights_only else sorted(saved.keys() - ours.keys())
     problems += [f"{key} is not in this model and optimizer" for key in surplus]

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.policy.attention_plan import EXACT, AttentionPlan, AttentionRules
 from ctpo_megatron.policy.context import ContextSplit
+from ctpo_megatron.policy.megatron_versions import LATENT_ROTARY
 from ctpo_megatron.policy.nodes import rms_norm, rotate
 
 
@@ -59,16 +60,17 @@ def rotate_packed(
     cu_seqlens: Any,
     freqs: torch.Tensor,
     rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
     mscale: float = 1.0,
     cp_group: Any = None,
+    **latent: bool,
 ) -> torch.Tensor:
     """Rotary embedding of packed rows t `[t, h, d]` (megatron's `_apply_rotary_pos_emb_thd`, the same bits).
 
     cu_seqlens: from `packed_sequences`; caches the rotations that all layers share. freqs: angles of all positions,
-    `[max_seqlen, 1, 1, d]`. Raises ValueError for interleaved pairs, latent attention and partial rotation.
+    `[max_seqlen, 1, 1, d]`. latent: whether it is latent attention, under the name of this release (`LATENT_ROTARY`).
+    Raises ValueError for interleaved pairs, latent attention and partial rotation.
     """
-    if rotary_interleaved or multi_latent_attention or freqs.shape[-1] != t.shape[-1]:
+    if rotary_interleaved or latent.get(LATENT_ROTARY) or freqs.shape[-1] != t.shape[-1]:
         raise ValueError("packed rows are rotated in halves of whole heads: no interleaved, latent or partial rotation")
     turn = getattr(cu_seqlens, "turn", None)
     if turn is None:

@@ -1,6 +1,6 @@
 """Functions of megatron-core that are replaced: one row each, with the cause and the reason, and the substitutes.
 
-megatron-core 0.16.1 assumes CUDA, Transformer Engine and a fused Adam in a few dozen call sites. A row applies wherever
+megatron-core assumes CUDA, Transformer Engine and a fused Adam in a few dozen call sites. A row applies wherever
 its cause holds. The mode `CudaRequestsToCpu` redirects what then still asks for CUDA (arguments of torch calls).
 """
 
@@ -20,10 +20,11 @@ from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
 from ctpo_megatron.policy.layers import rotate_packed
+from ctpo_megatron.policy.megatron_versions import RELEASE
 
 log = logging.getLogger(__name__)
 
-Cause = Literal["no CUDA", "torch AdamW", "packed sequences"]
+Cause = Literal["no CUDA", "no CUDA, 0.19", "torch AdamW", "packed sequences"]
 
 _NO_STREAM = object()
 
@@ -52,6 +53,7 @@ def _causes(cuda: bool) -> dict[Cause, bool]:
     """Which causes hold, according to megatron-core itself."""
     return {
         "no CUDA": not cuda,
+        "no CUDA, 0.19": not cuda and RELEASE >= (0, 19),
         "torch AdamW": megatron_optimizer.USING_PYTORCH_OPTIMIZER,
         "packed sequences": True,
     }
@@ -65,6 +67,13 @@ def _replacements() -> tuple[_Replacement, ...]:
         ),
         _Replacement(
             "no CUDA", "torch.cuda", "synchronize", do_nothing, "variable-length pipelines and checkpoints call it"
+        ),
+        _Replacement(
+            "no CUDA, 0.19",
+            "torch.cuda",
+            "current_stream",
+            do_nothing,
+            "gradient reduction waits for CUDA graphs on it",
         ),
         _Replacement("no CUDA", random, "_get_cuda_rng_state", rng_state, "activation recompute saves the stream"),
         _Replacement(

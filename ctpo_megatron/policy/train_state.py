@@ -20,7 +20,8 @@ from ctpo_megatron.policy.parallel import Layout, gather_objects
 
 # megatron-core 0.16 can no longer save the default format; this one reshards over TP, PP and DP.
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-_CONFIGURED = ("max_lr", "min_lr", "betas", "eps")
+_RATES = ("max_lr", "min_lr")
+_CONFIGURED = (*_RATES, "betas", "eps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,7 @@ class TrainState:
         self.model.load_state(loaded["model"])
         if _inner_adamw(self.optimizer):
             _name_step_zero(loaded["optimizer"])
+        _name_rates(loaded["optimizer"], self.optimizer.param_groups[0])
         with _configured(self.optimizer):
             self.optimizer.load_state_dict(loaded["optimizer"])
         _separate_steps(self.optimizer)
@@ -135,6 +137,16 @@ def _name_step_zero(saved: dict[Any, Any]) -> None:
     for inner in saved.values():
         if isinstance(inner, dict):
             _name_step_zero(inner)
+
+
+def _name_rates(saved: dict[Any, Any], group: Mapping[str, Any]) -> None:
+    """Give saved parameter groups the configured rates of `group`, as all have the same: megatron-core 0.19 finds the
+    group of a checkpoint by its rates, too."""
+    for saved_group in saved.get("param_groups", ()):
+        saved_group.update({name: group[name] for name in _RATES})
+    for inner in saved.values():
+        if isinstance(inner, dict):
+            _name_rates(inner, group)
 
 
 @contextmanager

@@ -96,12 +96,12 @@ def check_imports(_context: MachineContext) -> list[Problem]:
     return broken or [passed("imports", f"all {len(modules)} packages import")]
 
 
-def import_troubles(modules: Sequence[str]) -> dict[str, str]:
-    """Why each module does not import; empty if it does."""
+def import_troubles(modules: Sequence[str], python: str = sys.executable) -> dict[str, str]:
+    """Why each module does not import; empty if it does. python: of the environment."""
     # In a process of its own: the import of a broken package may kill the interpreter.
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE, *modules],
+            [python, "-c", _PROBE, *modules],
             capture_output=True,
             text=True,
             timeout=IMPORT_TIMEOUT_S,
@@ -154,8 +154,18 @@ def _required(name: str) -> str:
         wanted = importlib.metadata.requires("ctpo-megatron") or []
     except importlib.metadata.PackageNotFoundError:
         wanted = []
-    texts = [text.split(";")[0].strip() for text in wanted]
+    texts = [text.split(";")[0].strip() for text in wanted if _applies(text)]
     return next((text for text in texts if re.split(r"[\[<>=!~ ]", text.lower())[0] == name), "")
+
+
+def _applies(required: str) -> bool:
+    """Whether a requirement of some extra is for this Python: megatron-core has one for each range of Pythons."""
+    if not is_installed("packaging") or ";" not in required:
+        return True
+    from packaging.requirements import Requirement
+
+    marker, extras = Requirement(required).marker, re.findall(r"""extra == ['"]([\w-]+)""", required)
+    return marker is None or any(marker.evaluate({"extra": extra}) for extra in extras or [""])
 
 
 def _allowed(name: str, version: str) -> bool:

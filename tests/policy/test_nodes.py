@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ctpo_megatron.policy.layers import rotate_packed
+from ctpo_megatron.policy.megatron_versions import LATENT_ROTARY
 from ctpo_megatron.policy.nodes import rms_norm, rotate, take_rows
 
 EPS = 1e-6
@@ -52,7 +53,7 @@ def test_a_rotation_turns_pairs_and_its_gradient_turns_back() -> None:
     torch.testing.assert_close(gradients(found, way, t), gradients(expected, way, t))
 
 
-@pytest.mark.parametrize("kwargs", [{"rotary_interleaved": True}, {"multi_latent_attention": True}, {}])
+@pytest.mark.parametrize("kwargs", [{"rotary_interleaved": True}, {LATENT_ROTARY: True}, {}])
 def test_other_rotations_are_refused(kwargs: dict[str, bool]) -> None:
     width = 8 if kwargs else 4  # of the angles; less than a head's turns a part of it
     with pytest.raises(ValueError, match="halves of whole heads"):

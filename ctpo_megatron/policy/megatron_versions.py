@@ -1,0 +1,74 @@
+"""The two releases of megatron-core that the trainer runs on, and everything in which they differ for it.
+
+0.16.1 is the last for Python 3.11; 0.19.2 needs 3.12. The other files of this package are written for both. Checkpoints
+of each load in the other.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+
+VERSION = importlib.metadata.version("megatron-core")
+"""The installed release, such as `0.19.2`."""
+
+RELEASE = tuple(int(part) for part in VERSION.split(".")[:2])
+"""Its first two numbers, such as (0, 19)."""
+
+_IS_0_19 = RELEASE >= (0, 19)
+
+LATENT_ROTARY = "mla_rotary_interleaved" if _IS_0_19 else "multi_latent_attention"
+"""Keyword by which rotary embeddings learn of latent attention."""
+
+COMMON_STATE = "common_state"
+"""Key of the state that is neither model nor optimizer in checkpoints of 0.19; 0.16 writes it to a file."""
+
+
+def write_results_queue() -> Any:
+    """Megatron's queue of what checkpoint writers report; starts its process at the first call."""
+    name = "get_write_results_queue" if _IS_0_19 else "_get_write_results_queue"
+    return getattr(filesystem_async, name)()
+
+
+def begin_save(state: dict[str, Any], folder: Path, content: dict[str, Any]) -> Any:
+    """Megatron's request to write a checkpoint, to be scheduled. content: says what it holds. Collective."""
+    # By default 0.19 writes by the package nvidia-resiliency-ext.
+    ours = {"async_strategy": "mcore"} if _IS_0_19 else {}
+    return dist_checkpointing.save(state, str(folder), async_sharded_save=True, content_metadata=content, **ours)
+
+
+def load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """The sharded tensors that are `wanted`, and all other state, from a checkpoint of either release. Collective.
+
+    Raises megatron's CheckpointingException.
+    """
+    ours = {}
+    if not _IS_0_19 and not (checkpoint / common.COMMON_STATE_FNAME).exists():
+        ours["common_strategy"] = _common_state_among_the_shards()
+    loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(checkpoint), **ours)
+    return loaded
+
+
+def _common_state_among_the_shards() -> Any:
+    """A strategy for 0.16 that reads what 0.19 wrote (as `load_common_state_dict` of 0.19 does)."""
+
+    class Strategy(common.TorchCommonLoadStrategy):  # type: ignore[misc] # 0.19 has none
+        def load_common(self, checkpoint_dir: str | Path) -> Any:
+            key = ShardedObject(COMMON_STATE, None, (1,), (0,)).unique_key
+            found: dict[str, Any] = {key: io.BytesIO()}
+            reader = torch.distributed.checkpoint.FileSystemReader(checkpoint_dir)
+            torch.distributed.checkpoint.load(found, storage_reader=reader, no_dist=True)
+            content = found[key]
+            if isinstance(content, io.BytesIO):
+                content.seek(0)
+                content = torch.load(content, weights_only=True)
+            return content[0]
+
+    return Strategy()
