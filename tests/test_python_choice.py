@@ -1,0 +1,84 @@
+"""Which interpreter `make` builds its environment with: requirements/python.sh, and the Makefile that asks it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSIONS = ("3.11", "3.12", "3.13")
+
+
+def interpreter(file: Path, version: str | None) -> None:
+    """A stand-in that reports a version; None: one that fails, as pyenv's commands of other versions and a Debian
+    Python without venv do."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\necho {version}\n" if version else "#!/bin/sh\nexit 127\n")
+    file.chmod(0o755)
+
+
+def choose(folder: Path, versions: tuple[str, ...] = VERSIONS) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": f"{folder}/bin", "HOME": f"{folder}/home"}
+    command = ["/bin/sh", ROOT / "requirements" / "python.sh", *versions]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("there", "chosen"),
+    [
+        ({"bin/python3": "3.12", "bin/python3.11": "3.11"}, "bin/python3"),
+        ({"bin/python3": "3.13"}, "bin/python3"),  # Debian 13
+        ({"bin/python3": "3.14", "bin/python3.13": "3.13", "bin/python3.12": "3.12"}, "bin/python3.12"),
+        ({"bin/python3": None, "bin/python3.11": None, "bin/python3.13": "3.13"}, "bin/python3.13"),
+        (
+            {"bin/python3": "3.9", "home/.pyenv/versions/3.13.0/bin/python": "3.13"},
+            "home/.pyenv/versions/3.13.0/bin/python",
+        ),
+        (
+            {"home/.pyenv/versions/3.1.9/bin/python": "3.1", "home/.pyenv/versions/3.12.1/bin/python": "3.12"},
+            "home/.pyenv/versions/3.12.1/bin/python",
+        ),
+    ],
+    ids=["system", "only 3.13", "system too new", "without venv", "pyenv", "pyenv, not a prefix"],
+)
+def test_the_first_fitting_python_is_taken(there: dict[str, str | None], chosen: str, tmp_path: Path) -> None:
+    for name, version in there.items():
+        interpreter(tmp_path / name, version)
+    done = choose(tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / chosen)), done.stderr
+
+
+def test_without_one_the_error_says_what_would_do(tmp_path: Path) -> None:
+    interpreter(tmp_path / "bin" / "python3", "3.14")
+    done = choose(tmp_path)
+    assert done.returncode != 0 and done.stdout == ""
+    for part in ("3.11 3.12 3.13", "python3-venv", "make PYTHON="):
+        assert part in done.stderr
+
+
+def make(*arguments: str) -> str:
+    """What `make` would do in a checkout without an environment: nothing is run."""
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    command = ["make", "--dry-run", "VENV=nowhere", *arguments, "nowhere/bin/python"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_make_takes_the_python_that_it_is_given_and_says_so(version: str, tmp_path: Path) -> None:
+    interpreter(tmp_path / "mine", version)
+    said = make(f"PYTHON={tmp_path / 'mine'}")
+    assert f"Python {version} for nowhere: {tmp_path / 'mine'}" in said
+    assert f"{tmp_path / 'mine'} -m venv nowhere" in said
+
+
+def test_every_version_has_its_locks() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"PYTHONS := {' '.join(VERSIONS)}\n" in makefile
+    for version in VERSIONS:
+        assert [(ROOT / "requirements" / f"{device}-{version}.txt").is_file() for device in ("cpu", "cuda")] == [
+            True
+        ] * 2
