@@ -9,6 +9,7 @@
 # make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
 # make locks        requirements/{cpu,cuda}-{3.11,3.12,3.13}.txt from setup.py; pins stay as they are where they can
+# make newest       the newest release of each direct dependency, in a copy of .venv: what breaks; NEWEST="ray pebble" for some
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
 # make bench-guard  CPU-seconds of the quickstart's steps against a stored commit; GUARD="--pairs 5 --steps 6"
 # make gpu-first-hour   all that a GPU can tell, stage by stage; HOUR="--device cpu" to try it without one
@@ -32,7 +33,7 @@ FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 VERSION := $(if $(FOUND_PYTHON),$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
 LOCK := requirements/cpu-$(or $(VERSION),none).txt
 
-.PHONY: quickstart test test-processes test-light coverage test-slow test-browser test-cluster test-kernels test-gpu mutation bench-kernels bench-guard gpu-first-hour lint lint-containers locks clean
+.PHONY: quickstart test test-processes test-light coverage test-slow test-browser test-cluster test-kernels test-gpu mutation newest bench-kernels bench-guard gpu-first-hour lint lint-containers locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -86,6 +87,10 @@ test-kernels: $(INSTALLED)
 
 mutation: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m tests.mutations $(ARGS)
+
+# Upgraded one by one and imported; then all that fit, with the light tests. Half a minute a package, and 4 GB of links.
+newest: $(INSTALLED) $(TRITON)
+	$(BIN)/python -m tests.newest $(NEWEST) --tests $(LIGHT)
 
 # Exit status 1 when more than 5 % is lost. Made for a machine that does nothing else meanwhile.
 bench-guard: $(INSTALLED)
