@@ -28,10 +28,10 @@ FROM packages AS transformer-engine
 ARG MAX_JOBS=8
 ENV CUDA_HOME=/usr/local/cuda
 RUN pip install wheel==0.48.0 pybind11==3.1.0 onnx==1.23.2 onnxscript==0.7.2 importlib-metadata==10.2.0 \
-    && pip install --no-deps transformer-engine==2.11.0 transformer-engine-cu13==2.11.0
+    && pip install --no-deps transformer-engine==2.20.2 transformer-engine-cu13==2.20.2
 RUN NVIDIA=$(python -c "import nvidia; print(list(nvidia.__path__)[0])") \
     && export CPATH="$NVIDIA/cudnn/include:$NVIDIA/nccl/include:$NVIDIA/cu13/include" \
-    && NVTE_PYTORCH_FORCE_BUILD=TRUE pip install --no-deps --no-build-isolation transformer-engine-torch==2.11.0
+    && NVTE_PYTORCH_FORCE_BUILD=TRUE pip install --no-deps --no-build-isolation transformer-engine-torch==2.20.2
 
 # hadolint ignore=DL3006
 FROM ${VENV} AS venv

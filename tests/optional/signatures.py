@@ -1,14 +1,16 @@
 """Signatures read from a package's sources, which are never imported: that would need a GPU.
 
-    python -m tests.optional.signatures WHEELS APEX      # folder of Transformer Engine's wheels, checkout of apex
+    python -m tests.optional.signatures WHEELS [APEX]    # folder of Transformer Engine's wheels, checkout of apex
 
-writes digest.json anew: for each release the names that megatron-core asks of it, with the arguments that they take.
+writes in digest.json, for each release that goes with the installed megatron-core, the names that it asks of it, with
+the arguments that they take.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import re
@@ -27,8 +29,12 @@ DIGEST = Path(__file__).with_name("digest.json")
 EXISTS = "?"
 """In the place of a signature: the name is there, and its arguments are not in Python."""
 
-WHEELS = ("2.9.0", "2.10.0", "2.11.0")
-"""Releases of Transformer Engine that megatron-core 0.16.1 accepts, each as one wheel of Python files."""
+ACCEPTED = {"0.16.1": ("2.9.0", "2.10.0", "2.11.0"), "0.19.2": ("2.20.2",)}
+"""Releases of Transformer Engine for each release of megatron-core: all that 0.16.1 accepts; 0.19.2 names no newest, so
+the newest of the day. Each is one wheel of Python files."""
+
+WHEELS = ACCEPTED[importlib.metadata.version("megatron-core")]
+"""For the megatron-core that is installed: the names that it asks for are its own."""
 
 EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")
 """apex' compiled modules that megatron-core calls."""
@@ -271,4 +277,5 @@ def committed() -> Digest:
 if __name__ == "__main__":
     wheels = [next(Path(sys.argv[1]).glob(f"transformer_engine-{version}-*.whl")) for version in WHEELS]
     content = {f"transformer_engine {wheel.name.split('-')[1]}": of_wheel(wheel) for wheel in wheels}
-    DIGEST.write_text(json.dumps(content | of_apex(Path(sys.argv[2])), indent=1) + "\n", encoding="utf-8")
+    content = committed() | content | (of_apex(Path(sys.argv[2])) if sys.argv[2:] else {})
+    DIGEST.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
