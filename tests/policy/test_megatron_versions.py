@@ -1,0 +1,60 @@
+"""Both releases of megatron-core: a run that began under one goes on under the other, from the same state."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
+from ctpo_megatron.policy.megatron_versions import VERSION
+from tests.policy import megatron_checkpoints as checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+RELEASES = ("0.16.1", "0.19.2")
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[Layout]:
+    yield init_distributed(PolicyConfig(), seed=0)
+    destroy_distributed()
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Within rounding: the step is 1e-2, and moments or counters that were lost would change it by a large part."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        tolerance = {"rtol": 2**-7, "atol": 1e-5} if tensor.dtype is torch.bfloat16 else {"rtol": 0, "atol": 1e-6}
+        torch.testing.assert_close(tensor, expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_checkpoint_of_either_release_is_continued(layout: Layout, tmp_path: Path, release: str, kind: str) -> None:
+    assert_same(*checkpoints.resume(layout, checkpoints.FOLDER / f"{release}-{kind}.zip", tmp_path))
+
+
+def test_the_installed_release_is_one_of_the_two() -> None:
+    assert VERSION in RELEASES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_checkpoint_of_the_other_environment_is_continued(layout: Layout, tmp_path: Path) -> None:
+    """CTPO_OTHER_PYTHON: a Python whose environment has the other release and this checkout."""
+    other = os.environ.get("CTPO_OTHER_PYTHON")
+    if not other:
+        pytest.skip("CTPO_OTHER_PYTHON does not name a Python with the other release of megatron-core")
+    command = [other, "-m", "tests.policy.megatron_checkpoints", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    archives = sorted(tmp_path.glob("*.zip"))
+    assert len(archives) == len(checkpoints.KINDS)
+    assert not any(archive.name.startswith(VERSION) for archive in archives), "the same release"
+    for archive in archives:
+        assert_same(*checkpoints.resume(layout, archive, tmp_path / archive.stem))
