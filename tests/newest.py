@@ -46,7 +46,7 @@ MODULES = (
     "vllm.v1.engine.async_llm",
 )
 """What is imported: ours, and what they import late."""
-INSTALL_TIMEOUT_S = 900.0
+STEP_TIMEOUT_S = 900.0  # of pip, or to import all modules
 TESTS_TIMEOUT_S = 1800.0
 MARKED = "not slow and not gpu and not cluster and not machine and not browser"
 
@@ -90,7 +90,7 @@ class Trial:
         )
 
     def pip(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return self.run("-m", "pip", "--disable-pip-version-check", *words, timeout=INSTALL_TIMEOUT_S)
+        return self.run("-m", "pip", "--disable-pip-version-check", *words, timeout=STEP_TIMEOUT_S)
 
     def upgrade(self, wanted: Mapping[str, str], held: Sequence[str]) -> tuple[list[str], str]:
         """Install releases with what they need, while `held` stay; which names were installed, or why none."""
@@ -117,7 +117,7 @@ class Trial:
 
     def problems(self, before: set[str]) -> list[str]:
         """New refusals of `pip check`, and modules that do not import."""
-        troubles = import_troubles(MODULES, str(self.python))
+        troubles = import_troubles(MODULES, str(self.python), STEP_TIMEOUT_S)
         broken = [f"{module} does not import: {trouble}" for module, trouble in troubles.items() if trouble]
         return [*sorted(self.refusals() - before), *broken]
 

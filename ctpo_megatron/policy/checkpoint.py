@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 _CUT_SHORT = ("PytorchStreamWriter failed", "inline_container", "No space left", "Disk quota", "File too large")
 """In errors of torch's writers or of the system: the file could not be written to its end."""
+_NO_RESULTS = "results_queue should not be empty"
 _MOST_TENSOR_PARALLEL = 64
 
 
@@ -194,6 +195,8 @@ def _named_failure(aside: Path, *also: type[Exception]) -> Iterator[None]:
             reason = str(error)
         if any(text in reason for text in _CUT_SHORT):
             reason = "a file could not be written to its end: the disk is full, or a quota or limit is reached"
+        elif _NO_RESULTS in reason:
+            reason = "a process that writes ended before its end; was it killed (out of memory)?"
         free = shutil.disk_usage(directory).free
         files.discard(aside)
         raise CheckpointError(

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+from torch import load as torch_load
+from torch.distributed import checkpoint as torch_checkpoint
 
 VERSION = importlib.metadata.version("megatron-core")
 """The installed release, such as `0.19.2`."""
@@ -63,12 +66,58 @@ def _common_state_among_the_shards() -> Any:
         def load_common(self, checkpoint_dir: str | Path) -> Any:
             key = ShardedObject(COMMON_STATE, None, (1,), (0,)).unique_key
             found: dict[str, Any] = {key: io.BytesIO()}
-            reader = torch.distributed.checkpoint.FileSystemReader(checkpoint_dir)
-            torch.distributed.checkpoint.load(found, storage_reader=reader, no_dist=True)
+            reader = torch_checkpoint.FileSystemReader(checkpoint_dir)
+            torch_checkpoint.load(found, storage_reader=reader, no_dist=True)
             content = found[key]
             if isinstance(content, io.BytesIO):
                 content.seek(0)
-                content = torch.load(content, weights_only=True)
+                content = torch_load(content, weights_only=True)
             return content[0]
 
     return Strategy()
+
+
+_failures: list[Exception] = []
+"""Why files could not be written, in the process that writes them."""
+
+
+def noting_failures(write: Callable[..., Any]) -> Any:
+    """Wraps 0.19's `write_preloaded_data`, of one file: its failures are noted for `telling_failures`."""
+
+    @wraps(write)
+    def noted(*arguments: Any, **options: Any) -> Any:
+        output = write(*arguments, **options)
+        if output is not None and isinstance(output[1], Exception):
+            _failures.append(output[1])
+        return output
+
+    return staticmethod(noted)
+
+
+def telling_failures(write: Callable[..., None]) -> Any:
+    """Wraps 0.19's `write_preloaded_data_multithread`: the trainer learns why a file could not be written.
+
+    The original asserts that there is no failure. It reports the type of the failure alone, or dies of it in silence.
+    """
+
+    @wraps(write)
+    def told(*arguments: Any) -> None:
+        *others, results = arguments
+        held = _Held()
+        try:
+            write(*others, held)
+        except AssertionError:
+            if not _failures:
+                raise
+        results.put(_failures[0] if _failures else held.results)
+
+    return staticmethod(told)
+
+
+class _Held:
+    """A queue of one."""
+
+    results: Any = None
+
+    def put(self, results: Any) -> None:
+        self.results = results

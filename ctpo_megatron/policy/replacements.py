@@ -15,16 +15,17 @@ from typing import Any, Literal
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
 from ctpo_megatron.policy.layers import rotate_packed
-from ctpo_megatron.policy.megatron_versions import RELEASE
+from ctpo_megatron.policy.megatron_versions import RELEASE, noting_failures, telling_failures
 
 log = logging.getLogger(__name__)
 
-Cause = Literal["no CUDA", "no CUDA, 0.19", "torch AdamW", "packed sequences"]
+Cause = Literal["no CUDA", "torch AdamW", "packed sequences", "checkpoint writers"]
 
 _NO_STREAM = object()
 
@@ -53,9 +54,9 @@ def _causes(cuda: bool) -> dict[Cause, bool]:
     """Which causes hold, according to megatron-core itself."""
     return {
         "no CUDA": not cuda,
-        "no CUDA, 0.19": not cuda and RELEASE >= (0, 19),
         "torch AdamW": megatron_optimizer.USING_PYTORCH_OPTIMIZER,
         "packed sequences": True,
+        "checkpoint writers": True,
     }
 
 
@@ -67,13 +68,6 @@ def _replacements() -> tuple[_Replacement, ...]:
         ),
         _Replacement(
             "no CUDA", "torch.cuda", "synchronize", do_nothing, "variable-length pipelines and checkpoints call it"
-        ),
-        _Replacement(
-            "no CUDA, 0.19",
-            "torch.cuda",
-            "current_stream",
-            do_nothing,
-            "gradient reduction waits for CUDA graphs on it",
         ),
         _Replacement("no CUDA", random, "_get_cuda_rng_state", rng_state, "activation recompute saves the stream"),
         _Replacement(
@@ -121,6 +115,30 @@ def _replacements() -> tuple[_Replacement, ...]:
             "_apply_rotary_pos_emb_thd",
             rotate_packed,
             "the original reads the boundaries back from the device in every layer",
+        ),
+        *(_replacements_of_0_19() if RELEASE >= (0, 19) else ()),
+    )
+
+
+def _replacements_of_0_19() -> tuple[_Replacement, ...]:
+    writer: Any = filesystem_async.FileSystemWriterAsync
+    return (
+        _Replacement(
+            "no CUDA", "torch.cuda", "current_stream", do_nothing, "gradient reduction waits for CUDA graphs on it"
+        ),
+        _Replacement(
+            "checkpoint writers",
+            filesystem_async.__name__,
+            "FileSystemWriterAsync.write_preloaded_data",
+            noting_failures(writer.write_preloaded_data),
+            "notes why a file could not be written",
+        ),
+        _Replacement(
+            "checkpoint writers",
+            filesystem_async.__name__,
+            "FileSystemWriterAsync.write_preloaded_data_multithread",
+            telling_failures(writer.write_preloaded_data_multithread),
+            "the original reports the type of a failure alone, or dies of it",
         ),
     )
 

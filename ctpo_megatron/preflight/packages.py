@@ -96,7 +96,9 @@ def check_imports(_context: MachineContext) -> list[Problem]:
     return broken or [passed("imports", f"all {len(modules)} packages import")]
 
 
-def import_troubles(modules: Sequence[str], python: str = sys.executable) -> dict[str, str]:
+def import_troubles(
+    modules: Sequence[str], python: str = sys.executable, timeout_s: float = IMPORT_TIMEOUT_S
+) -> dict[str, str]:
     """Why each module does not import; empty if it does. python: of the environment."""
     # In a process of its own: the import of a broken package may kill the interpreter.
     try:
@@ -104,12 +106,12 @@ def import_troubles(modules: Sequence[str], python: str = sys.executable) -> dic
             [python, "-c", _PROBE, *modules],
             capture_output=True,
             text=True,
-            timeout=IMPORT_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
         found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return dict.fromkeys(modules, f"not within {IMPORT_TIMEOUT_S:g} s")
+        return dict.fromkeys(modules, f"not within {timeout_s:g} s")
     except (IndexError, json.JSONDecodeError):  # an import killed the child
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return dict.fromkeys(modules, f"the interpreter died: {reason}")

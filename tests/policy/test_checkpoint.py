@@ -32,6 +32,7 @@ from ctpo_megatron.policy import (
     init_distributed,
     policy_gradient,
 )
+from ctpo_megatron.policy.megatron_versions import RELEASE
 from ctpo_megatron.policy.train_state import _inner_adamw
 from tests.end_to_end.small_run import Ctpo
 from tests.policy import models
@@ -192,9 +193,9 @@ def test_a_writer_that_is_killed_ends_a_save_that_is_waited_for(
     monkeypatch.setattr(
         FileSystemWriterAsync, "write_preloaded_data", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     )
-    with pytest.raises(
-        CheckpointError, match=r"not done after 3 s \(policy\.timeout_minutes\).*was one of them killed"
-    ):
+    # With 0.16 it is a child of the writer, who waits for it.
+    late, gone = r"not done after 3 s \(policy\.timeout_minutes\).*was one of them killed", "was it killed"
+    with pytest.raises(CheckpointError, match=gone if RELEASE >= (0, 19) else late):
         policy.save(tmp_path, 1, {"step": 1})
     policy._writer._abandon()
     assert list(tmp_path.glob("step_*")) == []
@@ -219,7 +220,7 @@ def test_a_writer_that_cannot_write_is_reported(layout: Layout, folder: Path, tm
     policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
     (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
     process.kill()
-    with pytest.raises(CheckpointError, match="a checkpoint could not be written"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint could not be written.*was it killed \(out of memory\)"):
         policy.finish_save()
     assert list(tmp_path.glob("step_*")) == []
 
