@@ -42,6 +42,8 @@ from tests.support.deadlines import scaled
 ENOUGH_CPU_S = 5.0
 HUGE = float(1 << 60)
 PINS = {"ray": "2.60.0", "torch": "2.13.0"}
+RANGES = (("ray==1.0", '< "3"'), ("ray==2.60.0", '>= "3"'))
+"""As setup.py names megatron-core: one release for each range of Pythons."""
 
 
 def installed(folder: Path, name: str, version: str, requires: str = "") -> None:
@@ -97,6 +99,14 @@ def test_versions_are_held_against_ranges_and_locks(tmp_path: Path, monkeypatch:
     assert absent.severity == "missing" and install_line([absent]) == "pip install -e '.[train]'"
     assert check_package("transformer-engine", "", PINS).severity == "warning"
     assert verdict([old, absent]) == "not ready: 2 to mend: ray, no-such-package"
+
+
+def test_a_range_for_other_pythons_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    old, ours = (f'{pin}; python_version {range_} and extra == "train"' for pin, range_ in RANGES)
+    installed(tmp_path, "ctpo-megatron", "0.2.0", f"{old}\nRequires-Dist: {ours}")
+    installed(tmp_path, "ray", "2.60.0")
+    assert check_package("ray", "train", PINS) == passed("ray", "2.60.0")
 
 
 def test_the_rest_of_a_lock_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
