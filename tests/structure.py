@@ -40,7 +40,7 @@ WALKS = {
         policy/minibatch.py policy/old_log_probs.py policy/optimizer.py policy/passes.py policy/predictions.py
         data/packing.py
         objective/advantages.py objective/function.py objective/policy_loss.py objective/ratios.py
-        objective/aggregation.py objective/fused.py
+        objective/surrogate.py objective/trust_region.py objective/aggregation.py objective/fused.py
     """,
     "weights -> engines": """
         policy/trainer.py policy/hf.py run/ranks.py run/controller.py rollouts/rollouts.py engines/pool.py

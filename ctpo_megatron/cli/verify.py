@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import PRESETS, Extension, load_family
+from ctpo_megatron.config import Extension, load_family
 from ctpo_megatron.models import ModelFamily
 from ctpo_sandbox.arguments import positive
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="Hugging Face directory, small; default: a tiny random model")
     parser.add_argument("--family", metavar="MODULE:NAME", help="model family of your own, found from this folder")
     parser.add_argument("--layouts", nargs="+", metavar="NAME", help="default: all that --max-ranks allows")
-    parser.add_argument("--objective", nargs="+", default=["ctpo"], metavar="PRESET", help="presets, or: all")
+    parser.add_argument("--objective", nargs="+", default=["ctpo"], metavar="NAME", help="presets, or: all")
     parser.add_argument(
         "--max-ranks", type=positive(int), metavar="N", help="default: GPU count; without GPUs max(4, cores)"
     )
@@ -30,10 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check every layout and objective; returns 1 if one failed or exceeds the tolerance."""
-    from ctpo_megatron.verify import verify
+    from ctpo_megatron.verify import OBJECTIVES, verify
 
-    objectives = list(PRESETS) if args.objective == ["all"] else args.objective
-    _refuse_unknown("preset", objectives, PRESETS)
+    objectives = list(OBJECTIVES) if args.objective == ["all"] else args.objective
+    _refuse_unknown("preset", objectives, OBJECTIVES)
     family = load_family(Extension(name=args.family), [str(Path.cwd())]) if args.family else None
     layouts, skipped = _choose_layouts(args.model, family, args.layouts, args.max_ranks)
     for reason in dict.fromkeys(skipped.values()):

@@ -14,20 +14,47 @@ from ctpo_megatron.config.problems import ConfigError, Problem
 
 _MODES = {"ratio_mode": RATIO_MODES, "clip_mode": get_args(ClipMode), "loss_agg_mode": LOSS_AGG_MODES}
 
+_NUMBERS = (
+    "clip_low",
+    "clip_high",
+    "clip_c",
+    "clip_power",
+    "loss_scale_factor",
+    "tau_positive",
+    "tau_negative",
+    "prefix_weight",
+    "prefix_budget",
+    "entropy_coef",
+    "clip_drift",
+)
+WITHOUT_DUAL = ("detached_ratio", "sigmoid", "token_log", "prefix_tv")
+"""Clip modes without a use for `clip_c`."""
+ONLY_WITH = {"tau_positive": "sigmoid", "tau_negative": "sigmoid"} | dict.fromkeys(
+    ("prefix_weight", "prefix_budget"), "prefix_tv"
+)
+"""Field -> the one clip mode that uses it."""
+
 
 @dataclass(frozen=True)
 class PolicyObjective:
     """Parameters of the policy loss. The defaults are CTPO's. Raises ConfigError listing all invalid values.
 
     ratio_mode: the sum that log r_t is (`objective/ratios.py`).
-    clip_mode: "log_power" bounds log r_t by -low t^power, +high t^power. With "ratio", r_t is bounded by 1 - low and
-        1 + high. So it is with "detached_ratio"; there the bounded ratio is a constant factor of the log-prob (CISPO).
+    clip_mode: what limits the update of a token (`objective/surrogate.py`). "log_power" bounds log r_t by -low t^power,
+        +high t^power. With "ratio", r_t is bounded by 1 - low and 1 + high. So it is with "detached_ratio"; there the
+        bounded ratio is a constant factor of the log-prob (CISPO).
     clip_c: upper bound (dual clip) for negative advantages: of log r_t, times t^power, or of r_t itself for "ratio".
-        None or a negative number: off; "detached_ratio" has none.
+        With "binary_tv" and "binary_kl" r_t is truncated at it, with "sequence_k3" it bounds the largest k3 of a
+        sequence. None or a negative number: off; the other modes have none.
     clip_power: exponent of the position t; 0 gives fixed bounds; used by "log_power" only.
+    tau_positive, tau_negative: steepness of the gate by the sign of the advantage; used by "sigmoid" only.
+    prefix_weight, prefix_budget: `trust_region.outside` has their formula; used by "prefix_tv" only.
     loss_agg_mode: how token losses are aggregated (`objective/aggregation.py`).
     count_masked_sequences: whether a sequence without any loss token counts in the mean over sequences.
     loss_scale_factor: constant L that "seq-mean-token-sum" divides by, in addition to the number of sequences (tokens).
+    clip_drift: s2, variance of a token's log-ratio (nats^2): the "log_power" window is centred on -t s2 / 2, to where
+        noise alone takes the cumulative ratio. 0 centres it on 0.
+    entropy_coef: subtracted from the loss times the entropy of the loss tokens, aggregated as the loss is.
     """
 
     ratio_mode: RatioMode = "cumprod"
@@ -39,6 +66,12 @@ class PolicyObjective:
     loss_agg_mode: LossAggMode = "seq-mean-token-mean"
     count_masked_sequences: bool = True
     loss_scale_factor: float = 1.0
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    prefix_weight: float = 0.8
+    prefix_budget: float = 0.015
+    entropy_coef: float = 0.0
+    clip_drift: float = 0.0
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -52,36 +85,40 @@ class PolicyObjective:
             mode = str(getattr(self, name))
             if mode not in modes:
                 yield self._problem(name, *_unknown(mode, modes))
-        for name in ("clip_low", "clip_high", "clip_c", "clip_power", "loss_scale_factor"):
+        for name in _NUMBERS:
             value = getattr(self, name)
             if value is None and name == "clip_c":
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 yield self._problem(name, "expected a finite number")
-            elif name in ("clip_low", "clip_high") and value < 0:
+            elif name in ("clip_low", "clip_high", "prefix_budget", "entropy_coef", "clip_drift") and value < 0:
                 yield self._problem(name, "must not be negative")
-            elif name == "clip_low" and self.clip_mode != "log_power" and value > 1:
+            elif name == "clip_low" and self.clip_mode in ("ratio", "detached_ratio") and value > 1:
                 message = f"with clip_mode: {self.clip_mode} the lower bound is 1 - clip_low; a ratio is never negative"
                 yield self._problem(name, message, "set at most 1")
-            elif name == "clip_c" and self.clip_mode == "ratio" and 0 <= value <= 1:
-                message = "with clip_mode: ratio it bounds the ratio itself and must exceed 1"
-                yield self._problem(name, message, "3 is usual, a negative number switches it off")
-            elif name == "clip_c" and self.clip_mode == "detached_ratio" and value >= 0:
-                yield self._problem(
-                    name, "clip_mode: detached_ratio has no dual bound", "set -1, which switches it off"
-                )
-            elif name == "loss_scale_factor" and value <= 0:
+            elif name == "clip_c" and value >= 0:
+                yield from self._dual_problems(value)
+            elif name in ("loss_scale_factor", "tau_positive", "tau_negative") and value <= 0:
                 yield self._problem(name, "must be positive")
+            elif name == "clip_drift" and value and (self.clip_mode, self.ratio_mode) != ("log_power", "cumprod"):
+                message = f"with {self.clip_mode} of {self.ratio_mode}: only the sum of all log-ratios drifts so"
+                yield self._problem(name, message, "set 0, or clip_mode: log_power with ratio_mode: cumprod")
+            elif name == "prefix_weight" and not 0 < value <= 1:
+                yield self._problem(name, "must be above 0 and at most 1")
+
+    def _dual_problems(self, value: float) -> Iterator[Problem]:
+        if self.clip_mode in ("ratio", "binary_tv", "binary_kl") and value <= 1:
+            message = f"with clip_mode: {self.clip_mode} it bounds the ratio itself and must exceed 1"
+            usual = "3" if self.clip_mode == "ratio" else "20"
+            yield self._problem("clip_c", message, f"{usual} is usual, a negative number switches it off")
+        elif self.clip_mode in WITHOUT_DUAL:
+            message = f"clip_mode: {self.clip_mode} has no dual bound"
+            yield self._problem("clip_c", message, "set -1, which switches it off")
 
     @property
     def on_kernels(self) -> bool:
         """Whether `ctpo_kernels` can compute it; else plain torch does, from given log-probs."""
-        return self.clip_mode in CLIP_MODES
-
-    @property
-    def whole_sequences(self) -> bool:
-        """Whether a token's share of the loss depends on other tokens of its sequence."""
-        return self.ratio_mode != "token" or self.loss_agg_mode == "seq-mean-token-mean"
+        return self.clip_mode in CLIP_MODES and not self.clip_drift
 
     def _problem(self, name: str, message: str, fix: str = "") -> Problem:
         return Problem(f"objective.{name}", message, fix, getattr(self, name))
@@ -104,11 +141,21 @@ class PolicyObjective:
 def objective_from_config(config: ObjectiveConfig) -> PolicyObjective:
     """The configured objective: the preset, overridden by every field that is not null.
 
-    `anchor` and `advantage` of the configuration select inputs of the loss and are not part of it. Raises ConfigError.
+    `anchor` and `advantage` of the configuration select inputs of the loss and are not part of it. Raises ConfigError,
+    also for a field that the clip mode has no use for.
     """
     known = {field.name for field in fields(PolicyObjective)}
     overrides = {k: v for k, v in config.model_dump().items() if k in known and v is not None}
-    return PolicyObjective.preset(config.preset, **overrides)
+    objective = PolicyObjective.preset(config.preset, **overrides)
+    unused = [name for name, mode in ONLY_WITH.items() if name in overrides and objective.clip_mode != mode]
+    if unused:
+        raise ConfigError([_without_effect(name, objective.clip_mode, overrides[name]) for name in unused])
+    return objective
+
+
+def _without_effect(name: str, mode: str, value: Any) -> Problem:
+    message = f"has no effect with clip_mode: {mode}; clip_mode: {ONLY_WITH[name]} uses it"
+    return Problem(f"objective.{name}", message, "remove it, or set that mode", value)
 
 
 def advantage_from_config(config: ObjectiveConfig) -> AdvantageConfig:

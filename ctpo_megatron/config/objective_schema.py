@@ -12,6 +12,8 @@ from ctpo_megatron.config.task_schema import Section
 
 _PPO: dict[str, Any] = {"ratio_mode": "token", "clip_mode": "ratio", "clip_low": 0.2, "clip_high": 0.2, "clip_c": 3.0}
 
+_DPPO: dict[str, Any] = {"ratio_mode": "token", "clip_c": 20.0, "loss_agg_mode": "token-mean"}
+
 PRESETS: dict[str, dict[str, Any]] = {
     # As in the authors' code; the objective in the paper has no dual bound.
     "ctpo": {},
@@ -19,6 +21,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ctpo-uniform": {"clip_power": 0.0},
     # The ablation with the ratio window [0.5, 5] of the paper's first figure. That it had no dual bound is inferred.
     "ctpo-fixed": {"clip_mode": "ratio", "clip_low": 0.5, "clip_high": 4.0, "clip_c": None},
+    # Ours: around the drift of noise with the paper's sigma at step 100, .0387.
+    "ctpo-drift": {"clip_drift": 0.0015},
     "ctpo-geomean": {"ratio_mode": "geomean", "clip_power": -0.5},
     "grpo": _PPO,
     "dr-grpo": {**_PPO, "clip_c": None, "loss_agg_mode": "seq-mean-token-sum"},
@@ -39,6 +43,33 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_c": None,
         "loss_agg_mode": "token-mean",
     },
+    # As in the authors' code: verl and TRL have the same temperatures.
+    "sapo": {"ratio_mode": "token", "clip_mode": "sigmoid", "clip_c": None},
+    "gmpo": {
+        "ratio_mode": "sequence-geomean",
+        "clip_mode": "token_log",
+        "clip_low": 0.4,
+        "clip_high": 0.4,
+        "clip_c": None,
+    },
+    "dppo-tv": {**_DPPO, "clip_mode": "binary_tv", "clip_low": 0.15, "clip_high": 0.15},
+    "dppo-kl": {**_DPPO, "clip_mode": "binary_kl", "clip_low": 0.05, "clip_high": 0.05},
+    "cppo": {
+        "ratio_mode": "token",
+        "clip_mode": "prefix_tv",
+        "clip_low": 0.15,
+        "clip_high": 0.15,
+        "clip_c": None,
+        "loss_agg_mode": "token-mean",
+    },
+    # Mean and largest estimate together; the thresholds are those with which CPPO's authors ran it.
+    "trm-k3": {
+        "ratio_mode": "token",
+        "clip_mode": "sequence_k3",
+        "clip_high": 0.002,
+        "clip_c": 0.1,
+        "loss_agg_mode": "token-mean",
+    },
     # PPO's bounds on the product over the whole sequence: the high-variance end of the comparison.
     "sequence": {**_PPO, "ratio_mode": "sequence"},
 }
@@ -47,8 +78,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 WITHOUT_STD = frozenset({"dr-grpo"})
 """Presets whose advantages are not divided by the standard deviation of the group, unless the configuration says so."""
 
-ClipMode = Literal["log_power", "ratio", "detached_ratio"]
-"""The clip modes of the kernels, and one that needs given log-probs."""
+ClipMode = Literal[
+    "log_power",
+    "ratio",
+    "detached_ratio",
+    "sigmoid",
+    "token_log",
+    "binary_tv",
+    "binary_kl",
+    "prefix_tv",
+    "sequence_k3",
+]
+"""The clip modes of the kernels, and those that need given log-probs (`objective/surrogate.py`)."""
 
 if TYPE_CHECKING:
     PresetName = str
@@ -129,16 +170,52 @@ class ObjectiveConfig(Section):
     ratio_mode: RatioMode | None = Field(default=None, description="importance ratio of a token")
     clip_mode: ClipMode | None = Field(
         default=None,
-        description="clip window: position-dependent in log space, fixed on the ratio, or fixed on a ratio without "
-        "gradient that multiplies the log-prob (CISPO)",
+        description="what limits an update: bounds on log r that grow with the position, on r, or on a constant r that "
+        "multiplies the log-prob (CISPO). Further: a sigmoid of r (SAPO); bounds on each token of a mean (GMPO); a "
+        "divergence beyond which tokens (DPPO, CPPO) or sequences (TRM) leave the loss",
     )
-    clip_low: NonNegativeFloat | None = Field(default=None, description="lower clip width")
-    clip_high: NonNegativeFloat | None = Field(default=None, description="upper clip width")
-    clip_c: float | None = Field(default=None, description="dual-clip bound; a negative number switches it off")
+    clip_low: NonNegativeFloat | None = Field(
+        default=None, description="lower clip width; for binary_tv, binary_kl, prefix_tv the threshold where A < 0"
+    )
+    clip_high: NonNegativeFloat | None = Field(
+        default=None,
+        description="upper clip width; for binary_tv, binary_kl, prefix_tv the threshold where A > 0; for sequence_k3 "
+        "of the mean",
+    )
+    clip_c: float | None = Field(
+        default=None,
+        description="dual-clip bound; for binary_tv, binary_kl the largest r, for sequence_k3 the largest k3 of a "
+        "token; a negative number switches it off",
+    )
     clip_power: float | None = Field(default=None, description="window grows as position ** power (log_power only)")
+    clip_drift: NonNegativeFloat | None = Field(
+        default=None,
+        description="variance of a token's log-ratio, nats^2, such as sigma^2 of the report. It centres the window on "
+        "-position * clip_drift / 2, where noise takes a cumulative ratio (log_power only); null: 0",
+    )
+    tau_positive: PositiveFloat | None = Field(
+        default=None, description="steepness of the sigmoid where A > 0 (sigmoid only)"
+    )
+    tau_negative: PositiveFloat | None = Field(
+        default=None, description="steepness of the sigmoid where A < 0 (sigmoid only)"
+    )
+    prefix_weight: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="weight of the divergence at the last token, falling to it from 1 at the first (prefix_tv only)",
+    )
+    prefix_budget: NonNegativeFloat | None = Field(
+        default=None, description="divergence that a prefix may spend on each of its tokens (prefix_tv only)"
+    )
     loss_agg_mode: LossAggMode | None = Field(default=None, description="how token losses become one loss")
     loss_scale_factor: PositiveFloat | None = Field(
         default=None, description="constant that seq-mean-token-sum divides by, e.g. the longest response; null: 1"
+    )
+    entropy_coef: NonNegativeFloat | None = Field(
+        default=None,
+        description="entropy bonus: subtracted from the loss times the policy's entropy (nats), aggregated as the loss "
+        "is; null: 0",
     )
     count_masked_sequences: bool | None = Field(
         default=None, description="fully masked sequences count in the denominator"

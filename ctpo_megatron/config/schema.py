@@ -222,9 +222,9 @@ class PolicyConfig(Section):
     )
     skip_zero_advantage: bool = Field(
         default=True,
-        description="trajectories whose advantage is 0 stay out of the passes, not out of the denominators; without "
-        "effect where that would change the gradient (objective.function; objective.correction that rejects or "
-        "normalizes)",
+        description="trajectories whose advantage is 0 stay out of the passes, not out of the denominators. Without "
+        "effect where that would change the gradient: objective.function, objective.entropy_coef, and an "
+        "objective.correction that rejects or normalizes",
     )
     max_bad_steps: PositiveInt = Field(
         default=3,
@@ -433,8 +433,10 @@ class Config(Section):
     def leaves_out_zero_advantage(self) -> bool:
         """Whether trajectories of advantage 0 are skipped in the passes: `policy.skip_zero_advantage`, if exact.
 
-        A user's objective may learn from them, and a correction counts their remaining tokens or weights.
+        A user's objective may learn from them, an entropy bonus does, and a correction counts their remaining tokens or
+        weights.
         """
         correction = self.objective.correction
-        needs_all = self.objective.function is not None or correction.rejects or correction.normalize
+        learns = self.objective.function is not None or bool(self.objective.entropy_coef)
+        needs_all = learns or correction.rejects or correction.normalize
         return self.policy.skip_zero_advantage and not needs_all

@@ -21,6 +21,7 @@ from ctpo_megatron.config import PRESETS, PolicyObjective, objective_from_config
 from ctpo_megatron.objective.advantages import batch_advantages, group_advantages
 from ctpo_megatron.objective.aggregation import Denominators
 from ctpo_megatron.objective.correction import Corrected, correct
+from ctpo_megatron.objective.diagnostics import TokenDiagnostics, token_diagnostics
 from ctpo_megatron.objective.function import (
     Objective,
     ObjectiveInputs,
@@ -34,7 +35,6 @@ from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, n
 from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss, supervised_loss
 from ctpo_megatron.objective.position_law import PositionLaw, fit_law, points_of_bins
 from ctpo_megatron.objective.positions import PositionStats, position_metrics, position_stats, skipped_stats
-from ctpo_megatron.objective.ratios import TokenDiagnostics, token_diagnostics
 from ctpo_megatron.objective.stats import LossStats, merge, summarize
 from ctpo_megatron.objective.window_size import window_metrics
 

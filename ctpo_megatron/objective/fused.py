@@ -116,6 +116,7 @@ def linear_policy_loss(
         may_learn=may_learn,
         accumulate_into_main_grad=accumulate_into_main_grad,
         return_entropy=entropy,
+        entropy_coef=objective.entropy_coef,
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )
     loss, stats, log_probs, entropies = cast(

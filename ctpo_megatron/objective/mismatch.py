@@ -223,8 +223,9 @@ def noise_metrics(rows: MismatchRows, objective: PolicyObjective) -> dict[str, f
         spread = found["sigma"] * length ** _SPREAD[objective.ratio_mode]
         found["band_share"] = spread / (width * length**power)
         growth = _DRIFT[objective.ratio_mode] - power
-        if growth > 0:
-            found["t_star"] = math.exp(min(math.log(2 * width / variance) / growth, _LOG_FAR))
+        drift = variance - objective.clip_drift  # away from the centre of the window
+        if growth > 0 and drift > 0:
+            found["t_star"] = math.exp(min(math.log(2 * width / drift) / growth, _LOG_FAR))
     return {f"mismatch/{name}": value for name, value in found.items()}
 
 
@@ -240,4 +241,6 @@ def _lower_bound(objective: PolicyObjective) -> tuple[float, float]:
     """... and its lower bound is -width t^power: (width in nats, power)."""
     if objective.clip_mode == "log_power":
         return objective.clip_low, objective.clip_power
+    if objective.clip_mode not in ("ratio", "detached_ratio"):
+        return math.inf, 0.0
     return (-math.log1p(-objective.clip_low) if objective.clip_low < 1 else math.inf), 0.0

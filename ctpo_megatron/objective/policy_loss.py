@@ -11,9 +11,10 @@ from torch import Tensor
 from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, token_scale
 from ctpo_megatron.objective.fused import fused_policy_loss
-from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, Surrogate, TokenRatios, surrogate, token_ratios
+from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, TokenRatios, token_ratios
 from ctpo_megatron.objective.sequences import SequenceBounds
 from ctpo_megatron.objective.stats import LossStats, stats_of
+from ctpo_megatron.objective.surrogate import Surrogate, surrogate
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def policy_loss(
     cu_seqlens: Tensor | None = None,
     denominators: Denominators | None = None,
     cp_group: dist.ProcessGroup | None = None,
+    entropy: Tensor | None = None,
 ) -> PolicyLossOutput:
     """Loss of a padded `[B, T]` or packed `[N]` batch (tokens of one sequence adjacent and in order).
 
@@ -57,8 +59,11 @@ def policy_loss(
     cu_seqlens: int `[B + 1]`, boundaries of a packed batch.
     denominators: counts of the whole optimizer step; None: this batch is the whole step.
     cp_group: context-parallel ranks that each hold two pieces of every sequence, as `ctpo_kernels.ctpo_loss` takes them
-        (packed only, `denominators` required). Loss and statistics are this rank's share. Collective. An objective that
-        is not `on_kernels` must not need `whole_sequences`.
+        (packed only, `denominators` required). Loss and statistics are this rank's share. Collective. For objectives
+        that are `on_kernels`, without an `entropy_coef`; the others need whole sequences.
+    entropy: of the policy at each token, nats, differentiable, in the shape of log_probs; required with an
+        `entropy_coef`. Times this it is subtracted from the loss, aggregated as the loss is, without `weights`.
+        `per_token` and statistics are of the policy loss alone.
 
     The gradient of token t's loss reaches its own log-prob only: -A_t r_t w_t inside the bounds, 0 beyond them. Values
     at masked positions, NaN included, have no effect. A NaN at a response token propagates to the rest of its own
@@ -70,28 +75,29 @@ def policy_loss(
     split = cp_group is not None and cp_group.size() > 1
     if split and denominators is None:
         raise ValueError("denominators: a context-parallel rank sees a share of the sequences; give the step's counts")
-    if split and not objective.on_kernels and objective.whole_sequences:
+    if split and (objective.entropy_coef or not objective.on_kernels):
         raise ValueError(
-            f"clip_mode: {objective.clip_mode} with {objective.ratio_mode}, {objective.loss_agg_mode} needs "
-            "whole sequences, and a context-parallel rank holds pieces"
+            f"clip_mode: {objective.clip_mode} with entropy_coef: {objective.entropy_coef} needs whole sequences, and "
+            "a context-parallel rank holds pieces: gather the log-probs first"
         )
+    if objective.entropy_coef and entropy is None:
+        raise ValueError(f"entropy: entropy_coef is {objective.entropy_coef}; give the entropy of every token")
+    bonus = _entropy_bonus(entropy, response_mask, loss_mask, layout, objective, denominators)
     if objective.on_kernels and (log_probs.is_cuda or split):
-        return PolicyLossOutput(
-            *fused_policy_loss(
-                log_probs.to(dtype),
-                old_log_probs,
-                advantages,
-                response_mask,
-                objective,
-                loss_mask=loss_mask,
-                weights=weights,
-                layout=layout,
-                denominators=denominators,
-                cp_group=cp_group,
-            )
+        loss, per_token, stats = fused_policy_loss(
+            log_probs.to(dtype),
+            old_log_probs,
+            advantages,
+            response_mask,
+            objective,
+            loss_mask=loss_mask,
+            weights=weights,
+            layout=layout,
+            denominators=denominators,
+            cp_group=cp_group,
         )
-    model = layout.mask(response_mask, "response_mask")
-    trained = model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
+        return PolicyLossOutput(loss if bonus is None else loss - bonus.to(dtype), per_token, stats)
+    model, trained = _masks(response_mask, loss_mask, layout)
 
     # Mask before any arithmetic: 0 * NaN is NaN, in the forward pass and in the gradient.
     flat_log_probs = torch.where(model, layout.values(log_probs, "log_probs", dtype), 0.0)
@@ -99,8 +105,8 @@ def policy_loss(
     advantage = torch.where(trained, layout.values(advantages.detach(), "advantages", dtype, per_sequence=True), 0.0)
 
     ratios = token_ratios(objective.ratio_mode, flat_log_probs, flat_old_log_probs, model, layout)
-    log_ratio = torch.where(trained, ratios.log_ratio, 0.0)
-    token = surrogate(log_ratio, ratios.position, advantage, objective, torch.where(trained, flat_log_probs, 0.0))
+    tokens = LossTokens(flat_log_probs, flat_old_log_probs, advantage, model, trained, layout)
+    token = surrogate(ratios, tokens, objective)
     per_token = token.loss
     if weights is not None:
         per_token = per_token * layout.values(weights.detach(), "weights", dtype, per_sequence=True)
@@ -109,7 +115,30 @@ def policy_loss(
     scale = token_scale(trained, layout, objective, denominators)
     loss = (per_token * scale).sum()  # float64: the float32 result does not depend on the order of the tokens
     stats = _stats(loss, ratios, token, model, trained)
+    loss = loss if bonus is None else loss - bonus
     return PolicyLossOutput(loss.to(dtype), per_token.reshape(layout.shape), stats)
+
+
+def _masks(response_mask: Tensor, loss_mask: Tensor | None, layout: SequenceBounds) -> tuple[Tensor, Tensor]:
+    """bool `[N]` each: which tokens the policy sampled, and which count in the loss."""
+    model = layout.mask(response_mask, "response_mask")
+    return model, model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
+
+
+def _entropy_bonus(
+    entropy: Tensor | None,
+    response_mask: Tensor,
+    loss_mask: Tensor | None,
+    layout: SequenceBounds,
+    objective: PolicyObjective,
+    denominators: Denominators | None,
+) -> Tensor | None:
+    """What `entropy_coef` subtracts from the loss: float64 scalar; None without it."""
+    if entropy is None or not objective.entropy_coef:
+        return None
+    trained = _masks(response_mask, loss_mask, layout)[1]
+    values = torch.where(trained, layout.values(entropy, "entropy", entropy.dtype), 0.0)
+    return objective.entropy_coef * (values * token_scale(trained, layout, objective, denominators)).sum()
 
 
 @torch.no_grad()

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ctpo_megatron.config import PolicyObjective
-from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, prefix_sum, surrogate, token_ratios
+from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, prefix_sum, token_ratios
 from ctpo_megatron.objective.sequences import SequenceBounds
+from ctpo_megatron.objective.surrogate import surrogate
 
 _SINGLE, _BINS_AN_OCTAVE, _WIDE = 16, 4, 48
 BINS = _SINGLE + _WIDE
@@ -166,9 +167,8 @@ def position_stats(
     flags, x = [nothing] * len(SIDES), torch.zeros_like(ratios.d)
     if objective is not None:
         x = ratios.log_ratio
-        clipped = surrogate(
-            torch.where(trained, x, 0.0), ratios.position, torch.where(trained, advantage, 0.0), objective, current
-        )
+        of_loss = torch.where(trained, advantage, 0.0)
+        clipped = surrogate(ratios, LossTokens(current, reference, of_loss, model, trained, layout), objective)
         flags = [clipped.high, clipped.low, clipped.dual]
     numbers = [ratios.position, layout.sequence_id, advantage, prefix_sum(ratios.d, layout), ratios.d, x]
     numbers += [trained, *flags, torch.zeros_like(x) if entropy is None else entropy, model]

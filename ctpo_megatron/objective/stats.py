@@ -41,6 +41,11 @@ class LossStats:
         """One float64 vector for an all-gather; `from_tensor` restores it."""
         return torch.cat([self.sums, self.maxima])
 
+    def without_sums(self) -> LossStats:
+        """The same extrema, and sums over nothing: of a rank that computed what another reports."""
+        named = {name: torch.zeros_like(pair) for name, pair in self.named.items()}
+        return replace(self, sums=torch.zeros_like(self.sums), named=named)
+
     @classmethod
     def from_tensor(cls, vector: Tensor, kind: StatsKind = "policy") -> LossStats:
         """Inverse of `as_tensor`; raises ValueError for another length."""

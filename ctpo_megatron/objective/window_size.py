@@ -11,7 +11,7 @@ from ctpo_megatron.config import PolicyObjective
 
 
 def window_metrics(model_tokens: Sequence[int], objective: PolicyObjective | None) -> dict[str, float]:
-    """Of the window [-low t^p, high t^p] on log r, over all model tokens.
+    """Of the window [-low t^p, high t^p] on log r, with `clip_drift` around its centre, over all model tokens.
 
     model_tokens: number in each trajectory; their positions t are 1, 2, ... Empty without tokens, and for a window of
     another kind (`clip_mode`). Source: `_compute_policy_loss_cum_token_la_impl` of horizon-llm/CTPO at acc4021.
@@ -22,7 +22,8 @@ def window_metrics(model_tokens: Sequence[int], objective: PolicyObjective | Non
     longest = int(lengths.max())
     # As many tokens have position t as trajectories have at least t tokens.
     count = np.bincount(lengths, minlength=longest + 1)[::-1].cumsum()[::-1][1:].astype(np.float64)
-    scale = np.arange(1, longest + 1, dtype=np.float64) ** objective.clip_power
+    positions = np.arange(1, longest + 1, dtype=np.float64)
+    scale, centre = positions**objective.clip_power, -objective.clip_drift / 2 * positions
     middle = _median_position(count)
     metrics = {
         "pg_update/la_scale/mean": float(np.average(scale, weights=count)),
@@ -33,7 +34,8 @@ def window_metrics(model_tokens: Sequence[int], objective: PolicyObjective | Non
     bounds = {"high": objective.clip_high, "low": -objective.clip_low, "c": objective.clip_c}
     for name, width in bounds.items():
         if width is not None and math.isfinite(width):
-            metrics[f"pg_update/la_clip_{name}_ratio/mean"] = float(np.average(np.exp(width * scale), weights=count))
+            ratio = np.exp(width * scale + centre)
+            metrics[f"pg_update/la_clip_{name}_ratio/mean"] = float(np.average(ratio, weights=count))
     return metrics
 
 

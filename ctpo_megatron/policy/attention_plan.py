@@ -111,7 +111,7 @@ class AttentionPlan:
 
     def __init__(self, split: ContextSplit, rules: AttentionRules = EXACT) -> None:
         self.split, self.rules = split, rules
-        planned, device, ranks = split.on_host, split.cu_seqlens.device, split.group.size()
+        planned, device, ranks = split.on_host, split.cu_seqlens.device, split.size
         cu_seqlens = planned.cu_seqlens * ranks
         calls = attention_calls(cu_seqlens.diff().tolist(), bounded=rules.bounded)
         tokens = queries = [_padded_rows(cu_seqlens, call.members, call.length) for call in calls]

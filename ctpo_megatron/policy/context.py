@@ -19,12 +19,13 @@ class ContextSplit:
     So every rank has the same work under causal attention; megatron-core's rotary embedding and transformer-engine's
     attention expect this split. Sequence lengths must be multiples of 2R (`PackingRules.sequence_multiple`).
 
-    rows: int64 `[N / R]`, the tokens of this rank. restore: int64 `[N]`, the index of each token in the concatenation
-    of the rows of all ranks. Both are empty when one rank holds everything. cu_seqlens: `[B + 1]`, boundaries of the
-    sequences among the rows. planned: the same split in host memory; None if this object is in host memory.
+    group: None, or of one rank: nothing is cut. rows: int64 `[N / R]`, the tokens of this rank. restore: int64 `[N]`,
+    the index of each token in the concatenation of the rows of all ranks. Both are empty when one rank holds
+    everything. cu_seqlens: `[B + 1]`, boundaries of the sequences among the rows. planned: the same split in host
+    memory; None if this object is in host memory.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     rows: Tensor
     restore: Tensor
     cu_seqlens: Tensor
@@ -59,9 +60,19 @@ class ContextSplit:
         return cls(group, (owner == rank).nonzero().squeeze(1), torch.argsort(order), cu_seqlens // size)
 
     @property
+    def size(self) -> int:
+        """R."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
     def whole(self) -> bool:
         """Whether one rank holds everything."""
-        return self.group.size() == 1
+        return self.size == 1
+
+    @property
+    def undivided(self) -> ContextSplit:
+        """The same sequences on one rank."""
+        return replace(self, group=None, cu_seqlens=self.cu_seqlens * self.size, planned=None)
 
     def take(self, values: Tensor) -> Tensor:
         """`[N, ...]` -> this rank's `[N / R, ...]`."""
@@ -71,9 +82,13 @@ class ContextSplit:
         """Inverse of `take` over all ranks of the group, without gradients; collective."""
         if self.whole:
             return values
-        found = values.new_empty(values.shape[0] * self.group.size(), *values.shape[1:])
+        found = values.new_empty(values.shape[0] * self.size, *values.shape[1:])
         dist.all_gather_into_tensor(found, values.contiguous(), group=self.group)
         return found[self.restore]
+
+    def join(self, values: Tensor) -> Tensor:
+        """As `gather`, but differentiable in the values of this rank."""
+        return values if self.whole else self.gather(values.detach()).index_copy(0, self.rows, values)
 
 
 @dataclass(frozen=True)
@@ -83,8 +98,8 @@ class Targets:
     labels: int64; response_mask, loss_mask: bool; rollout_log_probs, advantages, old_log_probs (None before they
     are computed), weights (of the correction, None without): float32; all `[n]`, n = N / context-parallel size.
     cu_seqlens: `[B + 1]`, boundaries among them. on_policy: see `PackedBatch`.
-    rows: int64 `[M]`, where response_mask is set, ascending; computed on the host. may_learn: bool `[M]` in host
-    memory, which of them are in the loss with a nonzero advantage.
+    rows: int64 `[M]`, where response_mask is set, ascending; computed on the host. in_loss, may_learn: bool `[M]` in
+    host memory, which of them are in the loss, and which with a nonzero advantage. batch: what they are targets of.
     """
 
     labels: Tensor
@@ -96,8 +111,10 @@ class Targets:
     weights: Tensor | None
     split: ContextSplit
     rows: Tensor
+    in_loss: Tensor
     may_learn: Tensor
     on_policy: bool
+    batch: PackedBatch
 
     @classmethod
     def of(cls, batch: PackedBatch, split: ContextSplit) -> Targets:
@@ -110,7 +127,10 @@ class Targets:
 
         host = batch.on_host
         predicting = split.on_host.take(host.response_mask.roll(-1)).nonzero().squeeze(1)
-        learning = split.on_host.take((host.loss_mask & (host.advantages != 0)).roll(-1))
+        in_loss, learning = (
+            split.on_host.take(mask.roll(-1))[predicting]
+            for mask in (host.loss_mask, host.loss_mask & (host.advantages != 0))
+        )
         return cls(
             labels=next_of(batch.token_ids),
             response_mask=next_of(batch.response_mask),
@@ -121,13 +141,19 @@ class Targets:
             weights=None if batch.correction_weights is None else next_of(batch.correction_weights),
             split=split,
             rows=predicting.to(batch.response_mask.device, non_blocking=True),
-            may_learn=learning[predicting],
+            in_loss=in_loss,
+            may_learn=learning,
             on_policy=batch.on_policy,
+            batch=batch,
         )
 
     @property
     def cu_seqlens(self) -> Tensor:
         return self.split.cu_seqlens
+
+    def of_whole_sequences(self) -> Targets:
+        """The targets of all rows of the batch, which every context-parallel rank knows."""
+        return self if self.split.whole else Targets.of(self.batch, self.split.undivided)
 
     def per_token(self, values: Tensor) -> Tensor:
         """`[n]` of the rows -> `[N]` aligned with the tokens they predict, on every context-parallel rank; detached."""

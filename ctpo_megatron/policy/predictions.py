@@ -54,35 +54,69 @@ class Predictions(ABC):
 
     @abstractmethod
     def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
-        """`[n]` each, without gradients; entropy in nats. The same bits as the log-probs that a loss uses."""
+        """`[n]` each, differentiable; entropy in nats. The same bits as the log-probs that a loss uses."""
 
-    def policy_loss(
-        self, old_log_probs: Tensor | None, objective: PolicyObjective, denominators: Denominators
-    ) -> PolicyLossOutput:
+    def policy_loss(self, anchor: Anchor, objective: PolicyObjective, denominators: Denominators) -> PolicyLossOutput:
         """`objective.policy_loss` of the rows, differentiable in the model's output and in the output layer.
 
-        Also returns the rows' log-probs, and the entropies if `targets.on_policy`. old_log_probs: None takes the
-        log-probs themselves.
+        Also returns the rows' log-probs, and the entropies if `targets.on_policy`.
         """
-        targets, log_probs = self.targets, self.log_probs()
-        output = policy_loss(
-            log_probs,
-            log_probs.detach() if old_log_probs is None else old_log_probs,
-            targets.advantages,
-            targets.response_mask,
-            objective,
-            loss_mask=targets.loss_mask,
-            weights=targets.weights,
-            cu_seqlens=targets.cu_seqlens,
-            denominators=denominators,
-            cp_group=targets.split.group,
-        )
-        return self.with_rows(output, log_probs)
+        own, entropy = self.targets, None
+        if objective.entropy_coef:
+            log_probs, entropy = self.log_probs_and_entropy()
+        else:
+            log_probs = self.log_probs()
+        if objective.on_kernels and entropy is None:  # for which pieces of sequences suffice
+            return self.with_rows(_loss_of(own, log_probs, None, anchor, objective, denominators), log_probs)
+        joined, bonus = own.split.join(log_probs), None if entropy is None else own.split.join(entropy)
+        output = _loss_of(own.of_whole_sequences(), joined, bonus, anchor, objective, denominators)
+        return self.with_rows(self.share(output), log_probs, entropy)
 
-    def with_rows(self, output: PolicyLossOutput, log_probs: Tensor) -> PolicyLossOutput:
-        """The loss of the given `log_probs`, with them and, if requested, the entropies in the output."""
-        entropy = self.log_probs_and_entropy()[1] if self.targets.on_policy else None
-        return replace(output, log_probs=log_probs.detach(), entropy=entropy)
+    def share(self, output: PolicyLossOutput) -> PolicyLossOutput:
+        """This rank's share of a loss that every rank of the context-parallel group computes of whole sequences.
+
+        Each differentiates it in its own log-probs, and the first reports it.
+        """
+        group = self.targets.split.group
+        if group is None or group.rank() == 0:
+            return output
+        return replace(output, stats=output.stats.without_sums())
+
+    def with_rows(self, output: PolicyLossOutput, log_probs: Tensor, entropy: Tensor | None = None) -> PolicyLossOutput:
+        """The loss of the given `log_probs`, with them and, if requested, the entropies in the output.
+
+        entropy: where it is known already.
+        """
+        if self.targets.on_policy and entropy is None:
+            with torch.no_grad():
+                entropy = self.log_probs_and_entropy()[1]
+        kept = entropy.detach() if self.targets.on_policy and entropy is not None else None
+        return replace(output, log_probs=log_probs.detach(), entropy=kept)
+
+
+def _loss_of(
+    targets: Targets,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    anchor: Anchor,
+    objective: PolicyObjective,
+    denominators: Denominators,
+) -> PolicyLossOutput:
+    """`objective.policy_loss` of log-probs and entropies that are aligned with the rows of `targets`."""
+    old_log_probs = anchor_of_rows(targets, anchor)
+    return policy_loss(
+        log_probs,
+        log_probs.detach() if old_log_probs is None else old_log_probs,
+        targets.advantages,
+        targets.response_mask,
+        objective,
+        loss_mask=targets.loss_mask,
+        weights=targets.weights,
+        cu_seqlens=targets.cu_seqlens,
+        denominators=denominators,
+        cp_group=targets.split.group,
+        entropy=entropy,
+    )
 
 
 @dataclass(frozen=True)
@@ -92,29 +126,23 @@ class LogitsPredictions(Predictions):
     logits: Tensor
 
     def log_probs(self) -> Tensor:
+        return self._at(self.targets.rows, self._vocab_parallel())
+
+    def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
+        values, entropy = self._vocab_parallel(return_entropy=True)
+        return self._at(self.targets.rows, values), self._at(self.targets.rows, entropy)
+
+    def _vocab_parallel(self, **options: bool) -> Any:
         rows = self.targets.rows
-        values: Any = vocab_parallel_log_probs(
+        return vocab_parallel_log_probs(
             self.logits[rows],  # a copy, so that the gradient may overwrite it
             self.targets.labels[rows],
             mpu.get_tensor_model_parallel_group(),
             self.temperature,
             inplace_backward=True,
             vocab_size=self.vocab_size,
+            **options,
         )
-        return self._at(rows, values)
-
-    def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
-        rows = self.targets.rows
-        with torch.no_grad():
-            values, entropy = vocab_parallel_log_probs(
-                self.logits[rows],
-                self.targets.labels[rows],
-                mpu.get_tensor_model_parallel_group(),
-                self.temperature,
-                return_entropy=True,
-                vocab_size=self.vocab_size,
-            )
-        return self._at(rows, values), self._at(rows, entropy)
 
     def _at(self, rows: Tensor, values: Tensor) -> Tensor:
         return values.new_zeros(self.targets.labels.numel()).index_put((rows,), values)
@@ -134,21 +162,18 @@ class StreamingPredictions(Predictions):
         return log_probs
 
     def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            log_probs, entropy = self._linear_log_probs(return_entropy=True)
+        log_probs, entropy = self._linear_log_probs(return_entropy=True)
         return log_probs, entropy
 
-    def policy_loss(
-        self, old_log_probs: Tensor | None, objective: PolicyObjective, denominators: Denominators
-    ) -> PolicyLossOutput:
+    def policy_loss(self, anchor: Anchor, objective: PolicyObjective, denominators: Denominators) -> PolicyLossOutput:
         if not objective.on_kernels:
-            return super().policy_loss(old_log_probs, objective, denominators)
+            return super().policy_loss(anchor, objective, denominators)
         targets = self.targets
         found = linear_policy_loss(
             self.hidden,
             self.weight,
             targets.labels,
-            old_log_probs,
+            anchor_of_rows(targets, anchor),
             targets.advantages,
             targets.response_mask,
             objective,
@@ -163,7 +188,7 @@ class StreamingPredictions(Predictions):
             sequence_parallel=self.sequence_parallel,
             chunk_size=self.chunk_size,
             rows=targets.rows,
-            may_learn=targets.may_learn,
+            may_learn=targets.in_loss if objective.entropy_coef else targets.may_learn,
             accumulate_into_main_grad=torch.is_grad_enabled(),
             entropy=targets.on_policy,
         )
@@ -214,7 +239,7 @@ def policy_gradient(objective: PolicyObjective, anchor: Anchor) -> LossFunction:
     """
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
-        return predictions.policy_loss(_anchor(predictions.targets, anchor), objective, denominators)
+        return predictions.policy_loss(anchor, objective, denominators)
 
     return loss
 
@@ -223,11 +248,12 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
     """The RL loss by a user's function; `objective` says how its token losses are aggregated."""
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
-        targets, log_probs = predictions.targets, predictions.log_probs()
-        old_log_probs = _anchor(targets, anchor)
+        log_probs = predictions.log_probs()
+        targets, joined = predictions.targets.of_whole_sequences(), predictions.targets.split.join(log_probs)
+        old_log_probs = anchor_of_rows(targets, anchor)
         inputs = ObjectiveInputs(
-            log_probs=log_probs,
-            old_log_probs=log_probs.detach() if old_log_probs is None else old_log_probs,
+            log_probs=joined,
+            old_log_probs=joined.detach() if old_log_probs is None else old_log_probs,
             rollout_log_probs=targets.rollout_log_probs,
             advantages=targets.advantages,
             response_mask=targets.response_mask,
@@ -236,12 +262,12 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
             cu_seqlens=targets.cu_seqlens,
             denominators=denominators,
         )
-        return predictions.with_rows(function_loss(function, inputs, objective), log_probs)
+        return predictions.with_rows(predictions.share(function_loss(function, inputs, objective)), log_probs)
 
     return loss
 
 
-def _anchor(targets: Targets, anchor: Anchor) -> Tensor | None:
+def anchor_of_rows(targets: Targets, anchor: Anchor) -> Tensor | None:
     """The denominator of the ratios; None: the log-probs of the pass itself."""
     found = targets.rollout_log_probs if anchor == "behaviour" else targets.old_log_probs
     if found is None and not targets.on_policy:

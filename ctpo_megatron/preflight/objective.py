@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from ctpo_megatron.config import ConfigError, Problem, RejectConfig, objective_from_config
 from ctpo_megatron.preflight.check import RunContext
 
+TRUST_REGIONS = ("binary_tv", "binary_kl", "prefix_tv", "sequence_k3")
+"""Clip modes that take out of the loss what is too far from the anchor."""
+
 
 def check_objective(context: RunContext) -> Iterator[Problem]:
     """Advantages, the loss itself, its anchor, and what is known of the sampler's log-probs."""
@@ -41,10 +44,13 @@ def _loss(context: RunContext) -> Iterator[Problem]:
     except ConfigError as refused:
         yield from refused.problems
         return
-    if config.policy.context_parallel_size > 1 and objective.whole_sequences and not objective.on_kernels:
-        message = f"with clip_mode: {objective.clip_mode} needs whole sequences; a context-parallel rank holds pieces"
-        key = "objective.ratio_mode" if objective.ratio_mode != "token" else "objective.loss_agg_mode"
-        yield context.error(key, message, "set policy.context_parallel_size: 1, or take preset cispo as it is")
+    if config.objective.function is not None and objective.entropy_coef:
+        message = "is of our own objectives; objective.function decides all of its loss"
+        yield context.error("objective.entropy_coef", message, "remove it")
+    ours = config.objective.function is None
+    if ours and objective.clip_mode in TRUST_REGIONS and config.objective.anchor != "behaviour":
+        message = f"makes clip_mode: {objective.clip_mode} measure from the trainer; its authors do from the sampler"
+        yield context.warning("objective.anchor", message, "set behaviour")
     if config.objective.preset == "dr-grpo" and config.objective.loss_scale_factor is None:
         fix = f"set it to rollout.max_response_tokens ({config.rollout.max_response_tokens})"
         message = "is 1: the sum over a response's tokens, which dr-grpo divides by the longest response, is the loss"
@@ -91,9 +97,6 @@ def _objective_function(context: RunContext) -> Iterator[Problem]:
     key, name = "objective.function", str(config.objective.function)
     if ":" not in name:
         yield Problem(key, "is no import path", "write package.module:Name; for one of ours set objective.preset", name)
-    if config.policy.context_parallel_size > 1:
-        message = "is given whole sequences, and a rank of a context-parallel group holds pieces of them"
-        yield Problem(key, message, "set policy.context_parallel_size: 1", name)
 
 
 def _sampling(context: RunContext) -> Iterator[Problem]:

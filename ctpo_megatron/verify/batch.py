@@ -11,7 +11,7 @@ from ctpo_megatron.data import Trajectory
 SEQUENCES = 16
 LONGEST = 96
 SHIFT = 0.08
-"""Largest difference between oracle and anchor (nats per token): enough to reach every bound of every preset."""
+"""Largest difference between oracle and anchor (nats per token): enough to reach every bound of every objective."""
 
 
 def trajectories(vocab_size: int, seed: int = 0) -> list[Trajectory]:

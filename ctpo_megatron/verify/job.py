@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ctpo_megatron.base.files import aside
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.objective import PolicyObjective, summarize
+from ctpo_megatron.objective import summarize
 from ctpo_megatron.policy import (
     Layout,
     Trainer,
@@ -24,6 +24,7 @@ from ctpo_megatron.policy import (
     policy_gradient,
 )
 from ctpo_megatron.verify.layouts import LAYOUTS
+from ctpo_megatron.verify.objectives import OBJECTIVES
 
 
 def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str,
     log_probs = {key: values for part in gather_objects(local) for key, values in part.items()}
     loss, gradient, positions = {}, {}, {}
     for name in work["objectives"]:
-        objective = PolicyObjective.preset(name)
+        objective = OBJECTIVES[name]
         stats, exported = policy.gradients(mini_batch, policy_gradient(objective, "behaviour"))
         loss[name] = summarize(stats)["actor/pg_loss"]
         gradient[name] = {tensor_name: tensor.cpu().clone() for tensor_name, tensor in exported}

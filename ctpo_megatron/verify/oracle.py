@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from ctpo_megatron.config import read_spec
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.models import ModelFamily
-from ctpo_megatron.objective import PolicyObjective, policy_loss
+from ctpo_megatron.objective import PolicyObjective, policy_loss, summarize
 
 SampleKey = tuple[str, int]
 
@@ -42,18 +42,24 @@ class Reference:
         self._model.get_input_embeddings().padding_idx = None
         self._temperature = temperature
 
-    def log_probs(self, trajectory: Trajectory) -> Tensor:
-        """`[T]`, differentiable; 0 where the policy did not sample."""
+    def rows(self, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (nats), `[T]` each, differentiable; 0 where the policy did not sample."""
         ids = torch.tensor(trajectory.token_ids.copy())
         logits = self._model(ids[None]).logits[0, :-1] / self._temperature
-        log_probs = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
-        return torch.cat([log_probs.new_zeros(1), log_probs]) * torch.tensor(trajectory.response_mask.copy())
+        of_vocabulary, sampled = logits.log_softmax(-1), torch.tensor(trajectory.response_mask.copy())
+        log_probs = of_vocabulary.gather(1, ids[1:, None]).squeeze(1)
+        entropy = -(of_vocabulary.exp() * of_vocabulary).sum(-1)
+        first = log_probs.new_zeros(1)  # which nothing predicts
+        return torch.cat([first, log_probs]) * sampled, torch.cat([first, entropy]) * sampled
 
     def evaluate(
         self, batch: Sequence[Trajectory], advantages: Sequence[float], objectives: dict[str, PolicyObjective]
     ) -> Oracle:
-        """Loss and gradient of the batch as one optimizer step, with `rollout_log_probs` as the anchor."""
-        rows = [self.log_probs(trajectory) for trajectory in batch]
+        """Loss and gradient of the batch as one optimizer step, with `rollout_log_probs` as the anchor.
+
+        The loss is without an entropy bonus, as ranks report it; the gradient is with it.
+        """
+        rows, entropies = zip(*(self.rows(trajectory) for trajectory in batch), strict=True)
         lengths = torch.tensor([len(row) for row in rows])
         flat = torch.cat(rows)
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -72,10 +78,11 @@ class Reference:
                 objective,
                 loss_mask=column("loss_mask"),
                 cu_seqlens=cu_seqlens,
+                entropy=torch.cat(entropies),
             )
             names, parameters = zip(*self._model.named_parameters(), strict=True)
             found = torch.autograd.grad(out.loss, parameters, retain_graph=True)
-            loss[name] = float(out.loss.detach())
+            loss[name] = summarize(out.stats)["actor/pg_loss"]
             gradient[name] = {}
             for parameter_name, tensor in zip(names, found, strict=True):
                 gradient[name] |= dict(_saved(parameter_name, tensor))

@@ -20,9 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from ctpo_megatron.config import ConfigError, PolicyConfig, check_parallel, read_spec, stored_tensors
 from ctpo_megatron.models import ModelFamily, ModelSpec
-from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.verify import batch
 from ctpo_megatron.verify.layouts import LAYOUTS, LayoutCase
+from ctpo_megatron.verify.objectives import OBJECTIVES
 from ctpo_megatron.verify.oracle import Oracle, Reference
 from ctpo_megatron.verify.positions import TOLERANCE, expected_positions
 
@@ -86,7 +86,7 @@ def _reason_against(layout: LayoutCase, spec: ModelSpec) -> str:
 def verify(
     model: Path | None, layouts: Sequence[str], objectives: Sequence[str], family: ModelFamily | None = None
 ) -> Iterator[LayoutResult]:
-    """Check layouts (names of `LAYOUTS` that fit) and objectives (preset names), one after another.
+    """Check layouts (names of `LAYOUTS` that fit) and objectives (names of `OBJECTIVES`), one after another.
 
     model: a Hugging Face directory small enough for float64; None makes a tiny dense one and a tiny mixture of experts.
     family: the user's, importable in the jobs; None: a built-in one. Raises ConfigError for a model without weights, or
@@ -138,7 +138,7 @@ def _prepare(folder: Path, model: Path, objectives: Sequence[str], family: Model
     reference = Reference(model, TEMPERATURE, family)
     with torch.no_grad():
         for index, trajectory in enumerate(trajectories):
-            log_probs = reference.log_probs(trajectory).tolist()
+            log_probs = reference.rows(trajectory)[0].tolist()
             trajectory.tokens["rollout_log_probs"] = [
                 value + batch.shift(index, t) if sampled else 0.0
                 for t, (value, sampled) in enumerate(zip(log_probs, trajectory.response_mask, strict=True))
@@ -153,8 +153,8 @@ def _prepare(folder: Path, model: Path, objectives: Sequence[str], family: Model
         "micro_batch_tokens": MICRO_BATCH_TOKENS,
     }
     (folder / "work.pickle").write_bytes(pickle.dumps(work))
-    presets = {name: PolicyObjective.preset(name) for name in objectives}
-    return reference.evaluate(trajectories, batch.advantages(), presets)
+    chosen = {name: OBJECTIVES[name] for name in objectives}
+    return reference.evaluate(trajectories, batch.advantages(), chosen)
 
 
 def _run_job(folder: Path, ranks: int, layouts: list[str]) -> str:
@@ -193,9 +193,7 @@ def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle
         apart = sorted(gradient.keys() ^ expected.keys())
         return LayoutResult(layout, objective, ranks, problem=f"gradients of other tensors: {', '.join(apart)[:500]}")
     work = pickle.loads((folder / "work.pickle").read_bytes())
-    of_layout = expected_positions(
-        work["trajectories"], work["advantages"], found["log_probs"], PolicyObjective.preset(objective)
-    )
+    of_layout = expected_positions(work["trajectories"], work["advantages"], found["log_probs"], OBJECTIVES[objective])
     if unlike := found["positions"][objective].unlike(of_layout, TOLERANCE):
         return LayoutResult(layout, objective, ranks, problem=f"statistics by position: {unlike}")
     errors = {name: _norm(gradient[name].double() - tensor) for name, tensor in expected.items()}

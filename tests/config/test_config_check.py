@@ -118,9 +118,10 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         ),
         (["objective.function=soft_clip"], 'objective.function = "soft_clip": is no import path'),
         (
-            ["objective.function='my:f'", "policy.context_parallel_size=2"],
-            'objective.function = "my:f": is given whole sequences',
+            ["objective.function='my:f'", "objective.entropy_coef=0.01"],
+            "objective.entropy_coef = 0.01: is of our own objectives; objective.function decides all of its loss",
         ),
+        (["objective.tau_positive=2"], "objective.tau_positive = 2.0: has no effect with clip_mode: log_power"),
         (["objective.clip_mode=ratio"], "objective.clip_c = 0.05: with clip_mode: ratio it bounds the ratio itself"),
         (
             ["objective.preset=grpo", "objective.clip_low=3"],
@@ -162,10 +163,6 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (
             ["objective.correction.reject=[{stat: k2, over: token, high: 1}, {stat: k2, over: token, high: 2}]"],
             "objective.correction.reject: k2 over token is there twice",
-        ),
-        (
-            ["objective.preset=cispo", "objective.loss_agg_mode=seq-mean-token-mean", "policy.context_parallel_size=3"],
-            'objective.loss_agg_mode = "seq-mean-token-mean": with clip_mode: detached_ratio needs whole sequences',
         ),
         (
             ["rollout.max_staleness=1", "placement.mode=colocated"],
@@ -229,6 +226,7 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
             ["rollout.max_staleness=2", "objective.anchor=proximal"],
             'objective.anchor = "proximal": is biased for stale data (rollout.max_staleness)',
         ),
+        (["objective.preset=cppo"], 'objective.anchor = "proximal": makes clip_mode: prefix_tv measure from'),
     ],
 )
 def test_warnings(config_with: Make, overrides: list[str], expected: str) -> None:
@@ -245,7 +243,9 @@ def test_no_false_alarms(config_with: Make) -> None:
     assert found(config_with("objective.clip_mode=ratio", "objective.clip_c=-1")) == []
     assert found(config_with("objective.anchor=decoupled", "objective.correction.level=sequence")) == []
     assert found(config_with("objective.anchor=behaviour", "objective.correction.veto=1e-4")) == []
-    assert found(config_with("objective.preset=cispo", "policy.context_parallel_size=2"), world_size=2) == []
+    for preset in ("cispo", "gmpo"):
+        assert found(config_with(f"objective.preset={preset}", "policy.context_parallel_size=2"), world_size=2) == []
+    assert found(config_with("objective.preset=cppo", "objective.anchor=behaviour")) == []
     bounds = "objective.correction.reject=[{stat: k1, over: token, low: -1, high: 1}, {stat: k2, over: token, high: 1}]"
     assert found(config_with(bounds)) == []
     assert found(config_with("rollout.max_staleness=1", "rollout.partial=finish")) == []

@@ -33,9 +33,25 @@ class Expected:
     per_token: list[list[float]] = field(default_factory=list)
     gradient: list[list[float]] = field(default_factory=list)  # of the aggregated loss, in log_probs
     ratio: list[float] = field(default_factory=list)  # over loss tokens
+    share: list[float] = field(default_factory=list)  # of a loss token in the aggregated loss
     high: int = 0
     low: int = 0
     dual: int = 0
+
+
+@dataclass
+class Token:
+    """Token i of a sequence: its advantage, position t, and log r before the cap."""
+
+    i: int
+    a: float
+    t: int
+    raw: float
+    r: float
+
+
+Part = tuple[float, float, list[bool]]
+"""Loss of a token, its derivative in the log-prob, and whether it is cut high, low, dual."""
 
 
 def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
@@ -44,43 +60,16 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
     tokens = max(1, sum(sum(s.loss) for s in batch))
     sequences = max(1, sum(1 for s in batch if o.count_masked_sequences or sum(s.loss)))
     for s in batch:
-        d = [max(-20.0, min(20.0, a - b)) if m else 0.0 for a, b, m in zip(s.log_probs, s.anchor, s.model, strict=True)]
-        total, length = math.fsum(d), max(1, sum(s.model))
+        d = differences(s)
         losses, gradients = [0.0] * len(s), [0.0] * len(s)
         for i in range(len(s)):
             if not s.loss[i]:
                 continue
-            t, prefix, a = sum(s.model[: i + 1]), math.fsum(d[: i + 1]), s.advantage[i]
-            raw = {
-                "cumprod": prefix,
-                "geomean": prefix / t,
-                "token": d[i],
-                "sequence": total,
-                "sequence-geomean": total / length,
-            }[o.ratio_mode]
-            log_r = min(raw, 10.0)
-            r = math.exp(log_r)
-            if o.clip_mode == "log_power":
-                scale = t**o.clip_power
-                bounded = math.exp(max(-o.clip_low * scale, min(o.clip_high * scale, log_r)))
-                too_high, too_low = log_r > o.clip_high * scale, log_r < -o.clip_low * scale
-                far = o.clip_c is not None and log_r > o.clip_c * scale
-                dual_ratio = None if o.clip_c is None else math.exp(o.clip_c * scale)
-            else:
-                bounded = max(1 - o.clip_low, min(1 + o.clip_high, r))
-                too_high, too_low = r > 1 + o.clip_high, r < 1 - o.clip_low
-                far = o.clip_c is not None and r > o.clip_c
-                dual_ratio = o.clip_c
-            value = max(-a * r, -a * bounded)
-            if a < 0 and dual_ratio is not None:
-                value = min(value, -a * dual_ratio)
-            cut = [a > 0 and too_high, a < 0 and too_low, a < 0 and far]
-            slope = 0.0 if any(cut) or raw > 10 else -a * r
-            if o.clip_mode == "detached_ratio":
-                cut, slope = [a != 0 and too_high, a != 0 and too_low, False], -a * bounded
-                value = slope * s.log_probs[i]
+            raw = log_ratio(o.ratio_mode, d, s.model, i)
+            token = Token(i, s.advantage[i], sum(s.model[: i + 1]), raw, math.exp(min(raw, 10.0)))
+            value, slope, cut = PARTS[o.clip_mode](token, s, d, o)
             out.high, out.low, out.dual = out.high + cut[0], out.low + cut[1], out.dual + cut[2]
-            out.ratio.append(r)
+            out.ratio.append(token.r)
             losses[i] = value * s.weight[i]
             share = {
                 "token-mean": 1 / tokens,
@@ -88,10 +77,124 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
                 "seq-mean-token-sum": 1 / (sequences * o.loss_scale_factor),
             }[o.loss_agg_mode]
             out.loss += losses[i] * share
+            out.share.append(share)
             gradients[i] = slope * s.weight[i] * share
         out.per_token.append(losses)
         out.gradient.append(gradients)
     return out
+
+
+def differences(s: Sequence) -> list[float]:
+    return [max(-20.0, min(20.0, a - b)) if m else 0.0 for a, b, m in zip(s.log_probs, s.anchor, s.model, strict=True)]
+
+
+def log_ratio(mode: str, d: list[float], model: list[int], i: int) -> float:
+    return {
+        "cumprod": math.fsum(d[: i + 1]),
+        "geomean": math.fsum(d[: i + 1]) / max(1, sum(model[: i + 1])),
+        "token": d[i],
+        "sequence": math.fsum(d),
+        "sequence-geomean": math.fsum(d) / max(1, sum(model)),
+    }[mode]
+
+
+def clipped(token: Token, s: Sequence, d: list[float], o: PolicyObjective) -> Part:
+    a, r, log_r = token.a, token.r, min(token.raw, 10.0)
+    if o.clip_mode == "log_power":
+        scale, centre = token.t**o.clip_power, -token.t * o.clip_drift / 2
+        low, high = centre - o.clip_low * scale, centre + o.clip_high * scale
+        bounded = math.exp(max(low, min(high, log_r)))
+        too_high, too_low = log_r > high, log_r < low
+        far = o.clip_c is not None and log_r > centre + o.clip_c * scale
+        dual_ratio = None if o.clip_c is None else math.exp(centre + o.clip_c * scale)
+    else:
+        bounded = max(1 - o.clip_low, min(1 + o.clip_high, r))
+        too_high, too_low = r > 1 + o.clip_high, r < 1 - o.clip_low
+        far = o.clip_c is not None and r > o.clip_c
+        dual_ratio = o.clip_c
+    if o.clip_mode == "detached_ratio":
+        return -a * bounded * s.log_probs[token.i], -a * bounded, [a != 0 and too_high, a != 0 and too_low, False]
+    value = max(-a * r, -a * bounded)
+    if a < 0 and dual_ratio is not None:
+        value = min(value, -a * dual_ratio)
+    cut = [a > 0 and too_high, a < 0 and too_low, a < 0 and far]
+    return value, 0.0 if any(cut) or token.raw > 10 else -a * r, cut
+
+
+def gated(token: Token, s: Sequence, d: list[float], o: PolicyObjective) -> Part:
+    """SAPO: d sigmoid(x) / dx = sigmoid(x) (1 - sigmoid(x))."""
+    tau = o.tau_positive if token.a > 0 else o.tau_negative
+    sigmoid = 1 / (1 + math.exp(-tau * (token.r - 1))) if tau * (token.r - 1) > -700 else 0.0
+    slope = 0.0 if token.raw > 10 else -4 * token.a * sigmoid * (1 - sigmoid) * token.r
+    return -token.a * 4 / tau * sigmoid, slope, [False] * 3
+
+
+def bounded_tokens(token: Token, s: Sequence, d: list[float], o: PolicyObjective) -> Part:
+    """GMPO, one sign a sequence: that of most of its advantages."""
+    sign = sum((a > 0) - (a < 0) for a, l in zip(s.advantage, s.loss, strict=True) if l)  # noqa: E741
+    bounds = (-math.inf if sign >= 0 else -o.clip_low, math.inf if sign <= 0 else o.clip_high)
+    c = [min(max(x, bounds[0]), bounds[1]) for x in d]
+    raw, own = log_ratio(o.ratio_mode, c, s.model, token.i), d[token.i]
+    value, inside = -token.a * math.exp(min(raw, 10.0)), c[token.i] == own and raw <= 10
+    return value, value if inside else 0.0, [own > bounds[1], own < bounds[0], False]
+
+
+def trust_region(token: Token, s: Sequence, d: list[float], o: PolicyObjective) -> Part:
+    """DPPO, CPPO and TRM."""
+    i, a = token.i, token.a
+    out = {
+        "binary_tv": lambda: abs(probability_moved(s, i)) > delta_of(o, a) and a * d[i] > 0,
+        "binary_kl": lambda: binary_kl(s, i) > delta_of(o, a) and a * d[i] > 0,
+        "prefix_tv": lambda: over_budget(s, i, delta_of(o, a), o) and a * d[i] > 0,
+        "sequence_k3": lambda: distant(s, d, o),
+    }[o.clip_mode]()
+    cut = [out and a > 0, out and a < 0, False]
+    if o.clip_mode in ("prefix_tv", "sequence_k3"):
+        value = 0.0 if out else -a * token.r
+        return value, 0.0 if token.raw > 10 else value, cut
+    limit = math.inf if o.clip_c is None else o.clip_c
+    slope = 0.0 if out else -a * min(token.r, limit)
+    return slope * s.log_probs[i], slope, [*cut[:2], not out and a != 0 and token.r > limit]
+
+
+def delta_of(o: PolicyObjective, a: float) -> float:
+    return o.clip_high if a > 0 else o.clip_low
+
+
+def probability_moved(s: Sequence, i: int) -> float:
+    return math.exp(s.log_probs[i]) - math.exp(s.anchor[i])
+
+
+def binary_kl(s: Sequence, i: int) -> float:
+    p, mu = math.exp(s.log_probs[i]), math.exp(s.anchor[i])
+    return mu * math.log(mu / p) + (1 - mu) * math.log((1 - mu + 1e-8) / (1 - p + 1e-8))
+
+
+def over_budget(s: Sequence, i: int, delta: float, o: PolicyObjective) -> bool:
+    places = [k for k in range(len(s)) if s.model[k]]
+    w = {k: 1 - (1 - o.prefix_weight) * n / max(len(places) - 1, 1) for n, k in enumerate(places)}
+    z = {k: w[k] * abs(probability_moved(s, k)) for k in places}
+    before = [k for k in places if k < i]
+    room = delta + o.prefix_budget * sum(w[k] for k in before) - math.fsum(z[k] for k in before)
+    return z[i] > min(delta, room)
+
+
+def distant(s: Sequence, d: list[float], o: PolicyObjective) -> bool:
+    k3 = [math.exp(x) - 1 - x for x, m in zip(d, s.model, strict=True) if m]
+    return sum(k3) / len(k3) > o.clip_high or (o.clip_c is not None and max(k3) > o.clip_c)
+
+
+PARTS = {
+    "log_power": clipped,
+    "ratio": clipped,
+    "detached_ratio": clipped,
+    "sigmoid": gated,
+    "token_log": bounded_tokens,
+    "binary_tv": trust_region,
+    "binary_kl": trust_region,
+    "prefix_tv": trust_region,
+    "sequence_k3": trust_region,
+}
 
 
 def random_batch(seed: int, lengths: list[int], spread: float) -> list[Sequence]:
@@ -106,7 +209,7 @@ def random_batch(seed: int, lengths: list[int], spread: float) -> list[Sequence]
         model = (uniform(n) < 0.75).int()
         loss = model * (uniform(n) < 0.85).int()
         anchor = -3 * uniform(n)
-        log_probs = anchor + spread * torch.randn(n, generator=g, dtype=torch.float64)
+        log_probs = -(anchor + spread * torch.randn(n, generator=g, dtype=torch.float64)).abs()  # of a probability
         advantage = torch.randn(n, generator=g, dtype=torch.float64) * (uniform(n) < 0.9)
         columns = (log_probs, anchor, advantage, model, loss, 0.5 + uniform(n))
         batch.append(Sequence(*(column.tolist() for column in columns)))

@@ -224,6 +224,8 @@ def test_injected_noise_crosses_where_the_drift_meets_the_bound(sigma: float) ->
         ("grpo", None, -0.03 / math.log(0.8)),
         ("gspo", None, -0.03 / 500**0.5 / math.log(1 - 3e-4)),
         ("cispo", None, None),
+        ("ctpo-drift", None, 0.03 / 0.025),  # the window moves on by more than this noise
+        ("dppo-tv", None, None),
     ],
 )
 def test_windows_of_other_presets(preset: str, crossing: float | None, share: float | None) -> None:

@@ -116,6 +116,14 @@ def test_power_zero_is_a_fixed_window():
     assert token_gradient(-0.03, -1.0, clip_power=0.0)[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("log_r", "a", "slope"), [(-0.5, 1, 1), (-0.29, 1, 0), (-0.55, -1, 0), (-0.5, -1, 1), (-0.29, -1, 0)]
+)
+def test_the_window_follows_the_drift(log_r, a, slope):
+    """s2 = .1 puts the centre at t = 9 on -.45: the window is [-.525, -.3], as the dual bound."""
+    assert token_gradient(log_r, a, clip_drift=0.1)[0] == pytest.approx(-a * slope * math.exp(log_r))
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_jacobian_is_diagonal(name):
     """d l_t / d log_probs_k is exactly 0 for k != t, whole-sequence ratios included."""

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ctpo_kernels import SUMS
 from ctpo_kernels.names import LOSS_AGG_MODES
 from ctpo_megatron.config import ObjectiveConfig
 from ctpo_megatron.objective import (
@@ -56,6 +57,60 @@ def test_equals_python_reference(name, lengths, seed, spread, aggregation, count
     torch.testing.assert_close(out.loss.item(), expected.loss, **kwargs)
     flat = [x for row in expected.gradient for x in row]
     torch.testing.assert_close(gradient, torch.tensor(flat, dtype=torch.float64), **kwargs)
+
+
+@pytest.mark.parametrize("name", ["gmpo", "dppo-tv", "dppo-kl", "cppo", "trm-k3"])
+def test_what_leaves_the_loss_is_met_and_counted(name):
+    """Spreads at which some tokens, or sequences, leave and others stay, with one advantage a sequence."""
+    batch = random_batch(17, [40, 25, 60, 8, 33, 51], {"trm-k3": 0.068}.get(name, 0.6))
+    for number, sequence in enumerate(batch):
+        sequence.advantage = [(1.0, -0.5, 0.8)[number % 3]] * len(sequence)
+    truncated = name.startswith("dppo")
+    options = {"clip_c": 1.5} if truncated else {"prefix_weight": 0.1, "prefix_budget": 0.1} if name == "cppo" else {}
+    objective = PolicyObjective.preset(name, **options)
+    expected, (out, gradient) = reference(batch, objective), run(packed(batch), objective)
+    assert min(expected.high, expected.low) > 0, "or the comparison says little"
+    assert (expected.dual > 0) == truncated
+    assert out.stats.sums[[SUMS.index(f"clip_{side}") for side in ("high", "low", "dual")]].tolist() == [
+        expected.high,
+        expected.low,
+        expected.dual,
+    ]
+    flat = torch.tensor([x for row in expected.gradient for x in row], dtype=torch.float64)
+    assert flat.any()
+    torch.testing.assert_close(gradient, flat, rtol=1e-9, atol=1e-12)
+
+
+def test_the_estimate_of_trm_is_k3():
+    """k3 is .107 and .091, d^2 / 2 would be .092 and .106; the bound on the largest is .1."""
+    d = torch.tensor([[0.43], [-0.46]], dtype=torch.float64)
+    one = torch.ones(2, 1, dtype=torch.float64)
+    out = policy_loss(d - 1, -one, one, one, PolicyObjective.preset("trm-k3", clip_high=1.0))
+    assert (out.per_token != 0).tolist() == [[False], [True]]
+
+
+@pytest.mark.parametrize("aggregation", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", ["ctpo", "sapo"])
+def test_the_entropy_bonus_is_aggregated_as_the_loss_and_not_weighted(name, aggregation):
+    batch = random_batch(7, [6, 0, 9, 4], 0.1)
+    options = {"loss_agg_mode": aggregation, "loss_scale_factor": 7.0}
+    expected = reference(batch, PolicyObjective.preset(name, **options))
+    arguments = packed(batch)
+    entropy = torch.linspace(0.5, 2.0, 19, dtype=torch.float64)
+    trained = arguments["loss_mask"].bool()
+    entropy[~trained] = torch.nan
+    entropy.requires_grad_()
+    objective = PolicyObjective.preset(name, entropy_coef=0.3, **options)
+    out, _ = run(arguments, objective, entropy=entropy)
+    share = torch.zeros(19, dtype=torch.float64).masked_scatter(
+        trained, torch.tensor(expected.share, dtype=torch.float64)
+    )
+    bonus = float((share * entropy.detach())[trained].sum())
+    torch.testing.assert_close(out.loss.item(), expected.loss - 0.3 * bonus, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(entropy.grad, -0.3 * share, rtol=1e-9, atol=1e-12)
+    assert out.stats.sums[SUMS.index("loss")].item() == pytest.approx(expected.loss, rel=1e-9)
+    with pytest.raises(ValueError, match=r"entropy: entropy_coef is 0\.3; give the entropy"):
+        run(arguments, objective)
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, -0.5, 0.3])
@@ -176,6 +231,8 @@ def test_prefix_runs_across_turns_and_skips_observations():
 
 def test_loss_mask_leaves_prefix_and_position_of_other_tokens_alone():
     batch = random_batch(11, [12, 20, 8], 0.2)
+    for sequence in batch:  # of which every token of a mean of bounded tokens needs the sign
+        sequence.advantage = [sequence.advantage[0]] * len(sequence)
     arguments = packed(batch)
     full = {**arguments, "loss_mask": arguments["response_mask"]}
     rejected = arguments["loss_mask"].bool()
@@ -285,3 +342,11 @@ def test_split_sequences_need_the_counts_of_the_whole_step():
             cu_seqlens=torch.tensor([0, 4]),
             cp_group=group,
         )
+
+
+@pytest.mark.parametrize("objective", [PolicyObjective.preset("gmpo"), PolicyObjective(entropy_coef=0.1)])
+def test_objectives_of_plain_torch_refuse_pieces_of_sequences(objective):
+    x, group = torch.zeros(4), SimpleNamespace(size=lambda: 2)
+    step = Denominators(1, 1, 4)
+    with pytest.raises(ValueError, match="needs whole sequences, and a context-parallel rank holds pieces"):
+        policy_loss(x, x, x, x, objective, cu_seqlens=torch.tensor([0, 4]), cp_group=group, denominators=step)

@@ -14,12 +14,19 @@ NUMBERS = {
     "ctpo-paper": ("cumprod", "log_power", 0.025, 0.05, None, 0.5, "seq-mean-token-mean"),
     "ctpo-uniform": ("cumprod", "log_power", 0.025, 0.05, 0.05, 0.0, "seq-mean-token-mean"),
     "ctpo-fixed": ("cumprod", "ratio", 0.5, 4.0, None, 0.5, "seq-mean-token-mean"),
+    "ctpo-drift": ("cumprod", "log_power", 0.025, 0.05, 0.05, 0.5, "seq-mean-token-mean"),
     "ctpo-geomean": ("geomean", "log_power", 0.025, 0.05, 0.05, -0.5, "seq-mean-token-mean"),
     "grpo": ("token", "ratio", 0.2, 0.2, 3.0, 0.5, "seq-mean-token-mean"),
     "dr-grpo": ("token", "ratio", 0.2, 0.2, None, 0.5, "seq-mean-token-sum"),
     "dapo": ("token", "ratio", 0.2, 0.28, 3.0, 0.5, "token-mean"),
     "gspo": ("sequence-geomean", "ratio", 3e-4, 4e-4, None, 0.5, "seq-mean-token-mean"),
     "cispo": ("token", "detached_ratio", 1.0, 4.0, None, 0.5, "token-mean"),
+    "sapo": ("token", "sigmoid", 0.025, 0.05, None, 0.5, "seq-mean-token-mean"),
+    "gmpo": ("sequence-geomean", "token_log", 0.4, 0.4, None, 0.5, "seq-mean-token-mean"),
+    "dppo-tv": ("token", "binary_tv", 0.15, 0.15, 20.0, 0.5, "token-mean"),
+    "dppo-kl": ("token", "binary_kl", 0.05, 0.05, 20.0, 0.5, "token-mean"),
+    "cppo": ("token", "prefix_tv", 0.15, 0.15, None, 0.5, "token-mean"),
+    "trm-k3": ("token", "sequence_k3", 0.025, 0.002, 0.1, 0.5, "token-mean"),
     "sequence": ("sequence", "ratio", 0.2, 0.2, 3.0, 0.5, "seq-mean-token-mean"),
 }
 
@@ -27,8 +34,17 @@ NUMBERS = {
 def test_numbers():
     assert set(NUMBERS) == set(PRESETS) == set(get_args(ObjectiveConfig.model_fields["preset"].annotation))
     for name, (ratio, clip, low, high, dual, power, aggregation) in NUMBERS.items():
-        expected = PolicyObjective(ratio, clip, low, high, dual, power, aggregation, True)
+        drift = {"clip_drift": 0.0015} if name == "ctpo-drift" else {}
+        expected = PolicyObjective(ratio, clip, low, high, dual, power, aggregation, True, **drift)
         assert PolicyObjective.preset(name) == expected
+    defaults = PolicyObjective()
+    assert (defaults.tau_positive, defaults.tau_negative, defaults.prefix_weight, defaults.prefix_budget) == (
+        1.0,
+        1.05,
+        0.8,
+        0.015,
+    )
+    assert defaults.entropy_coef == defaults.clip_drift == 0
 
 
 def test_unknown_names_get_the_nearest():
@@ -51,6 +67,14 @@ def test_unknown_names_get_the_nearest():
         ("grpo", {"clip_low": 1.5}, "clip_low = 1.5: .* never negative"),
         ("ctpo", {"loss_scale_factor": 0.0}, "must be positive"),
         ("grpo", {"clip_mode": "detached_ratio"}, "clip_c = 3.0: clip_mode: detached_ratio has no dual bound; set -1"),
+        ("sapo", {"clip_c": 2.0}, "clip_c = 2.0: clip_mode: sigmoid has no dual bound; set -1"),
+        ("sapo", {"tau_negative": 0.0}, "tau_negative = 0.0: must be positive"),
+        ("dppo-tv", {"clip_c": 0.5}, "clip_c = 0.5: .* must exceed 1; 20 is usual"),
+        ("cppo", {"prefix_weight": 1.5}, "prefix_weight = 1.5: must be above 0 and at most 1"),
+        ("cppo", {"prefix_budget": -1.0}, "prefix_budget = -1.0: must not be negative"),
+        ("grpo", {"clip_drift": 0.1}, "clip_drift = 0.1: with ratio of token: only the sum of"),
+        ("ctpo-drift", {"ratio_mode": "geomean"}, "clip_drift = 0.0015: with log_power of geomean: only the sum"),
+        ("ctpo", {"entropy_coef": -0.1}, "entropy_coef = -0.1: must not be negative"),
         ("cispo", {"clip_low": 10.0}, "clip_low = 10.0: with clip_mode: detached_ratio .* never negative"),
     ],
 )
@@ -77,6 +101,14 @@ def test_from_config():
     assert objective_from_config(ObjectiveConfig(loss_scale_factor=512.0)).loss_scale_factor == 512
     assert objective_from_config(ObjectiveConfig(clip_power=0.0)) == PolicyObjective.preset("ctpo-uniform")
     assert objective_from_config(ObjectiveConfig(clip_c=-1)) == PolicyObjective.preset("ctpo-paper")
+
+
+def test_a_key_that_the_clip_mode_has_no_use_for_is_refused():
+    with pytest.raises(ConfigError, match="2 problems") as caught:
+        objective_from_config(ObjectiveConfig(preset="grpo", tau_positive=2.0, prefix_budget=0.1))
+    assert [problem.key for problem in caught.value.problems] == ["objective.tau_positive", "objective.prefix_budget"]
+    assert "no effect with clip_mode: ratio; clip_mode: sigmoid uses it" in str(caught.value)
+    assert objective_from_config(ObjectiveConfig(preset="sapo", tau_positive=2.0)).tau_positive == 2
 
 
 def test_every_objective_key_of_the_configuration_is_a_field():

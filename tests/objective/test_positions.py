@@ -133,7 +133,7 @@ def test_every_sum_is_that_of_the_tokens(name: str) -> None:
         counts.low,
         counts.dual,
     ]
-    assert counts.high + counts.low + counts.dual > 0
+    assert (counts.high + counts.low + counts.dual > 0) == (name != "sapo"), "a gate cuts nothing"
     assert found.histogram.sum() == found.column("n_loss").sum() == len(counts.ratio)
 
 

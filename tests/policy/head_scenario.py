@@ -1,7 +1,7 @@
 """Loss and full gradient of one mini-batch by both heads, in every rank of one job; rank 0 returns what tests compare.
 
-A scenario is {"family": ..., "preset": ..., "objective": {...}, "policy": {...}, "correction": {...}, "traced": true},
-all of it optional; `traced` asks for token diagnostics.
+A scenario is {"family": ..., "preset": ..., "objective": {...}, "policy": {...}, "correction": {...}, "traced": true,
+"own": true}, all of it optional; `traced` asks for token diagnostics, `own` for a user's objective.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, PolicyConfig
 from ctpo_megatron.data import PackedBatch
-from ctpo_megatron.objective import PolicyObjective, summarize
+from ctpo_megatron.objective import ObjectiveInputs, ObjectiveOutput, PolicyObjective, summarize
 from ctpo_megatron.policy import (
     MiniBatch,
     Trainer,
@@ -25,6 +25,7 @@ from ctpo_megatron.policy import (
     policy_gradient,
     supervised,
 )
+from ctpo_megatron.policy.predictions import function_gradient
 from tests.policy import models
 from tests.policy.jobs import Results, Scenarios
 
@@ -41,10 +42,13 @@ def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
     for micro in mini_batch.micro_batches:
         move_anchor(micro)
     preset = settings.get("preset", "ctpo")
-    if preset == "supervised":
+    objective = None if preset == "supervised" else PolicyObjective.preset(preset, **settings.get("objective", {}))
+    if objective is None:
         loss = supervised()
+    elif settings.get("own"):
+        loss = function_gradient(mean_of_sequences, objective, "decoupled")
     else:
-        loss = policy_gradient(PolicyObjective.preset(preset, **settings.get("objective", {})), "decoupled")
+        loss = policy_gradient(objective, "decoupled")
     stats, gradients = policy.gradients(mini_batch, loss)
     gradient = {name: tensor.clone() for name, tensor in gradients}
     traced = policy.token_diagnostics(mini_batch, PolicyObjective.preset("ctpo")) if settings.get("traced") else {}
@@ -55,6 +59,16 @@ def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
         "diagnostics": traced,
         "mini_batch": mini_batch,
     }
+
+
+def mean_of_sequences(inputs: ObjectiveInputs) -> ObjectiveOutput:
+    """-A exp(mean of d over the sequence), whose gradient reaches every token: it needs whole sequences."""
+    d = torch.where(inputs.response_mask, inputs.log_probs - inputs.old_log_probs, 0.0)
+    lengths = inputs.cu_seqlens.diff().long()
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    table = torch.zeros(len(lengths), 2).index_add(0, sequence, torch.stack([d, inputs.response_mask.float()], 1))
+    ratio = (table[:, 0] / table[:, 1].clamp(min=1)).exp()[sequence]
+    return ObjectiveOutput(-inputs.advantages * ratio, {"ratio": ratio})
 
 
 def corrected(policy: Trainer, mini_batch: MiniBatch, config: CorrectionConfig) -> dict[str, float]:

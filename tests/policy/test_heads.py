@@ -32,6 +32,7 @@ CORRECTION = {
 }
 TOKEN_MEAN = {"loss_agg_mode": "token-mean"}  # what is left counts in the denominator
 CORRECTED = {"correction": CORRECTION, "objective": TOKEN_MEAN}
+ENTROPY = {"objective": {"entropy_coef": 0.5}}
 UNTIED = {"family": "qwen3-untied"}
 ONE = {
     "tied": {"traced": True},
@@ -39,6 +40,8 @@ ONE = {
     "gspo": {"preset": "gspo"},
     "dapo": {"preset": "dapo"},
     "cispo": {"preset": "cispo"},
+    "own": {"own": True},
+    "entropy": ENTROPY,
     "corrected": CORRECTED,
     "supervised": {"preset": "supervised"},
     "four-layers": {"family": "four-layers"},
@@ -55,6 +58,8 @@ TWO = {
     "cp2-gspo": {"preset": "gspo", "policy": CP2},
     "cp2-dapo": {"preset": "dapo", "policy": CP2},
     "cp2-cispo": {"preset": "cispo", "policy": CP2},
+    "cp2-own": {"own": True, "policy": CP2},
+    "cp2-entropy": ENTROPY | {"policy": CP2},
     "tp2-corrected": CORRECTED | {"policy": TP2},
     "pp2-corrected": CORRECTED | {"policy": PP2},
     "dp2-corrected": CORRECTED,
@@ -122,6 +127,12 @@ def test_traces_do_not_depend_on_the_layout(one: Results, two: Results, case: st
         for name in ("log_ratio", "clip_low", "clip_high"):
             assert found[key][name] == pytest.approx(fields[name], abs=1e-5), (key, name)
     assert max(abs(value) for fields in expected.values() for value in fields["log_ratio"]) > 0.1
+
+
+def test_an_entropy_bonus_changes_the_gradient_alone(one: Results) -> None:
+    with_bonus, without = one["entropy"]["streaming"], one["tied"]["streaming"]
+    assert with_bonus["metrics"] == without["metrics"]
+    assert distance(with_bonus["gradient"], without["gradient"]) > 0.01
 
 
 def test_clips_are_met(one: Results) -> None:

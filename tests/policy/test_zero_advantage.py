@@ -200,6 +200,7 @@ def test_a_rank_that_is_left_without_work_keeps_step_with_the_others(folder: Pat
         ("objective.preset=cispo", True),
         ("policy.skip_zero_advantage=false", False),
         ("objective.function=mine:loss", False),
+        ("objective.entropy_coef=0.01", False),
         ("objective.correction={level: token, normalize: true}", False),
         ("objective.correction={veto: 0.1}", False),
         ("objective.correction={level: sequence}", True),

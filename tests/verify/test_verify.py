@@ -12,15 +12,18 @@ import pytest
 import torch
 
 from ctpo_megatron import cli
-from ctpo_megatron.objective import PRESETS, PolicyObjective
-from ctpo_megatron.verify import LAYOUTS, LayoutResult, batch, job, run, unsupported_layouts
+from ctpo_megatron.verify import LAYOUTS, OBJECTIVES, LayoutResult, batch, job, run, unsupported_layouts
 from tests.support import children
 from tests.support import ranks as pool
 
-ALL = {name: PolicyObjective.preset(name) for name in PRESETS}
 EVERY_OBJECTIVE = ("one", "cp2-micro")
 """One whole, and one that cuts every sequence, which ratios and means have to bridge."""
-KINDS = list({(p.ratio_mode, p.clip_mode, p.loss_agg_mode): n for n, p in reversed(ALL.items())}.values())
+KINDS = list(
+    {
+        (o.ratio_mode, o.clip_mode, o.loss_agg_mode, o.on_kernels, o.entropy_coef): name
+        for name, o in reversed(OBJECTIVES.items())
+    }.values()
+)
 """One preset of those that differ in numbers alone."""
 TWO_OBJECTIVES = ("one-micro", "tp2-sp", "vpp2-micro", "dp2-distopt", "moe-ep2")
 
@@ -44,7 +47,8 @@ def test_a_small_matrix(
 ) -> None:
     monkeypatch.setattr(run, "_run_job", run_forked)
     status = cli.main(["verify", "--layouts", *layouts, "--objective", *objectives])
-    printed = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    printed = out + err
     total = len(layouts) * len(objectives)
     assert f"{total} of {total} within 1e-05 of the float64 oracle" in printed and status == 0, printed
 

@@ -1,0 +1,167 @@
+"""The surrogate loss of a token: its ratio, clipped, gated or taken out of the loss, times the advantage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ctpo_megatron.config import PolicyObjective
+from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, TokenRatios, token_ratios
+from ctpo_megatron.objective.trust_region import outside
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """Loss per token and where a bound replaced the ratio (so that the token has no gradient).
+
+    loss: `[N]`, before weights and aggregation, in units of the advantage.
+    ratio: `[N]`, detached r_t after the cap.
+    high, low, dual: bool `[N]`. high: A > 0 and r above its bound; low: A < 0 and r below; dual: A < 0 and r far above.
+        With clip_mode "detached_ratio" the sign of A does not matter, and a clipped token keeps the gradient of the
+        bounded ratio. Tokens that a trust region takes out of the loss are high for A > 0 and low for A < 0. There,
+        dual are tokens whose ratio is truncated, for either sign.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    high: Tensor
+    low: Tensor
+    dual: Tensor
+
+
+def capped(x: Tensor, upper: float) -> Tensor:
+    """min(x, upper) whose gradient is 1 up to and including the bound and 0 beyond it.
+
+    Not `torch.clamp`: that gives NaN a zero gradient, which would hide a NaN from the optimizer; not `torch.minimum`:
+    that halves the gradient at an exact tie.
+    """
+    return torch.where(x > upper, upper, x)
+
+
+def window(position: Tensor, dtype: torch.dtype, objective: PolicyObjective) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The low, high and dual bound at each position (int64 `[N]`, from 1); dual is None where it is off.
+
+    They bound log r for clip_mode "log_power", around -t s2 / 2 with `clip_drift` s2, and r for "ratio" and
+    "detached_ratio". Other modes bound neither: -inf and inf.
+    """
+    if objective.clip_mode == "log_power":
+        scale = position.clamp(min=1).to(dtype) ** objective.clip_power
+        dual = None if objective.clip_c is None else objective.clip_c * scale
+        low, high = -objective.clip_low * scale, objective.clip_high * scale
+        if not objective.clip_drift:
+            return low, high, dual
+        centre = -objective.clip_drift / 2 * position.to(dtype)
+        return low + centre, high + centre, None if dual is None else dual + centre
+    one = torch.ones_like(position, dtype=dtype)
+    if objective.clip_mode not in ("ratio", "detached_ratio"):
+        return -math.inf * one, math.inf * one, None
+    dual = None if objective.clip_c is None else objective.clip_c * one
+    return (1 - objective.clip_low) * one, (1 + objective.clip_high) * one, dual
+
+
+def surrogate(ratios: TokenRatios, tokens: LossTokens, objective: PolicyObjective) -> Surrogate:
+    """Policy-gradient loss per token by `clip_mode`; the result means nothing where `tokens.trained` is False.
+
+    With log r_t cut at 10 (zero gradient beyond) and s_t = t^power, clip_mode "log_power" is
+
+        l1 = -A r_t
+        l2 = -A exp(clamp(log r_t, -low s_t, high s_t))
+        l  = max(l1, l2);   if A < 0 and dual is set:  l = min(l, -A exp(dual s_t))
+
+    and clip_mode "ratio" the same with r_t bounded by [1 - low, 1 + high] and by dual. The others, with x_t as in
+    `token_ratios`, p_t and mu_t the probabilities under policy and anchor, and M_t = 0 outside of a `trust_region`:
+
+        detached_ratio           l = -A sg[clamp(r_t, 1 - low, 1 + high)] log p_t        CISPO, arXiv 2506.13585
+        sigmoid                  l = -A (4 / tau) sigmoid(tau (r_t - 1)), tau by the sign of A    SAPO, arXiv 2511.20347
+        token_log                l = -A r_t with x_t of the bounded d_t: at most high for A > 0, at least -low for A < 0
+                                 (GMPO, arXiv 2507.20673, in the own-token form)
+        binary_tv, binary_kl     l = -A sg[min(r_t, c)] log p_t M_t                      DPPO, arXiv 2602.04879
+        prefix_tv, sequence_k3   l = -A r_t M_t              CPPO, arXiv 2606.10968, and TRM, arXiv 2512.23075
+    """
+    log_ratio = capped(torch.where(tokens.trained, ratios.log_ratio, 0.0), LOG_RATIO_CAP)
+    match objective.clip_mode:
+        case "log_power" | "ratio":
+            return _clipped(log_ratio, ratios.position, tokens.advantage, objective)
+        case "detached_ratio":
+            return _detached(log_ratio, tokens, objective)
+        case "sigmoid":
+            return _gated(log_ratio, tokens.advantage, objective)
+        case "token_log":
+            return _bounded_tokens(log_ratio, ratios.d, tokens, objective)
+        case "binary_tv" | "binary_kl":
+            return _masked(log_ratio, ratios, tokens, objective, truncated=True)
+        case _:
+            return _masked(log_ratio, ratios, tokens, objective, truncated=False)
+
+
+def _clipped(log_ratio: Tensor, position: Tensor, advantages: Tensor, objective: PolicyObjective) -> Surrogate:
+    """The max and min leave exactly one interval per sign of A:
+
+        A >= 0:  l = -A min(r, upper bound)
+        A <  0:  l = -A min(max(r, lower bound), dual bound)
+
+    Each bound is compared with the quantity that it limits (log r or r), so rounding of exp cannot change a decision. A
+    ratio equal to a bound counts as inside it.
+    """
+    x = log_ratio if objective.clip_mode == "log_power" else log_ratio.exp()
+    low, high, dual = window(position, x.dtype, objective)
+    is_high = (advantages > 0) & (x > high)
+    is_low = (advantages < 0) & (x < low)
+    is_dual = torch.zeros_like(is_low) if dual is None else (advantages < 0) & (x > dual)
+
+    bounded = torch.where(is_high, high, torch.where(is_low, low, x))
+    if dual is not None:
+        bounded = torch.where(is_dual, dual, bounded)
+    clipped_ratio = bounded.exp() if objective.clip_mode == "log_power" else bounded
+    return Surrogate(-advantages * clipped_ratio, log_ratio.detach().exp(), is_high, is_low, is_dual)
+
+
+def _detached(log_ratio: Tensor, tokens: LossTokens, objective: PolicyObjective) -> Surrogate:
+    ratio, advantages = log_ratio.detach().exp(), tokens.advantage
+    log_probs = torch.where(tokens.trained, tokens.log_probs, 0.0)
+    low, high = 1 - objective.clip_low, 1 + objective.clip_high
+    is_high, is_low = (advantages != 0) & (ratio > high), (advantages != 0) & (ratio < low)
+    return Surrogate(-advantages * ratio.clamp(low, high) * log_probs, ratio, is_high, is_low, torch.zeros_like(is_low))
+
+
+def _gated(log_ratio: Tensor, advantages: Tensor, objective: PolicyObjective) -> Surrogate:
+    ratio, nothing = log_ratio.exp(), torch.zeros_like(log_ratio, dtype=torch.bool)
+    tau = torch.full_like(ratio.detach(), objective.tau_negative).masked_fill(advantages > 0, objective.tau_positive)
+    gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
+    return Surrogate(-advantages * gate, ratio.detach(), nothing, nothing, nothing)
+
+
+def _bounded_tokens(log_ratio: Tensor, d: Tensor, tokens: LossTokens, objective: PolicyObjective) -> Surrogate:
+    """The sign of A is the majority's in a sequence: a ratio of several tokens has one."""
+    votes = (tokens.advantage > 0).to(torch.int64) - (tokens.advantage < 0).to(torch.int64)
+    sign = tokens.layout.to_tokens(tokens.layout.total(votes))
+    above, below = (sign > 0) & (d > objective.clip_high), (sign < 0) & (d < -objective.clip_low)
+    bounded = torch.where(above, objective.clip_high, torch.where(below, -objective.clip_low, d))
+    x = token_ratios(objective.ratio_mode, bounded, torch.zeros_like(bounded), tokens.model, tokens.layout).log_ratio
+    own = torch.where(above | below, 0.0, tokens.log_probs - tokens.log_probs.detach())
+    r = capped(torch.where(tokens.trained, x + own, 0.0), LOG_RATIO_CAP).exp()
+    high, low = above & tokens.trained, below & tokens.trained
+    return Surrogate(-tokens.advantage * r, log_ratio.detach().exp(), high, low, torch.zeros_like(low))
+
+
+def _masked(
+    log_ratio: Tensor, ratios: TokenRatios, tokens: LossTokens, objective: PolicyObjective, *, truncated: bool
+) -> Surrogate:
+    advantages, limit = tokens.advantage, objective.clip_c if truncated else None
+    left_out = outside(ratios, tokens, objective)
+    ratio = log_ratio.detach().exp()
+    far = torch.zeros_like(left_out)
+    if truncated:
+        log_probs = torch.where(tokens.trained, tokens.log_probs, 0.0)
+        factor = ratio
+        if limit is not None:
+            far = (advantages != 0) & (ratio > limit) & ~left_out
+            factor = torch.where(ratio > limit, limit, ratio)
+        loss = -advantages * factor * log_probs
+    else:
+        loss = -advantages * log_ratio.exp()
+    high, low = left_out & (advantages > 0), left_out & (advantages < 0)
+    return Surrogate(torch.where(left_out, 0.0, loss), ratio, high, low, far)
