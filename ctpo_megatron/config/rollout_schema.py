@@ -55,8 +55,8 @@ class WeightsConfig(Section):
     )
     bucket_mib: PositiveInt = Field(
         default=16,
-        description="tensors that are sent together, in MiB; tcp sends a larger one alone, nccl with what is in the "
-        "bucket already, and for ipc the bucket is as large as the largest",
+        description="tensors that are sent together, in MiB. A larger tensor is sent whole. With ipc the bucket is at "
+        "least as large as the largest",
     )
 
 

@@ -31,7 +31,7 @@ class TransferMemory:
         sizes = sorted((element * prod(shape) for shape in spec.family.tensors(spec).values()), reverse=True)
         # Tied embeddings are the one tensor that is larger than a usual bucket.
         largest, large = sizes[0], sizes[0] if spec.tie_word_embeddings else sizes[0] + sizes[1]
-        gathered = _gathered(config, largest)
+        gathered = _gathered(config, spec, largest)
         loaded = _loaded(config, spec)
         chosen = config.rollout.weights.transport
         if chosen == "auto":
@@ -48,13 +48,18 @@ class TransferMemory:
         return cls(gathered, loaded)
 
 
-def _gathered(config: Config, largest: int) -> int:
-    """A tensor that is joined from its shards."""
-    return largest if config.policy.tensor_model_parallel_size * config.policy.expert_model_parallel_size > 1 else 0
+def _gathered(config: Config, spec: ModelSpec, largest: int) -> int:
+    """Joined from shards: the largest tensor, which vLLM still holds while the next one is joined, which may take two
+    copies."""
+    policy = config.policy
+    if policy.tensor_model_parallel_size * policy.expert_model_parallel_size == 1:
+        return 0
+    of_layer = max(prod(shape) for row in spec.family.layer(spec) for shape in row.shapes)
+    return largest + 2 * ELEMENT_BYTES[policy.dtype] * of_layer
 
 
 def _loaded(config: Config, spec: ModelSpec) -> int:
-    """The layer that an engine builds anew before it copies it, and tensors that wait until their layer is complete.
+    """The layer that an engine builds again before it copies it, and tensors that wait until their layer is complete.
 
     These are all experts of a layer, and a vocabulary that vLLM pads: its layer is completed at the end.
     """

@@ -252,7 +252,7 @@ class TrainerGroup:
         self.layout.wait_for_ranks()
 
     def _empty_cache(self) -> None:
-        """Before engines on these GPUs take memory: torch would keep what the trainer has freed, whatever is offloaded."""
+        """Before engines on these GPUs take memory: torch would keep what the trainer has freed."""
         if shares_gpus(self._config.placement, self._config.rollout):
             self.trainer.empty_cache()
 

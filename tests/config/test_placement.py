@@ -221,7 +221,7 @@ def test_a_change_that_is_named_helps() -> None:
 def test_a_model_that_is_too_large_is_told_so() -> None:
     wide = {"policy": {"tensor_model_parallel_size": 8, "sequence_parallel": True}}
     text = refused(readme(**colocated(**wide, rollout={"engine": {"tensor_parallel_size": 4}})), Job(8), "Qwen3-32B")
-    assert "while weights are sent (trainer 68.7 GiB + engine's weights 17.3 GiB + transfer 4.7 GiB)" in text
+    assert "while weights are sent (trainer 68.7 GiB + engine's weights 17.3 GiB + transfer 5.2 GiB)" in text
     assert (
         "no single change is enough, use more GPUs; those that save most: rollout.engine.tensor_parallel_size=8" in text
     )

@@ -28,3 +28,18 @@ def gpu_test(name: str, *arguments: Any) -> None:
     from tests.gpu import test_policy_cuda
 
     getattr(test_policy_cuda, name)(*arguments)
+
+
+def build_transfer_model(folder: Path) -> None:
+    """The model whose weights are sent."""
+    from tests.policy import models
+    from tests.rehearsal.transfer_cases import SHAPE
+
+    models.build("qwen3-tied", folder, layers=2, **SHAPE)
+
+
+def rehearse_transfer(case: Any, model: Path, folder: Path) -> Any:
+    """See `transfer_job.rehearse`."""
+    from tests.rehearsal import transfer_job
+
+    return transfer_job.rehearse(case, model, folder)

@@ -215,8 +215,8 @@ class VllmOffer:
 def _current_stream() -> AbstractContextManager[Any]:
     """This thread's CUDA stream, set for vLLM, too, and restored at the end.
 
-    Where none was set, vLLM's `current_stream` sets a new one for good. Gradient hooks belong to the former stream, so
-    that torch would synchronize the two in every backward pass.
+    Where none was set, vLLM's `current_stream` sets a new one permanently. Gradient hooks belong to the former stream,
+    so that torch would synchronize the two in every backward pass.
     """
     return torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_available() else nullcontext()
 
