@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.engines.weights.checksums import Checksums
+from ctpo_megatron.policy.device_memory import DeviceMemory
 from tests.rehearsal.allocator import Allocator, Gpu
 from tests.rehearsal.streams import UnorderedAccess, here
 
@@ -64,6 +68,18 @@ def _gathered(*, waited: bool) -> None:
     dist.destroy_process_group()
 
 
+def _weights() -> None:
+    """As with `overlap_param_gather`: the stream at hand alone waits for the gather, and vLLM reads on two others."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    tensor = _tensor()
+    work = dist.all_reduce(tensor, async_op=True)
+    model: Any = SimpleNamespace(finish_param_gather=work.wait)
+    with DeviceMemory(PolicyConfig(), model).weights_complete():
+        for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+            _on(stream, lambda: tensor + 1)
+    dist.destroy_process_group()
+
+
 def _waits(how: str) -> None:
     tensor, stream = _tensor(), torch.cuda.Stream()
     match how:
@@ -101,6 +117,7 @@ ALLOWED: dict[str, Callable[[], object]] = {
     "memory recorded": lambda: _freed(recorded=True),
     "collective waited for": lambda: _gathered(waited=True),
     "checksums": _checksums,
+    "weights": _weights,
 }
 
 
