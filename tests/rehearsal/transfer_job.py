@@ -28,7 +28,7 @@ from tests.rehearsal.engine import Engine, stand_in
 from tests.rehearsal.streams import Process, here
 from tests.rehearsal.transfer_cases import GPU_MIB, MIB, SAMPLING, SCALE, SENT, UPDATE, TransferCase
 
-STEPS = 2
+STEPS = 1
 Peaks = dict[str, dict[str, tuple[int, int]]]
 """Of whose GPU -> moment -> most bytes, without and with gaps in segments; see `Gpu`."""
 
