@@ -54,7 +54,9 @@ class WeightsConfig(Section):
         default=300.0, description="deadline of one update for every engine; a late engine is replaced"
     )
     bucket_mib: PositiveInt = Field(
-        default=16, description="bucket size for sending over a network, in MiB; a larger tensor is sent alone"
+        default=16,
+        description="tensors that are sent together, in MiB. A larger tensor is sent whole. With ipc the bucket is at "
+        "least as large as the largest",
     )
 
 

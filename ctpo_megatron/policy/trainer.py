@@ -293,6 +293,10 @@ class Trainer:
         steps = self._optimizer_steps
         self._memory.release(None if steps is None else steps.optimizer)
 
+    def empty_cache(self) -> None:
+        """Give GPU memory that torch keeps for later tensors back to the driver, for other processes."""
+        device.release_cached_memory()
+
     def save(
         self,
         directory: Path,

@@ -28,9 +28,12 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import RunContext
+from ctpo_megatron.preflight.transfer_memory import TransferMemory
 
 ASLEEP = 2 * GIB
 """What a sleeping engine keeps: CUDA context, NCCL, workspaces, captured graphs. An estimate."""
+
+SENT = "while weights are sent"
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -146,12 +149,20 @@ class GpuMemory:
             split = replace(split, head_chunk_tokens=head_chunk_rows(self.spec, split, self.gpu_gib * GIB))
         most = peak_memory(self.spec, split)
         held = config.rollout.engine.gpu_memory_utilization * self.gpu_gib * GIB
-        if config.placement.mode == "colocated" and placed.engines:
+        trainer, engines = _named(placed.trainer), _named(placed.engines)
+        update = Moment(trainer, "in an update", {"trainer": most.total})
+        if not placed.engines:
+            return (update,)
+        transfer = TransferMemory.of(config, self.spec)
+        if config.placement.mode == "colocated":
             weights = _weights(config, self.spec)
-            return _shared(config.policy, weights, most, held, _named(placed.engines))
-        trainer = Moment(_named(placed.trainer), "in an update", {"trainer": most.total})
-        alone = Moment(_named(placed.engines), "while sampling", {"engine": held})
-        return (trainer, alone) if placed.engines else (trainer,)
+            return _shared(config.policy, weights, most, transfer, held, engines)
+        return (
+            update,
+            Moment(trainer, SENT, {"trainer": most.while_sampling("none"), "transfer": transfer.trainer}),
+            Moment(engines, SENT, {"engine": held, "transfer": transfer.engine}),
+            Moment(engines, "while sampling", {"engine": held}),
+        )
 
     @property
     def fullest(self) -> Moment:
@@ -225,7 +236,9 @@ class GpuMemory:
             yield {"placement.mode": "colocated", "policy.offload": "all"}
 
 
-def _shared(policy: PolicyConfig, weights: float, most: Memory, held: float, gpus: str) -> tuple[Moment, ...]:
+def _shared(
+    policy: PolicyConfig, weights: float, most: Memory, transfer: TransferMemory, held: float, gpus: str
+) -> tuple[Moment, ...]:
     """Colocated: the engine sleeps, takes weights while the trainer has its own, then samples.
 
     weights, held: bytes of an engine while it takes weights, and while it samples.
@@ -234,8 +247,12 @@ def _shared(policy: PolicyConfig, weights: float, most: Memory, held: float, gpu
         Moment(gpus, "in an update", {"trainer": most.total, "sleeping engine": ASLEEP}),
         Moment(
             gpus,
-            "while weights are sent",
-            {"trainer": most.while_sampling("none"), "engine's weights": weights + ASLEEP},
+            SENT,
+            {
+                "trainer": most.while_sampling("none"),
+                "engine's weights": weights + ASLEEP,
+                "transfer": transfer.trainer + transfer.engine,
+            },
         ),
         Moment(gpus, "while sampling", {"trainer": most.while_sampling(policy.offload), "engine": held}),
     )

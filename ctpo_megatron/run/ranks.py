@@ -11,7 +11,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from ctpo_megatron.base.stop import StopSignal
-from ctpo_megatron.config import Config, OptimizerConfig, family_for, run_chat_template
+from ctpo_megatron.config import Config, OptimizerConfig, family_for, run_chat_template, shares_gpus
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import Batch, Trajectory
 from ctpo_megatron.engines import EnginePool
@@ -238,7 +238,9 @@ class TrainerGroup:
 
     @_on_all_ranks(gpus=True)
     def offer(self, version: int) -> WeightOffer:
-        """Offer the current weights to the engines."""
+        """Offer the current weights to the engines, which wake for them where they share GPUs with the trainer."""
+        self._empty_cache()
+        self.layout.wait_for_ranks()
         self.offered = self.transport.offer(self.trainer, version)
         return self.offered
 
@@ -249,9 +251,15 @@ class TrainerGroup:
 
     @_on_all_ranks()
     def release(self) -> None:
-        """Leave the GPUs, where `policy.offload` says so, and return when all ranks have."""
+        """Leave the GPUs, as far as `policy.offload` says, and return when all ranks have."""
         self.trainer.release()
+        self._empty_cache()
         self.layout.wait_for_ranks()
+
+    def _empty_cache(self) -> None:
+        """Before engines on these GPUs take memory: torch would keep what the trainer has freed."""
+        if shares_gpus(self._config.placement, self._config.rollout):
+            self.trainer.empty_cache()
 
     # State, score and attached files are rank zero's: the other ranks save their shares of the model.
     @_on_all_ranks(gpus=True, others=lambda directory, step, _state, settings, *_: (directory, step, {}, settings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ctpo_megatron.config.memory import GIB
 from ctpo_megatron.preflight import GpuMemory, RunContext
 from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
 from ctpo_megatron.preflight.sizing import MODELS
+from ctpo_megatron.preflight.transfer_memory import TransferMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER_14B = {
@@ -158,7 +160,33 @@ def test_both_sides_are_added_up_on_a_shared_gpu() -> None:
     assert awake == pytest.approx(48)
     assert 84 < moments["in an update"].parts["trainer"] / GIB + awake < 85
     assert moments["while sampling"].parts["trainer"] == 0
-    assert moments["while weights are sent"].bytes / GIB == pytest.approx(7.5 + 15 + 5.6 + 7.5 + 2, abs=0.2)
+    sent = moments["while weights are sent"].parts
+    embedding = 2 * 151936 * 2560 / GIB  # in the buffer, its clone, and the engine's new layer
+    assert sent.pop("transfer") / GIB == pytest.approx(3 * embedding)
+    assert sum(sent.values()) / GIB == pytest.approx(7.5 + 15 + 5.6 + 7.5 + 2, abs=0.2)
+
+
+def test_buckets_of_nccl_are_on_both_sides() -> None:
+    """Two of `rollout.weights.bucket_mib` under way, and the embedding, which is larger; the engine keeps more."""
+    found = {
+        bucket: {m.gpus: m for m in GpuMemory(config, Job(4), MODELS["Qwen3-4B"], 80).moments if "sent" in m.when}
+        for bucket in (16, 512)
+        for config in [readme(rollout={"weights": {"bucket_mib": bucket}})]
+    }
+    more = {gpus: found[512][gpus].bytes - moment.bytes for gpus, moment in found[16].items()}
+    assert more == {"GPUs 0 to 3": 2 * 496 << 20, "GPUs 4 to 7": 4 * 496 << 20}
+    embedding = 2 * 151936 * 2560
+    assert found[16]["GPUs 0 to 3"].parts["transfer"] == embedding + (32 << 20)
+
+
+def test_tensors_wait_in_an_engine_until_their_layer_is_complete() -> None:
+    """All experts of a layer; and a vocabulary that vLLM pads, which is never complete before the end."""
+    config, dense, mixture = readme(**colocated()), MODELS["Qwen3-4B"], MODELS["Qwen3-30B-A3B"]
+    embedding, experts = 2 * 151936 * mixture.hidden_size, 2 * 128 * 3 * 768 * mixture.hidden_size
+    assert TransferMemory.of(config, mixture) == TransferMemory(embedding, embedding + 2 * experts)
+    padded = replace(dense, vocab_size=dense.vocab_size + 1)
+    embedding = 2 * padded.vocab_size * padded.hidden_size
+    assert TransferMemory.of(config, padded) == TransferMemory(embedding, 3 * embedding)
 
 
 def test_the_head_is_counted_with_as_many_rows_of_logits_as_the_trainer_takes() -> None:
@@ -207,7 +235,7 @@ def test_a_change_that_is_named_helps() -> None:
 def test_a_model_that_is_too_large_is_told_so() -> None:
     wide = {"policy": {"tensor_model_parallel_size": 8, "sequence_parallel": True}}
     text = refused(readme(**colocated(**wide, rollout={"engine": {"tensor_parallel_size": 4}})), Job(8), "Qwen3-32B")
-    assert "while weights are sent (trainer 68.7 GiB + engine's weights 17.3 GiB)" in text
+    assert "while weights are sent (trainer 68.7 GiB + engine's weights 17.3 GiB + transfer 5.2 GiB)" in text
     assert (
         "no single change is enough, use more GPUs; those that save most: rollout.engine.tensor_parallel_size=8" in text
     )

@@ -49,20 +49,26 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
-def build(family: str, directory: Path, *, layers: int = 4) -> PreTrainedModel:
-    """Write a small model of the family and return it; weights are perturbed so that no tensor is trivial."""
+def build(family: str, directory: Path, *, layers: int = 4, **shape: int) -> PreTrainedModel:
+    """Write a small model of the family and return it; weights are perturbed so that no tensor is trivial.
+
+    shape: of its configuration, instead of the usual.
+    """
     config_class, model_class, extra = FAMILIES[family]
     torch.manual_seed(0)
     model = model_class(
         config_class(
-            vocab_size=VOCAB,
-            hidden_size=96,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=192,
-            max_position_embeddings=512,
-            **extra,
+            **{
+                "vocab_size": VOCAB,
+                "hidden_size": 96,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "intermediate_size": 192,
+                "max_position_embeddings": 512,
+                **extra,
+                **shape,
+            }
         )
     )
     with torch.no_grad():

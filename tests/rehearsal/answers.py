@@ -8,8 +8,21 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.rehearsal.claims import CPU, State, claim, current, has_storage, moved, named, place, tensors_in, unchecked
-from tests.rehearsal.synchronizations import note
+from tests.rehearsal.claims import (
+    CPU,
+    META,
+    STATE,
+    claim,
+    current,
+    has_storage,
+    launch,
+    moved,
+    named,
+    place,
+    tensors_in,
+    unchecked,
+)
+from tests.rehearsal.streams import note
 
 T = torch.Tensor
 _FROM_HOST_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
@@ -50,14 +63,19 @@ def _leave(func: Callable[..., Any], tensor: torch.Tensor) -> None:
 def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a function that was asked for a device."""
     device = named(kwargs.pop("device"))
+    if device == META:
+        return func(*args, **kwargs, device=device)
     if func in _FROM_HOST_DATA and args and isinstance(args[0], T):
         return _to(args[0], device, **kwargs)
-    if device.type == "cuda" and not State.unchecked and (func in _FROM_HOST_DATA or func is T.new_tensor):
+    if device.type == "cuda" and not STATE.unchecked and (func in _FROM_HOST_DATA or func is T.new_tensor):
         note(func.__name__)
     with unchecked():
         out = func(*args, **kwargs, device=CPU)
-    for tensor in tensors_in(out):
+    made = tensors_in(out)
+    for tensor in made:
         place(tensor, device)
+    if not func.__name__.startswith(("empty", "new_empty")):
+        launch(func.__name__, writes=made)
     return out
 
 
@@ -76,6 +94,8 @@ def _to(
             dtype, rest = rest[0], rest[1:]
     non_blocking = non_blocking or bool(rest and rest[0])
     target = claim(tensor) if device is None else named(device)
+    if target == META:
+        return T.to(tensor, target, dtype=dtype or tensor.dtype)
     if target != claim(tensor) and not non_blocking:
         note(f"to {target.type}")
     out = T.to(tensor, dtype=dtype, **kwargs) if dtype is not None or kwargs else tensor

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-CPU = torch.device("cpu")
+from tests.rehearsal import streams
+from tests.rehearsal.allocator import Allocation
+from tests.rehearsal.streams import here
+
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-class State:
-    """Of this process. index: the selected GPU; unchecked: how many calls are under way that no rule looks at."""
+class State(threading.local):
+    """Of this thread. unchecked: how many calls are under way that no rule looks at, and whose results are placed by
+    the caller."""
 
-    index = 0
     unchecked = 0
+
+
+STATE = State()
 
 
 def current() -> torch.device:
     """The selected GPU."""
-    return torch.device("cuda", State.index)
+    return torch.device("cuda", here().index)
 
 
 def named(device: object) -> torch.device:
@@ -43,13 +51,16 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Not so a record of what several ranks hold, which is of a class of its own, nor a sparse tensor."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    """Not so a record of what several ranks hold, whose class dispatches by itself, nor a sparse tensor."""
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return plain and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def claim(tensor: torch.Tensor) -> torch.device:
     """The device that a tensor says it is on."""
-    return getattr(tensor.untyped_storage(), "claim", CPU) if has_storage(tensor) else CPU
+    if has_storage(tensor):
+        return getattr(tensor.untyped_storage(), "claim", CPU)
+    return META if tensor.is_meta else CPU
 
 
 def is_claimed(tensor: torch.Tensor) -> bool:
@@ -58,10 +69,28 @@ def is_claimed(tensor: torch.Tensor) -> bool:
 
 
 def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Say that the storage of a tensor is on a device."""
+    """Say that the storage of a tensor is on a device, and have memory for it there."""
     if has_storage(tensor):
-        tensor.untyped_storage().claim = device  # type: ignore[attr-defined]
+        storage: Any = tensor.untyped_storage()
+        storage.claim = device
+        storage.memory = _memory(storage.nbytes()) if device.type == "cuda" else None
     return tensor
+
+
+def resize(storage: Any) -> None:
+    """The storage has another size now."""
+    if getattr(storage, "memory", None) is not None:
+        storage.memory = None  # given back before more is taken
+        storage.memory = _memory(storage.nbytes())
+
+
+def memory(tensor: torch.Tensor) -> Allocation | None:
+    """What the storage of a tensor has on a GPU."""
+    return getattr(tensor.untyped_storage(), "memory", None) if has_storage(tensor) else None
+
+
+def _memory(size: int) -> Allocation:
+    return Allocation(here().memory, size, streams.current())
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -70,13 +99,23 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor
     with unchecked():
         copy = tensor.clone()
-    return place(copy, device)
+    place(copy, device)
+    launch("copy", reads=[tensor], writes=[copy])
+    return copy
+
+
+def launch(what: str, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()) -> None:
+    """An operation on the current stream. Raises UnorderedAccess."""
+    read = {id(found): (found.uses, tensor) for tensor in reads if (found := memory(tensor)) is not None}
+    written = {id(found): (found.uses, tensor) for tensor in writes if (found := memory(tensor)) is not None}
+    if read or written:
+        streams.launch(what, read.values(), written.values())
 
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    State.unchecked += 1
+    STATE.unchecked += 1
     try:
         yield
     finally:
-        State.unchecked -= 1
+        STATE.unchecked -= 1

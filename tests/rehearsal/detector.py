@@ -129,6 +129,13 @@ def spend(times: int) -> Counter[Synchronization]:
     return synchronizations.counted()
 
 
+def accelerator() -> dict[str, object]:
+    """What `torch.accelerator` answers; a CUDA build of torch would ask its own driver."""
+    names = ("is_available", "device_count", "current_stream")
+    same = {name: getattr(torch.accelerator, name)() == getattr(torch.cuda, name)() for name in names}
+    return {**same, "index": torch.accelerator.current_device_index() == torch.cuda.current_device()}
+
+
 def devices() -> dict[str, object]:
     """What claimed tensors say of themselves."""
     tensor = torch.nn.Linear(2, 2).to("cuda").weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 from ctpo_kernels import use_backend
@@ -10,8 +11,22 @@ from tests.rehearsal.answers import Requests
 from tests.rehearsal.rules import Rules
 
 
+class _Thread(threading.local):
+    pretends = False
+
+
+_thread = _Thread()
+
+
 @contextlib.contextmanager
 def pretending() -> Iterator[None]:
-    """Tensors claim devices, and CUDA's rules hold for them; both modes are of this thread."""
-    with use_backend("torch"), Rules(), Requests():
+    """Tensors claim devices, and CUDA's rules hold for them; both modes are of this thread. May nest."""
+    if _thread.pretends:
         yield
+        return
+    _thread.pretends = True
+    try:
+        with use_backend("torch"), Rules(), Requests():
+            yield
+    finally:
+        _thread.pretends = False

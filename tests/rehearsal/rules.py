@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.rehearsal.claims import CPU, State, claim, has_storage, is_claimed, place, tensors_in
-from tests.rehearsal.synchronizations import note
+from tests.rehearsal.claims import CPU, META, STATE, claim, has_storage, is_claimed, launch, place, tensors_in
+from tests.rehearsal.streams import note
 
 _MAY_MIX = {"copy_", "_to_copy", "set_", "detach", "alias", "is_same_size", "_has_compatible_shallow_copy_type"}
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 _TAKES_HOST_SCALARS = {"masked_fill", "masked_fill_", "fill_", "fill", "where"}
 """Besides the operators that torch tags as pointwise."""
+_NO_KERNEL = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "set_",
+    "is_same_size",
+    "_has_compatible_shallow_copy_type",
+}
 _ALWAYS_WAIT = {
     "_local_scalar_dense",
     "nonzero",
@@ -34,18 +46,62 @@ class Rules(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[-1]
-        inputs = tensors_in((args, kwargs))
-        rows = list(_rows(args)) if name.startswith("_foreach_") else [inputs]
-        devices = [_common(func, name, row) for row in rows]
-        if not State.unchecked and any(device.type == "cuda" for device in devices) and _waits(name, args, kwargs):
-            note(name)
+        with torch._C.DisableTorchFunction():  # nobody has to answer for our own questions
+            inputs, devices = _devices(func, args, kwargs)
+            on_gpu = not STATE.unchecked and any(device.type == "cuda" for device in devices)
+            waits = on_gpu and _waits(_name(func), args, kwargs)
         out = func(*args, **kwargs)
-        theirs = {id(tensor.untyped_storage()) for tensor in inputs if has_storage(tensor)}
-        for number, leaf in enumerate(tensors_in(out)):
-            if has_storage(leaf) and id(leaf.untyped_storage()) not in theirs:
-                place(leaf, devices[number] if len(rows) > 1 else devices[0])
+        if not STATE.unchecked:
+            with torch._C.DisableTorchFunction():
+                made = _placed(out, inputs, devices)
+                if on_gpu and (written := _written(func)) is not None:
+                    _launch(func, args, kwargs, written, made)
+                if waits:
+                    note(_name(func))
         return out
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.split("::")[-1]  # type: ignore[no-any-return]
+
+
+def _devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.device]]:
+    """All tensors that an operator is given, and the device of its results, one or one for each."""
+    name, inputs = _name(func), tensors_in((args, kwargs))
+    rows = list(_rows(args)) if name.startswith("_foreach_") else [inputs]
+    return inputs, [_common(func, name, row) for row in rows]
+
+
+def _placed(out: Any, inputs: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """The results that have storages of their own."""
+    theirs = {id(tensor.untyped_storage()) for tensor in inputs if has_storage(tensor)}
+    return [
+        place(leaf, devices[number] if len(devices) > 1 else devices[0])
+        for number, leaf in enumerate(tensors_in(out))
+        if has_storage(leaf) and id(leaf.untyped_storage()) not in theirs
+    ]
+
+
+def _launch(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: frozenset[str], made: list[torch.Tensor]
+) -> None:
+    """The operator is given to the current stream."""
+    reads, writes = list[torch.Tensor](), made
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        (writes if argument.name in written else reads).extend(tensors_in(value))
+    launch(_name(func), reads, writes)
+
+
+@cache
+def _written(func: Any) -> frozenset[str] | None:
+    """Names of the arguments that an operator writes; None where it looks at no number of any tensor."""
+    schema, name = func._schema, _name(func)
+    if schema.name.startswith("c10d::"):
+        return frozenset(a.name for a in schema.arguments if not a.name.startswith("input"))
+    if name in _NO_KERNEL or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return None
+    return frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _rows(args: Sequence[Any]) -> Sequence[tuple[torch.Tensor, ...]]:
@@ -56,12 +112,14 @@ def _rows(args: Sequence[Any]) -> Sequence[tuple[torch.Tensor, ...]]:
 
 def _common(func: Any, name: str, inputs: Sequence[torch.Tensor]) -> torch.device:
     """The device that the operands have in common. Raises RuntimeError in torch's words when there is none."""
+    if name != "copy_":
+        inputs = [tensor for tensor in inputs if claim(tensor) != META]
     claims = [claim(tensor) for tensor in inputs]
     gpus = {device for device in claims if device.type == "cuda"}
     if not gpus:
         return CPU
     device = claims[0] if name in _MAY_MIX else next(iter(gpus))
-    if State.unchecked or set(claims) == {device} or name in _MAY_MIX:
+    if STATE.unchecked or set(claims) == {device} or name in _MAY_MIX:
         return device
     if len(gpus) == 1:
         if name in _INDEXING and claims[0] == device:

@@ -35,3 +35,18 @@ def left_to_compile(case: Any, objectives: Any, models_dir: Path) -> Any:
     from tests.rehearsal import left_to_compile as job
 
     return job.left_to_compile(case, objectives, models_dir / case.family)
+
+
+def build_transfer_model(folder: Path) -> None:
+    """The model whose weights are sent."""
+    from tests.policy import models
+    from tests.rehearsal.transfer_cases import SHAPE
+
+    models.build("qwen3-tied", folder, layers=2, **SHAPE)
+
+
+def rehearse_transfer(case: Any, model: Path, folder: Path) -> Any:
+    """See `transfer_job.rehearse`."""
+    from tests.rehearsal import transfer_job
+
+    return transfer_job.rehearse(case, model, folder)

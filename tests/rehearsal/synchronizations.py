@@ -45,7 +45,7 @@ def current() -> str:
     return _State.phase
 
 
-def note(what: str) -> None:
+def count(what: str) -> None:
     """The host waits for the device now."""
     frame, line, package = sys._getframe(1), "elsewhere", ""
     while frame is not None:

@@ -44,6 +44,12 @@ def test_tensors_say_that_they_are_on_the_gpu() -> None:
     assert set(found.values()) == {gpu}
 
 
+def test_the_accelerator_is_the_pretended_gpu() -> None:
+    """torch's AdamW asks for its stream."""
+    (found,) = ranks.run(detector.accelerator, pretend_cuda=True)
+    assert set(found.values()) == {True} and len(found) == 4
+
+
 def test_the_flag_makes_other_tests_pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.Default, "pretend_cuda", True)
     assert ranks.run(torch.cuda.device_count)[0] > 0

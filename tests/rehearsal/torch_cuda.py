@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.rehearsal.claims import State, current, place, unchecked
-from tests.rehearsal.synchronizations import note
+from tests.rehearsal import collectives, gpu_memory, streams
+from tests.rehearsal.claims import current, launch, named, place, resize, unchecked
+from tests.rehearsal.claims import memory as memory_of
+from tests.rehearsal.streams import here, note
 
 _CAPABILITY = (9, 0)
 _MEMORY = 80 << 30
@@ -20,35 +23,8 @@ class Properties:
     name, multi_processor_count, warp_size, total_memory = "a pretended GPU", 132, 32, _MEMORY
     major, minor = _CAPABILITY
 
-
-class Event:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
-    def wait(self, *_: Any) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _: Any) -> float:
-        return 0.0
-
-    def synchronize(self) -> None:
-        note("Event.synchronize")
-
-
-class Stream:
-    cuda_stream = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def wait_stream(self, *_: Any) -> None: ...
-    def wait_event(self, *_: Any) -> None: ...
-    def record_event(self, *_: Any) -> Event:
-        return Event()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        note("Stream.synchronize")
+    def __init__(self, index: int) -> None:
+        self.uuid = f"GPU-{index}"
 
 
 class Generator:
@@ -76,11 +52,54 @@ class Generator:
 
 
 _generator = Generator()
-_stream = Stream()
 
 
 def _select(device: Any) -> None:
-    State.index = torch.device(device).index or 0 if not isinstance(device, int) else device
+    here().index = named(device).index
+
+
+def _properties(device: Any = None) -> Properties:
+    return Properties(here().index if device is None else named(device).index)
+
+
+def _memory(name: str) -> Any:
+    """A figure of this process; 0 where memory is not counted."""
+
+    def read(*_: Any) -> int:
+        memory = here().memory
+        return 0 if memory is None else memory.settled() if name == "allocated" else memory.reserved
+
+    return read
+
+
+def _empty_cache() -> None:
+    if (memory := here().memory) is not None:
+        memory.empty_cache()
+
+
+def _record_stream(tensor: torch.Tensor, _: Any) -> None:
+    if (memory := memory_of(tensor)) is not None:
+        memory.record_stream()
+
+
+@contextlib.contextmanager
+def _stream(stream: Any) -> Iterator[None]:
+    """As torch's, by functions that may be replaced: vLLM notes what is set."""
+    before = torch.cuda.current_stream()
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
+
+
+def _resized(original: Any) -> Any:
+    def resize_(storage: Any, size: int) -> Any:
+        original(storage, size)
+        resize(storage)
+        return storage
+
+    return resize_
 
 
 def _exchange(device: int) -> int:
@@ -102,26 +121,27 @@ def _functions(devices: int) -> dict[str, Any]:
         "_lazy_init": lambda: None,
         "_lazy_call": lambda function, **_: function(),
         "device_count": lambda: devices,
-        "current_device": lambda: State.index,
+        "current_device": lambda: here().index,
         "set_device": _select,
         "_exchange_device": _exchange,
         "_maybe_exchange_device": _exchange,
         "get_device_name": lambda *_: Properties.name,
         "get_device_capability": lambda *_: _CAPABILITY,
-        "get_device_properties": lambda *_: Properties,
-        "synchronize": lambda *_: note("torch.cuda.synchronize"),
-        "empty_cache": lambda: None,
-        "ipc_collect": lambda: None,
+        "get_device_properties": _properties,
+        "synchronize": streams.synchronize,
+        "empty_cache": _empty_cache,
+        "ipc_collect": gpu_memory.collect,
         "mem_get_info": lambda *_: (_MEMORY, _MEMORY),
-        "memory_allocated": lambda *_: 0,
-        "memory_reserved": lambda *_: 0,
+        "memory_allocated": _memory("allocated"),
+        "memory_reserved": _memory("reserved"),
         "max_memory_allocated": lambda *_: 0,
         "reset_peak_memory_stats": lambda *_: None,
-        "current_stream": lambda *_: _stream,
-        "default_stream": lambda *_: _stream,
-        "stream": lambda _: contextlib.nullcontext(),
-        "Stream": Stream,
-        "Event": Event,
+        "current_stream": streams.current,
+        "default_stream": streams.default,
+        "set_stream": streams.select,
+        "stream": _stream,
+        "Stream": streams.Stream,
+        "Event": streams.Event,
         "default_generators": (_generator,) * devices,
     }
 
@@ -134,11 +154,27 @@ _RANDOM = {
 }
 
 
+_ACCELERATOR = {
+    "is_available": lambda: True,
+    "current_accelerator": lambda *_, **__: torch.device("cuda"),
+    "current_device_index": lambda: here().index,
+    "set_device_index": _select,
+    "current_stream": streams.current,
+    "set_stream": streams.select,
+    "synchronize": streams.synchronize,
+    "empty_cache": _empty_cache,
+}
+"""Of `torch.accelerator`, which a CUDA build of torch would answer by itself."""
+
+
 def _typed(name: str) -> Any:
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         note(f"torch.cuda.{name}")
         with unchecked():
-            return place(getattr(torch, name)(*args, **kwargs), current())
+            made = getattr(torch, name)(*args, **kwargs)
+        place(made, current())
+        launch(name, writes=[made])
+        return made
 
     return make
 
@@ -181,4 +217,10 @@ def install(devices: int) -> None:
         setattr(torch.cuda, name, _typed(name))
     dist.init_process_group = _open(dist.init_process_group)
     dist.all_gather_into_tensor = _flat(dist.all_gather_into_tensor)
-    torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment] # it would refuse our streams
+    torch.Tensor.record_stream = _record_stream  # type: ignore[assignment, method-assign]
+    torch.UntypedStorage.resize_ = _resized(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
+    torch.cuda.memory.empty_cache = _empty_cache
+    for name, value in (_ACCELERATOR | {"device_count": lambda: devices}).items():
+        setattr(torch.accelerator, name, value)
+    collectives.install()
+    gpu_memory.install()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ctpo_megatron.base.stop import NeverStop
 from ctpo_megatron.engines.weights import EngineFacts
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run import TrainerGroup
@@ -43,6 +45,29 @@ def test_rank_zeros_failure_ends_the_others(tmp_path: Path) -> None:
     first, second = run(tmp_path, "fails")
     assert first["seen"] == second["seen"] == SEEN
     assert second["status"] == "rank 1 stops, rank 0 failed: Failed: no more prompts"
+
+
+@dataclass
+class Leaving:
+    """A trainer and its transport, which write down what is asked of them."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.calls.append(name)
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+@pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
+def test_a_shared_gpu_gets_the_cache_back_before_engines_take_memory(mode: str, offload: str, tmp_path: Path) -> None:
+    """For their weights, of which an offer comes first, and for their cache, before which the trainer is released."""
+    config = make_config(tmp_path, placement={"mode": mode}, policy={"offload": offload})
+    group, trainer = TrainerGroup(config, ONE_RANK, NeverStop()), Leaving()  # type: ignore[arg-type]
+    group.trainer = group.transport = trainer  # type: ignore[assignment]
+    group.offer(1)
+    group.release()
+    cache = ["empty_cache"] * (mode == "colocated")
+    assert trainer.calls == [*cache, "offer", "release", *cache]
 
 
 def test_weights_are_served_at_the_configured_address(tmp_path: Path) -> None:

@@ -19,8 +19,14 @@ from tests.support.prefork import SHARED, Child, Client, Prefork
 
 PRELOADED = ("pytest", "tests.conftest", "tests.support.preload")
 """In this order: tests.conftest imports Triton so that it can be interpreted."""
-PRETENDING = ("pytest", "tests.conftest", "tests.rehearsal.preload", "tests.support.preload")
-"""The same with pretended GPUs, which have to be there before anything looks for CUDA."""
+PRETENDING = (
+    "pytest",
+    "tests.conftest",
+    "tests.rehearsal.preload",
+    "tests.support.preload",
+    "tests.rehearsal.transfer_job",
+)
+"""The same with pretended GPUs, which have to be there before anything looks for CUDA, and with vLLM."""
 _OUTPUT_CHARACTERS = 4000
 _GRACE_S = 10.0
 """How long the others may take to speak of a rank that failed, before they are killed."""

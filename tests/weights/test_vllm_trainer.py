@@ -26,6 +26,9 @@ pytestmark = pytest.mark.slow  # vLLM takes eight seconds to import
 
 TENSORS = {f"model.layers.{n}.weight": torch.randn(40, n + 1) for n in range(5)} | {"norm": torch.randn(7).bfloat16()}
 
+BUCKET, BUCKETS = 300, [160 + 320, 480, 640, 800, 14]
+"""Bytes of a bucket, and of what is sent at once: tensors until they exceed it, whatever the largest tensor has."""
+
 
 class Source:
     """The policy's side; counts how often it was gone through to the end."""
@@ -47,14 +50,15 @@ class Communicator:
     """Stands for NCCL's: what rank zero broadcasts is copied by the others; records, and can be destroyed meanwhile."""
 
     def __init__(self, inboxes: list[Any], rank: int) -> None:
-        self.inboxes, self.rank, self.sent, self.destroyed = inboxes, rank, 0, threading.Event()
+        self.inboxes, self.rank, self.destroyed = inboxes, rank, threading.Event()
+        self.sent: list[int] = []
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         assert src == 0
         if self.destroyed.is_set():
             return
         if self.rank == 0:
-            self.sent += tensor.nbytes
+            self.sent.append(tensor.nbytes)
             for inbox in self.inboxes:
                 inbox.put(tensor.clone())
         else:
@@ -165,7 +169,7 @@ def rehearsal(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Engines, list[Commu
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     engines = Engines()
     monkeypatch.setattr(WeightClient, "_call", lambda *call: engines.call(*call))
-    settings = TransportSettings(300, scaled(20))
+    settings = TransportSettings(BUCKET, scaled(20))
     transport = open_transport(OneRank(), EngineFacts(torch.float32, "127.0.0.1", "nccl"), settings)
     return transport, engines, made
 
@@ -173,7 +177,9 @@ def rehearsal(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Engines, list[Commu
 ROUND = ["start_weight_update", "receive_weights", "finish_weight_update"]
 
 
-def test_both_engines_get_every_tensor_and_its_checksum(rehearsal: tuple[Any, Engines, list[Communicator]]) -> None:
+def test_both_engines_get_every_tensor_and_its_checksum(
+    rehearsal: tuple[Any, Engines, list[Communicator]], recwarn: pytest.WarningsRecorder
+) -> None:
     transport, engines, made = rehearsal
     source = Source()
     for version in (1, 2):
@@ -191,7 +197,8 @@ def test_both_engines_get_every_tensor_and_its_checksum(rehearsal: tuple[Any, En
         assert update.reports == [version, version] and not update.failed
     assert engines.calls == ["init_weight_transfer", *ROUND, *ROUND]
     assert source.passes == 2 and len(made) == 1
-    assert made[0].sent == 2 * sum(tensor.nbytes for tensor in TENSORS.values())
+    assert made[0].sent == 2 * BUCKETS
+    assert not [warning for warning in recwarn if "buffer_size_bytes" in str(warning.message)]
     transport.close()
     assert made[0].destroyed.is_set()
 
@@ -234,6 +241,15 @@ def test_handles_of_gpu_memory_arrive_as_they_were(monkeypatch: pytest.MonkeyPat
     assert method == "receive_weights"
     taken = IPCWeightTransferEngine.parse_update_info(SimpleNamespace(update_info_cls=_ipc_info()), info)  # type: ignore[arg-type]
     assert taken.ipc_handles == handles
+
+
+def test_a_buffer_for_ipc_holds_the_largest_tensor() -> None:
+    """vLLM refuses a tensor that does not fit."""
+    for bucket, expected in ((BUCKET, 800), (1000, 1000)):
+        transport: Any = open_transport(
+            OneRank(), EngineFacts(torch.float32, "127.0.0.1", "ipc"), TransportSettings(bucket, 1.0)
+        )
+        assert transport._init_info(transport.offer(Source(), 1)).packed_buffer_size_bytes == expected
 
 
 def _ipc_info() -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -104,15 +104,25 @@ class _Lines:
         return block.view(torch.int64)
 
 
-@lru_cache(maxsize=64)
+# Both tables are read on whichever stream sums a tensor: they are complete before they are kept, and none is dropped,
+# as its memory would go to the stream that made it while another still reads it. Layers have the same shapes, so there
+# are few.
+@cache
 def _row_weights(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Odd; layers have the same shapes, so few of them are needed."""
-    return _pseudorandom(torch.arange(first, first + count, device=device)) | 1
+    """Odd."""
+    return _complete(_pseudorandom(torch.arange(first, first + count, device=device)) | 1)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _columns_from(first: int, count: int, device: torch.device) -> torch.Tensor:
-    return _column_weights(torch.arange(first, first + count, device=device))
+    return _complete(_column_weights(torch.arange(first, first + count, device=device)))
+
+
+def _complete(table: torch.Tensor) -> torch.Tensor:
+    """The same, which the host has waited for."""
+    if table.is_cuda:
+        torch.cuda.current_stream(table.device).synchronize()
+    return table
 
 
 def _column_weights(columns: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,10 @@ import logging
 import socket
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from ctpo_megatron.engines.weights.checksums import Checksums, Sums
 from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
 
 log = logging.getLogger(__name__)
+
+_LARGER_THAN_BUCKET = r"Tensor '.*' has size \d+ bytes, which exceeds buffer_size_bytes"
+"""vLLM's warning of a tensor that it sends in a bucket of its size."""
 
 
 class TrainerWeights(VllmSource):
@@ -119,9 +123,10 @@ class VllmTransport:
         return WeightTransferTrainerFactory.trainer_init(info, client=no_client, source=offer.weights)
 
     def _init_info(self, offer: VllmOffer) -> TrainerInitInfo:
-        # With less than the largest tensor, vLLM refuses the size (IPC) or warns of it.
-        size = max(self._settings.bucket_bytes, offer.weights.largest)
+        size = self._settings.bucket_bytes
         if self.facts.transport == "ipc":
+            # Of one buffer, which has to hold any tensor.
+            size = max(size, offer.weights.largest)
             return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=0)
         host = own_address(self._settings.address, self.facts.address)
         with socket.create_server((host, 0)) as free:
@@ -165,12 +170,14 @@ class VllmOffer:
 
     def transfer(self) -> None:
         """One round of vLLM's trainer side; the update hears what became of each engine."""
-        group = self._transport.group(self)
-        if self._transport.ranks.is_rank_zero:
-            self.weights.checksums = self._checksums = Checksums(self.version, self._transport.facts.dtype)
-            self._lead(group)
-        else:
-            group.send_weights()
+        warnings.filterwarnings("ignore", _LARGER_THAN_BUCKET, UserWarning)
+        with _current_stream():
+            group = self._transport.group(self)
+            if self._transport.ranks.is_rank_zero:
+                self.weights.checksums = self._checksums = Checksums(self.version, self._transport.facts.dtype)
+                self._lead(group)
+            else:
+                group.send_weights()
 
     def _lead(self, group: TrainerWeightTransferEngine[Any]) -> None:
         with self._aborted_on_failure():
@@ -203,6 +210,15 @@ class VllmOffer:
 
     def close(self) -> None:
         """Nothing is kept."""
+
+
+def _current_stream() -> AbstractContextManager[Any]:
+    """This thread's CUDA stream, set for vLLM, too, and restored at the end.
+
+    Where none was set, vLLM's `current_stream` sets a new one permanently. Gradient hooks belong to the former stream,
+    so that torch would synchronize the two in every backward pass.
+    """
+    return torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_available() else nullcontext()
 
 
 def _bytes(meta: ParamMeta) -> int:
