@@ -104,10 +104,10 @@ def _resized(original: Any) -> Any:
 
 def _exchange(device: int) -> int:
     """Select a GPU and return the one before; -1 changes nothing."""
-    before = State.index
+    before = here().index
     if device < 0:
         return -1
-    State.index = device
+    here().index = device
     return before
 
 
