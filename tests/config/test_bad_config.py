@@ -114,11 +114,11 @@ WRONG = [
     ),
     (
         "objective.preset=ppo",
-        'objective.preset = "ppo": must be one of ctpo, ctpo-paper, ctpo-uniform, ctpo-fixed, ctpo-geomean, g',
+        'objective.preset = "ppo": must be one of ctpo, ctpo-paper, ctpo-uniform, ctpo-fixed, ctpo-drift, ct',
     ),
     (
         "objective.preset=ctp",
-        'objective.preset = "ctp": must be one of ctpo, ctpo-paper, ctpo-uniform, ctpo-fixed, ctpo-geomean, g',
+        'objective.preset = "ctp": must be one of ctpo, ctpo-paper, ctpo-uniform, ctpo-fixed, ctpo-drift, ct',
     ),
     ("objective.clip_low=-1", "objective.clip_low = -1: must be greater than or equal to 0"),
     (

@@ -35,7 +35,7 @@ def test_what_the_driver_shows(status: int, devices: int, expected: bool, monkey
 
     driver = SimpleNamespace(cuInit=lambda flags: status, cuDeviceGetCount=count)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    assert node_devices._driver_shows_device() == expected
+    assert node_devices.driver_shows_device() == expected
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert not node_devices._driver_shows_device()
+    assert not node_devices.driver_shows_device()
 
 
 def problems() -> list[str]:

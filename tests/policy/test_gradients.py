@@ -31,7 +31,7 @@ def test_gradient_equals_transformers(family: str, layout: Layout, tmp_path: Pat
     reference, objective = Reference(tmp_path, TEMPERATURE), PolicyObjective.preset("ctpo")
     trajectories = batch.trajectories(models.VOCAB)
     for index, trajectory in enumerate(trajectories):
-        log_probs = reference.log_probs(trajectory).tolist()
+        log_probs = reference.rows(trajectory)[0].tolist()
         trajectory.tokens["rollout_log_probs"] = [
             value + batch.shift(index, t) if sampled else 0.0
             for t, (value, sampled) in enumerate(zip(log_probs, trajectory.response_mask, strict=True))

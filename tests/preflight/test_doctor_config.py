@@ -91,7 +91,8 @@ def test_a_gpu_that_is_too_small_is_a_problem_of_the_configuration(folder: Path)
     assert found["config"].severity == "error" and "GiB" in found["config"].message
     fits = Gpu("NVIDIA H100", 80.0, "580.1")
     found, _ = checked("rollout.engine.kv_cache_mb=null", gpus=(fits, fits))
-    assert found["GPU memory"].severity == "ok" and "of 80 GiB on GPU 1, while sampling" in found["GPU memory"].message
+    fullest = found["GPU memory"]
+    assert fullest.severity == "ok" and "of 80 GiB on GPU 1, while weights are sent" in fullest.message
 
 
 def test_the_exit_status_tells_ready_broken_and_wrong_request(
