@@ -81,6 +81,15 @@ def test_what_leaves_the_loss_is_met_and_counted(name):
     torch.testing.assert_close(gradient, flat, rtol=1e-9, atol=1e-12)
 
 
+def test_the_divergence_of_dppo_is_from_the_anchor():
+    """From anchor to policy it is .073 and .084, from policy to anchor .092 and .051; the bound is .08."""
+    anchor, policy = (torch.tensor(x, dtype=torch.float64).log() for x in ([[0.1], [0.1]], [[0.25], [0.02]]))
+    one = torch.ones(2, 1, dtype=torch.float64)
+    objective = PolicyObjective.preset("dppo-kl", clip_low=0.08, clip_high=0.08)
+    out = policy_loss(policy, anchor, one * torch.tensor([[1.0], [-1.0]]), one, objective)
+    assert out.stats.sums[[SUMS.index(f"clip_{side}") for side in ("high", "low")]].tolist() == [0, 1]
+
+
 def test_the_estimate_of_trm_is_k3():
     """k3 is .107 and .091, d^2 / 2 would be .092 and .106; the bound on the largest is .1."""
     d = torch.tensor([[0.43], [-0.46]], dtype=torch.float64)
