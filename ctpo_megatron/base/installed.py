@@ -28,7 +28,7 @@ def is_installed(module: str) -> bool:
 
 
 def left_over(module: str) -> list[Path]:
-    """Folders where packages are installed that bear the name of a module and lack its code; [] if there is code."""
+    """Installed folders with the name of a module and without its code; [] if its code is there."""
     spec = _found(module)
     if spec is None or spec.origin is not None:
         return []

@@ -47,9 +47,11 @@ from ctpo_megatron.config.objective_schema import (
 )
 from ctpo_megatron.config.parallel import NEED_TE, check_parallel, sequence_multiple
 from ctpo_megatron.config.placement import (
+    Device,
     Job,
     Placement,
     available_cores,
+    choose_transport,
     engine_count,
     node_ranks,
     rank_problem,
@@ -64,6 +66,7 @@ from ctpo_megatron.config.rollout_schema import (
     PlacementConfig,
     RolloutConfig,
     SandboxConfig,
+    Transport,
     WeightsConfig,
 )
 from ctpo_megatron.config.schema import (
@@ -112,6 +115,7 @@ __all__ = [
     "CorruptionConfig",
     "CpuCache",
     "DataConfig",
+    "Device",
     "EngineConfig",
     "EvalConfig",
     "Extension",
@@ -140,6 +144,7 @@ __all__ = [
     "SystemPrompt",
     "TinyModelConfig",
     "TrackingConfig",
+    "Transport",
     "WeightsConfig",
     "advantage_from_config",
     "available_cores",
@@ -147,6 +152,7 @@ __all__ = [
     "chat_template_names",
     "chat_template_text",
     "check_parallel",
+    "choose_transport",
     "dump",
     "engine_count",
     "family_for",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 from ctpo_megatron.config.problems import ConfigError, Problem
-from ctpo_megatron.config.rollout_schema import PlacementConfig, RolloutConfig
+from ctpo_megatron.config.rollout_schema import PlacementConfig, RolloutConfig, Transport, WeightsConfig
 from ctpo_megatron.config.schema import Config
+
+Device = Literal["cpu", "cuda"]
 
 
 def engine_count(config: Config) -> int:
@@ -21,6 +24,15 @@ def engine_count(config: Config) -> int:
 def shares_gpus(placement: PlacementConfig, rollout: RolloutConfig) -> bool:
     """Whether engines and trainer take turns on the same GPUs."""
     return placement.mode == "colocated" and rollout.replay is None
+
+
+def choose_transport(weights: WeightsConfig, placement: PlacementConfig, device: Device, *, cluster: bool) -> Transport:
+    """What carries weights to engines on `device`; cluster: Ray is that of `RAY_ADDRESS`, over nodes."""
+    if weights.transport != "auto":
+        return weights.transport
+    if device == "cuda":
+        return "ipc" if placement.mode == "colocated" else "nccl"
+    return "tcp" if cluster else "file"
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,13 @@ class EngineConfig(Section):
     )
 
 
+Transport = Literal["file", "tcp", "nccl", "ipc"]
+
+
 class WeightsConfig(Section):
     """How new weights reach the engines."""
 
-    transport: Literal["auto", "file", "tcp", "nccl", "ipc"] = Field(
+    transport: Literal["auto", Transport] = Field(
         default="auto",
         description="file: shared memory of one node; tcp: any nodes; nccl and (on shared GPUs) ipc: vLLM's own, for "
         "CUDA; auto: by placement and device",

@@ -16,19 +16,24 @@ import ray
 
 from ctpo_megatron.base.run_paths import LogPaths, RunPaths
 from ctpo_megatron.base.stop import Cancelled, NeverStop, Stop, stop_poll
-from ctpo_megatron.config import ClusterConfig, Config, CpuCache, Placement, engine_count, free_memory, spec_for
+from ctpo_megatron.config import (
+    ClusterConfig,
+    Config,
+    CpuCache,
+    Device,
+    Placement,
+    choose_transport,
+    engine_count,
+    free_memory,
+    spec_for,
+)
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines.cluster import EngineGroup
 from ctpo_megatron.engines.handle import EngineHandle
 from ctpo_megatron.engines.ray_runtime import RayRuntime
 from ctpo_megatron.engines.sleep import CACHE, WEIGHTS, SleepState
 from ctpo_megatron.engines.stats import UPDATES_BY, Occupancy, pool_stats
-from ctpo_megatron.engines.tasks import (
-    Device,
-    EngineError,
-    EngineSpec,
-    choose_transport,
-)
+from ctpo_megatron.engines.tasks import EngineError, EngineSpec
 from ctpo_megatron.engines.timeouts import POOL_CLOSE_S, SEND_ATTEMPTS, SLEEP_AT_STOP_S, START_MARGIN_S
 from ctpo_megatron.engines.updates import PendingUpdate, ReadBack, UpdateResult, check_complete
 from ctpo_megatron.engines.weights import EngineFacts, OffersWeights, WeightOffer

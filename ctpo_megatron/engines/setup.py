@@ -8,9 +8,8 @@ import logging.config
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.config import EngineConfig
+from ctpo_megatron.config import Device, EngineConfig
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.engines.tasks import Device
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs

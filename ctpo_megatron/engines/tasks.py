@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from ctpo_megatron.base.run_paths import LogPaths
-from ctpo_megatron.config import PlacementConfig, WeightsConfig
+from ctpo_megatron.config import Device, Transport
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines.weights import Transport
-
-Device = Literal["cpu", "cuda"]
 
 INITIAL_VERSION = 0
 """Version of the weights an engine loads from its model directory, before the first update."""
@@ -116,12 +112,3 @@ class UpdateReport:
     version: str
     parts: list[tuple[str, str, bool, int]]
     seconds: float = 0.0
-
-
-def choose_transport(weights: WeightsConfig, placement: PlacementConfig, device: Device, *, cluster: bool) -> Transport:
-    """What carries weights to engines on `device`; cluster: Ray is that of `RAY_ADDRESS`, over nodes."""
-    if weights.transport != "auto":
-        return weights.transport
-    if device == "cuda":
-        return "ipc" if placement.mode == "colocated" else "nccl"
-    return "tcp" if cluster else "file"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Self
 
-from ctpo_megatron.config import ELEMENT_BYTES, Config
+from ctpo_megatron.config import ELEMENT_BYTES, Config, choose_transport
 from ctpo_megatron.models import ModelSpec
 
 _VOCABULARY_STEP = 64
@@ -26,16 +26,14 @@ class TransferMemory:
 
     @classmethod
     def of(cls, config: Config, spec: ModelSpec) -> Self:
-        """For `ipc` where trainer and engines share GPUs, else for `nccl`, unless another transport is configured."""
+        """For the transport that `choose_transport` takes on CUDA."""
         element, bucket = ELEMENT_BYTES[config.policy.dtype], config.rollout.weights.bucket_mib << 20
         sizes = sorted((element * prod(shape) for shape in spec.family.tensors(spec).values()), reverse=True)
         # Tied embeddings are the one tensor that is larger than a usual bucket.
         largest, large = sizes[0], sizes[0] if spec.tie_word_embeddings else sizes[0] + sizes[1]
         gathered = _gathered(config, spec, largest)
         loaded = _loaded(config, spec)
-        chosen = config.rollout.weights.transport
-        if chosen == "auto":
-            chosen = "ipc" if config.placement.mode == "colocated" else "nccl"
+        chosen = choose_transport(config.rollout.weights, config.placement, "cuda", cluster=False)
         if chosen == "ipc":
             # One buffer, of which the engine clones what is in it.
             buffer = max(bucket, largest)

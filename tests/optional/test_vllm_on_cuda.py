@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.config import Device
 from ctpo_megatron.config.rollout_schema import EngineConfig
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.engines import weights
 from ctpo_megatron.engines.setup import engine_setup
-from ctpo_megatron.engines.tasks import Device
 from ctpo_megatron.engines.updates import WeightClient
 from tests.optional.signatures import Sources, parsed
 

@@ -162,7 +162,7 @@ def test_the_folder_of_a_package_is_no_package(name: str, site: Path, installed)
     assert capabilities() != whole
 
 
-@pytest.mark.slow  # it imports everything anew
+@pytest.mark.slow  # a process that imports everything
 def test_what_an_uninstall_left_of_te_stops_nothing(site: Path) -> None:
     """megatron-core takes the folder for Transformer Engine and asks for its version."""
     (site / TE / "common" / "include").mkdir(parents=True)
@@ -227,7 +227,7 @@ def test_the_logged_adam_is_the_one_that_steps(tmp_path: Path) -> None:
     assert f"{type(inner).__module__.split('.')[0]} {type(inner).__name__}" == capabilities().adam
 
 
-@pytest.mark.slow  # it imports everything anew
+@pytest.mark.slow  # a process that imports everything
 def test_the_other_package_called_apex_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core sees a package of that name and believes that it has NVIDIA's norms."""
     foreign = tmp_path / "site" / "apex"

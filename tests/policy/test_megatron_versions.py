@@ -1,4 +1,4 @@
-"""Both releases of megatron-core: a run that began under one goes on under the other, from the same state."""
+"""Both releases of megatron-core: a run that began under one continues under the other, from the same state."""
 
 from __future__ import annotations
 

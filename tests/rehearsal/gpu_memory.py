@@ -21,7 +21,7 @@ def install() -> None:
 
 
 def collect() -> None:
-    """`torch.cuda.ipc_collect`: nobody has the memory any more."""
+    """`torch.cuda.ipc_collect`: no process holds the memory any longer."""
     _shared.clear()
 
 

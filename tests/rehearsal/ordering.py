@@ -69,7 +69,7 @@ def _gathered(*, waited: bool) -> None:
 
 
 def _weights() -> None:
-    """As with `overlap_param_gather`: the stream at hand alone waits for the gather, and vLLM reads on two others."""
+    """As with `overlap_param_gather`: the current stream alone waits for the gather, and vLLM reads on two others."""
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     tensor = _tensor()
     work = dist.all_reduce(tensor, async_op=True)

@@ -46,7 +46,7 @@ class Rules(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # nobody has to answer for our own questions
+        with torch._C.DisableTorchFunction():  # our own queries are not part of what is judged
             inputs, devices = _devices(func, args, kwargs)
             on_gpu = not STATE.unchecked and any(device.type == "cuda" for device in devices)
             waits = on_gpu and _waits(_name(func), args, kwargs)

@@ -198,7 +198,7 @@ def test_what_is_missing_is_named(truth, change, problem: str) -> None:
     assert problem in check_after(truth, change).problem
 
 
-@pytest.mark.slow  # it imports everything anew
+@pytest.mark.slow  # a process that imports everything
 def test_a_job_that_dies_is_reported(tmp_path: Path) -> None:
     problem = run._run_job(tmp_path, 1, ["one"])
     assert "work.pickle" in problem

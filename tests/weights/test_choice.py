@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.config import Config
-from ctpo_megatron.engines.tasks import Device, choose_transport
+from ctpo_megatron.config import Config, Device, choose_transport
 
 
 def a_config(mode: str, transport: str) -> Config:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from ctpo_megatron.config import WeightsConfig
+from ctpo_megatron.config import Transport, WeightsConfig
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ctpo_megatron.engines.weights.checksums import Sums
 
 T = TypeVar("T")
-Transport = Literal["file", "tcp", "nccl", "ipc"]
 
 
 class WeightSource(Protocol):

@@ -128,6 +128,7 @@ class VllmTransport:
             # Of one buffer, which has to hold any tensor.
             size = max(size, offer.weights.largest)
             return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=0)
+        warnings.filterwarnings("ignore", _LARGER_THAN_BUCKET, UserWarning)
         host = own_address(self._settings.address, self.facts.address)
         with socket.create_server((host, 0)) as free:
             port = free.getsockname()[1]
@@ -170,7 +171,6 @@ class VllmOffer:
 
     def transfer(self) -> None:
         """One round of vLLM's trainer side; the update hears what became of each engine."""
-        warnings.filterwarnings("ignore", _LARGER_THAN_BUCKET, UserWarning)
         with _current_stream():
             group = self._transport.group(self)
             if self._transport.ranks.is_rank_zero:
