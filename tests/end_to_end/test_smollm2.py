@@ -180,8 +180,9 @@ def tiny_model(directory: Path, texts: list[str]) -> None:
     tokenizer.save_pretrained(directory)
 
 
-@pytest.mark.timeout(900)
-def test_the_configuration_trains(tasks: ModuleType, tmp_path: Path) -> None:
+@pytest.fixture
+def small(tasks: ModuleType, tmp_path: Path) -> tuple[list[str], dict[str, Any]]:
+    """The arguments of a small run of the configuration, and where it runs."""
     ctpo, task, model = Ctpo(tmp_path), tmp_path / "task", tmp_path / "model"
     write(tasks, task, 0.5)
     texts = [message["content"] for messages in conversations(task) for message in messages]
@@ -192,13 +193,24 @@ def test_the_configuration_trains(tasks: ModuleType, tmp_path: Path) -> None:
     command += ["rollout.samples_per_prompt=4", "policy.mini_batch_prompts=2", "data.max_prompt_tokens=224"]
     command += ["rollout.engine.max_model_len=400", "rollout.engine.threads=1", "policy.threads=1"]
     command += ["tracking.live=plain", "policy.skip_zero_advantage=false", "export.enabled=false"]
-    how: Any = {"directory": ctpo.directory, "environment": ctpo.environment}
+    return command, {"directory": ctpo.directory, "environment": ctpo.environment}
+
+
+def test_the_dry_run_of_the_configuration(small: tuple[list[str], dict[str, Any]]) -> None:
+    command, how = small
     planned = ranks.prefork().run(train_main, [*command, "--dry-run"], **how, deadline_s=60)
     assert planned.returncode == 0, planned.stderr[-4000:]
     assert "[reward] 1.0 for the ground truth in a box, 0.0 for no answer" in planned.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_configuration_trains(small: tuple[list[str], dict[str, Any]], tmp_path: Path) -> None:
+    command, how = small
+    task = tmp_path / "task"
     done = ranks.prefork().run(train_main, command, **how, deadline_s=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    run = ctpo.directory / "runs" / "smollm2_tir"
+    run = how["directory"] / "runs" / "smollm2_tir"
     metrics = records(run)
     assert [record["step"] for record in metrics] == [0, 1, 2]
     assert all(record["mismatch/log_prob_abs_max"] < 1e-3 for record in metrics[1:])

@@ -14,7 +14,7 @@ from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective
 from tests.objective import correction_reference, objective_reference
 from tests.policy import head_scenario, models
-from tests.policy.jobs import Results, run_job
+from tests.policy.jobs import Jobs, Results, run_job
 
 run = partial(run_job, head_scenario.main)
 TP2 = {"tensor_model_parallel_size": 2}
@@ -52,20 +52,27 @@ TWO = {
     "tp2-sp": {"policy": TP2 | {"sequence_parallel": True}},
     "tp2-sp-gspo": UNTIED | {"preset": "gspo", "policy": TP2 | {"sequence_parallel": True}},
     "pp2": {"policy": PP2, "traced": True},
-    "pp2-untied": UNTIED | {"policy": PP2},
     "dp2": {"traced": True},
     "cp2": {"policy": CP2, "traced": True},
     "cp2-gspo": {"preset": "gspo", "policy": CP2},
-    "cp2-dapo": {"preset": "dapo", "policy": CP2},
-    "cp2-cispo": {"preset": "cispo", "policy": CP2},
-    "cp2-own": {"own": True, "policy": CP2},
     "cp2-entropy": ENTROPY | {"policy": CP2},
-    "tp2-corrected": CORRECTED | {"policy": TP2},
-    "pp2-corrected": CORRECTED | {"policy": PP2},
-    "dp2-corrected": CORRECTED,
     "cp2-corrected": CORRECTED | {"policy": CP2},
     "cp2-supervised": {"preset": "supervised", "policy": CP2},
 }
+MORE = {
+    "pp2-untied": UNTIED | {"policy": PP2},
+    "cp2-dapo": {"preset": "dapo", "policy": CP2},
+    "cp2-cispo": {"preset": "cispo", "policy": CP2},
+    "cp2-own": {"own": True, "policy": CP2},
+    "tp2-corrected": CORRECTED | {"policy": TP2},
+    "pp2-corrected": CORRECTED | {"policy": PP2},
+    "dp2-corrected": CORRECTED,
+}
+"""Of `make test-slow`: a rule and a layout that others here have singly."""
+
+
+def on_two(*but: str) -> list[Any]:
+    return [pytest.param(c, marks=pytest.mark.slow if c in MORE else ()) for c in TWO | MORE if c not in but]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +90,8 @@ def one(folder: Path) -> Results:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> Results:
-    return run(folder, 2, TWO)
+def two(folder: Path) -> Jobs:
+    return Jobs(partial(run, folder, 2), TWO, MORE)
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -107,19 +114,19 @@ def test_one_rank(one: Results, case: str) -> None:
     assert_same(one[case]["streaming"], one[case]["logits"])
 
 
-@pytest.mark.parametrize("case", TWO)
-def test_two_ranks(two: Results, case: str) -> None:
+@pytest.mark.parametrize("case", on_two())
+def test_two_ranks(two: Jobs, case: str) -> None:
     assert_same(two[case]["streaming"], two[case]["logits"])
 
 
-@pytest.mark.parametrize("case", [case for case in TWO if case not in ("tp2-sp-gspo", "pp2-untied")])
-def test_streaming_does_not_depend_on_the_layout(one: Results, two: Results, case: str) -> None:
+@pytest.mark.parametrize("case", on_two("tp2-sp-gspo", "pp2-untied"))
+def test_streaming_does_not_depend_on_the_layout(one: Results, two: Jobs, case: str) -> None:
     preset = case.rpartition("-")[2]
     assert_same(two[case]["streaming"], one[preset if preset in ONE else "tied"]["streaming"])
 
 
 @pytest.mark.parametrize("case", ["tp2", "pp2", "dp2", "cp2"])
-def test_traces_do_not_depend_on_the_layout(one: Results, two: Results, case: str) -> None:
+def test_traces_do_not_depend_on_the_layout(one: Results, two: Jobs, case: str) -> None:
     found, expected = two[case]["streaming"]["diagnostics"], one["tied"]["streaming"]["diagnostics"]
     assert found.keys() == expected.keys() and len(found) == 16
     for key, fields in expected.items():

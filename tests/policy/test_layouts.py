@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.policy import models, scenario
-from tests.policy.jobs import Results, run_job
+from tests.policy.jobs import Jobs, run_job
 
 run = partial(run_job, scenario.main)
 TP2 = {"tensor_model_parallel_size": 2}
@@ -36,52 +36,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path) -> Results:
+def one(folder: Path) -> Jobs:
     checkpoints = folder / "single"
-    return run(
-        folder,
-        1,
-        {
-            "single": {"save": str(checkpoints)},
-            "again": {},
-            "four-layers": FOUR_LAYERS,
-            "recompute": {"policy": {"recompute": "full"}},
-            "bfloat16": FOUR_LAYERS | {"policy": BF16},
-            "untied-gspo": {"family": "qwen3-untied", "preset": "gspo"},
-            "bfloat16-distopt": FOUR_LAYERS | {"policy": BF16 | DISTOPT},
-            "bfloat16-offload": FOUR_LAYERS | {"policy": BF16 | DISTOPT | {"offload": "all"}},
-            "moe": {"family": "qwen3-moe"},
-            "bfloat16-moe": {"family": "qwen3-moe-decided", "policy": BF16 | DISTOPT},
-            "resumed": {"load": str(checkpoints / "step_000001")},
-        },
-    )
+    usual = {
+        "single": {"save": str(checkpoints)},
+        "again": {},
+        "four-layers": FOUR_LAYERS,
+        "recompute": {"policy": {"recompute": "full"}},
+        "bfloat16": FOUR_LAYERS | {"policy": BF16},
+        "bfloat16-distopt": FOUR_LAYERS | {"policy": BF16 | DISTOPT},
+        "bfloat16-offload": FOUR_LAYERS | {"policy": BF16 | DISTOPT | {"offload": "all"}},
+        "moe": {"family": "qwen3-moe"},
+        "bfloat16-moe": {"family": "qwen3-moe-decided", "policy": BF16 | DISTOPT},
+        "resumed": {"load": str(checkpoints / "step_000001")},
+    }
+    return Jobs(partial(run, folder, 1), usual, {"untied-gspo": {"family": "qwen3-untied", "preset": "gspo"}})
+
+
+TWO = {
+    "tp2": {"policy": TP2},
+    "pp2": {"policy": PP2},
+    "vpp2": FOUR_LAYERS | {"policy": VPP2},
+    "cp2": {"policy": CP2},
+    "tp2-sp": {"policy": TP2 | {"sequence_parallel": True}},
+    "dp2": {},
+    "dp2-distopt-overlap": {"policy": DISTOPT | OVERLAP},
+    "moe-ep2": {"family": "qwen3-moe", "policy": EP2},
+    "bfloat16-tp2-sp": FOUR_LAYERS | {"policy": BF16 | TP2 | {"sequence_parallel": True}},
+    "bfloat16-dp2-distopt-overlap": FOUR_LAYERS | {"policy": BF16 | DISTOPT | OVERLAP},
+    "bfloat16-moe-ep2": {"family": "qwen3-moe-decided", "policy": BF16 | EP2 | DISTOPT},
+}
+MORE = {
+    "dp2-distopt": {"policy": DISTOPT},
+    "untied-gspo": {"family": "qwen3-untied", "preset": "gspo", "policy": PP2},
+    "bfloat16-pp2": FOUR_LAYERS | {"policy": BF16 | PP2},
+    "bfloat16-cp2": FOUR_LAYERS | {"policy": BF16 | CP2},
+    "bfloat16-dp2": FOUR_LAYERS | {"policy": BF16},
+    "bfloat16-dp2-distopt": FOUR_LAYERS | {"policy": BF16 | DISTOPT},
+}
+"""Of `make test-slow`: the same in a second precision, or with one setting less."""
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> Results:
-    return run(
-        folder,
-        2,
-        {
-            "tp2": {"policy": TP2},
-            "pp2": {"policy": PP2},
-            "vpp2": FOUR_LAYERS | {"policy": VPP2},
-            "cp2": {"policy": CP2},
-            "tp2-sp": {"policy": TP2 | {"sequence_parallel": True}},
-            "dp2": {},
-            "dp2-distopt": {"policy": DISTOPT},
-            "dp2-distopt-overlap": {"policy": DISTOPT | OVERLAP},
-            "untied-gspo": {"family": "qwen3-untied", "preset": "gspo", "policy": PP2},
-            "moe-ep2": {"family": "qwen3-moe", "policy": EP2},
-            "bfloat16-tp2-sp": FOUR_LAYERS | {"policy": BF16 | TP2 | {"sequence_parallel": True}},
-            "bfloat16-pp2": FOUR_LAYERS | {"policy": BF16 | PP2},
-            "bfloat16-cp2": FOUR_LAYERS | {"policy": BF16 | CP2},
-            "bfloat16-dp2": FOUR_LAYERS | {"policy": BF16},
-            "bfloat16-dp2-distopt": FOUR_LAYERS | {"policy": BF16 | DISTOPT},
-            "bfloat16-dp2-distopt-overlap": FOUR_LAYERS | {"policy": BF16 | DISTOPT | OVERLAP},
-            "bfloat16-moe-ep2": {"family": "qwen3-moe-decided", "policy": BF16 | EP2 | DISTOPT},
-        },
-    )
+def two(folder: Path) -> Jobs:
+    return Jobs(partial(run, folder, 2), TWO, MORE)
+
+
+def on_two(names: Iterable[str], prefix: str = "") -> list[Any]:
+    return [pytest.param(n, marks=pytest.mark.slow if f"{prefix}{n}" in MORE else ()) for n in names]
 
 
 def assert_same_training(found: dict[str, Any], expected: dict[str, Any], steps: slice = slice(None)) -> None:
@@ -105,35 +107,37 @@ def assert_identical(found: dict[str, Any], expected: dict[str, Any], steps: sli
     assert all(torch.equal(found["weights"][name], tensor) for name, tensor in expected["weights"].items())
 
 
-def test_one_rank_twice_is_bit_for_bit(one: Results) -> None:
+def test_one_rank_twice_is_bit_for_bit(one: Jobs) -> None:
     assert_identical(one["again"], one["single"])
 
 
-def test_resume_continues_bit_for_bit(one: Results) -> None:
+def test_resume_continues_bit_for_bit(one: Jobs) -> None:
     assert_identical(one["resumed"], one["single"], slice(1, None))
 
 
-def test_recompute_changes_nothing(one: Results) -> None:
+def test_recompute_changes_nothing(one: Jobs) -> None:
     assert_same_training(one["recompute"], one["single"])
 
 
-def test_bfloat16_trains(one: Results) -> None:
+def test_bfloat16_trains(one: Jobs) -> None:
     for ours, theirs in zip(one["bfloat16"]["steps"], one["four-layers"]["steps"], strict=True):
         assert ours["pg_update/first_log_ratio_abs_max"] <= 1e-5
         assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=0.1)
 
 
-def test_memory_given_back_between_steps_changes_nothing(one: Results) -> None:
+def test_memory_given_back_between_steps_changes_nothing(one: Jobs) -> None:
     assert_identical(one["bfloat16-offload"], one["bfloat16-distopt"])
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "vpp2", "cp2", "tp2-sp", "dp2", "dp2-distopt", "dp2-distopt-overlap"])
-def test_two_ranks_equal_one(one: Results, two: Results, layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout", on_two(["tp2", "pp2", "vpp2", "cp2", "tp2-sp", "dp2", "dp2-distopt", "dp2-distopt-overlap"])
+)
+def test_two_ranks_equal_one(one: Jobs, two: Jobs, layout: str) -> None:
     assert_same_training(two[layout], one["four-layers" if layout == "vpp2" else "single"])
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2-sp", "dp2"])
-def test_work_is_counted_once_in_every_layout(one: Results, two: Results, layout: str) -> None:
+def test_work_is_counted_once_in_every_layout(one: Jobs, two: Jobs, layout: str) -> None:
     for ours, theirs in zip(two[layout]["steps"], one["single"]["steps"], strict=True):
         for name in ("tokens/total", "tokens/forward_tflop"):
             assert ours[name] == theirs[name] > 0
@@ -143,7 +147,7 @@ def test_work_is_counted_once_in_every_layout(one: Results, two: Results, layout
         assert ours["packing/micro_batches"] == theirs["packing/micro_batches"] or layout == "dp2"
 
 
-def test_every_rank_tells_its_memory(one: Results, two: Results) -> None:
+def test_every_rank_tells_its_memory(one: Jobs, two: Jobs) -> None:
     for results, ranks in ((one["single"], 1), (two["pp2"], 2)):
         for found in results["measured"]:
             peaks = [found[f"memory/rank_{rank}_peak_mib"] for rank in range(ranks)]
@@ -152,11 +156,12 @@ def test_every_rank_tells_its_memory(one: Results, two: Results) -> None:
             assert 0 < found["time/update_overhead_fraction"] < 1
 
 
-def test_untied_pipeline_with_gspo_equals_one(one: Results, two: Results) -> None:
+@pytest.mark.slow
+def test_untied_pipeline_with_gspo_equals_one(one: Jobs, two: Jobs) -> None:
     assert_same_training(two["untied-gspo"], one["untied-gspo"])
 
 
-def test_experts_on_two_ranks_equal_one(one: Results, two: Results) -> None:
+def test_experts_on_two_ranks_equal_one(one: Jobs, two: Jobs) -> None:
     assert_same_training(two["moe-ep2"], one["moe"])
 
 
@@ -171,8 +176,10 @@ def path_apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return size(found["weights"][name].float() - expected["weights"][name].float() for name in names) / way
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "pp2", "cp2", "dp2", "dp2-distopt-overlap", "moe-ep2"])
-def test_bfloat16_on_two_ranks(one: Results, two: Results, layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout", on_two(["tp2-sp", "pp2", "cp2", "dp2", "dp2-distopt-overlap", "moe-ep2"], "bfloat16-")
+)
+def test_bfloat16_on_two_ranks(one: Jobs, two: Jobs, layout: str) -> None:
     """As one rank up to the rounding of activations to eight bits, which Adam's signs make larger in the weights."""
     found, expected = two[f"bfloat16-{layout}"], one["bfloat16-moe" if "moe" in layout else "bfloat16"]
     for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
@@ -184,7 +191,7 @@ def test_bfloat16_on_two_ranks(one: Results, two: Results, layout: str) -> None:
     assert path_apart(found, expected) < 0.3
 
 
-def test_no_expert_is_chosen_by_less_than_the_rounding(one: Results, two: Results) -> None:
+def test_no_expert_is_chosen_by_less_than_the_rounding(one: Jobs, two: Jobs) -> None:
     """Why the experts in bfloat16 are compared on a model of their own, `qwen3-moe-decided`.
 
     A router chooses: where two experts are nearly level, rounding decides, and the gradient jumps. With random weights
@@ -199,7 +206,8 @@ def test_no_expert_is_chosen_by_less_than_the_rounding(one: Results, two: Result
         assert results["router_margin"] > 1.0  # logits; rounding and four steps of Adam move them by less than 0.3
 
 
-def test_how_bfloat16_gradients_are_reduced_changes_nothing(two: Results) -> None:
+@pytest.mark.slow
+def test_how_bfloat16_gradients_are_reduced_changes_nothing(two: Jobs) -> None:
     """Same activations, same rounding: only the order in which float32 main gradients are added up may differ.
 
     Between shards and whole gradients the norm is added up in another order. A clip window, where a token is in or out,

@@ -14,6 +14,7 @@ from tests.support import ranks
 
 STREAMING = {"row_stats_kernel", "merge_kernel", "gradient_kernel", "loss_kernel", "reduce_kernel"}
 WHOLE = STREAMING | {"span_totals_kernel"}
+SLOW = pytest.mark.slow
 CTPO = ObjectiveConfig()
 CORRECTED = ObjectiveConfig(correction=CorrectionConfig(level="token"))
 DAPO, GSPO = ObjectiveConfig(preset="dapo"), ObjectiveConfig(preset="gspo")
@@ -23,9 +24,11 @@ DAPO, GSPO = ObjectiveConfig(preset="dapo"), ObjectiveConfig(preset="gspo")
 @pytest.mark.parametrize(
     ("case", "objectives", "kernels"),
     [
-        (Case("torch", 1, DENSE, "bfloat16", "streaming", True), [CORRECTED, DAPO, GSPO], WHOLE),
+        pytest.param(
+            Case("torch", 1, DENSE, "bfloat16", "streaming", True), [CORRECTED, DAPO, GSPO], WHOLE, marks=SLOW
+        ),
         (Case("torch", 1, DENSE, "bfloat16", "logits", True), [CORRECTED, DAPO], WHOLE),
-        (Case("torch", 2, DENSE, "bfloat16", "streaming", True, TENSOR), [CTPO], STREAMING),
+        pytest.param(Case("torch", 2, DENSE, "bfloat16", "streaming", True, TENSOR), [CTPO], STREAMING, marks=SLOW),
         (Case("torch", 2, DENSE, "bfloat16", "streaming", True, CONTEXT), [CTPO], WHOLE),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
