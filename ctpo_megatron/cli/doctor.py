@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import Job, Problem, load_with_sources, node_ranks, world_size
+from ctpo_megatron.config import Job, Problem, load_with_sources
 from ctpo_megatron.preflight import (
     NoCluster,
     Wanted,
@@ -96,7 +96,7 @@ def _of_config(args: argparse.Namespace) -> tuple[dict[str, list[Problem]], Want
     config, sources = load_with_sources(args.config, args.overrides)
     seen = gpus()
     here = [] if isinstance(seen, str) else seen
-    job = Job(world_size(), node_ranks(), None if args.nodes else len(here))
+    job = Job.here(config, cuda=bool(here), node_gpus=None if args.nodes else len(here))
     findings, wanted = diagnose_run(config, sources, job, here, deep=args.deep)
     return {f"Configuration {args.config}": findings}, wanted
 

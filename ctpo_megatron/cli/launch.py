@@ -6,17 +6,42 @@ import argparse
 
 from ctpo_launchers import LaunchError, environment, launch
 from ctpo_megatron.cli.errors import UsageError
+from ctpo_megatron.cli.train import print_warnings
+from ctpo_megatron.config import ConfigError, Job, load_with_sources
+from ctpo_megatron.preflight import check_dry, has_cuda_device
+
+_NO_CHECK = "nothing was submitted; --no-check submits without these checks, as where the files are on the nodes alone"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments, which the launcher parses again."""
     launch.add_arguments(parser)
+    parser.add_argument("--no-check", action="store_true", help="submit without the checks of a dry run")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process by the launcher; returns only if its environment cannot be created."""
+    """Replace this process by the launcher; returns only if its environment cannot be created.
+
+    Raises UsageError for a job that its nodes would refuse, unless `--no-check`; ConfigError for a bad configuration.
+    """
     try:
+        if args.config not in launch.ASKING and not args.no_check:
+            _check(args)
         return environment.launch(launch.as_words(args))
     except LaunchError as error:
         raise UsageError(str(error)) from error
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What every rank of the job would check, and the data: here, before the job waits in a queue."""
+    cluster = launch.cluster_of(args)
+    words = [*args.overrides, *args.unknown, *launch.of_the_launch(args.nodes)]
+    config, sources = load_with_sources(args.config, words)
+    cuda = has_cuda_device() if cluster.executor == "local" else cluster.gpus_per_node is not None
+    ranks = config.placement.trainer_gpus or 1  # of a node, as its program starts them
+    job = Job(ranks * args.nodes, ranks, cluster.gpus_per_node)
+    found, _ = check_dry(config, sources, job, cuda=cuda, gpu_gib=cluster.gpu_gib)
+    print_warnings(found.warnings)
+    if found.problems:
+        raise UsageError(f"{ConfigError(found.problems)}\n{_NO_CHECK}")

@@ -14,7 +14,7 @@ from ctpo_megatron.cli.compare import show_comparison
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import ConfigError, Job, Problem, world_size
-from ctpo_megatron.preflight import has_cuda_device
+from ctpo_megatron.preflight import ROWS, has_cuda_device
 from ctpo_megatron.sweep import (
     PlannedRun,
     Runner,
@@ -30,7 +30,6 @@ from ctpo_megatron.sweep import (
 )
 from ctpo_sandbox.arguments import positive
 
-_ROWS = 1000
 """Rows of a data file that a dry run checks."""
 
 
@@ -96,7 +95,7 @@ def _checked(sweep: Sweep, job: Job, dry_run: bool) -> list[Problem]:
     except ConfigError as error:
         problems += error.problems
     try:
-        warnings += check_rows(sweep, _ROWS) if dry_run else []
+        warnings += check_rows(sweep, ROWS) if dry_run else []
     except ConfigError as error:
         problems += error.problems
     if problems:

@@ -8,8 +8,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 from ctpo_megatron.base.cuda_environment import order_kernels
 from ctpo_megatron.base.ray_environment import ADDRESS
@@ -19,7 +19,6 @@ from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import (
     GPU_GIB,
     Config,
-    ConfigError,
     CpuCache,
     DataConfig,
     Job,
@@ -28,43 +27,42 @@ from ctpo_megatron.config import (
     Sources,
     Split,
     dump,
+    dump_differences,
     free_memory,
     load_with_sources,
-    node_ranks,
     rank_problem,
     read_shapes,
     spec_for,
-    world_size,
 )
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight import (
+    DURATION_TITLE,
+    MFU,
+    PEAK_TFLOPS,
+    ROWS,
     START_CHECKS,
     DataCheck,
     GpuMemory,
-    RunContext,
     RunPlan,
-    check_data,
-    check_disk,
-    check_extensions,
-    check_libraries,
+    Speeds,
+    check_dry,
+    check_start,
     disk_table,
     disk_use,
-    failed,
+    duration_table,
     has_cuda_device,
     held_out_prompts,
     memory_table,
-    place,
     play_first,
     run_checks,
     torch_cuda,
-    validate,
     warnings_of,
 )
 from ctpo_sandbox.arguments import positive
 
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-_ROWS, _HEAD = 1000, 2000
-"""Rows of a data file that a dry run checks, and characters of the prompt that it shows."""
+_HEAD = 2000
+"""Characters of the prompt that a dry run shows."""
 _OF_ONE_START = ("run.resume=", "run.overwrite=", "run.deadline=", "data.rerender=")
 
 
@@ -95,7 +93,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --dry-run: plan with this config.json (configs/models/*.json) and without model and prompt files",
     )
     parser.add_argument(
-        "--full", action="store_true", help=f"with --dry-run: check all rows of the data, not {_ROWS} of each file"
+        "--full", action="store_true", help=f"with --dry-run: check all rows of the data, not {ROWS} of each file"
+    )
+    parser.add_argument(
+        "--mfu",
+        type=positive(float),
+        nargs=2,
+        default=MFU,
+        metavar=("WORST", "BEST"),
+        help="with --dry-run --cuda: MFU of the trainer's passes (%(default)s)",
+    )
+    parser.add_argument(
+        "--decode",
+        type=positive(float),
+        nargs=2,
+        metavar=("WORST", "BEST"),
+        help="with --dry-run --cuda: tokens/s of one engine; default: from memory bandwidth",
+    )
+    parser.add_argument(
+        "--peak-tflops",
+        type=positive(float),
+        default=PEAK_TFLOPS,
+        metavar="N",
+        help="with --dry-run --cuda: dense bfloat16 peak of a GPU (%(default)s)",
+    )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="with --dry-run: all keys, not those alone that have other values"
     )
     parser.set_defaults(run=run)
 
@@ -110,36 +133,15 @@ def run(args: argparse.Namespace) -> int:
         order_kernels()  # before anything asks CUDA for its devices
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
     elsewhere = args.dry_run or bool(os.environ.get(ADDRESS))  # a named cluster has its own GPUs
-    job = Job(world_size(), node_ranks(), None if elsewhere else visible_gpus())
-    gpu_gib = args.gpu_gib if args.dry_run else None
-    shapes = _shapes(args)
-    problems: list[Problem] = []
-    warnings: list[Problem] = []
-    with _collected(problems):
-        warnings = validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib, shapes=shapes)
-        if shapes is None and is_rank_zero():  # with shapes, the machine of the run is another
-            warnings += warnings_of(check_disk(RunContext(config, spec_for(config))), sources)
-    with _collected(problems):
-        check_extensions(config, sources)
-        if args.dry_run and is_rank_zero():
-            data = DataCheck(not_checked="--shapes") if shapes else check_data(config, None if args.full else _ROWS)
-            placed = [place(problem, sources) for problem in data.problems]
-            problems += failed(placed)
-            warnings += [problem for problem in placed if not problem.failed]
-            warnings += check_libraries(config.sandbox, config.rollout)
-    if problems:
-        raise ConfigError(problems)
-    if is_rank_zero():
-        _print_warnings(warnings)
+    # A run without torchrun is of one rank, whatever is configured: `check_placement` says so.
+    asked = cuda and args.dry_run
+    job = Job.here(config, cuda=asked, node_gpus=None if elsewhere else visible_gpus())
     if args.dry_run:
-        if is_rank_zero():
-            spec = shapes or spec_for(config)
-            _print_plan(config, job, args.gpu_gib, spec)
-            if not cuda:
-                _print_cache(config, spec)
-            _print_data(data, args.full)
-            _play_first(config, data, sources)
-        return 0
+        return _dry_run(args, config, sources, job, cuda) if is_rank_zero() else 0
+    found = check_start(config, sources, job, cuda=cuda, disk=is_rank_zero())
+    found.raise_if_any()
+    if is_rank_zero():
+        print_warnings(found.warnings)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
     from ctpo_megatron.train import main
@@ -154,13 +156,22 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-@contextmanager
-def _collected(problems: list[Problem]) -> Iterator[None]:
-    """Collect the problems of a ConfigError and continue, so that all mistakes are shown at once."""
-    try:
-        yield
-    except ConfigError as error:
-        problems += error.problems
+def _dry_run(args: argparse.Namespace, config: Config, sources: Sources, job: Job, cuda: bool) -> int:
+    shapes, rows = _shapes(args), None if args.full else ROWS
+    found, data = check_dry(config, sources, job, cuda=cuda, gpu_gib=args.gpu_gib, shapes=shapes, rows=rows)
+    found.raise_if_any()
+    print_warnings(found.warnings)
+    spec = shapes or spec_for(config)
+    _print_config(config, args.verbose)
+    _print_plan(config, job, args.gpu_gib, spec)
+    if cuda:
+        speeds = Speeds(tuple(args.mfu), tuple(args.decode) if args.decode else None, args.peak_tflops)
+        print_table(DURATION_TITLE, ("", "range", "from"), duration_table(config, spec, job.world_size, speeds))
+    if not cuda:
+        _print_cache(config, spec)
+    _print_data(data, args.full)
+    _play_first(config, data, sources)
+    return 0
 
 
 def _resume_command(args: argparse.Namespace) -> str:
@@ -170,7 +181,8 @@ def _resume_command(args: argparse.Namespace) -> str:
     return f"{program} {shlex.join([args.config, *kept, 'run.resume=auto'])}"
 
 
-def _print_warnings(warnings: Sequence[Problem]) -> None:
+def print_warnings(warnings: Sequence[Problem]) -> None:
+    """A line each."""
     for problem in warnings:
         print(f"warning: {problem}", file=sys.stderr)
 
@@ -188,7 +200,7 @@ def _print_data(data: DataCheck, full: bool) -> None:
     if data.not_checked:
         print(f"\ndata and chat template: not checked ({data.not_checked})")
         return
-    rows = "all rows" if full else f"the first {_ROWS:,} rows of each file; --full: all"
+    rows = "all rows" if full else f"the first {ROWS:,} rows of each file; --full: all"
     print_table(f"Data: {rows}", ("", "", ""), data.table)
     head = data.first_prompt[:_HEAD]
     print(f"\nThe first prompt, as the model sees it\n{head}{' ...' if len(data.first_prompt) > _HEAD else ''}")
@@ -203,11 +215,15 @@ def _play_first(config: Config, data: DataCheck, sources: Sources) -> None:
         print("\nThe first trajectory, with a model from a script")
     for title, text in found.parts:
         print(f"[{title}] {text[:_HEAD]}{' ...' if len(text) > _HEAD else ''}")
-    _print_warnings(warnings_of(found.problems, sources))
+    print_warnings(warnings_of(found.problems, sources))
+
+
+def _print_config(config: Config, verbose: bool) -> None:
+    text = dump(config) if verbose else f"# Unlike the defaults; -v shows all keys.\n{dump_differences(config)}"
+    print(text, end="", flush=True)
 
 
 def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> None:
-    print(dump(config), end="", flush=True)
     for title, rows in RunPlan.of(config, job.world_size).tables().items():
         print_table(title, ("", "value", "from"), rows)
     memory = memory_table(spec, Split.of(config.policy, job.world_size))

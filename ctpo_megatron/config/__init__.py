@@ -6,7 +6,7 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 from ctpo_megatron.config.engine_cache import SHARE, CpuCache, cache_bytes, free_memory
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.keys import flattened, known_keys, with_defaults
-from ctpo_megatron.config.load import dump, load_config, load_with_sources
+from ctpo_megatron.config.load import dump, dump_differences, load_config, load_with_sources
 from ctpo_megatron.config.memory import (
     ELEMENT_BYTES,
     GIB,
@@ -154,6 +154,7 @@ __all__ = [
     "check_parallel",
     "choose_transport",
     "dump",
+    "dump_differences",
     "engine_count",
     "family_for",
     "flattened",

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ctpo_megatron.base.redact import secrets_in
+from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
 from ctpo_megatron.config.schema import Config
@@ -42,7 +43,8 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
     sources = Sources(tuple(layers))
     values = _merge(layers, problems)
     if not _is_given(values, "extensions.path") and OmegaConf.is_dict(values.get("extensions")):
-        values.extensions.path = [str(Path.cwd() if path is None else Path(path).resolve().parent)]
+        file = files[-1].file if files else None  # the one that was found; those before it are its `defaults`
+        values.extensions.path = [str(Path.cwd() if file is None else file.resolve().parent)]
     tree = _resolve(values, (), sources, problems)
     problems += _secrets(tree, sources)
     broken = {problem.key for problem in problems}
@@ -63,6 +65,33 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
 def dump(config: Config) -> str:
     """The resolved configuration as YAML; `load_config` of it gives an equal Config."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def dump_differences(config: Config) -> str:
+    """As `dump`, without what has its default value; `load_config` of it gives an equal Config, too."""
+    tree = config.model_dump(mode="json")
+    return OmegaConf.to_yaml(OmegaConf.create(_unlike(tree, plain(OmegaConf.create(defaults(Config, tree))))))
+
+
+def _unlike(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, given in values.items():
+        value, usual = _short(given), base.get(name, NO_VALUE)
+        if isinstance(value, dict) and isinstance(usual, dict):
+            value = _unlike(value, usual)
+            if value:
+                found[name] = value
+        elif value != usual:
+            found[name] = value
+    return found
+
+
+def _short(value: Any) -> Any:
+    """An `Extension` without arguments by its name alone, as people write it."""
+    if isinstance(value, list):
+        return [_short(item) for item in value]
+    is_extension = isinstance(value, dict) and value.keys() == Extension.model_fields.keys()
+    return value["name"] if is_extension and not value["arguments"] else value
 
 
 def _secrets(tree: Any, sources: Sources) -> Iterator[Problem]:

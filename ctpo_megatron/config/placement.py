@@ -43,6 +43,14 @@ class Job:
     node_ranks: int | None = None
     node_gpus: int | None = None
 
+    @classmethod
+    def here(cls, config: Config, *, cuda: bool, node_gpus: int | None = None) -> Job:
+        """As torchrun says; else what the configuration asks for on CUDA, or one rank. Raises as `world_size`."""
+        ranks, asked = node_ranks(), config.placement.trainer_gpus
+        if cuda and asked is not None and "WORLD_SIZE" not in os.environ:
+            return cls(asked * config.cluster.nodes, asked, node_gpus)
+        return cls(world_size(), ranks, node_gpus)
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -1,6 +1,6 @@
 """Preflight: every check before something starts, each a `Check` that yields `Problem`s. No torch unless needed.
 
-`validate` checks a configuration for the dry run and a start, `check_extensions` users' parts. `Admission` is the pass
+`check_start` checks a configuration and users' parts before a start, `check_dry` the data, too. `Admission` is the pass
 over all rows of data, and `check_data` what a dry run says of them.
 `diagnose`, `diagnose_run` and `diagnose_nodes` are `ctpo doctor`. `ctpo launch` runs `LAUNCH_CHECKS`, the node program
 `NODE_CHECKS`; `NodeNeeds` is what it starts.
@@ -23,6 +23,8 @@ from ctpo_megatron.preflight.configuration import validate, validate_sampling
 from ctpo_megatron.preflight.devices import gpus, has_cuda_device, torch_cuda
 from ctpo_megatron.preflight.disk import check_disk, disk_table, disk_use, held_out_prompts
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_run, install_line, verdict
+from ctpo_megatron.preflight.dry_run import ROWS, check_dry, check_start
+from ctpo_megatron.preflight.duration import DURATION_TITLE, MFU, PEAK_TFLOPS, Speeds, duration_table
 from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.preflight.first_trajectory import play_first
 from ctpo_megatron.preflight.job import LAUNCH_CHECKS, NODE_CHECKS, LaunchContext, NodeContext
@@ -33,8 +35,12 @@ from ctpo_megatron.preflight.plan import RunPlan, memory_table
 from ctpo_megatron.preflight.template import check_template
 
 __all__ = [
+    "DURATION_TITLE",
     "LAUNCH_CHECKS",
+    "MFU",
     "NODE_CHECKS",
+    "PEAK_TFLOPS",
+    "ROWS",
     "START_CHECKS",
     "Admission",
     "Check",
@@ -49,18 +55,22 @@ __all__ = [
     "NodeNeeds",
     "RunContext",
     "RunPlan",
+    "Speeds",
     "Wanted",
     "check_data",
     "check_disk",
+    "check_dry",
     "check_extensions",
     "check_libraries",
     "check_prompt_file",
+    "check_start",
     "check_template",
     "diagnose",
     "diagnose_nodes",
     "diagnose_run",
     "disk_table",
     "disk_use",
+    "duration_table",
     "failed",
     "gpus",
     "has_cuda_device",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
 from ctpo_megatron.config import (
@@ -17,6 +18,7 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import RunContext, failed
+from ctpo_megatron.preflight.engine_arguments import NAMES, TRIED, VLLM
 
 _BFLOAT16_MISMATCH = 0.05
 """Sampler and trainer in bfloat16 differ by up to 0.011 on a tiny random model; trained ones show more."""
@@ -123,6 +125,14 @@ def _extra(engine: EngineConfig) -> Iterator[Problem]:
             yield Problem(f"rollout.engine.extra.{name}", "is set elsewhere", f"use {_OWNED[name]}", value)
         elif name in _FIXED:
             yield Problem(f"rollout.engine.extra.{name}", f"is not for you to set: {_FIXED[name]}", "remove it", value)
+        elif name not in NAMES:
+            near = difflib.get_close_matches(name.replace("-", "_"), NAMES, n=1)
+            fix = f"did you mean {near[0]}?" if near else "`vllm serve --help=all` lists them"
+            yield Problem(f"rollout.engine.extra.{name}", f"vLLM {VLLM} has no such engine argument", fix, value)
+        elif name not in TRIED:
+            fix = "compare mismatch/* of the first step with and without it"
+            message = "was never tried in a run"
+            yield Problem(f"rollout.engine.extra.{name}", message, fix, value, severity="warning")
 
 
 def _transport(context: RunContext) -> Iterator[Problem]:

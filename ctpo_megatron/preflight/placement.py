@@ -46,12 +46,24 @@ def check_placement(context: RunContext) -> Iterator[Problem]:
         if placement.mode == "colocated":
             yield context.error("placement.mode", "engines sleep on CUDA only", "set disaggregated")
         return
-    wanted, ranks = placement.trainer_gpus, job.node_ranks or job.world_size
-    if wanted is not None and (wanted != ranks if job.node_ranks else ranks % wanted):
-        fix = f"start {wanted} ranks a node: torchrun --nproc-per-node {wanted} (for a dry run: WORLD_SIZE={wanted})"
-        yield context.error("placement.trainer_gpus", f"but {ranks} trainer ranks run here", fix)
+    yield from _ranks(context)
     if rollout.replay is None:
         yield from _engines(context, Placement.of(config, job), job.node_gpus)
+
+
+def _ranks(context: RunContext) -> Iterator[Problem]:
+    """Whether as many trainer ranks run as the configuration has GPUs for."""
+    job, nodes, wanted = context.job, context.config.cluster.nodes, context.config.placement.trainer_gpus
+    of_node = wanted or job.node_ranks
+    if wanted is not None and job.node_ranks not in (None, wanted):
+        message = f"but {job.node_ranks} trainer ranks run here"
+    elif of_node is not None and job.world_size != of_node * nodes:
+        where = "here" if nodes == 1 else f"on {nodes} nodes (cluster.nodes)"
+        message = f"but {job.world_size} trainer ranks run {where}"
+    else:
+        return
+    fix = f"start {of_node} ranks a node: torchrun --nproc-per-node {of_node} (a dry run needs no WORLD_SIZE)"
+    yield context.error("placement.trainer_gpus", message, fix)
 
 
 def _engines(context: RunContext, placed: Placement, node_gpus: int | None) -> Iterator[Problem]:

@@ -40,6 +40,7 @@ class Cluster(BaseModel):
     qos: str | None = Field(default=None, description="Slurm quality of service")
     time: str = Field(default="04:00:00", pattern=CLOCK, description="time limit of one job, `hours:minutes:seconds`")
     gpus_per_node: PositiveInt | None = Field(default=None, description="GPUs of a node, trainer and engines together")
+    gpu_gib: PositiveFloat = Field(default=80.0, description="memory of a GPU in GiB, for the checks before a job")
     cpus_per_task: PositiveInt | None = Field(default=None, description="CPU cores of a node program and its children")
     mem: str | None = Field(default=None, description="memory of a node, e.g. 0 for all of it")
     exclusive: bool | None = Field(default=None, description="no other job on these nodes")

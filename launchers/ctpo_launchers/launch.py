@@ -30,11 +30,9 @@ def main(argv: Sequence[str]) -> int:
     add_arguments(parser)
     args = parser.parse_args(argv)
     try:
-        cluster = load_cluster(_cluster_file(args.cluster or DEFAULTS[args.executor]))
+        cluster = cluster_of(args)
         if args.config in ASKING:
             return _ask(args.config, cluster, args.overrides)
-        if cluster.executor != args.executor:
-            raise LaunchError(f"{args.cluster} is a file for --executor {cluster.executor}, not {args.executor}")
         return _launch(args, cluster)
     except (ConfigError, LaunchError) as error:
         print(f"ctpo launch: {error}", file=sys.stderr)
@@ -59,6 +57,16 @@ def as_words(args: argparse.Namespace) -> list[str]:
     return words if args.cluster is None else [*words, "--cluster", args.cluster]
 
 
+def cluster_of(args: argparse.Namespace) -> Cluster:
+    """The cluster that the arguments name. Raises LaunchError, also where it is of another executor."""
+    if args.nodes < 1:
+        raise LaunchError(f"--nodes {args.nodes}: at least one node")
+    cluster = load_cluster(_cluster_file(args.cluster or DEFAULTS[args.executor]))
+    if args.config not in ASKING and cluster.executor != args.executor:
+        raise LaunchError(f"{args.cluster} is a file for --executor {cluster.executor}, not {args.executor}")
+    return cluster
+
+
 def _cluster_file(text: str) -> Path:
     for path in (Path(text), FOLDER / f"{text}.yaml"):
         if path.is_file():
@@ -70,10 +78,8 @@ def _cluster_file(text: str) -> Path:
 def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
     from ctpo_launchers.experiment import Launch, script, submit
 
-    if args.nodes < 1:
-        raise LaunchError(f"--nodes {args.nodes}: at least one node")
     workdir = Path.cwd()
-    config = load_config(args.config, [*args.overrides, *_of_the_launch(args.nodes)])
+    config = load_config(args.config, [*args.overrides, *of_the_launch(args.nodes)])
     launch = Launch(config, cluster, args.nodes, workdir)
     slurm = cluster.executor == "slurm"
     code = ROOT if slurm and not args.dry_run else None
@@ -90,7 +96,8 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
     return status
 
 
-def _of_the_launch(nodes: int) -> list[str]:
+def of_the_launch(nodes: int) -> list[str]:
+    """Overrides that say how many nodes there are."""
     return [f"cluster.nodes={nodes}"] if nodes > 1 else []
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
-from ctpo_megatron.config import Config, ConfigError, dump, load_config, load_with_sources
+from ctpo_megatron.config import Config, ConfigError, dump, dump_differences, load_config, load_with_sources
 from ctpo_megatron.config.keys import known_keys, nearest
+from tests.support.prefork import ROOT
 
 Refusal = Callable[..., list[str]]
 
@@ -323,3 +326,39 @@ def test_room_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["configs/quickstart.yaml", "configs/quickstart", "quickstart.yaml", "quickstart"])
+def test_users_modules_are_next_to_the_file_that_was_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any folder, as the file itself."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config(name).extensions.path == (str(ROOT / "configs"),)
+
+
+def test_a_file_of_ones_own_comes_before_the_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "configs" / "quickstart.yaml"
+    mine.parent.mkdir()
+    mine.write_text(f"defaults: {os.path.relpath(ROOT / 'configs' / 'quickstart.yaml', mine.parent)}\n")
+    assert load_config("configs/quickstart.yaml").extensions.path == (str(mine.parent),)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_differs_from_the_defaults_gives_the_same_configuration(path: Path, tmp_path: Path) -> None:
+    below = [str(ROOT / "configs" / "qwen3_4b_tir.yaml"), [str(path)]] if path.stem.startswith("nodes") else [str(path)]
+    config = load_config(*below)
+    text = dump_differences(config)
+    (tmp_path / "less.yaml").write_text(text)
+    again = load_config(tmp_path / "less.yaml")
+    assert again.model_dump() == config.model_dump()
+    assert len(text.splitlines()) < len(dump(config).splitlines()) / 2
+
+
+def test_only_what_differs_is_shown(config_with: Callable[..., Config]) -> None:
+    config = config_with("rollout.max_turns=7", "rollout.tools=[python]", "policy.optimizer={betas: [0.9, 0.95]}")
+    shown = yaml.safe_load(dump_differences(config))
+    assert shown["rollout"]["max_turns"] == 7 and "tools" not in shown["rollout"]
+    assert "betas" in shown["policy"]["optimizer"] and "schedule" not in shown["policy"]["optimizer"]
+    assert shown["run"].keys() >= {"name", "steps"} and "checkpoint" not in shown

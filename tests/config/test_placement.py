@@ -107,6 +107,22 @@ def test_gpus_of_engines_are_those_of_every_node() -> None:
     [
         (Job(2), {}, "placement.trainer_gpus = 4: but 2 trainer ranks run here; start 4 ranks a node: torchrun"),
         (Job(16, 8), {}, "placement.trainer_gpus = 4: but 8 trainer ranks run here"),
+        (Job(8), {}, "placement.trainer_gpus = 4: but 8 trainer ranks run here"),
+        (
+            Job(16, 4),
+            {"cluster": {"nodes": 2}},
+            "placement.trainer_gpus = 4: but 16 trainer ranks run on 2 nodes (cluster.nodes); start 4 ranks a node",
+        ),
+        (
+            Job(4),
+            {"cluster": {"nodes": 2}},
+            "placement.trainer_gpus = 4: but 4 trainer ranks run on 2 nodes (cluster.nodes)",
+        ),
+        (
+            Job(8, 8),
+            {"cluster": {"nodes": 2}, "placement": {"trainer_gpus": None}},
+            "placement.trainer_gpus = null: but 8 trainer ranks run on 2 nodes (cluster.nodes); start 8 ranks a node",
+        ),
         (
             Job(4),
             {"placement": {"engine_gpus": None}},
@@ -144,6 +160,28 @@ def test_gpus_of_engines_are_those_of_every_node() -> None:
 def test_contradictions_are_named(job: Job, change: dict[str, Any], expected: str) -> None:
     found = [f"{p.severity}: {p}" for p in check_placement(RunContext(readme(**change), None, job, True))]
     assert any(expected in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("environment", "nodes", "expected"),
+    [
+        ({}, 1, Job(4, 4)),
+        ({}, 2, Job(8, 4)),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 2, Job(16, 8)),
+        ({"WORLD_SIZE": "4"}, 1, Job(4)),
+    ],
+)
+def test_the_job_is_what_torchrun_says_or_what_is_configured(
+    environment: dict[str, str], nodes: int, expected: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = readme(cluster={"nodes": nodes})
+    assert Job.here(config, cuda=True) == expected
+    assert Job.here(config, cuda=False) == (expected if environment else Job(1))
+    assert Job.here(readme(placement={"trainer_gpus": None}), cuda=True) == (expected if environment else Job(1))
 
 
 def test_no_gpu_no_placement() -> None:

@@ -14,7 +14,9 @@ STEPS = 4000
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_engines_that_do_not_start_end_the_supervised_stage(tmp_path: Path) -> None:
-    done = Ctpo(tmp_path).launch(f"sft.steps={STEPS}", "rollout.engine.extra={no_such_argument: 1}", "run.name=broken")
+    done = Ctpo(tmp_path).launch(
+        f"sft.steps={STEPS}", "rollout.engine.extra={load_format: no_such_format}", "run.name=broken"
+    )
     assert done.returncode == 1
-    assert "rollout engine 0 did not start: " in done.stderr and "no_such_argument" in done.stderr
+    assert "rollout engine 0 did not start: " in done.stderr and "no_such_format" in done.stderr
     assert 0 < len(records(tmp_path / "runs" / "broken", "sft.jsonl")) < STEPS

@@ -1,0 +1,81 @@
+"""All that is checked without starting anything: configuration, disk, users' parts, libraries, data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ctpo_megatron.config import Config, ConfigError, Job, Problem, Sources, spec_for
+from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.preflight.admission import DataCheck, check_data
+from ctpo_megatron.preflight.check import RunContext, failed, place, warnings_of
+from ctpo_megatron.preflight.configuration import validate
+from ctpo_megatron.preflight.disk import check_disk
+from ctpo_megatron.preflight.extensions import check_extensions
+from ctpo_megatron.preflight.machine import check_libraries
+
+ROWS = 1000
+"""Rows of a data file that are checked unless all are asked for."""
+
+
+@dataclass
+class Findings:
+    """What checks of a configuration found, with file and line where they are known."""
+
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+
+    def take(self, check: Callable[[], list[Problem]]) -> None:
+        """Run a check that returns warnings; what it raises is a problem, so that all are found at once."""
+        try:
+            self.warnings += check()
+        except ConfigError as error:
+            self.problems += error.problems
+
+    def raise_if_any(self) -> None:
+        """Raises ConfigError with all problems."""
+        if self.problems:
+            raise ConfigError(self.problems)
+
+
+def check_start(
+    config: Config,
+    sources: Sources,
+    job: Job,
+    *,
+    cuda: bool,
+    gpu_gib: float | None = None,
+    shapes: ModelSpec | None = None,
+    disk: bool = True,
+) -> Findings:
+    """Configuration and users' parts, as every start checks them. disk: and whether what is written fits here.
+
+    gpu_gib, shapes: see `validate`.
+    """
+    found = Findings()
+    found.take(lambda: validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib, shapes=shapes))
+    if disk and not found.problems:
+        found.take(lambda: warnings_of(check_disk(RunContext(config, spec_for(config))), sources))
+    found.take(lambda: check_extensions(config, sources) or [])
+    return found
+
+
+def check_dry(
+    config: Config,
+    sources: Sources,
+    job: Job,
+    *,
+    cuda: bool,
+    gpu_gib: float | None,
+    shapes: ModelSpec | None = None,
+    rows: int | None = ROWS,
+) -> tuple[Findings, DataCheck]:
+    """As `check_start`, with data and libraries. rows: of each file; None: all of them."""
+    disk = shapes is None  # else the machine of the run is another
+    found = check_start(config, sources, job, cuda=cuda, gpu_gib=gpu_gib, shapes=shapes, disk=disk)
+    data = DataCheck(not_checked="--shapes") if shapes else check_data(config, rows)
+    placed = [place(problem, sources) for problem in data.problems]
+    found.problems += failed(placed)
+    found.warnings += [problem for problem in placed if not problem.failed]
+    found.take(lambda: list(check_libraries(config.sandbox, config.rollout)))
+    return found, data
