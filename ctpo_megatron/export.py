@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
 
 from ctpo_megatron.base.run_paths import MARKER, RunPaths
 from ctpo_megatron.config import (
     ConfigError,
+    ModelConfig,
     PolicyConfig,
     Problem,
     check_parallel,
@@ -15,8 +20,13 @@ from ctpo_megatron.config import (
     is_replaceable,
     load_config,
     read_spec,
-    run_chat_template,
     world_size,
+)
+from ctpo_megatron.environments.tokenizer import (
+    TokenizerError,
+    exported_chat_template,
+    read_tokenizer,
+    use_chat_template,
 )
 from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, latest_checkpoint
@@ -34,7 +44,7 @@ class ExportRequest:
 
     model: Hugging Face directory that gives architecture and tokenizer. checkpoint: None, to check `target` alone.
     target: directory to write, or to check. family: the user's, as the run's configuration names it.
-    chat_template: the Jinja text that the run trained with, if it differs from the template of `model`.
+    trained: the run's model, with the chat template and the keywords that it trained with; None: of no known run.
     """
 
     model: Path
@@ -42,7 +52,7 @@ class ExportRequest:
     target: Path
     policy: PolicyConfig
     family: ModelFamily | None = None
-    chat_template: str | None = None
+    trained: ModelConfig | None = None
 
 
 def resolve(source: Path, model: Path | None, output: Path | None, family: ModelFamily | None = None) -> ExportRequest:
@@ -54,7 +64,9 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
     if (source / "config.json").is_file():
         if output is not None:
             raise ConfigError([Problem("--output", f"{source} is in Hugging Face format already", "leave it out")])
-        return ExportRequest(source, None, source, _policy(read_spec(source, family).dtype), family)
+        config = RunPaths(source.resolve().parent).config
+        trained = load_config(config).model if config.is_file() else None  # it is the `model` of a run
+        return ExportRequest(source, None, source, _policy(read_spec(source, family).dtype), family, trained)
     is_checkpoint = (source / MARKER).is_file()
     run = source.resolve().parent.parent if is_checkpoint else source
     paths = RunPaths(run)
@@ -75,12 +87,13 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
     model = model or Path(config.model.path)
     request = _request(checkpoint, model, target, family_for(config.model, config.extensions.path), config.policy.dtype)
     try:
-        return replace(request, chat_template=run_chat_template(config.model))
-    except OSError as error:
+        exported_chat_template(config.model)
+    except (OSError, TokenizerError) as error:
         fix = "export from the folder that the run was started in"
         raise ConfigError(
             [Problem("model.chat_template", "not found from here", fix, config.model.chat_template)]
         ) from error
+    return replace(request, trained=config.model)
 
 
 def _request_outside_a_run(
@@ -145,9 +158,42 @@ def export(
         policy = Trainer(config, layout, request.model, temperature=1.0, family=request.family)
         if request.checkpoint is not None:
             policy.load_weights(request.checkpoint)
-            policy.export(request.target, request.chat_template)
+            policy.export(request.target, exported_chat_template(request.trained) if request.trained else None)
         if not check:
             return None
-        return check_exported(request.target, policy, layout, tolerance)
+        findings = check_exported(request.target, policy, layout, tolerance)
+        if request.trained is not None and layout.is_rank_zero:
+            findings.append(_check_prompt(request.target, request.trained))
+        return findings
     finally:
         destroy_distributed()
+
+
+_CONVERSATIONS = (
+    [("system", "Be brief."), ("user", "What is 2 + 3?")],
+    [("user", "What is 2 + 3?"), ("assistant", "5"), ("user", "And 4 + 5?")],
+)
+
+
+def _check_prompt(directory: Path, trained: ModelConfig) -> Finding:
+    """Whether what a server makes of a conversation is what the model was trained on."""
+    try:
+        ours, theirs = read_tokenizer(trained.path), read_tokenizer(directory)
+        use_chat_template(ours, trained)
+    except (OSError, TokenizerError) as error:
+        return Finding("prompt", False, f"cannot be compared with the run's: {error}")
+    for conversation in _CONVERSATIONS:
+        messages = [{"role": role, "content": text} for role, text in conversation]
+        expected = str(_rendered(ours, messages, trained.chat_template_kwargs))
+        if (found := str(_rendered(theirs, messages, {}))) != expected:
+            fix = "export it again, or send the keywords of model.chat_template_kwargs with each request"
+            return Finding("prompt", False, f"a server asks {found[-60:]!r}, the run asked {expected[-60:]!r}; {fix}")
+    return Finding("prompt", True, "as in training, without keywords of the chat template")
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]], keywords: Mapping[str, Any]) -> Any:
+    """The text; or why the template refuses the conversation, as one may refuse a system prompt."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **keywords)
+    except TemplateError as error:
+        return error

@@ -132,6 +132,31 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) ->
         tokenizer.chat_template = text
 
 
+def exported_chat_template(model: ModelConfig) -> str | None:
+    """The Jinja text that renders, without keywords, what a run rendered with `model.chat_template_kwargs`.
+
+    A client that gives a keyword still decides. None: the template of the model's directory, as it is.
+    """
+    text = run_chat_template(model)
+    if not model.chat_template_kwargs:
+        return text
+    text = text if text is not None else str(read_tokenizer(model.path).get_chat_template())
+    given = [
+        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
+        for name, value in model.chat_template_kwargs.items()
+    ]
+    return "".join(given) + "\n" + text  # transformers drops the line end after a block
+
+
+def _literal(value: Any) -> str:
+    """A value of YAML in Jinja's syntax."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value)
+
+
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, offered: Sequence[Schema]) -> None:
     """Raises TokenizerError, with advice, when a chat template cannot be used for training.
 

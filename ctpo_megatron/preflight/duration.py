@@ -67,9 +67,7 @@ def _decoding(config: Config, spec: ModelSpec, waiting: float, tokens: int, spee
     weights = model_parameters(spec)[0] * ELEMENT_BYTES[config.engine_dtype] / engine.tensor_parallel_size
     read = weights + batch * cache_bytes(config, spec) * tokens / 2  # of a sequence half of its tokens, on average
     slow, fast = (batch / (_STEP + read / (share * MEMORY * 1e12)) for share in BANDWIDTH)
-    why = (
-        f"{slow:,.0f} to {fast:,.0f} tokens/s each: {batch:.0f} sequences, {_percent(BANDWIDTH)} of {MEMORY} TB/s"
-    )
+    why = f"{slow:,.0f} to {fast:,.0f} tokens/s each: {batch:.0f} sequences, {_percent(BANDWIDTH)} of {MEMORY} TB/s"
     return (slow, fast), why
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from ctpo_megatron.base.stop import StopSignal
-from ctpo_megatron.config import Config, OptimizerConfig, family_for, run_chat_template, shares_gpus
+from ctpo_megatron.config import Config, OptimizerConfig, family_for, shares_gpus
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import Batch, Trajectory
 from ctpo_megatron.engines import EnginePool
@@ -22,6 +22,7 @@ from ctpo_megatron.engines.weights import (
     WeightTransport,
     open_transport,
 )
+from ctpo_megatron.environments.tokenizer import exported_chat_template
 from ctpo_megatron.policy import Layout, Trainer, TrainResult, TrainSettings, summarize_updates, supervised
 from ctpo_megatron.run.watchdog import Watchdog
 from ctpo_megatron.tracking import Phases
@@ -293,7 +294,7 @@ class TrainerGroup:
     @_on_all_ranks(gpus=True)
     def export(self, directory: Path) -> None:
         """See `Trainer.export`."""
-        self.trainer.export(directory, run_chat_template(self._config.model))
+        self.trainer.export(directory, exported_chat_template(self._config.model))
 
 
 def _of_rank_zero() -> Command:

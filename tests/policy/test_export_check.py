@@ -97,6 +97,22 @@ def test_an_export_has_the_template_that_the_run_trained_with(
     assert (other / f"model-{STEP}" / "chat_template.jinja").read_text() == chat_template_text("qwen2.5")
 
 
+def test_an_export_is_asked_what_the_run_was_asked(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(run, tmp_path / "run")
+    settings = ["model.chat_template=qwen3", "model.chat_template_kwargs={enable_thinking: false}"]
+    (other / "config.yaml").write_text(dump(load_config(other / "config.yaml", settings)))
+    assert main(["export", str(other), "--check"]) == 0
+    assert "as in training, without keywords" in capsys.readouterr().out
+    exported = other / f"model-{STEP}"
+    assert chat_template_text("qwen3") in (exported / "chat_template.jinja").read_text()
+    (exported / "chat_template.jinja").write_text(chat_template_text("qwen3"))  # as exports were written before
+    assert main(["export", str(exported), "--check"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "prompt FAILED" in said and "model.chat_template_kwargs" in said
+
+
 def test_wrong_weights_are_found_by_their_logits(run: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The check of a checkpoint writes anew; so the comparison is called with an export spoiled afterwards."""
     from ctpo_megatron.config import PolicyConfig
