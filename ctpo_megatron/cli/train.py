@@ -136,8 +136,9 @@ def run(args: argparse.Namespace) -> int:
     # A run without torchrun is of one rank, whatever is configured: `check_placement` says so.
     asked = cuda and args.dry_run
     job = Job.here(config, cuda=asked, node_gpus=None if elsewhere else visible_gpus())
+    shapes = _shapes(args)
     if args.dry_run:
-        return _dry_run(args, config, sources, job, cuda) if is_rank_zero() else 0
+        return _dry_run(args, config, sources, job, cuda, shapes) if is_rank_zero() else 0
     found = check_start(config, sources, job, cuda=cuda, disk=is_rank_zero())
     found.raise_if_any()
     if is_rank_zero():
@@ -156,8 +157,10 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _dry_run(args: argparse.Namespace, config: Config, sources: Sources, job: Job, cuda: bool) -> int:
-    shapes, rows = _shapes(args), None if args.full else ROWS
+def _dry_run(
+    args: argparse.Namespace, config: Config, sources: Sources, job: Job, cuda: bool, shapes: ModelSpec | None
+) -> int:
+    rows = None if args.full else ROWS
     found, data = check_dry(config, sources, job, cuda=cuda, gpu_gib=args.gpu_gib, shapes=shapes, rows=rows)
     found.raise_if_any()
     print_warnings(found.warnings)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from ctpo_megatron.config import Config, ConfigError, Job, Problem, Sources, spec_for
 from ctpo_megatron.models import ModelSpec
@@ -24,13 +25,18 @@ class Findings:
 
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
+    usable: bool = False
+    """Whether the parts that the configuration names are there: tools, parser and reward decide how data are read."""
 
-    def take(self, check: Callable[[], list[Problem]]) -> None:
-        """Run a check that returns warnings; what it raises is a problem, so that all are found at once."""
+    def take(self, check: Callable[[], Iterable[Problem]]) -> bool:
+        """Run a check that returns warnings; what it raises is a problem, so that all are found at once. Whether it
+        raised nothing."""
         try:
             self.warnings += check()
         except ConfigError as error:
             self.problems += error.problems
+            return False
+        return True
 
     def raise_if_any(self) -> None:
         """Raises ConfigError with all problems."""
@@ -53,11 +59,17 @@ def check_start(
     gpu_gib, shapes: see `validate`.
     """
     found = Findings()
-    found.take(lambda: validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib, shapes=shapes))
-    if disk and not found.problems:
+    valid = found.take(lambda: validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib, shapes=shapes))
+    if disk and valid:
         found.take(lambda: warnings_of(check_disk(RunContext(config, spec_for(config))), sources))
-    found.take(lambda: check_extensions(config, sources) or [])
+    found.take(partial(_users_parts, found, config, sources))
     return found
+
+
+def _users_parts(found: Findings, config: Config, sources: Sources) -> list[Problem]:
+    check_extensions(config, sources)
+    found.usable = True
+    return []
 
 
 def check_dry(
@@ -73,9 +85,11 @@ def check_dry(
     """As `check_start`, with data and libraries. rows: of each file; None: all of them."""
     disk = shapes is None  # else the machine of the run is another
     found = check_start(config, sources, job, cuda=cuda, gpu_gib=gpu_gib, shapes=shapes, disk=disk)
+    if not found.usable:
+        return found, DataCheck(not_checked="parts that it names cannot be used")
     data = DataCheck(not_checked="--shapes") if shapes else check_data(config, rows)
     placed = [place(problem, sources) for problem in data.problems]
     found.problems += failed(placed)
     found.warnings += [problem for problem in placed if not problem.failed]
-    found.take(lambda: list(check_libraries(config.sandbox, config.rollout)))
+    found.take(lambda: check_libraries(config.sandbox, config.rollout))
     return found, data
