@@ -64,8 +64,8 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
     if (source / "config.json").is_file():
         if output is not None:
             raise ConfigError([Problem("--output", f"{source} is in Hugging Face format already", "leave it out")])
-        config = RunPaths(source.resolve().parent).config
-        trained = load_config(config).model if config.is_file() else None  # it is the `model` of a run
+        file = RunPaths(source.resolve().parent).config
+        trained = load_config(file).model if file.is_file() else None  # it is the `model` of a run
         return ExportRequest(source, None, source, _policy(read_spec(source, family).dtype), family, trained)
     is_checkpoint = (source / MARKER).is_file()
     run = source.resolve().parent.parent if is_checkpoint else source
