@@ -43,13 +43,15 @@ def show_comparison(runs: Sequence[Path], page: Path) -> Comparison:
     """Print the tables of accuracies and what to know of it, write the page, print its path."""
     from rich.console import Console
 
-    from ctpo_megatron.report import Comparison, accuracy_table, difference_table, write_comparison
+    from ctpo_megatron.report import Comparison, accuracy_table, cost_table, difference_table, write_comparison
 
     compared = Comparison.load(runs)
     console = Console()
     console.print(accuracy_table(compared.groups, compared.accuracies))
     if differences := difference_table(compared.groups, compared.accuracies):
         console.print("", differences, sep="\n")
+    if costs := cost_table(compared.costs):
+        console.print("", costs, sep="\n")
     for note in compared.notes:
         console.print(f"- {note}", markup=False, highlight=False)
     print(write_comparison(compared, page))

@@ -50,8 +50,8 @@ class Occupancy:
         """Write a row of the first `engines` engines when it has changed, or is old; called often."""
         row, now = tuple(self._in_flight[engine] for engine in range(engines)), time.time()
         # Written at once: the next call may follow a whole training step later, and the old row would stay until then.
-        idle_now = not any(row) and row != self._row
-        if not idle_now and now < self._written + (OCCUPANCY_ROW_S if row != self._row else OCCUPANCY_REPEAT_S):
+        turned = any(row) != any(self._row)
+        if not turned and now < self._written + (OCCUPANCY_ROW_S if row != self._row else OCCUPANCY_REPEAT_S):
             return
         self._row, self._written = row, now
         try:

@@ -1,7 +1,7 @@
 """report: what people see of finished and running runs, from their files alone.
 
 `print_summary` and `write_report` take a run directory, `write_comparison` and `save_figures` a `Comparison`.
-Its groups and accuracies are for `accuracy_table`, `difference_table` and `paper_figures`, too (docs/compare.md).
+Its figures are for `accuracy_table`, `difference_table`, `cost_table` and `paper_figures` (docs/compare.md).
 `write_page` writes a page in the same style, with charts of its own: one file that opens offline.
 `first_batch_warnings` says whether anything can be learned from a batch, `Decline` whether a run gets worse.
 """
@@ -10,7 +10,7 @@ from ctpo_megatron.report.accuracies import SourceComparison
 from ctpo_megatron.report.axes import Axis
 from ctpo_megatron.report.charts import Chart, Curve, bars, curves, cycled, points, save_charts
 from ctpo_megatron.report.comparison import Comparison
-from ctpo_megatron.report.comparison_table import accuracy_table, difference_table
+from ctpo_megatron.report.comparison_table import accuracy_table, cost_table, difference_table
 from ctpo_megatron.report.decline import Decline, decline_of
 from ctpo_megatron.report.figures import Figure, save_figures
 from ctpo_megatron.report.groups import RunGroup, groups_of
@@ -36,6 +36,7 @@ __all__ = [
     "accuracy_table",
     "bars",
     "conversation_uses",
+    "cost_table",
     "curves",
     "cycled",
     "decline_of",

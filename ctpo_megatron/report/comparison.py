@@ -10,13 +10,19 @@ from statistics import fmean
 from typing import Any
 
 from ctpo_megatron.report.accuracies import SourceComparison, compare_accuracies
-from ctpo_megatron.report.comparison_table import notes_of_accuracies
+from ctpo_megatron.report.comparison_table import UNKNOWN, notes_of_accuracies
+from ctpo_megatron.report.cost import Cost
 from ctpo_megatron.report.group_notes import notes_of
 from ctpo_megatron.report.groups import RunGroup, groups_of, run_name, shown
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.summary import LAST, Change, summarize
 from ctpo_megatron.report.theme import CYCLE
 from ctpo_megatron.tracking import duration
+
+SECONDS, SAMPLES, TOKENS, MFU = "seconds a step", "samples/s", "tokens/s", "MFU of the update"
+TRAINER_WAITS, ENGINES_WAIT = "trainer waits", "engines wait"
+COST_FORMS = {SECONDS: ".3g", SAMPLES: ".3g", TOKENS: ".3s", TRAINER_WAITS: ".0%", ENGINES_WAIT: ".0%", MFU: ".1%"}
+"""Columns of what a step costs (`Cost`)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,15 @@ class Comparison:
     def accuracies(self) -> list[SourceComparison]:
         """Raises DamagedFileError."""
         return compare_accuracies(self.groups)
+
+    @cached_property
+    def costs(self) -> list[tuple[str, dict[str, tuple[str, str]]]]:
+        """Label of each group, and by column the mean of its runs and, where they differ, their range."""
+        found = [(group.label, [_results(run) for run in group.runs]) for group in self.groups]
+        return [
+            (label, {name: _cell([values.get(name) for values in runs], form) for name, form in COST_FORMS.items()})
+            for label, runs in found
+        ]
 
     @cached_property
     def notes(self) -> list[str]:
@@ -89,7 +104,7 @@ def _accuracy(source: SourceComparison, label: str) -> tuple[str, str]:
         if each.group == label:
             ends = each.estimate.interval
             return f"{each.estimate.value:.3f}", "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
-    return "–", ""
+    return UNKNOWN, ""
 
 
 def _results(run: RunData) -> dict[str, float]:
@@ -101,6 +116,15 @@ def _results(run: RunData) -> dict[str, float]:
         "tokens": summary.tokens,
         "time": summary.wall_s,
     }
+    if (cost := Cost.of(run)) is not None:
+        found |= {
+            SECONDS: cost.step_s,
+            SAMPLES: cost.samples_per_s,
+            TOKENS: cost.tokens_per_s,
+            TRAINER_WAITS: cost.trainer_waits,
+            ENGINES_WAIT: cost.engines_idle,
+            MFU: cost.mfu("update"),
+        }
     known = {name: value for name, value in found.items() if value is not None}
     return {name: value.end if isinstance(value, Change) else value for name, value in known.items()}
 
@@ -108,14 +132,14 @@ def _results(run: RunData) -> dict[str, float]:
 def _columns(runs: Sequence[RunData]) -> list[tuple[str, str]]:
     """Names of the results that any run has, each with its format."""
     names = dict.fromkeys(name for run in runs for name in _results(run))
-    forms = {"tool use": ".0%", "RL steps": ",.0f", "tokens": ".3s", "time": "time"}
+    forms = {"tool use": ".0%", "RL steps": ",.0f", "tokens": ".3s", "time": "time", **COST_FORMS}
     return [(name, forms.get(name, ".3f")) for name in names]
 
 
 def _cell(values: Sequence[float | None], form: str) -> tuple[str, str]:
     known = [value for value in values if value is not None]
     if not known:
-        return "–", ""
+        return UNKNOWN, ""
     low, high = (_text(end, form) for end in (min(known), max(known)))
     return _text(fmean(known), form), "" if low == high else f"{low} to {high}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -11,6 +11,9 @@ from ctpo_megatron.report.accuracies import AccuracyDifference, SourceComparison
 from ctpo_megatron.report.confidence import Ends
 from ctpo_megatron.report.estimates import ONE_SEED, Estimate
 from ctpo_megatron.report.groups import RunGroup
+
+UNKNOWN = "–"
+"""Of a figure that no run of a group has."""
 
 
 def accuracy_table(groups: Sequence[RunGroup], found: Sequence[SourceComparison]) -> Table:
@@ -41,6 +44,15 @@ def difference_table(groups: Sequence[RunGroup], found: Sequence[SourceCompariso
             if each.other == first:
                 table.add_row(Text(each.group, "bold"), Text(source.source), *_difference(each))
     return table if table.row_count else None
+
+
+def cost_table(costs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) -> Table | None:
+    """What a step costs, a row for each group, as `Comparison.costs` has it; None where no step was timed."""
+    columns = [name for name in costs[0][1] if any(cells[name][0] != UNKNOWN for _, cells in costs)]
+    table = _table(["", *columns])
+    for label, cells in costs:
+        table.add_row(Text(label, "bold"), *(cells[name][0] for name in columns))
+    return table if columns else None
 
 
 _TEXTS = ("source", "verdict")
@@ -80,7 +92,7 @@ def _difference(difference: AccuracyDifference) -> list[str | Text]:
 
 
 def _interval(ends: Ends | None, form: str) -> str:
-    return "–" if ends is None else f"{ends[0]:{form}} to {ends[1]:{form}}"
+    return UNKNOWN if ends is None else f"{ends[0]:{form}} to {ends[1]:{form}}"
 
 
 def _seeds(group: RunGroup) -> str:

@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.files import read_mapping, read_note
 from ctpo_megatron.base.run_paths import SFT_METRICS, RunPaths
 from ctpo_megatron.tracking import TimeSpent, read_metrics, read_stages
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +77,22 @@ class RunData:
         found = engine_occupancy(self.directory)
         return {f"{ENGINE}{engine}": Series(minutes, in_flight) for engine, (minutes, in_flight) in found.items()}
 
+    @cached_property
+    def engines_idle(self) -> float | None:
+        """Share of the RL steps' time in which an engine has nothing in flight, mean over engines; None: no record."""
+        import numpy as np  # keeps the command line fast
+
+        at, busy = _occupancy_rows(self.directory)
+        steps = [record.get("time/step") or 0.0 for record in self.metrics if record["step"] > 0]
+        if not len(at) or not sum(steps):
+            return None
+        # While the trainer computes there may be no row for a step; a longer gap is one between two runs.
+        lasts = np.minimum(np.diff(at), max(_SILENT_S, *steps))
+        # What is before the last so many seconds was before the first RL step.
+        after = lasts[::-1].cumsum()[::-1] - lasts
+        lasts = np.clip(sum(steps) - after, 0.0, lasts)
+        return float(lasts @ (busy[:-1] == 0).mean(axis=1) / lasts.sum())
+
     def series(self, name: str) -> Series | None:
         """A metric over steps (`sft/*` from sft.jsonl), or None when it has no finite value."""
         if name.startswith(ENGINE):
@@ -101,27 +121,36 @@ class RunData:
         return node
 
 
-def engine_occupancy(run_dir: Path) -> dict[int, tuple[list[float], list[float]]]:
-    """Engine -> minutes since the first row, and trajectories in flight, each a mean over a few seconds or more.
+def _occupancy_rows(run_dir: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds since the first row, `[rows]`, and trajectories in flight, `[rows, engines]`.
 
     Empty without a file, or when its rows cover no time. Ignores incomplete rows and rows with another number of
     engines than the last one (the run was resumed with others).
     """
     import numpy as np  # keeps the command line fast
 
+    nothing = np.zeros(0), np.zeros((0, 0))
     path = RunPaths(run_dir).logs.occupancy
     text = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
     rows = [line.split(",") for line in text[: text.rfind("\n") + 1].splitlines()]
     rows = [row for row in rows if len(row) == len(rows[-1])]
     if len(rows) < 2:
-        return {}
+        return nothing
     try:
         table = np.array(rows, dtype=float)
     except ValueError as error:
         log.warning("%s is damaged (%s): the report goes without it", path, error)
-        return {}
-    at, busy = np.maximum.accumulate(table[:, 0] - table[0, 0]), table[:, 1:]  # the clock may have been set back
-    if not at[-1] > 0:
+        return nothing
+    at = np.maximum.accumulate(table[:, 0] - table[0, 0])  # the clock may have been set back
+    return (at, table[:, 1:]) if at[-1] > 0 else nothing
+
+
+def engine_occupancy(run_dir: Path) -> dict[int, tuple[list[float], list[float]]]:
+    """Engine -> minutes since the first row, and trajectories in flight, each a mean over a few seconds or more."""
+    import numpy as np
+
+    at, busy = _occupancy_rows(run_dir)
+    if not len(at):
         return {}
     # Trajectories in flight, integrated over time: differences of the integral are exact means over any interval,
     # however the rows are spaced. A long gap adds nothing after its first seconds.

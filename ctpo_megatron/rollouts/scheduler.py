@@ -171,6 +171,7 @@ class Scheduler:
         """See `Generator`."""
         with self.lock:
             self.submit()
+            self._pool.note_occupancy()
             watched, timeout = self._watched(), self._patience(timeout_s)
         self._ready = _finished(watched, timeout)  # without the lock: other schedulers and updates continue meanwhile
 

@@ -32,7 +32,7 @@ class Services:
 
 @contextmanager
 def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) -> Iterator[Services]:
-    """Read the prompts and start sandbox, engines and scorers; the engines load in the background.
+    """Start sandbox, engines and scorers, and read the prompts; the engines load in the background.
 
     stop: checked while engines start and groups are sampled. Raises DataError for bad prompts, TokenizerError for a
     chat template that cannot be used, and ConfigError for a tokenizer of more tokens than the model has. Raises
@@ -40,17 +40,17 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) 
     """
     admission = Admission.of(config, directory)
     check_tokenizer(config, len(admission.tokenizer))
-    train = usable(admission.training(), directory)
     # A recording has no answers of these weights to the held-out prompts.
     replayed = config.rollout.replay is not None
-    held_out = [] if replayed or not config.data.eval else usable(admission.held_out())
-    prompts = PromptSampler(train, config.run.seed, config.data.shuffle, rerendered=config.data.rerender)
     with ExitStack() as stack:
         pool = None
-        if not replayed:
+        if not replayed:  # first: engines load while prompts are read and scorers start
             placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
             logs = RunPaths(directory).logs.folder
             pool = stack.enter_context(open_engines(config, logs, placement=placement, stop=stop))
+        train = usable(admission.training(), directory)
+        held_out = [] if replayed or not config.data.eval else usable(admission.held_out())
+        prompts = PromptSampler(train, config.run.seed, config.data.shuffle, rerendered=config.data.rerender)
         training, evaluating = _replay(config.rollout) if pool is None else _schedulers(pool)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
         scoring = Scorer(scorers, _overlong_penalty(config.reward, config.rollout))

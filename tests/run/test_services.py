@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,14 +12,31 @@ from transformers import Qwen3Config
 
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.data import DataError
-from ctpo_megatron.run import start_services
+from ctpo_megatron.run import services, start_services
 from ctpo_megatron.tracking import Phases
 from tests.engines.tiny_model import tiny_tokenizer
 from tests.tracking.synthetic_run import make_config
 
 
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What became of the engines, which are not started here."""
+    events: list[str] = []
+
+    @contextmanager
+    def opened(*_: object, **__: object) -> Iterator[None]:
+        events.append("began to load")
+        try:
+            yield
+        finally:
+            events.append("closed")
+
+    monkeypatch.setattr(services, "open_engines", opened)
+    return events
+
+
 @pytest.mark.parametrize("surplus", [0, 1])
-def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(tmp_path: Path, surplus: int) -> None:
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(tmp_path: Path, surplus: int, engines: list[str]) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     rows = len(tokenizer) - surplus
@@ -35,3 +54,5 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(tmp_path: Path, su
     error, message = (ConfigError, message) if surplus else (DataError, "none.parquet")
     with pytest.raises(error, match=message), start_services(ours, tmp_path, Phases(), threading.Event()):
         pass
+    # Engines load while prompts are read, and do not stay when these are wrong.
+    assert engines == ([] if surplus else ["began to load", "closed"])
