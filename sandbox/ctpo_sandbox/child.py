@@ -45,9 +45,9 @@ class PreparedChild(NamedTuple):
 
 
 def prepare_child(
-    files: RunFiles, ruleset: int | None, cpu_limit_s: int, *, confinement: Confinement, directory: str, report: int
+    files: RunFiles, directory: str, ruleset: int | None, cpu_limit_s: int, *, confinement: Confinement, report: int
 ) -> PreparedChild:
-    """Prepare children of the calling process; called again when a descriptor or limit changes."""
+    """Prepare children of the calling process; called again when a descriptor, directory or limit changes."""
     program.hide_frames(program.frames())
     last = max(_WORKER_FILES, confinement.limits.open_files)
     steps: list[Step] = [partial(os.setpgid, 0, 0), partial(os.chdir, os.fsencode(directory))]

@@ -49,6 +49,11 @@ class Confinement:
         """Whether a child can send itself SIGKILL; if not, a SIGKILL came from outside."""
         return self._filter is None
 
+    @property
+    def _shows_open_files(self) -> bool:
+        """Whether processes of the same user may see what a run has open. At level C Landlock keeps others out."""
+        return self.level == "landlock"
+
     def _filters(self) -> tuple[filters.ChildFilter, filters.WorkerFilter]:
         try:
             return filters.compiled(file_attributes=self.boxed or self._own_users or self.level == "seccomp")
@@ -89,7 +94,7 @@ class Confinement:
             if self._files is not None:  # reopened: this worker's /proc is another file system
                 self._ruleset = landlock.FileRules().ruleset(namespaces.WORK)
         else:
-            work = RunDirectory(directory, self._uid, self.limits)
+            work = RunDirectory(directory, self._uid, self.limits, sees_open_files=self._shows_open_files)
         for kind in _NOT_NEEDED:
             resource.setrlimit(kind, (0, 0))
         if self._own_users:
@@ -120,8 +125,7 @@ class Confinement:
         if self._uid is not None:
             steps += [partial(change, self._uid, self._uid, self._uid) for change in (os.setresgid, os.setresuid)]
         steps.append(libc.dropping_capabilities())
-        # A worker at level C reads the open files of its child; there Landlock keeps others out.
-        steps.append(libc.setting_dumpable(self.level == "landlock"))
+        steps.append(libc.setting_dumpable(self._shows_open_files))
         if not self.boxed:  # there a worker is process 1 of its namespace, and the kernel kills the others with it
             steps.append(libc.dying_with_parent(signal.SIGKILL))  # after the change of user, which would clear it
             steps.append(partial(libc.check_parent, worker))

@@ -13,6 +13,7 @@ MAX_BACKOFF_S = 2.0  # longest pause after a failure, whatever Retry-After asks 
 PROBE_POLL_S = 0.5  # between two readiness probes of a server that is in use
 PROBE_TIMEOUT_S = 2.0  # for the answer to one probe
 PROBE_MISSES = 2  # failed probes in a row after which a server counts as unavailable
+HEALTH_ATTEMPT_TIMEOUT_S = 30.0  # for the harmless program that a server runs after it failed over another
 SMOKE_TIMEOUT_S = 60.0  # one request of `ctpo sandbox smoke`
 BENCH_FIRST_RUN_S = 10.0  # the first run on each server, before anything is timed
 
@@ -42,5 +43,7 @@ FORK_ATTEMPTS = 5  # for one run, while the machine has no free process: others 
 FORK_PAUSE_S = 0.05  # before such an attempt; doubled with each
 WATCH_SHORTEST_WAIT_S = 0.01  # the least time between two readings of a run's CPU clock
 EXCESS_POLL_S = 0.02  # between two checks of a run for too many threads or files, at least
+STOP_RUN_TIMEOUT_S = 1.0  # for the threads of a run to stand still while its files are counted
+STOP_POLL_S = 0.0005  # between two looks whether they do
 GROUP_REMOVE_TIMEOUT_S = 2.0  # for the processes of a control group to exit
 SELFTEST_TIMEOUT_S = 10.0  # one run of the self-test

@@ -7,7 +7,6 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from ctpo_sandbox.records import MAX_MESSAGE_BYTES, WALL_FACTOR
 from ctpo_sandbox.timeouts import EXCESS_POLL_S, WATCH_SHORTEST_WAIT_S
@@ -17,7 +16,6 @@ STOPPED = "its caller no longer waits"
 UNCHECKED = "because its limits could not be checked"
 _REST = 4
 _NONE = -1
-_THREADS_FIELD = 17  # field of /proc/<pid>/stat, counted from the state
 _PROCESS_CPU_CLOCK = 2  # CPUCLOCK_SCHED of a process, the low bits of its clock id
 
 
@@ -96,12 +94,3 @@ def _cpu_s(child: int) -> float:
         return time.clock_gettime(~child << 3 | _PROCESS_CPU_CLOCK)
     except OSError:
         return 0.0
-
-
-def excess_threads(process: int, most: int) -> str:
-    """ "" unless it has more than `most` threads. If it has its own user, the kernel counts them."""
-    try:  # as bytes: the name in it is the program's, and need not be text
-        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:  # it has just ended
-        return ""
-    return f"for more than {most} threads" if int(fields[_THREADS_FIELD]) > most else ""

@@ -1,78 +1,52 @@
 """Directories for the files of runs without their own file system, checked for their size."""
 
-import errno
-import itertools
 import os
 import signal
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ctpo_sandbox import libc
+from ctpo_sandbox.measure import File, file_excess, files_left_excess
 from ctpo_sandbox.records import Limits
 from ctpo_sandbox.remove import remove_tree
 
-_MB = 1024 * 1024
-_BLOCK = 512  # the unit of st_blocks
+_NAME_BYTES = 16
 
 
 class RunDirectory:
-    """A directory of the server's file system for each run, at `path`; `owner`: the runs' user, if not the worker's.
+    """A directory of the server's file system for each run.
 
+    Its name is random: other runs of the same user, which may ask for names that they know, must not guess it. owner:
+    the runs' user, if not the worker's. sees_open_files: whether the worker can see the open files of a run.
     `namespaces.RunMount` has the same methods.
     """
 
-    def __init__(self, parent: str, owner: int | None, limits: Limits) -> None:
-        self._parent, self._owner, self._limits = parent, owner, limits
-        self.path = f"{parent}/run"
+    def __init__(self, parent: str, owner: int | None, limits: Limits, *, sees_open_files: bool) -> None:
+        self._parent, self._owner, self._limits, self._sees_open_files = parent, owner, limits, sees_open_files
+        self.path = ""
+        self._descriptor = -1
         os.makedirs(parent, mode=0o711)
 
     def make(self) -> None:
-        """Create it, empty."""
+        """Create it, empty, at a new `path`."""
+        self.path = f"{self._parent}/{os.urandom(_NAME_BYTES).hex()}"
         os.mkdir(self.path, 0o700)
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         if self._owner is not None:
-            os.chown(self.path, self._owner, self._owner)
+            os.chown(self._descriptor, self._owner, self._owner)
 
-    def excess(self, child: int) -> str:
-        """The limit of disk use that the run `child` exceeds; "" for none.
+    def excess(self, child: int, outputs: Sequence[int]) -> str:
+        """The limit of disk use that the run `child` exceeds; "" for none. outputs: its open files that do not count.
 
-        Deleted files that are still open count; deleted files that are only mapped are limited by the memory.
+        Raises OSError and measure.Disturbed for a run that cannot be measured.
         """
-        try:
-            return self._excess(itertools.chain(files_below(self.path), self._nameless(child)))
-        except (FileNotFoundError, ProcessLookupError):  # the run ended meanwhile
-            return ""
+        own = frozenset(map(_file, outputs)) if self._sees_open_files else None
+        with self._as_owner():
+            return file_excess(self._descriptor, self._limits, child, own)
 
     def excess_left(self) -> str:
-        """The limit of disk use that the files of a run exceed that has ended; "" for none."""
-        return self._excess(files_below(self.path))
-
-    def _excess(self, found: Iterator[os.stat_result]) -> str:
-        most_files, most_mb = self._limits.disk_files, self._limits.disk_mb
-        size = 0
-        try:
-            for files, file in enumerate(found, start=1):
-                size += file.st_blocks * _BLOCK
-                if files > most_files or size > most_mb * _MB:
-                    return f"for more than {most_mb} MB or {most_files} files"
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
-            return "for a path that is too long to follow"
-        return ""
-
-    def _nameless(self, child: int) -> Iterator[os.stat_result]:
-        """In every thread's table of descriptors: without a filter each may have its own, and the first may be gone."""
-        device = os.stat(self.path).st_dev  # the outputs are memory files on another device
-        seen: set[int] = set()
-        with self._as_owner():
-            for descriptor in _descriptors(child):
-                with suppress(FileNotFoundError):
-                    found = os.stat(descriptor)
-                    new = found.st_ino not in seen
-                    if new and found.st_nlink == 0 and found.st_dev == device and stat.S_ISREG(found.st_mode):
-                        seen.add(found.st_ino)
-                        yield found
+        """The limit of disk use that the files of a run exceed that has ended; "" for none. Raises OSError."""
+        return files_left_excess(self._descriptor, self._limits)
 
     @contextmanager
     def _as_owner(self) -> Iterator[None]:
@@ -91,6 +65,7 @@ class RunDirectory:
 
     def discard_quickly(self) -> bool:
         """Remove it with the run's files if that is quick; returns whether it did."""
+        os.close(self._descriptor)
         try:
             os.rmdir(self.path)
         except OSError:  # not empty
@@ -106,34 +81,6 @@ class RunDirectory:
         remove_tree(self._parent)
 
 
-def _descriptors(process: int) -> Iterator[str]:
-    """Paths of the open files of its threads."""
-    for thread in os.listdir(f"/proc/{process}/task"):
-        table = f"/proc/{process}/task/{thread}/fd"
-        # The thread has just ended, or the run is dropping privileges.
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            yield from (f"{table}/{number}" for number in os.listdir(table))
-
-
-def files_below(directory: str) -> Iterator[os.stat_result]:
-    """All files, including directories and links; links are not followed."""
-    pending = [directory]
-    while pending:
-        current = pending.pop()
-        for entry in _listed(current):
-            with suppress(FileNotFoundError):
-                found = entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(found.st_mode):
-                    pending.append(entry.path)
-                yield found
-
-
-def _listed(directory: str) -> list[os.DirEntry[str]]:
-    """Nothing for a directory that the run has removed meanwhile: the others count all the same."""
-    with suppress(FileNotFoundError):
-        try:
-            return list(os.scandir(directory))
-        except PermissionError:
-            os.chmod(directory, 0o700)
-            return list(os.scandir(directory))
-    return []
+def _file(descriptor: int) -> File:
+    found = os.fstat(descriptor)
+    return File(found.st_dev, found.st_ino)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import time
@@ -10,8 +11,9 @@ from functools import lru_cache, partial
 from ctpo_sandbox import libc
 from ctpo_sandbox.child import SETUP_DONE, RunFiles, become_snippet, prepare_child
 from ctpo_sandbox.confine import Confinement, WorkDirectory
+from ctpo_sandbox.measure import thread_excess
 from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, READY, STOP, ChildOutcome
-from ctpo_sandbox.watch import TIME, Watch, checked, excess_threads
+from ctpo_sandbox.watch import TIME, Watch, checked
 
 
 class ForkServer:
@@ -24,9 +26,11 @@ class ForkServer:
         self._watch = Watch(control, self._excess)
         self._setup, report = os.pipe()
         os.set_blocking(self._setup, False)
-        prepare = partial(prepare_child, confinement=confinement, directory=work.path, report=report)
+        self._setup_poll = select.poll()
+        self._setup_poll.register(self._setup, select.POLLIN)
+        self._outputs: tuple[int, ...] = ()
+        prepare = partial(prepare_child, confinement=confinement, report=report)
         self._prepare = lru_cache(maxsize=1)(prepare)
-        os.environ.update(HOME=work.path, TMPDIR=work.path, PWD=work.path)  # for the runs
 
     def serve(self) -> None:
         """Serve requests until the server exits."""
@@ -37,7 +41,10 @@ class ForkServer:
 
     def _serve_one(self) -> None:
         self._work.make()  # in advance, so that no request waits for it
-        ruleset = self._confinement.ruleset(self._work.path)
+        path = self._work.path
+        if os.environ.get("HOME") != path:
+            os.environ.update(HOME=path, TMPDIR=path, PWD=path)  # for the run
+        ruleset = self._confinement.ruleset(path)
         files, run_timeout_s = self._next_request()
         try:
             outcome = self._execute(files, ruleset, run_timeout_s)
@@ -62,7 +69,8 @@ class ForkServer:
 
     def _execute(self, files: RunFiles, ruleset: int | None, run_timeout_s: float) -> ChildOutcome:
         cpu_limit_s = self._confinement.limits.cpu_limit_s(run_timeout_s)
-        prepared = self._prepare(files, ruleset, cpu_limit_s)
+        prepared = self._prepare(files, self._work.path, ruleset, cpu_limit_s)
+        self._outputs = files[1:]
         child = libc.fork()  # safe: a worker, itself a fork, has one thread
         if child == 0:
             become_snippet(prepared)
@@ -102,9 +110,10 @@ class ForkServer:
             return b""
 
     def _excess(self, child: int) -> str:
-        most = self._confinement.limits.threads
-        too_many = "" if self._confinement.own_user else excess_threads(child, most)
-        return too_many or self._work.excess(child)
+        if not self._setup_poll.poll(0):  # it is still giving up its rights, and has not run a line
+            return ""
+        most = None if self._confinement.own_user else self._confinement.limits.threads
+        return thread_excess(child, most) or self._work.excess(child, self._outputs)
 
     def _fault(self, setup: bytes, exit_code: int) -> str | None:
         if setup != SETUP_DONE:

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from ctpo_sandbox import ExecutionResult, Limits, SandboxClient, start_server
-from ctpo_sandbox.work import files_below
 from tests.sandbox.conftest import runner, server_in_memory
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
@@ -38,7 +37,7 @@ HOARDS = {
 def test_a_run_that_hoards_files_is_ended(hoarder, name: str) -> None:
     result = hoarder(f"{HOARDS[name]}import time; print('kept', flush=True); time.sleep(9)")
     assert result.status == "runtime_error", result
-    assert "[killed for " in result.stderr
+    assert "[killed " in result.stderr
     assert result.wall_s < scaled(6)
 
 
@@ -61,18 +60,6 @@ def test_a_run_that_ends_before_its_files_are_counted_has_exceeded_the_limit(tmp
         within, beyond = (run(f"for i in range({n}): open(f'f{{i}}', 'wb').close()") for n in (16, 17))
     assert (within.status, beyond.status) == ("success", "runtime_error")
     assert beyond.stderr == "[killed for more than 64 MB or 16 files]\n"
-
-
-def test_files_are_counted_while_the_run_removes_directories(tmp_path: Path) -> None:
-    for name in "abc":
-        (tmp_path / name).mkdir()
-    found = files_below(str(tmp_path))
-    assert len([next(found) for _ in "abc"]) == 3
-    (tmp_path / "a").rmdir()
-    (tmp_path / "c").rmdir()
-    for i in range(20):
-        (tmp_path / "b" / str(i)).touch()
-    assert len(list(found)) == 20
 
 
 THREADS = """

@@ -1,0 +1,124 @@
+"""Servers that run as another user, or give users of their own to runs, for tests that run as root.
+
+Both need an interpreter that other users may read. Where it is below a closed directory, as pyenv's is in root's home,
+the server runs in mounts of its own, where that directory is open and holds nothing but the interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ctpo_sandbox.confine import _hidden_from_others
+from ctpo_sandbox.namespaces import readable_trees
+from tests.sandbox.conftest import SHARED_MEMORY, Runner, runner
+from tests.support.deadlines import scaled
+
+ROOT = Path(__file__).parents[2]
+OTHER_USER = 1000
+OPEN_MOUNTS = """
+set -e
+scratch=$1 hidden=$2 trees=$3
+shift 3
+for tree in $trees; do mkdir -p "$scratch$tree"; mount --rbind "$tree" "$scratch$tree"; done
+mount -t tmpfs -o mode=0755 none "$hidden"
+for tree in $trees; do mkdir -p "$tree"; mount --rbind "$scratch$tree" "$tree"; done
+exec "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Host:
+    """How a server runs. user: its user id; 0 with an interpreter that others may read: its runs have their own."""
+
+    name: str
+    level: str
+    user: int
+
+
+HOSTS = [
+    Host("C with users of its own", "landlock", 0),
+    Host("C as a user", "landlock", OTHER_USER),
+    Host("D with users of its own", "seccomp", 0),
+    Host("D as a user", "seccomp", OTHER_USER),
+    Host("B as a user", "namespaces-user", OTHER_USER),
+]
+AT_C = [host for host in HOSTS if host.level == "landlock"]
+
+
+def ids(host: Host) -> str:
+    """The name of a test's parameter."""
+    return host.name
+
+
+@contextlib.contextmanager
+def open_folder() -> Iterator[Path]:
+    """A folder to which every user may write, in memory where there is room."""
+    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2**30 else None
+    with tempfile.TemporaryDirectory(dir=parent) as name:
+        Path(name).chmod(0o1777)
+        yield Path(name)
+
+
+def command_as(user: int, folder: Path, command: list[str]) -> list[str]:
+    """`command` as `user`, with an interpreter that every user may read. Skips the test that cannot have it."""
+    if os.geteuid() != 0:
+        pytest.skip("only root starts servers as other users")
+    prefix = [] if user == 0 else ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups"]
+    hidden = _hidden_from_others()
+    if hidden is not None:
+        trees = [tree for tree in (*readable_trees(), str(ROOT)) if Path(tree).is_relative_to(hidden)]
+        scratch = folder / "scratch"
+        scratch.mkdir(exist_ok=True)
+        unshared = ["unshare", "--mount", "sh", "-c", OPEN_MOUNTS, "sh", str(scratch), hidden, " ".join(trees)]
+        prefix = [*unshared, *prefix]
+    return [*prefix, *command]
+
+
+@contextlib.contextmanager
+def server_of(host: Host, *options: str) -> Iterator[tuple[str, Path]]:
+    """The URL of a server, and the folder in which its runs have their directories."""
+    with open_folder() as folder, contextlib.ExitStack() as stack:
+        announce, log = folder / "url", folder / "log"
+        command = [sys.executable, "-m", "ctpo_sandbox.server", "--port", "0", "--announce", str(announce)]
+        command += ["--level", host.level, "--require", "none", "--tiers", "stdlib", "--slots", "2", *options]
+        environment = {**os.environ, "TMPDIR": str(folder), "HOME": str(folder), "PYTHONPATH": str(ROOT / "sandbox")}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command_as(host.user, folder, command), env=environment, stderr=output, start_new_session=True
+            )
+        stack.callback(_end, process)
+        deadline = time.monotonic() + scaled(60)
+        while not announce.exists():
+            if process.poll() is not None and "refused" in log.read_text():
+                pytest.skip(f"this machine does not offer {host.name}: {log.read_text()[-300:]}")
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.02)
+        yield announce.read_text().strip(), folder
+
+
+@contextlib.contextmanager
+def runner_of(host: Host, *options: str) -> Iterator[Runner]:
+    """`client.run` of such a server as a plain function."""
+    with server_of(host, *options) as (url, _), runner(url) as run:
+        yield run
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(scaled(10))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(scaled(10))
