@@ -1,9 +1,7 @@
 """The HTTP API: checks requests, and turns pool outcomes into verdicts and infrastructure faults into 503."""
 
 import asyncio
-import contextlib
 import json
-import logging
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
@@ -25,13 +23,13 @@ from ctpo_sandbox.metrics import Metrics
 from ctpo_sandbox.pool import Pool, RunResult
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import NEVER_ENFORCED, PROTECTIONS
+from ctpo_sandbox.variables import FAULT_HEADER
 
 Verdict = Literal["success", "timeout", "runtime_error"]
 EXECUTE_PATH = "/faas/sandbox/"
 FUSION_PATH = "/run_code"
 _CLIENT_CLOSED_REQUEST = 499
 _CLIENT_GONE = "the client closed the connection"
-_log = logging.getLogger("ctpo_sandbox.app")
 
 
 class ExecutionRequest(BaseModel):
@@ -134,14 +132,18 @@ async def _run_while_connected(
     request: Request, pool: Pool, execution: ExecutionRequest, timeout_s: float
 ) -> RunResult | None:
     """None when the client disconnected first; its snippet is then killed."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(None) as work:
+    work = asyncio.timeout(None)
+    try:
+        async with work:
             watch = asyncio.ensure_future(_end_with_client(request, work))
             try:
                 return await pool.run(execution.code, execution.stdin, timeout_s)
             finally:
                 watch.cancel()
-    return None
+    except TimeoutError:
+        if not work.expired():  # the run's own
+            raise
+        return None
 
 
 async def _read_request(request: Request) -> ExecutionRequest:
@@ -178,7 +180,8 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
         except asyncio.QueueFull as error:  # one second is the least that the header can say
             raise HTTPException(503, str(error), headers={"retry-after": "1"}) from error
         except RunFault as error:
-            raise HTTPException(503, f"the sandbox could not carry out the run: {error}") from error
+            detail = f"the sandbox could not carry out the run: {error}"
+            raise HTTPException(503, detail, headers={FAULT_HEADER: error.over}) from error
         if finished is None:
             raise HTTPException(_CLIENT_CLOSED_REQUEST, _CLIENT_GONE)
         metrics.finished(finished, verdict(finished))
@@ -186,13 +189,7 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
 
     def endpoint(form: Callable[[RunResult], dict[str, Any]]) -> Callable[[Request], Awaitable[JSONResponse]]:
         async def respond(request: Request) -> JSONResponse:
-            try:
-                return JSONResponse(form(await run(request)))
-            except StarletteHTTPException:
-                raise
-            except Exception as error:  # a defect of ours: counted, and the client may try again
-                _log.exception("no answer to a request")
-                raise HTTPException(503, f"the sandbox failed: {error!r}"[:500]) from error
+            return JSONResponse(form(await run(request)))
 
         return respond
 

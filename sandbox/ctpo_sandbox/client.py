@@ -15,12 +15,13 @@ import aiohttp
 from ctpo_sandbox.errors import SandboxUnavailable
 from ctpo_sandbox.records import WALL_FACTOR
 from ctpo_sandbox.servers import Connections, Server, Servers, base_urls, execution_url
-from ctpo_sandbox.timeouts import CONNECT_TIMEOUT_S, QUEUE_ALLOWANCE_S
-from ctpo_sandbox.variables import TOKEN, TOKEN_FILE, shared_token
+from ctpo_sandbox.timeouts import CONNECT_TIMEOUT_S, HEALTH_ATTEMPT_TIMEOUT_S, QUEUE_ALLOWANCE_S
+from ctpo_sandbox.variables import FAULT_HEADER, TOKEN, TOKEN_FILE, shared_token
 
 _STATUSES = ("success", "timeout", "runtime_error")
 _RETRIED_CODES = (429, 500, 502, 503, 504)
 _REFUSED_CODES = (400, 413, 422)
+_HARMLESS = b'{"code": "pass", "run_timeout": 2}'
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,24 @@ class ExecutionResult:
 
 @dataclass
 class ClientStats:
-    """Counts since the client was created; `results` by status. Never reset."""
+    """Counts since the client was created; `results` by status. Never reset.
+
+    blamed: results `runtime_error` of programs over which servers failed again and again.
+    """
 
     requests: int = 0
     retries: int = 0
     unavailable: int = 0
+    blamed: int = 0
     results: Counter[str] = field(default_factory=Counter)
 
 
 class _Failed(NamedTuple):
-    """An attempt that may be retried. pause_s: the pause that the server requested."""
+    """An attempt that may be retried. pause_s: the pause that the server requested. over: as `errors.Over`."""
 
     reason: str
     pause_s: float | None = None
+    over: str = ""
 
 
 def authorization(token: str | None = None) -> dict[str, str]:
@@ -138,6 +144,7 @@ class SandboxClient:
 
     async def _run_with_retries(self, body: bytes, attempt_timeout_s: float, state: dict[str, str]) -> ExecutionResult:
         attempt = 0
+        faults: list[tuple[Server, str]] = []
         while True:
             attempt += 1
             server = self._servers.take()
@@ -150,9 +157,22 @@ class SandboxClient:
                     return result
                 self.stats.retries += 1
                 server.failed(result.pause_s)
+                faults.append((server, result.over))
+                if result.over and _is_repeated(faults) and await self._runs_others(server):
+                    return self._blamed(result.reason)
                 state["doing"] = f"backing off after attempt {attempt}: {result.reason}"
             finally:
                 self._servers.give_back(server)
+
+    async def _runs_others(self, server: Server) -> bool:
+        """Whether it runs a harmless program."""
+        return isinstance(await self._attempt(server, _HARMLESS, HEALTH_ATTEMPT_TIMEOUT_S), ExecutionResult)
+
+    def _blamed(self, reason: str) -> ExecutionResult:
+        """The result of a program over which servers fail, while they run others."""
+        self.stats.blamed += 1
+        text = f"[killed because the sandbox fails over this program again and again, and over no other: {reason}]\n"
+        return ExecutionResult("runtime_error", "", text, 0.0)
 
     async def _attempt(self, server: Server, body: bytes, timeout_s: float) -> ExecutionResult | _Failed:
         started = time.monotonic()
@@ -174,7 +194,8 @@ class SandboxClient:
     ) -> ExecutionResult | _Failed:
         status, text = response.status, content[:500].decode(errors="replace")
         if status in _RETRIED_CODES:
-            return _Failed(f"HTTP {status}: {text}", _retry_after_s(response))
+            over = "defect" if status == HTTPStatus.INTERNAL_SERVER_ERROR else response.headers.get(FAULT_HEADER, "")
+            return _Failed(f"HTTP {status}: {text}", _retry_after_s(response), over)
         if status in _REFUSED_CODES:
             raise ValueError(f"sandbox {url} refused: HTTP {status}: {text}")
         if status == HTTPStatus.UNAUTHORIZED:
@@ -185,6 +206,16 @@ class SandboxClient:
             return _parse(json.loads(content), elapsed_s)
         except (KeyError, TypeError, ValueError) as error:
             return _Failed(f"not an answer of a sandbox ({error!r}): {text[:200]}")
+
+
+def _is_repeated(faults: list[tuple[Server, str]]) -> bool:
+    """Whether two servers failed over a program, or one did twice that has replaced what failed.
+
+    A machine without memory kills one run after another, so `killed` needs a second server.
+    """
+    over = [(server, cause) for server, cause in faults if cause]
+    replaced = [server for server, cause in over if cause != "killed"]
+    return len({server.root for server, _ in over}) > 1 or len(replaced) > 1
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:

@@ -1,5 +1,7 @@
 """What can go wrong with the sandbox itself. None of these says anything about a snippet: a snippet has a verdict."""
 
+from typing import Literal
+
 
 class SandboxStartError(Exception):
     """A server cannot start, or did not become healthy; the message says what to do."""
@@ -21,9 +23,14 @@ class WorkerLost(Exception):
         self.raised = raised
 
 
-class RunFault(Exception):
-    """A run failed through no fault of its snippet, and its worker is fine. passes: a process limit, retry later."""
+Over = Literal["", "worker", "killed", "defect"]
+"""What failed over a run each time, if that may be the program's doing: its worker was lost, something killed the run,
+or an exception was raised on the way of its answer."""
 
-    def __init__(self, reason: str, *, passes: bool = False) -> None:
+
+class RunFault(Exception):
+    """A run failed without a verdict, and its worker is fine. passes: a process limit, retry later."""
+
+    def __init__(self, reason: str, *, passes: bool = False, over: Over = "") -> None:
         super().__init__(reason)
-        self.passes = passes
+        self.passes, self.over = passes, over

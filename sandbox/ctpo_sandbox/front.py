@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import ipaddress
+import logging
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,10 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ctpo_sandbox.timeouts import BODY_TIMEOUT_S, HALF_CLOSE_PROBE_AGAIN_S, HALF_CLOSE_PROBE_S, HEAD_TIMEOUT_S
+from ctpo_sandbox.variables import FAULT_HEADER
 
 OPEN_PATHS = ("/live", "/ready")
 """Paths for health checks: they answer only yes or no, so they need no token."""
 
+_log = logging.getLogger("ctpo_sandbox.front")
 _SLOW = "the request body did not come within {:g} s"
 _INTERIM_RESPONSE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
@@ -72,10 +75,10 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 class Gate:
-    """Refuses requests before they are all in memory.
+    """Refuses requests before they are all in memory, and answers 503 for any exception of the application.
 
-    That is: without the token (401), to another host (400, 421), from a web page of another origin (403), not JSON
-    (415), too large (413), or too slow (408).
+    Refused are those without the token (401), to another host (400, 421), from a web page of another origin (403), not
+    JSON (415), too large (413), or too slow (408).
 
     Without a token the server is on loopback, where web pages can reach it. Against DNS rebinding the Host header must
     be a loopback name. A browser also sends some requests across origins without asking (the CORS-safelisted ones of
@@ -87,6 +90,25 @@ class Gate:
         self._expected = None if token is None else f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, sending)
+        except Exception as error:  # a defect of ours: the client may try again, unless it has half of an answer
+            _log.exception("no answer to a request")
+            if started:
+                raise
+            self._rejected(503)
+            detail = f"the sandbox failed: {error!a}"[:500]
+            refusal = JSONResponse({"detail": detail}, status_code=503, headers={FAULT_HEADER: "defect"})
+            await refusal(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
         if problem := self._problem(scope["method"], Headers(scope=scope)):

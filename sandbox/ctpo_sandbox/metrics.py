@@ -30,6 +30,7 @@ class Metrics:
             ("idle_slots", "Slots without a run.", lambda: pool.idle),
             ("waiting", "Requests waiting for a slot.", lambda: pool.waiting),
             ("lost", "Attempts that ended with the loss of a template or worker.", lambda: pool.lost),
+            ("blamed", "Programs that ended their workers, answered runtime_error.", lambda: pool.blamed),
             ("restarts", "Templates and workers replaced since the start.", lambda: pool.restarts),
         ):
             self._new(Gauge, name, text).labels(node).set_function(value)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ctpo_sandbox.channel import read_output, run_files
 from ctpo_sandbox.control_groups import MemoryGroup, MemoryGroups
-from ctpo_sandbox.errors import LevelRefused, RunFault, WorkerLost
+from ctpo_sandbox.errors import LevelRefused, Over, RunFault, WorkerLost
 from ctpo_sandbox.libraries import Library, choose
 from ctpo_sandbox.processes import Template, Worker
 from ctpo_sandbox.records import ChildOutcome, Limits
@@ -84,6 +84,9 @@ class Pool:
         self.level, self.limits = level, limits
         self.lost = 0
         """Attempts that ended with the loss of a template or worker."""
+
+        self.blamed = 0
+        """Programs that ended one worker after another, and were answered `runtime_error` for it."""
 
         self._memory_groups = MemoryGroups.find() if limits.needs_group else None
         self._groups: list[MemoryGroup] = []
@@ -202,6 +205,7 @@ class Pool:
         ran another program. A kill says nothing about the program.
         """
         reasons: list[str] = []
+        over: set[Over] = set()
         lost = healthy = 0
         while not job.abandoned:
             started = False
@@ -216,19 +220,22 @@ class Pool:
                 self._replace(worker, error)
                 reasons.append(str(error))
                 passes = False
+                over.add("worker" if started and isinstance(error, WorkerLost) else "")
                 if started and isinstance(error, WorkerLost) and error.raised:
                     lost += 1
                     healthy += await self._is_healthy(worker)
                 if lost == healthy == RUN_ATTEMPTS:
+                    self.blamed += 1
                     return job.succeed(_ended_by_program(lost, job.queue_s))
             except RunFault as error:
                 last = error
                 _log.error("%s", error)
                 reasons.append(str(error))
                 passes = error.passes
+                over.add(error.over)
                 await self._finish(worker)
             if len(reasons) >= (FORK_ATTEMPTS if passes else RUN_ATTEMPTS):
-                raise RunFault("; then ".join(reasons)) from last
+                raise RunFault("; then ".join(reasons), over=over.pop() if len(over) == 1 else "") from last
             if passes:
                 await asyncio.sleep(FORK_PAUSE_S * 2 ** len(reasons))
 

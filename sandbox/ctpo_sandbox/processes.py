@@ -195,7 +195,8 @@ class Worker:
         if outcome.refused:
             raise LevelRefused(f"{self.name} could not confine a child: {outcome.fault}")
         if outcome.fault is not None:
-            raise RunFault(f"{self.name}: {outcome.fault}", passes=outcome.exhausted)
+            killed = outcome.exit_code == -signal.SIGKILL
+            raise RunFault(f"{self.name}: {outcome.fault}", passes=outcome.exhausted, over="killed" if killed else "")
         return outcome
 
     def _excess_of_memory(self, outcome: ChildOutcome) -> ChildOutcome:

@@ -204,6 +204,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
         config = uvicorn.Config(
             create_app(pool, state, args.node),
             http=HttpProtocol,
+            ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
             log_level="warning",
             proxy_headers=False,

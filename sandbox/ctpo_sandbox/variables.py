@@ -1,10 +1,14 @@
-"""What servers and clients share by environment variables, or by files that these name: an address and a secret."""
+"""What servers and clients share: by environment variables, or by files that these name, an address and a secret; and
+the name of a header.
+"""
 
 import os
 from pathlib import Path
 
 TOKEN = "SANDBOX_TOKEN"
 TOKEN_FILE = "SANDBOX_TOKEN_FILE"
+FAULT_HEADER = "x-sandbox-fault"
+"""Of an HTTP 503: what failed over the run (`errors.Over`), if that may be the program's doing."""
 
 
 def node_url() -> str | None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ctpo_sandbox import ExecutionResult, SandboxServer, start_server
 from ctpo_sandbox.launch import _is_alive
 from ctpo_sandbox.pool import Pool, RunResult
-from tests.sandbox.sandbox_http import health, post
+from tests.sandbox.sandbox_http import HTTP, health, post
 from tests.sandbox.test_lost_processes import one_slot
 from tests.support.deadlines import scaled
 
@@ -26,7 +31,7 @@ IGNORED = {signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH, signal.SIGCONT, signa
 OF_THE_C_LIBRARY = {32, 33}
 """Whether it handles them depends on what the server did before."""
 
-RAW = "import ctypes, os, signal, sys, threading, time\nlibc = ctypes.CDLL(None)\n"
+RAW = "import ctypes, os, resource, signal, sys, threading, time\nlibc = ctypes.CDLL(None)\n"
 ENDS = {
     "os._exit(0)": "success",
     "os._exit(255)": "runtime_error",
@@ -36,10 +41,17 @@ ENDS = {
     "os.abort()": "runtime_error",
     "ctypes.string_at(0)": "runtime_error",
     "libc._exit(7)": "runtime_error",
-    "threading.Thread(target=time.sleep, args=[0.1]).start(); libc.syscall(60, 0)": None,
-    "threading.Thread(target=time.sleep, args=[60], daemon=True).start(); libc.syscall(60, 0)": None,
+    "libc.syscall(60, 0)": "success",
+    "libc.syscall(60, 9)": "runtime_error",
+    "threading.Thread(target=time.sleep, args=[9]).start(); libc.syscall(60, 0)": "runtime_error",
+    "threading.Thread(target=time.sleep, args=[9], daemon=True).start(); libc.syscall(60, 0)": "runtime_error",
+    "threading.Thread(target=os._exit, args=[0]).start(); time.sleep(9)": "success",
+    "os.execv(sys.executable, ['python'])": "runtime_error",
+    "libc.syscall(59, b'/bin/true', 0, 0)": "success",
+    "resource.setrlimit(resource.RLIMIT_CORE, (-1, -1)); os.abort()": "runtime_error",
+    "signal.raise_signal(signal.SIGSTOP)": "timeout",
 }
-"""Program -> status; None: any verdict."""
+"""Program -> status."""
 
 OUTPUTS = {
     "every byte": "os.write(1, bytes(range(256))); os.write(2, bytes(range(256)))",
@@ -94,9 +106,65 @@ def test_every_signal_is_a_verdict(sandbox_server: SandboxServer, number: int) -
 
 @pytest.mark.parametrize("code", ENDS)
 def test_every_end_is_a_verdict(sandbox_server: SandboxServer, code: str) -> None:
-    reply = post(sandbox_server, {"code": RAW + code, "run_timeout": 1})
+    timeout_s = 0.2 if ENDS[code] == "timeout" else scaled(4)
+    reply = post(sandbox_server, {"code": RAW + code, "run_timeout": timeout_s})
     assert reply.status_code == 200, reply.text
-    assert ENDS[code] in (reply.json()["status"], None)
+    assert reply.json()["status"] == ENDS[code], reply.text
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    output=st.binary(max_size=12),
+    stream=st.integers(1, 2),
+    name=st.binary(max_size=15).filter(lambda name: b"\0" not in name),
+    end=st.one_of(
+        st.integers(1, 64).map(lambda number: f"os.kill(os.getpid(), {number})"),
+        st.integers(0, 255).map(lambda number: f"os._exit({number})"),
+        st.sampled_from(sorted(set(ENDS) - {"signal.raise_signal(signal.SIGSTOP)"})),
+    ),
+    path=st.sampled_from(["/faas/sandbox/", "/run_code"]),
+)
+def test_every_name_output_and_end_together_are_a_verdict(
+    sandbox_server: SandboxServer, output: bytes, stream: int, name: bytes, end: str, path: str
+) -> None:
+    code = f"{RAW}libc.prctl(15, {name!r}, 0, 0, 0)\nopen({name!r} or 'f', 'w')\nos.write({stream}, {output!r})\n{end}"
+    reply = post(sandbox_server, {"code": code, "run_timeout": 0.3}, path)
+    assert reply.status_code == 200, reply.text
+    known = {"success", "timeout", "runtime_error"} if path == "/faas/sandbox/" else {"Success", "Failed"}
+    assert reply.json()["status"] in known
+    assert isinstance(reply.json()["run_result"]["stderr"], str)
+    assert HTTP.get(f"{sandbox_server.url}/ready").status_code == 200
+
+
+LINES = (b"POST /faas/sandbox/ HTTP/1.1", b"Host: localhost", b"Content-Type: application/json", b"X-Any: 1")
+BODY = b'{"code": "print(1)", "run_timeout": 1}'
+HEADERS = (
+    *(b"Upgrade: websocket\r\nConnection: upgrade\r\n", b"Expect: 100-continue\r\n"),
+    *(b"Transfer-Encoding: chunked\r\n", b"Content-Type: text/plain\r\n", b"Host: x\r\n"),
+)
+WORDS = rb"/run_code /health /metrics OPTIONS HEAD HTTP/1.0 HTTP/2.0 NaN null \ud800 1e999 - : % [ ] { }".split()
+BYTES = (b"\xff", b"\0", b"\r", b"\n", b" ", b"\xf0\x9f", b"\xed\xa0\x80", b"{" * 3000)
+PIECES = st.sampled_from([*HEADERS, *WORDS, *BYTES])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(changes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 80), st.integers(0, 8), PIECES), max_size=3))
+def test_no_bytes_of_a_request_are_answered_by_an_error_of_the_server(
+    sandbox_server: SandboxServer, changes: list[tuple[int, int, int, bytes]]
+) -> None:
+    """Refused or carried out; a connection may be closed without an answer, too."""
+    parts = [*LINES, BODY]
+    for part, at, length, piece in changes:
+        parts[part] = parts[part][:at] + piece + parts[part][at + length :]
+    *lines, body = parts
+    request = b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"Connection: close", b"", body])
+    url = httpx.URL(sandbox_server.url)
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.settimeout(scaled(0.5))  # a request that is not complete waits for the rest
+        connection.sendall(request)
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            answer = connection.recv(64)
+            assert not answer or answer.split()[1][:1] in (b"1", b"2", b"3", b"4"), answer
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -108,26 +176,33 @@ def test_every_output_is_a_verdict(sandbox_server: SandboxServer, name: str, pat
     assert isinstance(result["stdout"], str) and isinstance(result["stderr"], str)
 
 
-def test_a_defect_on_the_way_of_an_answer_is_a_counted_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a 500: the request may be sent again, and the metrics show it."""
+def test_a_defect_anywhere_is_a_counted_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a 500: the request may be sent again, and the metrics show it. Its text need not be encodable."""
     from fastapi.testclient import TestClient
 
-    from ctpo_sandbox.app import ServerState, create_app
+    from ctpo_sandbox.app import EXECUTE_PATH, FUSION_PATH, ServerState, create_app
 
     async def broken(self: Pool, code: str, stdin: str, run_timeout_s: float) -> RunResult:
-        raise ZeroDivisionError("a defect")
+        raise ZeroDivisionError("a \ud800 defect")
 
-    monkeypatch.setattr(Pool, "run", broken)
+    async def late(self: Pool, code: str, stdin: str, run_timeout_s: float) -> RunResult:
+        raise TimeoutError("of the run's own")
 
-    async def answers() -> tuple[Any, str]:
+    async def answers() -> tuple[list[Any], str]:
         async with one_slot() as pool:
             with TestClient(create_app(pool, ServerState({})), base_url="http://localhost") as client:
-                reply = client.post("/faas/sandbox/", json={"code": "print(1)"})
-                return reply, client.get("/metrics").text
+                replies = []
+                for defect in (broken, late):
+                    monkeypatch.setattr(Pool, "run", defect)
+                    replies += [client.post(path, json={"code": "print(1)"}) for path in (EXECUTE_PATH, FUSION_PATH)]
+                monkeypatch.setattr(Pool, "missing", property(lambda self: 1 / 0))
+                replies.append(client.get("/health"))
+                return replies, client.get("/metrics").text
 
-    reply, metrics = asyncio.run(answers())
-    assert reply.status_code == 503 and "ZeroDivisionError" in reply.json()["detail"]
-    assert 'code="503"' in metrics
+    replies, metrics = asyncio.run(answers())
+    assert [reply.status_code for reply in replies] == [503] * 5
+    assert "ZeroDivisionError" in replies[0].json()["detail"] and replies[0].headers["x-sandbox-fault"] == "defect"
+    assert 'code="503",node=""} 5.0' in metrics
 
 
 NAMES = {
