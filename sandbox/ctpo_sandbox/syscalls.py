@@ -32,7 +32,7 @@ _ALLOWED = {
         "clock_nanosleep wait4 waitid futex futex_wait futex_wake futex_waitv futex_requeue set_robust_list "
         "get_robust_list restart_syscall membarrier rseq"
     ),
-    "unix pairs": ("sendto recvfrom recvmsg recvmmsg shutdown getsockname getpeername getsockopt"),
+    "unix pairs": "shutdown getsockname getpeername getsockopt",
     "memory": (
         "brk mmap munmap mremap mprotect madvise msync mincore mlock mlock2 munlock mlockall munlockall "
         "get_mempolicy pkey_alloc pkey_free pkey_mprotect map_shadow_stack"
@@ -95,12 +95,47 @@ _REFUSED = {
     ),
 }
 
-_CLONE_SHARED = {"file system": 0x200, "descriptors": 0x400, "process": 0x10000}
+THREAD_SHARES = {
+    "CLONE_VM": 0x100,
+    "CLONE_FS": 0x200,
+    "CLONE_FILES": 0x400,
+    "CLONE_SIGHAND": 0x800,
+    "CLONE_THREAD": 0x10000,
+}
 """Flags of `clone` without which a thread would have something of its own that limits are not checked for."""
 
-_CLONE_REFUSED = 0x7E020000 | 0x2000 | 0x4000 | 0x8000
-"""Flags of `clone` that nothing needs: new namespaces, PTRACE, VFORK and PARENT."""
+CLONE_ALLOWED = {
+    **THREAD_SHARES,
+    "CLONE_SYSVSEM": 0x40000,
+    "CLONE_SETTLS": 0x80000,
+    "CLONE_PARENT_SETTID": 0x100000,
+    "CLONE_CHILD_CLEARTID": 0x200000,
+    "CLONE_DETACHED": 0x400000,
+    "CLONE_CHILD_SETTID": 0x1000000,
+    "signal at its end": 0xFF,
+}
+"""What the C library sets for a thread, or a worker for a run; any other flag is refused."""
 
+_MSG_OOB = 0x1
+_RECEIVING = {
+    "MSG_PEEK": 0x2,
+    "MSG_TRUNC": 0x20,
+    "MSG_DONTWAIT": 0x40,
+    "MSG_WAITALL": 0x100,
+    "MSG_NOSIGNAL": 0x4000,
+    "MSG_CMSG_CLOEXEC": 0x40000000,
+}
+MESSAGE_FLAGS = {
+    ("sendto", 3): {"MSG_DONTWAIT": 0x40, "MSG_EOR": 0x80, "MSG_NOSIGNAL": 0x4000, "MSG_MORE": 0x8000},
+    ("recvfrom", 3): _RECEIVING,
+    ("recvmsg", 2): _RECEIVING,
+}
+"""Call and number of its argument -> the flags that it may have. Out-of-band bytes, for one, need code of their own."""
+
+CLOCKS_OF_PROCESSES = (0x80000004, 0x80000000)
+"""Mask and value of the ids of clocks of processes, which anyone may read. Clocks of threads (4) are of one's own."""
+
+_CLOCK_CALLS = "clock_gettime clock_getres clock_nanosleep"
 _CLOSE_RANGE_UNSHARE = 2
 _INT = 0xFFFFFFFF
 _SYSCALL_UNKNOWN = -1
@@ -108,18 +143,23 @@ _BINARY_TREE = 2
 _AF_UNIX, _SOCK_STREAM, _SOCK_DGRAM, _SOCK_RAW, _SOCK_SEQPACKET, _SOCK_TYPE_MASK = 1, 1, 2, 3, 5, 0xF
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_GET_NAME, _PR_SET_VMA = 1, 4, 15, 16, 0x53564D41
 _PRCTL_ALLOWED = (3, _PR_SET_NAME, _PR_GET_NAME, 39, _PR_SET_VMA)  # 3, 39: reading the dumpable and no_new_privs flags
+_FCNTL_GRANTED = (6, 7)
+"""Record locks (F_SETLK, F_SETLKW) belong to a process, and no other opens its files: the answer is always yes. Asking
+the kernel would let other runs see a lock on a library."""
+
 _FCNTL_REFUSED = {
-    "locks": (6, 7, 37, 38),
+    "locks of an open file": (37, 38),
     "signals, leases and notices": (8, 10, 15, 1024, 1026),
     "size of a pipe": (1031,),
 }
-_FCNTL_ALLOWED = {*range(40), 1025, *range(1030, 1040)}.difference(*_FCNTL_REFUSED.values())
+_FCNTL_ALLOWED = {*range(40), 1025, *range(1030, 1040)}.difference(_FCNTL_GRANTED, *_FCNTL_REFUSED.values())
 _FIONCLEX, _FIOCLEX, _FIONBIO, _FIONREAD, _TCGETS, _TIOCGWINSZ = 0x5450, 0x5451, 0x5421, 0x541B, 0x5401, 0x5413
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 
 _ALLOW = pyseccomp.ALLOW
 _EPERM = pyseccomp.ERRNO(errno.EPERM)
 _ENOSYS = pyseccomp.ERRNO(errno.ENOSYS)
+_NOTHING_TO_DO = pyseccomp.ERRNO(0)
 
 
 def _equals(argument: int, value: int, mask: int = _INT) -> pyseccomp.Arg:
@@ -139,8 +179,15 @@ def _conditional() -> Iterator[tuple[int, str, list[pyseccomp.Arg]]]:
         yield _EPERM, "socketpair", [_equals(1, kind, mask=_SOCK_TYPE_MASK)]
     for command in sorted(_FCNTL_ALLOWED):
         yield _ALLOW, "fcntl", [_equals(1, command)]
+    for command in _FCNTL_GRANTED:
+        yield _NOTHING_TO_DO, "fcntl", [_equals(1, command)]
     for command in itertools.chain(*_FCNTL_REFUSED.values()):
         yield _EPERM, "fcntl", [_equals(1, command)]
+    for (name, argument), flags in MESSAGE_FLAGS.items():
+        yield _ALLOW, name, [_equals(argument, 0, mask=_INT & ~sum(flags.values()))]
+        yield _EPERM, name, [_equals(argument, _MSG_OOB, mask=_MSG_OOB)]
+    # A worker needs other flags than a thread: the children's filter checks more of them.
+    yield _ALLOW, "clone", [_equals(0, 0, mask=_INT & ~sum(CLONE_ALLOWED.values()))]
     for request in (_FIOCLEX, _FIONCLEX, _FIONBIO, _FIONREAD, _TCGETS, _TIOCGWINSZ):
         yield _ALLOW, "ioctl", [_equals(1, request)]
     for request in (_FIOSETOWN, _SIOCSPGRP):
@@ -162,7 +209,6 @@ def worker_rules() -> pyseccomp.SyscallFilter:
         rules.add_rule(_ALLOW, name)
     for name in ("prlimit64", "kill", "tgkill"):  # the children's filter checks their arguments
         rules.add_rule(_ALLOW, name)
-    rules.add_rule(_ALLOW, "clone", _equals(0, 0, mask=_CLONE_REFUSED))  # the children's filter checks more of it
     for action, name, conditions in _conditional():
         rules.add_rule(action, name, *conditions)
     for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP):
@@ -187,8 +233,11 @@ def child_rules(*, file_attributes: bool) -> pyseccomp.SyscallFilter:
         for name, flags in (("open", 1), ("openat", 2)):
             rules.add_rule(_EPERM, name, _equals(flags, os.O_TRUNC, mask=os.O_TRUNC | os.O_ACCMODE))
         rules.add_rule(_ENOSYS, "openat2")  # a filter cannot see its flags
-    for flag in _CLONE_SHARED.values():
+    for flag in THREAD_SHARES.values():
         rules.add_rule(_EPERM, "clone", _equals(0, 0, mask=flag))
+    mask, of_process = CLOCKS_OF_PROCESSES
+    for name in _CLOCK_CALLS.split():
+        rules.add_rule(_EPERM, name, _equals(0, of_process, mask=mask))
     rules.add_rule(_EPERM, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
     for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, PR_SET_SECCOMP):
         rules.add_rule(_EPERM, "prctl", _equals(0, option))

@@ -241,7 +241,7 @@ KERNEL = _attacks(
         "clock": "import time; time.clock_settime(time.CLOCK_REALTIME, 0)",
         "host name": "import socket; socket.sethostname('x')",
         "lock on a library": "import fcntl, json; fcntl.flock(open(json.__file__), fcntl.LOCK_EX)",
-        "record lock": "import fcntl; fcntl.lockf(open('f', 'w'), fcntl.LOCK_EX)",
+        "lock of an open file": "import fcntl; fcntl.fcntl(open('f', 'w'), 37, bytes(32))",
         "x32 entry": _system_call(0x40000000 | 39),
         "call of the future": _system_call(900),
         "32-bit entry": (
@@ -331,6 +331,14 @@ CHANNELS = _attacks(
             "import socket; a, b = socket.socketpair(); a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)"
         ),
         "descriptors on their way": "import socket; a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [0])",
+        "out-of-band bytes": "import socket; a, b = socket.socketpair(); a.send(b'x', socket.MSG_OOB)",
+        "reading out-of-band bytes": "import socket; a, b = socket.socketpair(); b.recv(1, socket.MSG_OOB | 0x40)",
+        "errors of a socket": "import socket; a, b = socket.socketpair(); b.recvmsg(1, 0, 0x2000 | 0x40)",
+        "clock of the parent": "import os, time; time.clock_gettime(~os.getppid() << 3 | 2)",
+        "resolution of the parent's clock": "import os, time; time.clock_getres(~os.getppid() << 3 | 1)",
+        "sleeping by the parent's clock": _system_call(
+            230, "~__import__('os').getppid() << 3 | 2", "0", "(ctypes.c_long * 2)(0, 1)", "0"
+        ),
         "larger pipe": "import fcntl, os; r, w = os.pipe(); fcntl.fcntl(w, 1031, 1 << 20)",
         "lease of a file": "import fcntl, json; fcntl.fcntl(open(json.__file__), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
         "notice of a directory": "import fcntl, os; fcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, 1)",
