@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -15,11 +15,20 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from ctpo_sandbox.timeouts import BODY_TIMEOUT_S, HALF_CLOSE_PROBE_AGAIN_S, HALF_CLOSE_PROBE_S, HEAD_TIMEOUT_S
+from ctpo_sandbox.timeouts import (
+    BODY_TIMEOUT_S,
+    HALF_CLOSE_PROBE_AGAIN_S,
+    HALF_CLOSE_PROBE_S,
+    HEAD_TIMEOUT_S,
+    REPLY_TIMEOUT_S,
+)
 from ctpo_sandbox.variables import FAULT_HEADER
 
 OPEN_PATHS = ("/live", "/ready")
 """Paths for health checks: they answer only yes or no, so they need no token."""
+
+MAX_UNREAD_BYTES = 256 << 20
+"""Of all answers together that clients do not read; beyond it the connection that waits longest is closed."""
 
 _log = logging.getLogger("ctpo_sandbox.front")
 _SLOW = "the request body did not come within {:g} s"
@@ -27,7 +36,12 @@ _INTERIM_RESPONSE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 
 class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol, with a deadline for the head of a request, and support for clients that half-close."""
+    """uvicorn's protocol, with deadlines for the head of a request and for the reading of an answer, and support for
+    clients that half-close.
+    """
+
+    _unread: ClassVar[dict["HttpProtocol", asyncio.TimerHandle]] = {}
+    """Connections whose client does not read, the longest first; each is closed by its timer."""
 
     _head_deadline: asyncio.TimerHandle | None = None
 
@@ -37,6 +51,7 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # whatever is left to write is unread
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -48,7 +63,28 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_expecting()
+        self._is_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread[self] = self.loop.call_later(REPLY_TIMEOUT_S, self.transport.abort)
+        sizes = {waiting: waiting.transport.get_write_buffer_size() for waiting in self._unread}
+        held = sum(sizes.values())
+        for waiting, size in sizes.items():
+            if held <= MAX_UNREAD_BYTES:
+                break
+            waiting._is_read()
+            waiting.transport.abort()
+            held -= size
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._is_read()
+
+    def _is_read(self) -> None:
+        if (deadline := self._unread.pop(self, None)) is not None:
+            deadline.cancel()
 
     def eof_received(self) -> bool:
         """Whether to keep the connection: clients that are gone and clients that wait differ only on a write."""

@@ -20,6 +20,7 @@ BENCH_FIRST_RUN_S = 10.0  # the first run on each server, before anything is tim
 # HTTP server.
 HEAD_TIMEOUT_S = 10.0  # to receive the head of a request
 BODY_TIMEOUT_S = 60.0  # to receive the body of a request
+REPLY_TIMEOUT_S = 60.0  # for a client to read what the kernel does not hold of an answer
 HALF_CLOSE_PROBE_S = 0.05  # after a client closed its side, before the server checks whether it still reads
 HALF_CLOSE_PROBE_AGAIN_S = 1.0  # between later checks
 KEEP_ALIVE_S = 30  # idle connections; longer than clients keep them, because clients must be the ones to close

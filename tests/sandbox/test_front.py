@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,8 +24,11 @@ from tests.support.deadlines import scaled
 
 FEW_FILES, CONNECTIONS = 64, 100
 HURRIED = """
+import os
 from ctpo_sandbox import front
 front.HEAD_TIMEOUT_S = front.BODY_TIMEOUT_S = 0.5
+front.REPLY_TIMEOUT_S = float(os.environ.get("REPLY_TIMEOUT_S", 60))
+front.MAX_UNREAD_BYTES = int(os.environ.get("MAX_UNREAD_BYTES", 1 << 30))
 from ctpo_sandbox.server import main
 raise SystemExit(main())
 """
@@ -34,12 +38,12 @@ OPTIONS = ["--port", "0", "--slots", "1", "--max-waiting", "2", "--tiers", "stdl
 class _Server:
     """A process with few open files at first, a short queue and short deadlines; not started again when it ends."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: str) -> None:
         announce = folder / "url"
         command = [sys.executable, "-c", HURRIED, *OPTIONS, "--announce", str(announce)]
         self.process = subprocess.Popen(
             ["sh", "-c", f'ulimit -Sn {FEW_FILES}; exec "$@"', "sh", *command],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "sandbox")},
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "sandbox"), **settings},
         )
         deadline = time.monotonic() + scaled(60)
         while not announce.exists():
@@ -70,6 +74,66 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
 def _request(body: bytes, length: int | None = None, host: str = "localhost") -> bytes:
     head = f"POST /faas/sandbox/ HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+
+
+LARGE = {"code": r"import os; os.write(1, b'\0' * 999_000); os.write(2, b'\0' * 999_000)"}
+LARGE_BYTES = 12 * 999_000  # each as \u0000 in JSON
+
+
+def _not_reading(server: _Server) -> socket.socket:
+    """A connection that has asked for an answer which the kernel alone cannot hold."""
+    url = httpx.URL(server.url)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((url.host, url.port))
+    connection.settimeout(scaled(20))
+    connection.sendall(_request(json.dumps(LARGE).encode()))
+    connection.recv(1)
+    return connection
+
+
+def _rest_of(connection: socket.socket) -> int:
+    size = 0
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 20):
+            size += len(part)
+            if size >= LARGE_BYTES:
+                break
+    return size
+
+
+@pytest.fixture
+def strict(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[_Server]:
+    server = _Server(tmp_path, **request.param)
+    yield server
+    server.process.kill()
+    server.process.wait(scaled(20))
+
+
+@pytest.mark.parametrize("strict", [{"REPLY_TIMEOUT_S": "0.5"}], indirect=True)
+def test_an_answer_that_is_not_read_is_given_up(strict: _Server) -> None:
+    with _not_reading(strict) as connection, _not_reading(strict) as slow:
+        deadline = time.monotonic() + scaled(1.5)
+        while time.monotonic() < deadline:  # drop by drop is no reading either
+            with contextlib.suppress(ConnectionResetError):
+                slow.recv(100)
+            time.sleep(0.05)
+        assert _rest_of(connection) < LARGE_BYTES and _rest_of(slow) < LARGE_BYTES
+        assert strict.ask("print(1)").json()["run_result"]["stdout"] == "1\n"
+
+
+@pytest.mark.parametrize("strict", [{"MAX_UNREAD_BYTES": str(LARGE_BYTES * 3 // 2)}], indirect=True)
+def test_answers_that_are_not_read_are_bounded_together(strict: _Server) -> None:
+    with ExitStack() as held:
+        connections = [held.enter_context(_not_reading(strict)) for _ in range(4)]
+        sizes = [_rest_of(connection) for connection in connections]
+    assert sizes[0] < LARGE_BYTES <= sizes[-1], sizes
+
+
+def test_a_slow_reader_gets_its_whole_answer(server: _Server) -> None:
+    with _not_reading(server) as connection:
+        time.sleep(0.5)
+        assert _rest_of(connection) >= LARGE_BYTES
 
 
 def _all_of(connection: socket.socket) -> bytes:
