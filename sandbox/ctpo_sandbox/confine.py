@@ -54,9 +54,19 @@ class Confinement:
         """Whether processes of the same user may see what a run has open. At level C Landlock keeps others out."""
         return self.level == "landlock"
 
+    @property
+    def may_fork(self) -> bool:
+        """Whether a child can have children."""
+        return self._filter is None
+
+    @property
+    def file_attributes(self) -> bool:
+        """Whether a child can change owners, modes and dates of files: not at C if others have the same user."""
+        return self.level != "landlock" or self._own_users
+
     def _filters(self) -> tuple[filters.ChildFilter, filters.WorkerFilter]:
         try:
-            return filters.compiled(file_attributes=self.boxed or self._own_users or self.level == "seccomp")
+            return filters.compiled(file_attributes=self.file_attributes)
         except (RuntimeError, OSError) as error:
             raise OSError(f"seccomp: {error}; install libseccomp2 and pyseccomp") from error
 

@@ -36,7 +36,10 @@ def abi_version() -> int:
 
 
 class FileRules:
-    """Read access: the interpreter, the system libraries and a few device files; everything else is inaccessible.
+    """Read access: the interpreter, the system libraries and a few device files; nothing else can be opened.
+
+    Landlock checks none of the calls that open nothing: a path that a run knows can be asked for existence, size, dates
+    and the text of a link.
 
     Holds open descriptors of the readable paths. Raises OSError where Landlock is missing.
     """

@@ -5,7 +5,6 @@ import _thread
 import atexit
 import builtins
 import errno
-import importlib
 import io
 import linecache
 import logging
@@ -49,11 +48,8 @@ class _Output(io.FileIO):
             return len(data)
 
 
-def prepare_main(*, explain: bool) -> None:
-    """Prepare in the template what every program needs: in a run it would cost a copy of each touched page.
-
-    explain: have multiprocessing fail with the reason instead of a missing file of the C library.
-    """
+def prepare_main() -> None:
+    """Prepare in the template what every program needs: in a run it would cost a copy of each touched page."""
     errors, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)  # streams inspect their files, which are regular files in a run
     _rehearse([_output(number, name) for number, name in _STREAMS])
@@ -64,8 +60,6 @@ def prepare_main(*, explain: bool) -> None:
     os.dup2(errors, 2)
     os.close(errors)
     os.close(nothing)
-    if explain:
-        _explain_processes()
     sys.setrecursionlimit, sys.getrecursionlimit = _set_recursion_limit, _get_recursion_limit
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=_FILENAME, __builtins__=builtins)
@@ -109,18 +103,6 @@ def _forget_exits() -> None:
 def _registered() -> list[object]:
     """What `threading._shutdown` and exit handlers have to wait for."""
     return [_thread._count(), atexit._ncallbacks(), *threading._threading_atexits]  # type: ignore[attr-defined]
-
-
-def _explain_processes() -> None:
-    module: Any = importlib.import_module("_multiprocessing")
-
-    class SemLock:
-        SEM_VALUE_MAX = module.SemLock.SEM_VALUE_MAX
-
-        def __init__(self, *_: object, **__: object) -> None:
-            raise PermissionError(errno.EPERM, "one process per run: use threads instead of multiprocessing")
-
-    module.SemLock = SemLock
 
 
 def _set_recursion_limit(limit: int, /) -> None:

@@ -14,7 +14,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ctpo_sandbox import libc, namespaces
+from ctpo_sandbox import libc, namespaces, substitutes
 from ctpo_sandbox.child import rehearse
 from ctpo_sandbox.confine import Confinement
 from ctpo_sandbox.libraries import Library, load
@@ -95,7 +95,11 @@ def _prepare(boot: Boot) -> Confinement:
     load(boot.library)
     confinement.open_files()
     libc.perform([libc.setting_dumpable(False)])
-    prepare_main(explain=not confinement.may_kill_itself)  # a child that cannot kill itself cannot have children either
+    prepare_main()
+    if not confinement.may_fork:
+        substitutes.replace_locks_of_processes()
+    if not confinement.file_attributes:
+        substitutes.tolerate_attributes()
     rehearse(confinement)
     gc.collect()
     gc.freeze()

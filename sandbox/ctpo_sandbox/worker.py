@@ -8,7 +8,7 @@ import socket
 import time
 from functools import lru_cache, partial
 
-from ctpo_sandbox import libc
+from ctpo_sandbox import libc, substitutes
 from ctpo_sandbox.child import SETUP_DONE, RunFiles, become_snippet, prepare_child
 from ctpo_sandbox.confine import Confinement, WorkDirectory
 from ctpo_sandbox.measure import thread_excess
@@ -29,6 +29,8 @@ class ForkServer:
         self._setup_poll = select.poll()
         self._setup_poll.register(self._setup, select.POLLIN)
         self._outputs: tuple[int, ...] = ()
+        if not confinement.may_fork:
+            substitutes.explain_forks()
         prepare = partial(prepare_child, confinement=confinement, report=report)
         self._prepare = lru_cache(maxsize=1)(prepare)
 
@@ -44,6 +46,7 @@ class ForkServer:
         path = self._work.path
         if os.environ.get("HOME") != path:
             os.environ.update(HOME=path, TMPDIR=path, PWD=path)  # for the run
+            substitutes.own_directory(path)
         ruleset = self._confinement.ruleset(path)
         files, run_timeout_s = self._next_request()
         try:

@@ -40,11 +40,13 @@ exec "$@"
 
 @dataclass(frozen=True)
 class Host:
-    """How a server runs. user: its user id; 0 with an interpreter that others may read: its runs have their own."""
+    """How a server runs. user: its user id; 0 with an interpreter that others may read: its runs have their own. None:
+    as the tests run.
+    """
 
     name: str
     level: str
-    user: int
+    user: int | None = None
 
 
 HOSTS = [
@@ -54,7 +56,8 @@ HOSTS = [
     Host("D as a user", "seccomp", OTHER_USER),
     Host("B as a user", "namespaces-user", OTHER_USER),
 ]
-AT_C = [host for host in HOSTS if host.level == "landlock"]
+AT_C = [Host("C", "landlock"), *(host for host in HOSTS if host.level == "landlock")]
+EVERYWHERE = [Host("A", "namespaces-root"), Host("B", "namespaces-user"), Host("C", "landlock"), *HOSTS]
 
 
 def ids(host: Host) -> str:
@@ -71,8 +74,10 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def command_as(user: int, folder: Path, command: list[str]) -> list[str]:
-    """`command` as `user`, with an interpreter that every user may read. Skips the test that cannot have it."""
+def command_as(user: int | None, folder: Path, command: list[str]) -> list[str]:
+    """`command` as `Host.user`. Skips the test that cannot have it."""
+    if user is None:
+        return command
     if os.geteuid() != 0:
         pytest.skip("only root starts servers as other users")
     prefix = [] if user == 0 else ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups"]

@@ -74,4 +74,4 @@ def test_printing_beyond_the_limit_is_cut_and_no_error(execute: Runner) -> None:
 def test_several_processes_are_refused_in_words(execute: Runner, code: str) -> None:
     result = execute(code)
     assert result.status == "runtime_error"
-    assert "one process per run: use threads instead of multiprocessing" in result.stderr.splitlines()[-1]
+    assert "one process per run: use threads" in result.stderr.splitlines()[-1]

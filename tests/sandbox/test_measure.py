@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from ctpo_sandbox import Limits
 from ctpo_sandbox.measure import Disturbed, file_excess, files_below, files_left_excess, thread_excess
-from tests.sandbox.conftest import Runner, runner, server_in_memory
-from tests.sandbox.other_users import HOSTS, Host, ids, server_of
+from tests.sandbox.conftest import Runner, runner
+from tests.sandbox.other_users import EVERYWHERE, Host, ids, server_of
 from tests.sandbox.sandbox_http import health
-from tests.support.deadlines import scaled
 
 FEW = Limits(disk_mb=8, disk_files=2000)
 PROCESS_OF_ITS_OWN = "import ctypes, os, sys, threading, time\nos.chdir(sys.argv[1])\n"
@@ -160,7 +159,6 @@ def test_a_link_is_not_followed_and_a_closed_directory_is_counted(tmp_path: Path
     assert outside.stat().st_mode & 0o777 == 0
 
 
-PLACES = [Host("C", "landlock", os.geteuid()), *HOSTS]
 REPLACEMENTS = {
     "a directory": "os.mkdir(name)",
     "a closed directory": "os.mkdir(name, 0)",
@@ -210,19 +208,15 @@ class _Place(NamedTuple):
     outside: Path
 
 
-@pytest.fixture(scope="module", params=PLACES, ids=ids)
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Place]:
+@pytest.fixture(scope="module", params=EVERYWHERE, ids=ids)
+def place(request: pytest.FixtureRequest) -> Iterator[_Place]:
     host: Host = request.param
     with contextlib.ExitStack() as stack:
-        if host.name == "C":
-            log = tmp_path_factory.mktemp("measure") / "log"
-            options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "level": host.level}
-            url, folder = stack.enter_context(server_in_memory(**options, log_path=log)).url, log.parent
-        else:
-            url, folder = stack.enter_context(server_of(host))
+        url, folder = stack.enter_context(server_of(host))
         outside = folder / "outside"
         outside.mkdir()
-        os.chown(outside, host.user, -1)
+        if host.user is not None:
+            os.chown(outside, host.user, -1)
         outside.chmod(0)
         yield _Place(stack.enter_context(runner(url)), url, outside)
 

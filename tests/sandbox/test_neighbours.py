@@ -13,6 +13,7 @@ import pytest
 from ctpo_sandbox import ExecutionResult, SandboxClient, SandboxServer, SandboxStartError
 from ctpo_sandbox.namespaces import FILES, TREES, WORK
 from tests.sandbox.conftest import runner
+from tests.sandbox.other_users import AT_C, Host, ids, server_of
 from tests.support.deadlines import scaled
 
 START_AS_ON_LINUX_5_11 = """
@@ -72,6 +73,45 @@ print(sorted(found))
 """
 
 
+HOLD_NAMES = f"""
+import fcntl, json, os, time
+os.symlink({SECRET!r}, "m")
+fcntl.lockf(open(json.__file__), fcntl.LOCK_SH)
+print(os.getcwd(), flush=True)
+time.sleep({scaled(3.0)})
+"""
+LOOK_FOR_NAMES = """
+import fcntl, json, os, struct
+own = os.getcwd()
+top, name = os.path.dirname(os.path.dirname(own)), os.path.basename(own)
+found = []
+
+def look(call, path):
+    try:
+        found.append((path, call(path)))
+    except OSError:
+        pass
+
+bases = [f"{top}/slot-{slot}-stdlib-{start}" for slot in range(3) for start in range(1, 3)]
+for base in bases:
+    if base == os.path.dirname(own):
+        continue
+    for call in (os.listdir, os.scandir):
+        look(call, base)
+    for guess in ("run", "0", name):
+        for call in (os.readlink, os.lstat, os.stat):
+            look(call, f"{base}/{guess}/m")
+for process in range(1, 1 << 15):
+    if process != os.getpid():
+        for link in ("cwd", "root", "exe", "fd/1"):
+            look(os.readlink, f"/proc/{process}/{link}")
+for call in (os.listdir, os.scandir):
+    look(call, top)
+lock = fcntl.fcntl(open(json.__file__), fcntl.F_GETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0))
+print([*found, *[lock for _ in [0] if struct.unpack("hhqqi", lock)[0] != fcntl.F_UNLCK]])
+"""
+"""By calls that open nothing, and so are not checked by Landlock."""
+
 LIST_THE_BOX = """
 import json, os
 listed = {path: os.listdir(path) for path in ("/", "/etc", "/dev")}
@@ -114,9 +154,20 @@ def test_nothing_but_the_box_is_visible_without_landlock(as_on_linux_5_11: Sandb
     assert [name for name in listed["dev"] if name.endswith(":")] == ["lo:"]
 
 
-async def _both(url: str) -> list[ExecutionResult]:
+@pytest.mark.parametrize("host", AT_C, ids=ids)
+def test_runs_of_one_user_cannot_ask_for_names_of_each_other(host: Host) -> None:
+    with server_of(host) as (url, _):
+        held, looked = asyncio.run(_both(url, HOLD_NAMES, LOOK_FOR_NAMES))
+        with runner(url) as run:
+            names = [Path(run("import os; print(os.getcwd())").stdout.strip()).name for _ in range(4)]
+    assert held.status == "success" and len(Path(held.stdout.strip()).name) == 32
+    assert looked.stdout == "[]\n", looked
+    assert len(set(names)) == 4
+
+
+async def _both(url: str, hold: str = HOLD, look: str = LOOK) -> list[ExecutionResult]:
     client = SandboxClient(url, max_concurrency=2, request_timeout_s=scaled(40))
     limit_s = scaled(20.0)
-    results = await asyncio.gather(client.run(HOLD, run_timeout_s=limit_s), client.run(LOOK, run_timeout_s=limit_s))
+    results = await asyncio.gather(client.run(hold, run_timeout_s=limit_s), client.run(look, run_timeout_s=limit_s))
     await client.aclose()
     return results

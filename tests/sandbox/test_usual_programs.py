@@ -1,0 +1,109 @@
+"""Programs as people write them work at every level that isolates; or they are told the reason."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sandbox.conftest import Runner, runner
+from tests.sandbox.other_users import EVERYWHERE, Host, ids, server_of
+
+WORKS = {
+    "a pool of threads": "from multiprocessing.pool import ThreadPool\nprint(ThreadPool(2).map(abs, [-1]))",
+    "another name of it": "from multiprocessing.dummy import Pool\nwith Pool(3) as p: print(p.map(abs, [-1]))",
+    "many tasks for it": (
+        "from multiprocessing.pool import ThreadPool\nwith ThreadPool(8) as pool:\n"
+        "    assert sorted(pool.imap_unordered(abs, range(-500, 0))) == list(range(1, 501))\n"
+        "    assert pool.apply_async(pow, (2, 5)).get(5) == 32\nprint([1])"
+    ),
+    "a queue": "import multiprocessing as m\nq = m.Queue(); q.put(1); print([q.get(timeout=5)])",
+    "locks": (
+        "import multiprocessing as m, threading\nlock, again, few = m.Lock(), m.RLock(), m.BoundedSemaphore(2)\n"
+        "with lock: assert not lock.acquire(False) and not lock.acquire(timeout=0.01)\n"
+        "with again, again: pass\n"
+        "for wrong, error in ((lock, ValueError), (again, AssertionError), (few, ValueError)):\n"
+        "    try: wrong.release()\n    except error: pass\n    else: raise SystemExit('released')\n"
+        "assert few.acquire() and few.acquire() and not few.acquire(False) and few.get_value() == 0\n"
+        "held = again.acquire()\nother = threading.Thread(target=lambda: print([int(not again.acquire(False))]))\n"
+        "other.start(); other.join()"
+    ),
+    "an event": (
+        "import multiprocessing as m, threading\ne, c = m.Event(), m.Condition()\n"
+        "threading.Timer(0.05, e.set).start(); assert e.wait(5)\nwith c: c.notify_all()\nprint([1])"
+    ),
+    "a database": (
+        "import sqlite3\none, two = sqlite3.connect('x.db'), sqlite3.connect('x.db')\n"
+        "one.execute('create table t (a)'); one.execute('insert into t values (1)'); one.commit()\n"
+        "print([a for a, in two.execute('select a from t')])"
+    ),
+    "a database with a log": (
+        "import sqlite3\nc = sqlite3.connect('x.db')\n"
+        "assert c.execute('pragma journal_mode=wal').fetchone()[0] == 'wal'\n"
+        "with c: c.execute('create table t (a)'); c.execute('insert into t values (1)')\n"
+        "print([a for a, in sqlite3.connect('x.db').execute('select a from t')])"
+    ),
+    "a lock on a file": (
+        "import fcntl\nf = open('f', 'w'); fcntl.lockf(f, fcntl.LOCK_EX); fcntl.lockf(f, fcntl.LOCK_UN)\nprint([1])"
+    ),
+    "copies": (
+        "import os, shutil\nopen('a', 'w').write('x'); os.mkdir('d')\n"
+        "shutil.copy('a', 'd/b'); shutil.copy2('a', 'd/c')\n"
+        "shutil.copytree('d', 'e'); shutil.move('e', 'f'); print([len(os.listdir('f')) - 1])"
+    ),
+    "modes and dates": (
+        "import os, pathlib\np = pathlib.Path('p'); p.touch(); p.touch(); p.chmod(0o600); os.utime('p', (1, 1))\n"
+        "os.truncate('p', 5); os.fchmod(os.open('p', 0), 0o644)\n"
+        "os.chmod('p', 0o600, dir_fd=os.open('.', 0), follow_symlinks=True); print([p.stat().st_size - 4])"
+    ),
+    "an archive": (
+        "import os, tarfile, zipfile\nopen('a', 'w').write('x')\nwith tarfile.open('t', 'w') as t: t.add('a')\n"
+        "with zipfile.ZipFile('z', 'w') as z: z.write('a')\ntarfile.open('t').extractall('o')\n"
+        "zipfile.ZipFile('z').extractall('q'); print([len(os.listdir('o') + os.listdir('q')) - 1])"
+    ),
+    "a shelf": "import shelve\nwith shelve.open('s') as s: s['a'] = 1\nprint([shelve.open('s')['a']])",
+    "temporary files": (
+        "import tempfile\nwith tempfile.TemporaryDirectory() as d, tempfile.NamedTemporaryFile(dir=d) as f, "
+        "tempfile.TemporaryFile() as g:\n    f.write(b'x'); g.write(b'y')\nprint([1])"
+    ),
+    "times of its own": (
+        "import threading, time\nt = time.clock_gettime(time.pthread_getcpuclockid(threading.get_ident()))\n"
+        "assert t > 0 and time.process_time() > 0 and time.thread_time() > 0\nprint([1])"
+    ),
+    "an event loop": (
+        "import asyncio\nasync def f(): return await asyncio.to_thread(abs, -1)\nprint([asyncio.run(f())])"
+    ),
+}  # fmt: skip
+"""Each prints [1]."""
+
+TOLD = {
+    "import multiprocessing as m; m.Pool(2).map(abs, [1])": "one process per run: use threads",
+    "from concurrent.futures import ProcessPoolExecutor as P\nwith P(2) as p: list(p.map(abs, [1]))": "use threads",
+    "import multiprocessing as m; m.Process(target=print).start()": "use threads",
+    "import os; os.fork()": "use threads",
+    "import os; os.chmod('gone', 0o600)": "No such file or directory: 'gone'",
+    "import os; os.utime('gone')": "No such file or directory",
+    "import os; os.truncate('gone', 0)": "No such file or directory: 'gone'",
+}
+"""Program -> what the last line of its error says."""
+
+
+@pytest.fixture(scope="module", params=EVERYWHERE, ids=ids)
+def run(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    host: Host = request.param
+    with contextlib.ExitStack() as stack:
+        url, _ = stack.enter_context(server_of(host))
+        yield stack.enter_context(runner(url))
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_it_works(run: Runner, name: str) -> None:
+    result = run(WORKS[name])
+    assert (result.status, result.stdout) == ("success", "[1]\n"), result
+
+
+@pytest.mark.parametrize("code", TOLD)
+def test_it_is_told_the_reason(run: Runner, code: str) -> None:
+    result = run(code)
+    assert result.status == "runtime_error" and TOLD[code] in result.stderr.splitlines()[-1], result
