@@ -31,6 +31,11 @@ class Confinement:
         self.missing: dict[str, str] = {}
         self.boxed = level.startswith("namespaces")
         self._own_users = self._may_change_user()
+        if level == "seccomp" and os.geteuid() == 0 and not self._own_users:
+            raise OSError(
+                f"as root, level D needs users of their own for runs, and {self.missing['own user']}: they would be "
+                "root. Install the interpreter where every user may read it, or start the server as another user"
+            )
         self._filter: filters.ChildFilter | None = None
         self._worker_filter: filters.WorkerFilter | None = None
         if level != "none":

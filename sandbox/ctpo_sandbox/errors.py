@@ -24,8 +24,8 @@ class WorkerLost(Exception):
 
 
 Over = Literal["", "worker", "killed", "defect"]
-"""What failed over a run each time, if that may be the program's doing: its worker was lost, something killed the run,
-or an exception was raised on the way of its answer."""
+"""What failed over a run each time, if the program may have done it: its worker was lost, something killed the run, or
+its answer raised an exception."""
 
 
 class RunFault(Exception):

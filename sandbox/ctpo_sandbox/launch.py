@@ -1,6 +1,7 @@
 """Starts and stops a server next to a trainer, so that a run needs no separate service."""
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from ctpo_sandbox.supervise import Restarter, environment
 from ctpo_sandbox.timeouts import GROUP_GRACE_S, RESTART_PAUSES_S, START_POLL_S, STOP_TIMEOUT_S
 
 _LOG_LINES = 20
+_log = logging.getLogger("ctpo_sandbox.launch")
 _DEFAULT_LIMITS = Limits()
 
 
@@ -167,8 +169,11 @@ class ServerSettings(Protocol):
 
 
 def start_configured_server(settings: ServerSettings, log_path: Path) -> SandboxServer:
-    """`start_server` with the given settings."""
-    return start_server(
+    """`start_server` with the given settings.
+
+    At level D programs can open what their user can, so the calling process hides from /proc, as the server does.
+    """
+    server = start_server(
         slots=settings.slots,
         limits=Limits.of(settings),
         start_timeout_s=settings.start_timeout_s,
@@ -176,6 +181,15 @@ def start_configured_server(settings: ServerSettings, log_path: Path) -> Sandbox
         warm=settings.warm.split(","),
         log_path=log_path,
     )
+    if server.health["level"] == "seccomp" and os.geteuid() != 0:
+        from ctpo_sandbox import libc  # of Linux, as the server is
+
+        libc.hide()
+        _log.warning(
+            "sandbox level D: programs run as this user and may open its files. This process is hidden from /proc, so "
+            "no debugger can attach"
+        )
+    return server
 
 
 def _check_alive(process: subprocess.Popen[bytes], deadline: float, awaited: str) -> None:

@@ -142,6 +142,23 @@ def setting_dumpable(dumpable: bool) -> Step:
     return partial(_libc.prctl, PR_SET_DUMPABLE, int(dumpable), 0, 0, 0)
 
 
+def hide() -> bool:
+    """Keep other processes of the same user out of the caller's memory, environment and open files.
+
+    Returns whether the kernel can: before Linux 5.14 a process without root could not read of its own descriptors then.
+    """
+    perform([setting_dumpable(False)])
+    own = os.pidfd_open(os.getpid())
+    try:
+        Path(f"/proc/self/fdinfo/{own}").read_bytes()
+    except PermissionError:
+        perform([setting_dumpable(True)])
+        return False
+    finally:
+        os.close(own)
+    return True
+
+
 def dying_with_parent(signal_number: int) -> Step:
     """The step that requests `signal_number` at the end of the creating thread; check the parent afterwards."""
     return partial(_libc.prctl, PR_SET_PDEATHSIG, signal_number, 0, 0, 0)

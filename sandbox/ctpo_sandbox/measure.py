@@ -1,4 +1,4 @@
-"""Measures a run from outside while it goes on: its threads, its files, and its open files without a name.
+"""Measures a run from outside while it runs: its threads, its files, and its open files without a name.
 
 The run decides what is found and changes it meanwhile, so everything is opened below a descriptor and no link is
 followed. A look that the run disturbed is repeated with the run stopped, and what is then still not certain is an
@@ -43,7 +43,7 @@ def thread_excess(process: int, most: int | None) -> str:
     Raises OSError where /proc does not show it; it is there until its worker has waited for it.
     """
     fields = _fields(f"/proc/{process}/stat")
-    if fields[_STATE] == b"Z":  # other threads go on, and /proc shows nothing of the first
+    if fields[_STATE] == b"Z":  # other threads still run, and /proc shows nothing of the first
         return "because its first thread has ended"
     return f"for more than {most} threads" if most is not None and int(fields[_THREADS]) > most else ""
 

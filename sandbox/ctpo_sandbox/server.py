@@ -20,6 +20,7 @@ from types import FrameType
 
 import uvicorn
 
+from ctpo_sandbox import libc
 from ctpo_sandbox.app import ServerState, create_app
 from ctpo_sandbox.arguments import positive
 from ctpo_sandbox.errors import LevelRefused, RunFault, SandboxStartError, WorkerLost
@@ -258,10 +259,12 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_on)
     try:
-        if args.supervise:
-            return _supervise(args)
         _check_platform()
         _check_address(args.host)
+        if not libc.hide():
+            _log.warning("on Linux before 5.14 other processes of this user may open the server's memory through /proc")
+        if args.supervise:
+            return _supervise(args)
         _raise_open_files()
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         with socket.create_server((args.host, args.port), family=family, backlog=_BACKLOG) as listener:

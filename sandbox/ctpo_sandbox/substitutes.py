@@ -1,4 +1,4 @@
-"""What takes the place of functions that the kernel does not carry out for a run, so that usual programs work.
+"""Replaces functions that the kernel does not carry out for a run, so that usual programs work.
 
 None has a right that its run has not: they only answer differently where the kernel refuses.
 """
@@ -19,12 +19,12 @@ _own_directory = ""
 
 
 def no_fork() -> NoReturn:
-    """In the place of os.fork. Raises PermissionError."""
+    """Instead of os.fork. Raises PermissionError."""
     raise PermissionError(errno.EPERM, _NO_PROCESSES)
 
 
 class SemLock:
-    """In the place of `_multiprocessing.SemLock`, whose named semaphores are files of the machine: among threads.
+    """Instead of `_multiprocessing.SemLock`, whose named semaphores are files of the machine: among threads.
 
     Thread pools and queues of multiprocessing need it, and processes there are none.
     """

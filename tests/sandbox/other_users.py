@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_sandbox import SandboxServer
 from ctpo_sandbox.confine import _hidden_from_others
 from ctpo_sandbox.namespaces import readable_trees
 from tests.sandbox.conftest import SHARED_MEMORY, Runner, runner
@@ -85,10 +86,26 @@ def command_as(user: int | None, folder: Path, command: list[str]) -> list[str]:
     if hidden is not None:
         trees = [tree for tree in (*readable_trees(), str(ROOT)) if Path(tree).is_relative_to(hidden)]
         scratch = folder / "scratch"
-        scratch.mkdir(exist_ok=True)
+        scratch.mkdir(parents=True, exist_ok=True)
         unshared = ["unshare", "--mount", "sh", "-c", OPEN_MOUNTS, "sh", str(scratch), hidden, " ".join(trees)]
         prefix = [*unshared, *prefix]
     return [*prefix, *command]
+
+
+@contextlib.contextmanager
+def open_interpreter() -> Iterator[None]:
+    """Servers of root that start inside have an interpreter that every user may read, as level D needs it then."""
+    if os.geteuid() != 0:
+        yield
+        return
+    with open_folder() as folder, pytest.MonkeyPatch.context() as patch:
+
+        class Server(SandboxServer):
+            def __init__(self, command: list[str], log_path: Path, start_timeout_s: float) -> None:
+                super().__init__(command_as(0, folder, command), log_path, start_timeout_s)
+
+        patch.setattr("ctpo_sandbox.launch.SandboxServer", Server)
+        yield
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import PROMISES
 from tests.sandbox.attacks import ATTACKS, ESCAPED, ODDITIES, TRACES, Attack
 from tests.sandbox.conftest import server_in_memory
+from tests.sandbox.other_users import open_interpreter
 from tests.sandbox.sandbox_http import health, post
 from tests.support.deadlines import scaled
 
@@ -66,6 +67,8 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         def start(level: str) -> Target | SandboxStartError | str:
             log: Path = tmp_path_factory.mktemp(f"attacks-{level}") / "log"
             try:
+                if level == "seccomp":
+                    servers.enter_context(open_interpreter())
                 server = servers.enter_context(server_in_memory(**options, log_path=log, level=level))
             except SandboxStartError as error:
                 if "self-test" in str(error):  # it offers the level, and the level does not hold

@@ -10,6 +10,7 @@ import pytest
 
 from ctpo_sandbox import start_server
 from tests.sandbox.conftest import runner
+from tests.sandbox.other_users import open_interpreter
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
 
@@ -133,8 +134,15 @@ os.symlink('/usr', 'link'); os.mkdir('closed'); open('closed/f', 'w').close(); o
 for _ in range(1500):
     os.mkdir('d'); os.chdir('d')
 """
+    tmp_path.chmod(0o711)  # runs have users of their own
+    tmp_path.parent.chmod(0o711)
+    tmp_path.parent.parent.chmod(0o711)
     options = {"slots": 1, "tiers": ["stdlib"], "level": "seccomp", "require": "none", "start_timeout_s": scaled(60)}
-    with start_server(**options, log_path=tmp_path / "log") as server, runner(server.url) as execute:
+    with (
+        open_interpreter(),
+        start_server(**options, log_path=tmp_path / "log") as server,
+        runner(server.url) as execute,
+    ):
         directory = Path(execute(code).stdout.strip())
         assert directory.is_relative_to(tmp_path)
         deadline = time.monotonic() + scaled(10)
