@@ -14,7 +14,7 @@ import aiohttp
 
 from ctpo_sandbox.errors import SandboxUnavailable
 from ctpo_sandbox.records import WALL_FACTOR
-from ctpo_sandbox.servers import Connections, Server, Servers, base_urls, execution_url
+from ctpo_sandbox.servers import Connections, Server, Servers, base_urls, execution_url, without_login
 from ctpo_sandbox.timeouts import CONNECT_TIMEOUT_S, HEALTH_ATTEMPT_TIMEOUT_S, QUEUE_ALLOWANCE_S
 from ctpo_sandbox.variables import FAULT_HEADER, TOKEN, TOKEN_FILE, shared_token
 
@@ -137,8 +137,8 @@ class SandboxClient:
     def _unavailable(self, reason: str) -> SandboxUnavailable:
         self.stats.unavailable += 1
         return SandboxUnavailable(
-            f"sandbox {self.url}: {reason}. Check that the server runs (GET /health on the same host) and read its "
-            "log; if it is only busy, raise sandbox.slots or sandbox.request_timeout_s, or lower "
+            f"sandbox {without_login(self.url)}: {reason}. Check that the server runs (GET /health on the same host) "
+            "and read its log; if it is only busy, raise sandbox.slots or sandbox.request_timeout_s, or lower "
             "sandbox.max_concurrency."
         )
 
@@ -150,7 +150,7 @@ class SandboxClient:
             server = self._servers.take()
             try:
                 await asyncio.sleep(max(0.0, server.resting_until - time.monotonic()))
-                state["doing"] = f"waiting for the answer of {server.url} (attempt {attempt})"
+                state["doing"] = f"waiting for the answer of {server.name} (attempt {attempt})"
                 result = await self._attempt(server, body, attempt_timeout_s)
                 if isinstance(result, ExecutionResult):
                     server.succeeded()
@@ -186,8 +186,8 @@ class SandboxClient:
             server.ready = False
             return _Failed(f"{type(error).__name__}: {error}")
         except TimeoutError:
-            return _Failed(f"{server.url} does not answer, after {time.monotonic() - started:.1f} s")
-        return self._result(server.url, response, content, time.monotonic() - started)
+            return _Failed(f"{server.name} does not answer, after {time.monotonic() - started:.1f} s")
+        return self._result(server.name, response, content, time.monotonic() - started)
 
     def _result(
         self, url: str, response: aiohttp.ClientResponse, content: bytes, elapsed_s: float

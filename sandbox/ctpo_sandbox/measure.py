@@ -201,15 +201,25 @@ def _is_ending(thread: str) -> bool:
 def _stopped(process: int) -> Iterator[None]:
     """All threads of a child stand still inside. Raises Disturbed for one that does not stop in time."""
     by_itself = _fields(f"/proc/{process}/stat")[_STATE] == b"T"  # and it is to stay so
-    if not by_itself:
-        os.kill(process, signal.SIGSTOP)
     try:
         deadline = time.monotonic() + STOP_RUN_TIMEOUT_S
-        while os.waitid(os.P_PID, process, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        while True:
+            if not by_itself:
+                os.kill(process, signal.SIGSTOP)  # again, as a thread may have sent SIGCONT
+            if os.waitid(os.P_PID, process, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
+                break
             if time.monotonic() > deadline:
+                if all(_is_still(process) for _ in range(2)):
+                    break
                 raise Disturbed(f"the run did not stop within {STOP_RUN_TIMEOUT_S:g} s")
             time.sleep(STOP_POLL_S)
         yield
     finally:
         if not by_itself:
             os.kill(process, signal.SIGCONT)
+
+
+def _is_still(process: int) -> bool:
+    """Whether no thread runs, though one may wait for a slow disk, and stops only then."""
+    threads = [f"/proc/{process}/task/{thread}" for thread in os.listdir(f"/proc/{process}/task")]
+    return all(_fields(f"{thread}/stat")[_STATE] in b"TtDZX" for thread in threads)

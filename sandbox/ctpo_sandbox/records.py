@@ -22,7 +22,7 @@ LEVELS = {
     "namespaces-root": "A: own process ids, network, mounts and user id per slot, in addition to C and D",
     "namespaces-user": "B: own process ids, network and mounts in a user namespace, in addition to C and D",
     "landlock": "C: files by Landlock, in addition to D",
-    "seccomp": "D: system calls filtered; world-readable files can be read",
+    "seccomp": "D: system calls filtered; no isolation from the files of the user that runs it",
     "none": "E: resource limits only; snippets have the rights of the server's user",
 }
 """Levels of isolation, the strongest first."""

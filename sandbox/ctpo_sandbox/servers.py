@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,11 @@ def base_urls(addresses: Sequence[str]) -> list[str]:
 def execution_url(root: str) -> str:
     """The execution URL of a server."""
     return f"{root}{_PATH}/"
+
+
+def without_login(url: str) -> str:
+    """For messages: an address may hold a name and a password."""
+    return re.sub(r"://[^/@,]*@", "://***@", url)
 
 
 class Connections(aiohttp.TCPConnector):
@@ -59,6 +65,11 @@ class Server:
     def url(self) -> str:
         """Its execution URL."""
         return execution_url(self.root)
+
+    @property
+    def name(self) -> str:
+        """The same for messages."""
+        return without_login(self.url)
 
     @contextlib.asynccontextmanager
     async def patience(self, timeout_s: float) -> AsyncIterator[None]:

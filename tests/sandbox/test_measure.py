@@ -76,7 +76,17 @@ threading.Thread(target=turn, daemon=True).start()
 """
 
 
-@pytest.mark.parametrize("code", [MOVES, CARRIES, PASSES_ON], ids=["moves", "carries", "passes on"])
+RESUMES = (
+    PASSES_ON
+    + """
+def resume():
+    while True: os.kill(os.getpid(), 18)
+for k in range(2): threading.Thread(target=resume, daemon=True).start()
+"""
+)
+
+
+@pytest.mark.parametrize("code", [MOVES, CARRIES, PASSES_ON, RESUMES], ids=["moves", "carries", "passes on", "resumes"])
 def test_no_look_misses_what_a_run_moves_about(tmp_path: Path, code: str) -> None:
     with child(tmp_path, code) as (pid, directory):
         for _ in range(10):

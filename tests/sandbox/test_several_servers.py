@@ -130,3 +130,17 @@ def test_a_server_that_answers_again_gets_its_share_again(pair: Pair) -> None:
         await client.aclose()
 
     asyncio.run(on_and_off())
+
+
+def test_a_login_in_an_address_is_in_no_message() -> None:
+    async def run() -> None:
+        urls = ["http://user:PASSWORD@127.0.0.1:9", "http://:PASSWORD@127.0.0.1:1"]
+        client = SandboxClient(urls, max_concurrency=1, request_timeout_s=0.5)
+        try:
+            await client.run("print(1)", run_timeout_s=1)
+        finally:
+            await client.aclose()
+
+    with pytest.raises(SandboxUnavailable) as raised:
+        asyncio.run(run())
+    assert "PASSWORD" not in str(raised.value) and "127.0.0.1:9" in str(raised.value)
