@@ -44,7 +44,7 @@ NEVER_ENFORCED = (
     "kernel vulnerabilities and side channels (no virtual machine)",
 )
 _SNIPPET = """
-import json, os, resource, socket
+import json, os, resource, socket, time
 
 def refused(action, *arguments):
     try:
@@ -72,6 +72,7 @@ def readable(process):
     places = [f"/proc/{process}/{name}" for name in ("mem", "environ", "maps", "cwd/secret", "fd/3")]
     return not all(refused(open, place, "rb") for place in places)
 
+time.sleep(0.05)  # until its worker has looked at it
 print(json.dumps({
     "network": refused(socket.socket, socket.AF_INET) and refused(socket.socket, socket.AF_UNIX),
     "processes": refused(new_process),
@@ -124,7 +125,8 @@ async def measure(pool: Pool) -> dict[str, bool]:
     async with _neighbour(pool):
         run = await _run(pool, f"{given}\n{_SNIPPET}")
     if run.outcome.exit_code != 0:
-        raise RunFault(f"the self-test ended with {run.outcome.exit_code}: {run.stderr[-2000:]}")
+        reason = run.outcome.killed_for or f"with {run.outcome.exit_code}"
+        raise RunFault(f"the self-test ended {reason}: {run.stderr[-2000:]}")
     answers = json.loads(run.stdout)
     filled = await _run(pool, f"DISK_MB = {pool.limits.disk_mb}\n{_FILL}")
     answers["memory"] &= await _memory_is_held(pool)
