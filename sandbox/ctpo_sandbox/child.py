@@ -5,6 +5,7 @@ worker prepares everything that can be prepared.
 """
 
 import os
+import sys
 import traceback
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -45,25 +46,31 @@ class PreparedChild(NamedTuple):
 
 
 def prepare_child(
-    files: RunFiles, directory: str, ruleset: int | None, cpu_limit_s: int, *, confinement: Confinement, report: int
+    files: RunFiles, ruleset: int | None, cpu_limit_s: int, *, confinement: Confinement, report: int
 ) -> PreparedChild:
-    """Prepare children of the calling process; called again when a descriptor, directory or limit changes."""
+    """Prepare children of the calling process; called again when a descriptor or limit changes."""
     program.hide_frames(program.frames())
     last = max(_WORKER_FILES, confinement.limits.open_files)
-    steps: list[Step] = [partial(os.setpgid, 0, 0), partial(os.chdir, os.fsencode(directory))]
+    steps: list[Step] = [partial(os.setpgid, 0, 0)]
     steps += [partial(os.dup2, descriptor, standard) for standard, descriptor in enumerate(files[1:])]
     steps += [] if ruleset is None else [landlock.enforcing(ruleset)]  # the ruleset is still open
     steps += [partial(os.closerange, _STANDARD_FILES, report), partial(os.closerange, report + 1, last)]
-    steps += [*confinement.steps(cpu_limit_s, os.getpid()), *seeders(), *program.first_steps(directory)]
+    steps += [*confinement.steps(cpu_limit_s, os.getpid()), *seeders(), program.interrupting()]
     steps += [partial(os.write, report, SETUP_DONE), partial(os.close, report)]
     return PreparedChild(files.code, steps, report, program.main_names())
 
 
-def become_snippet(child: PreparedChild) -> NoReturn:
-    """Run the snippet in the calling process and never return."""
+def entering(directory: str) -> list[Step]:
+    """Steps of a run before the others, that depend on its directory."""
+    return [partial(os.chdir, os.fsencode(directory)), partial(sys.path.insert, 0, os.path.realpath(directory))]
+
+
+def become_snippet(child: PreparedChild, enter: list[Step]) -> NoReturn:
+    """Run the snippet in the calling process, in the directory of `enter`, and never return."""
     code, steps, report, names = child
     try:
         source = read_all(code)
+        perform(enter)
         perform(steps)
     except BaseException:
         os.write(report, traceback.format_exc()[-4000:].encode())

@@ -133,10 +133,9 @@ def hide_frames(below: int) -> None:
     _real_set(limit + _hidden)
 
 
-def first_steps(directory: str) -> list[Step]:
-    """Steps of a run in `directory` before `run_main`."""
-    interrupted = partial(_signal.signal, _signal.SIGINT, signal.default_int_handler)  # as at start
-    return [partial(sys.path.insert, 0, os.path.realpath(directory)), interrupted]
+def interrupting() -> Step:
+    """The step of a run that handles SIGINT as an interpreter does at its start."""
+    return partial(_signal.signal, _signal.SIGINT, signal.default_int_handler)
 
 
 def main_names() -> dict[str, Any]:

@@ -24,16 +24,16 @@ class RunDirectory:
     def __init__(self, parent: str, owner: int | None, limits: Limits, *, sees_open_files: bool) -> None:
         self._parent, self._owner, self._limits, self._sees_open_files = parent, owner, limits, sees_open_files
         self.path = ""
-        self._descriptor = -1
+        self._removed = False
         os.makedirs(parent, mode=0o711)
 
     def make(self) -> None:
         """Create it, empty, at a new `path`."""
         self.path = f"{self._parent}/{os.urandom(_NAME_BYTES).hex()}"
+        self._removed = False
         os.mkdir(self.path, 0o700)
-        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         if self._owner is not None:
-            os.chown(self._descriptor, self._owner, self._owner)
+            os.chown(self.path, self._owner, self._owner)
 
     def excess(self, child: int, outputs: Sequence[int]) -> str:
         """The limit of disk use that the run `child` exceeds; "" for none. outputs: its open files that do not count.
@@ -41,12 +41,23 @@ class RunDirectory:
         Raises OSError and measure.Disturbed for a run that cannot be measured.
         """
         own = frozenset(map(_file, outputs)) if self._sees_open_files else None
-        with self._as_owner():
-            return file_excess(self._descriptor, self._limits, child, own)
+        with self._as_owner(), self._opened() as directory:
+            return file_excess(directory, self._limits, child, own)
 
     def excess_left(self) -> str:
         """The limit of disk use that the files of a run exceed that has ended; "" for none. Raises OSError."""
-        return files_left_excess(self._descriptor, self._limits)
+        if self.discard_quickly():
+            return ""
+        with self._opened() as directory:
+            return files_left_excess(directory, self._limits)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            yield directory
+        finally:
+            os.close(directory)
 
     @contextmanager
     def _as_owner(self) -> Iterator[None]:
@@ -65,11 +76,12 @@ class RunDirectory:
 
     def discard_quickly(self) -> bool:
         """Remove it with the run's files if that is quick; returns whether it did."""
-        os.close(self._descriptor)
-        try:
-            os.rmdir(self.path)
-        except OSError:  # not empty
-            return False
+        if not self._removed:
+            try:
+                os.rmdir(self.path)
+            except OSError:  # not empty
+                return False
+            self._removed = True
         return True
 
     def discard(self) -> None:

@@ -9,7 +9,7 @@ import time
 from functools import lru_cache, partial
 
 from ctpo_sandbox import libc, substitutes
-from ctpo_sandbox.child import SETUP_DONE, RunFiles, become_snippet, prepare_child
+from ctpo_sandbox.child import SETUP_DONE, RunFiles, become_snippet, entering, prepare_child
 from ctpo_sandbox.confine import Confinement, WorkDirectory
 from ctpo_sandbox.measure import thread_excess
 from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, READY, STOP, ChildOutcome
@@ -29,6 +29,8 @@ class ForkServer:
         self._setup_poll = select.poll()
         self._setup_poll.register(self._setup, select.POLLIN)
         self._outputs: tuple[int, ...] = ()
+        self._path = ""
+        self._enter: list[libc.Step] = []
         if not confinement.may_fork:
             substitutes.explain_forks()
         prepare = partial(prepare_child, confinement=confinement, report=report)
@@ -44,7 +46,8 @@ class ForkServer:
     def _serve_one(self) -> None:
         self._work.make()  # in advance, so that no request waits for it
         path = self._work.path
-        if os.environ.get("HOME") != path:
+        if path != self._path:
+            self._path, self._enter = path, entering(path)
             os.environ.update(HOME=path, TMPDIR=path, PWD=path)  # for the run
             substitutes.own_directory(path)
         ruleset = self._confinement.ruleset(path)
@@ -72,11 +75,11 @@ class ForkServer:
 
     def _execute(self, files: RunFiles, ruleset: int | None, run_timeout_s: float) -> ChildOutcome:
         cpu_limit_s = self._confinement.limits.cpu_limit_s(run_timeout_s)
-        prepared = self._prepare(files, self._work.path, ruleset, cpu_limit_s)
+        prepared = self._prepare(files, ruleset, cpu_limit_s)
         self._outputs = files[1:]
         child = libc.fork()  # safe: a worker, itself a fork, has one thread
         if child == 0:
-            become_snippet(prepared)
+            become_snippet(prepared, self._enter)
         started = time.monotonic()
         killed_for = ""
         try:
