@@ -20,6 +20,8 @@ from tests.sandbox.conftest import Runner, runner
 from tests.sandbox.other_users import EVERYWHERE, Host, ids, server_of
 from tests.sandbox.sandbox_http import health
 
+pytestmark = pytest.mark.xdist_group("sandbox-users")
+
 FEW = Limits(disk_mb=8, disk_files=2000)
 PROCESS_OF_ITS_OWN = "import ctypes, os, sys, threading, time\nos.chdir(sys.argv[1])\n"
 READY = "\nprint(flush=True)\ntime.sleep(60)"
@@ -231,7 +233,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[_Place]:
         yield _Place(stack.enter_context(runner(url)), url, outside)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     actions=st.lists(st.sampled_from(sorted(REPLACEMENTS)), min_size=1, max_size=3, unique=True),
     end=st.sampled_from(sorted(ENDS)),

@@ -10,6 +10,8 @@ import pytest
 from tests.sandbox.conftest import Runner, runner
 from tests.sandbox.other_users import EVERYWHERE, Host, ids, server_of
 
+pytestmark = pytest.mark.xdist_group("sandbox-users")
+
 WORKS = {
     "a pool of threads": "from multiprocessing.pool import ThreadPool\nprint(ThreadPool(2).map(abs, [-1]))",
     "another name of it": "from multiprocessing.dummy import Pool\nwith Pool(3) as p: print(p.map(abs, [-1]))",
