@@ -1,7 +1,7 @@
 """Servers that run as another user, or give users of their own to runs, for tests that run as root.
 
-Both need an interpreter that other users may read. Where it is below a closed directory, as pyenv's is in root's home,
-the server runs in mounts of its own, where that directory is open and holds nothing but the interpreter.
+Both need an interpreter and sources that other users may read. Where they are below a closed directory, as pyenv's
+interpreters in root's home, the server runs in mounts of its own: there that directory is open and holds nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 
 from ctpo_sandbox import SandboxServer
-from ctpo_sandbox.confine import _hidden_from_others
 from ctpo_sandbox.namespaces import readable_trees
 from tests.sandbox.conftest import SHARED_MEMORY, Runner, runner
 from tests.support.deadlines import scaled
@@ -33,7 +32,7 @@ set -e
 scratch=$1 hidden=$2 trees=$3
 shift 3
 for tree in $trees; do mkdir -p "$scratch$tree"; mount --rbind "$tree" "$scratch$tree"; done
-mount -t tmpfs -o mode=0755 none "$hidden"
+for closed in $hidden; do mount -t tmpfs -o mode=0755 none "$closed"; done
 for tree in $trees; do mkdir -p "$tree"; mount --rbind "$scratch$tree" "$tree"; done
 exec "$@"
 """
@@ -82,14 +81,19 @@ def command_as(user: int | None, folder: Path, command: list[str]) -> list[str]:
     if os.geteuid() != 0:
         pytest.skip("only root starts servers as other users")
     prefix = [] if user == 0 else ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups"]
-    hidden = _hidden_from_others()
-    if hidden is not None:
-        trees = [tree for tree in (*readable_trees(), str(ROOT)) if Path(tree).is_relative_to(hidden)]
+    hidden = {tree: closed for tree in (*readable_trees(), str(ROOT)) if (closed := _closed_above(Path(tree)))}
+    if hidden:
         scratch = folder / "scratch"
         scratch.mkdir(parents=True, exist_ok=True)
-        unshared = ["unshare", "--mount", "sh", "-c", OPEN_MOUNTS, "sh", str(scratch), hidden, " ".join(trees)]
-        prefix = [*unshared, *prefix]
+        lists = [" ".join(sorted(set(names))) for names in (hidden.values(), hidden)]
+        prefix = ["unshare", "--mount", "sh", "-c", OPEN_MOUNTS, "sh", str(scratch), *lists, *prefix]
     return [*prefix, *command]
+
+
+def _closed_above(tree: Path) -> str | None:
+    """The topmost directory on the way to it that other users may not enter, if there is one."""
+    closed = [str(path) for path in (tree, *tree.parents) if not path.stat().st_mode & 0o001]
+    return closed[-1] if closed else None
 
 
 @contextlib.contextmanager
