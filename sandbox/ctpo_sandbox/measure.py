@@ -119,7 +119,7 @@ def files_below(directory: int, opened: ExitStack, *, still: bool) -> Iterator[o
             for entry in entries:
                 found = _status(entry)
                 if stat.S_ISDIR(found.st_mode):
-                    pending.append(_entered(entry.name, current))
+                    pending.append(entered(entry.name, current))
                     opened.callback(os.close, pending[-1])
                 yield found
     if any(os.fstat(descriptor).st_ctime_ns != before for descriptor, before in dates):
@@ -133,8 +133,11 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result:
         raise Disturbed(f"a file changed: {error.strerror}") from error
 
 
-def _entered(name: str, parent: int) -> int:
-    """A descriptor of a directory, made readable for its owner if need be. Raises Disturbed unless it is one."""
+def entered(name: str, parent: int | None = None) -> int:
+    """A descriptor of a directory, made readable for its owner if need be. Raises Disturbed unless it is one.
+
+    parent: a descriptor of the directory in which it is; `name` is a path otherwise.
+    """
     try:
         return _readable(name, parent)
     except PermissionError:
@@ -152,7 +155,7 @@ def _entered(name: str, parent: int) -> int:
         raise _changed(error) from error
 
 
-def _readable(name: str, parent: int) -> int:
+def _readable(name: str, parent: int | None) -> int:
     descriptor = os.open(name, _DIRECTORY, dir_fd=parent)
     try:
         os.stat(".", dir_fd=descriptor)  # fails where it can be listed, but not entered

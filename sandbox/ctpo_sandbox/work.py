@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ctpo_sandbox import libc
-from ctpo_sandbox.measure import File, file_excess, files_left_excess
+from ctpo_sandbox.measure import File, entered, file_excess, files_left_excess
 from ctpo_sandbox.records import Limits
 from ctpo_sandbox.remove import remove_tree
 
@@ -53,7 +53,7 @@ class RunDirectory:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        directory = entered(self.path)  # which the run may have closed
         try:
             yield directory
         finally:

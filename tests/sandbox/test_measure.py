@@ -256,3 +256,21 @@ def test_whatever_a_second_thread_does_meanwhile_changes_no_verdict(
     assert status != "runtime_error" or any(reason in result.stderr for reason in ended_by), result
     assert health(place.url)["restarts"] == before
     assert place.outside.stat().st_mode & 0o777 == 0
+
+
+ODD_DIRECTORIES = {
+    "its own is closed": "os.mkdir('a'); os.chmod('.', 0)",
+    "all are closed": "os.umask(0o777); os.mkdir('a'); open('f', 'w').close()",
+    "very deep": "for i in range(3000): os.mkdir('d'); os.chdir('d')",
+    "every byte in a name": "for i in set(range(1, 256)) - {46, 47}: os.mkdir(bytes([i]))",
+    "long names": "for i in range(100): os.mkdir('n' * 250 + str(i).zfill(4))",
+    "no name": "os.open('f', os.O_CREAT); os.remove('f')",
+}
+
+
+@pytest.mark.parametrize("name", ODD_DIRECTORIES)
+def test_odd_directories_are_measured(place: _Place, name: str) -> None:
+    before = health(place.url)["restarts"]
+    result = place.run(f"import os, time\n{ODD_DIRECTORIES[name]}\ntime.sleep(0.1); print('well')")
+    assert (result.status, result.stdout) == ("success", "well\n"), result
+    assert health(place.url)["restarts"] == before
