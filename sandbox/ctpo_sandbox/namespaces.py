@@ -79,6 +79,7 @@ def _map_identity(uid: int, gid: int) -> None:
 
 
 def _continue_as_first_process(leave: Callable[[], None]) -> None:
+    libc.perform([libc.setting_dumpable(False)])  # both hide from /proc; before, the user's ids could not be mapped
     child = os.fork()
     if child == 0:
         return

@@ -26,7 +26,9 @@ from tests.sandbox.conftest import SHARED_MEMORY, Runner, runner
 from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).parents[2]
-OTHER_USER = 1000
+OTHER_USER = 64000 + os.getpid() % 1000
+"""A user id that no process of this machine has."""
+
 OPEN_MOUNTS = """
 set -e
 scratch=$1 hidden=$2 trees=$3

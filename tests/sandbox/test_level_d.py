@@ -46,6 +46,16 @@ def test_no_process_of_the_server_can_be_opened(host: Host) -> None:
         assert run(OPEN_OTHERS).stdout == "True []\n"
 
 
+@pytest.mark.parametrize("host", [host for host in HOSTS if host.user == OTHER_USER], ids=ids)
+def test_nor_can_it_by_another_program_of_its_user(host: Host) -> None:
+    """As a run of another server would be, at level D."""
+    with server_of(host) as (url, folder), runner(url) as run:
+        assert run("print(1)").stdout == "1\n"
+        other = command_as(OTHER_USER, folder / "other", [sys.executable, "-c", OPEN_OTHERS])
+        found = subprocess.run(other, capture_output=True, text=True, check=True)
+    assert found.stdout == "True []\n"
+
+
 def test_it_is_refused_to_root_without_users_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(confine, "_hidden_from_others", lambda: "/root")
