@@ -12,7 +12,7 @@ from ctpo_megatron.report.run_data import RunData
 COMPUTING = ("old_log_probs", "update")
 """Phases in which the trainer's devices compute."""
 REST = "rest"
-"""What no phase has: logging, the stop signal, weights given back."""
+"""What no phase has: logging, the stop signal, weights released."""
 
 
 @dataclass(frozen=True, slots=True)

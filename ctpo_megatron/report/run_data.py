@@ -88,7 +88,7 @@ class RunData:
             return None
         # While the trainer computes there may be no row for a step; a longer gap is one between two runs.
         lasts = np.minimum(np.diff(at), max(_SILENT_S, *steps))
-        # What is before the last so many seconds was before the first RL step.
+        # What is earlier than the sum of the steps was before the first RL step.
         after = lasts[::-1].cumsum()[::-1] - lasts
         lasts = np.clip(sum(steps) - after, 0.0, lasts)
         return float(lasts @ (busy[:-1] == 0).mean(axis=1) / lasts.sum())
