@@ -52,6 +52,12 @@ class RunConfig(Section):
         description="seconds without progress of any rank, after which all ranks dump their stacks; null: never",
     )
     end_on_stall: bool = Field(default=False, description="end the run after such a dump, with exit status 75")
+    profile_steps: tuple[PositiveInt, ...] = Field(
+        default=(),
+        max_length=16,
+        description="steps of which every rank and engine writes a trace of torch's profiler, for Perfetto "
+        "(docs/profiling.md)",
+    )
     accept_changed_code: bool = Field(
         default=False, description="resume although users' own parts (`extensions`) are not the code it was begun with"
     )

@@ -224,6 +224,7 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
             ["rollout.group_timeout_s=60"],
             "one slow tool call (60 s allowed) makes the whole group time out, and it is sampled again",
         ),
+        (["run.profile_steps=[1,99]"], "names steps that are never made: 99 of 4 (run.steps); remove them"),
         (["run.resume=true"], "this run writes no checkpoint to resume from"),
         (["rollout.partial=finish"], 'rollout.partial = "finish": has no effect: with rollout.max_staleness: 0'),
         (
