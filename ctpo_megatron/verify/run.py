@@ -28,9 +28,9 @@ from ctpo_megatron.verify.oracle import Oracle, Reference
 TEMPERATURE = 0.9
 MICRO_BATCH_TOKENS = 512
 JOB_TIMEOUT_S = 1800.0
-TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.25}
-"""Of loss, log-probs and gradient against float64, by policy.dtype. In 16 bits the weights themselves are rounded, and
-tokens near a bound may be clipped otherwise."""
+TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.1}
+"""Of loss, log-probs and gradient against float64, by policy.dtype. In 16 bits the weights themselves are rounded.
+There a token near a bound may be clipped otherwise, which is no rounding error: take an objective without bounds."""
 _LOG_CHARACTERS = 3000
 
 

@@ -75,7 +75,7 @@ def fused_linear_ctpo(
         placeholder to autograd. The upstream scalar must then be `gradient_scale` (checked in the backward pass, on
         CUDA by a device-side assertion).
     gradient_scale: the upstream scalar that the backward pass will get, such as a loss scale. Gradients are multiplied
-        by it in float32, before they are rounded to the dtype of the operands: the small ones of a mean over many
+        by it in float32, before they are rounded to the dtype of the operands. The small ones of a mean over many
         tokens would be 0 in float16. The loss itself is not.
     skip_zero_tiles: skip tiles of 128 rows without any gradient in the two gradient products: rows outside of the loss,
         or with advantage or weight 0. For ratios of the whole sequence and with `cp_group` also clipped rows. Exact;
