@@ -20,7 +20,7 @@ from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.model import DTYPES, BuiltModel
 from ctpo_megatron.policy.passes import Collected, Passes
 from ctpo_megatron.policy.predictions import LossFunction
-from ctpo_megatron.policy.reports import Clock, Cost, Outcome, Update
+from ctpo_megatron.policy.reports import Clock, Cost, StepOutcome, Update
 
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
 
@@ -184,11 +184,11 @@ class OptimizerSteps:
             losses = {name: value for name, value in summarize(stats).items() if name.endswith("loss")}
             # Losses and norms of all ranks: either all of them skip the step, or none does.
             if all(map(math.isfinite, [*losses.values(), *norms])):
-                outcome = Outcome.APPLIED
+                outcome = StepOutcome.APPLIED
                 with clock.busy():
                     apply_gradients(self.optimizer, gradient.norm)
             else:
-                outcome = Outcome.OVERFLOW if overflowed(scale, losses, norms) else Outcome.BAD
+                outcome = StepOutcome.OVERFLOW if overflowed(scale, losses, norms) else StepOutcome.BAD
                 self.optimizer.zero_grad()
                 self._model.zero_gradients()
             self._note(outcome, f"loss {losses}, gradient norm {gradient.norm}")
@@ -198,16 +198,16 @@ class OptimizerSteps:
         tokens = gradient.mini_batch.denominators.tokens
         return Update(stats, gradient.norm, rate, cost, tokens, outcome, factor)
 
-    def _note(self, outcome: Outcome, found: str) -> None:
+    def _note(self, outcome: StepOutcome, found: str) -> None:
         """Have the loss scale and the count of bad steps follow. Raises FloatingPointError as `BadSteps.add`."""
         scale = self._model.loss_scale
-        if outcome is Outcome.BAD:
+        if outcome is StepOutcome.BAD:
             self._bad_steps.add(found)
         elif scale is not None:
-            scale.note(overflow=outcome is Outcome.OVERFLOW)
-        if outcome is Outcome.APPLIED:
+            scale.note(overflow=outcome is StepOutcome.OVERFLOW)
+        if outcome is StepOutcome.APPLIED:
             self._bad_steps.reset()
-        elif outcome is Outcome.OVERFLOW:
+        elif outcome is StepOutcome.OVERFLOW:
             log.info("optimizer step skipped: its gradient overflows; loss scale now %.0f", self._model.gradient_scale)
 
     def skip(self, steps: int) -> None:

@@ -21,7 +21,7 @@ from ctpo_megatron.policy.predictions import Anchor
 Diagnostics = dict[int, dict[str, Any]]
 
 
-class Outcome(Enum):
+class StepOutcome(Enum):
     """What became of an optimizer step.
 
     OVERFLOW: its gradient is too large for float16 at this loss scale. BAD: loss or gradient norm is not finite for
@@ -80,13 +80,13 @@ class Update:
     learning_rate: float
     cost: Cost
     loss_tokens: int
-    outcome: Outcome = Outcome.APPLIED
+    outcome: StepOutcome = StepOutcome.APPLIED
     loss_scale: float | None = None
 
     @property
     def applied(self) -> bool:
         """Whether the weights were updated."""
-        return self.outcome is Outcome.APPLIED
+        return self.outcome is StepOutcome.APPLIED
 
 
 class Clock:
@@ -159,12 +159,12 @@ def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
     for name in ("actor/pg_loss", "supervised/loss"):
         if name in metrics:
             metrics[name] /= len(applied)
-    if norms := [update.grad_norm for update in applied if update.outcome is not Outcome.OVERFLOW]:
+    if norms := [update.grad_norm for update in applied if update.outcome is not StepOutcome.OVERFLOW]:
         metrics |= {"actor/grad_norm": sum(norms) / len(norms), "actor/grad_norm_max": max(norms)}
     outcomes = [update.outcome for update in updates]
-    metrics["actor/bad_steps"] = float(outcomes.count(Outcome.BAD))
+    metrics["actor/bad_steps"] = float(outcomes.count(StepOutcome.BAD))
     if (scale := updates[-1].loss_scale) is not None:
-        metrics |= {"actor/overflow_steps": float(outcomes.count(Outcome.OVERFLOW)), "actor/loss_scale": scale}
+        metrics |= {"actor/overflow_steps": float(outcomes.count(StepOutcome.OVERFLOW)), "actor/loss_scale": scale}
     return metrics | {"actor/lr": updates[-1].learning_rate} | cost_metrics([update.cost for update in updates])
 
 

@@ -17,7 +17,7 @@ from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     Layout,
-    Outcome,
+    StepOutcome,
     Trainer,
     Update,
     destroy_distributed,
@@ -34,7 +34,7 @@ LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
 TOO_LARGE = 2.0**28
 """At which these models overflow a few times, until it has been halved often enough."""
 DISTRIBUTED = {"use_distributed_optimizer": True}
-APPLIED, OVERFLOW, BAD = Outcome.APPLIED, Outcome.OVERFLOW, Outcome.BAD
+APPLIED, OVERFLOW, BAD = StepOutcome.APPLIED, StepOutcome.OVERFLOW, StepOutcome.BAD
 
 
 @pytest.fixture(scope="module")
