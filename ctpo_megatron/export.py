@@ -11,6 +11,7 @@ from jinja2.exceptions import TemplateError
 
 from ctpo_megatron.base.run_paths import MARKER, RunPaths
 from ctpo_megatron.config import (
+    ELEMENT_BYTES,
     ConfigError,
     ModelConfig,
     PolicyConfig,
@@ -125,8 +126,9 @@ def _request(
 
 
 def _policy(dtype: str) -> PolicyConfig:
-    """float16 weights are computed with in float32, which holds all their values."""
-    return PolicyConfig(dtype="bfloat16" if dtype == "bfloat16" else "float32", head="logits")
+    """dtype: a precision that the trainer has not is computed with in float32."""
+    ours = dtype if dtype in ELEMENT_BYTES else "float32"
+    return PolicyConfig.model_validate({"dtype": ours, "head": "logits"})
 
 
 def layout_of(request: ExportRequest, tensor_parallel: int, pipeline_parallel: int) -> PolicyConfig:

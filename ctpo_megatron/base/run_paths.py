@@ -233,6 +233,11 @@ class RunPaths:
         return LogPaths(self.root / LOGS)
 
     @property
+    def profile(self) -> Path:
+        """Folder of the traces of `run.profile_steps`; engines write theirs into it, too."""
+        return self.root / "profile"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard's event files."""
         return self.root / "tensorboard"
@@ -268,6 +273,10 @@ class RunPaths:
     def dump(self, step: int, form: str, folder: str = TRAJECTORIES) -> Path:
         """Trajectories of a step. form: `jsonl` or `parquet`; folder: `TRAJECTORIES` or `EVALUATION`."""
         return self.root / folder / f"{step_name(step)}.{form}"
+
+    def trace(self, step: int, rank: int) -> Path:
+        """The trace of a step by a rank of the trainer."""
+        return self.profile / f"{step_name(step)}_rank_{rank}.json.gz"
 
     def tracker(self, name: str) -> Path:
         """The identity of a tracker."""

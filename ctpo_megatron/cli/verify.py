@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import Extension, load_family
+from ctpo_megatron.config import ELEMENT_BYTES, Extension, load_family
 from ctpo_megatron.models import ModelFamily
 from ctpo_sandbox.arguments import positive
 
@@ -23,14 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-ranks", type=positive(int), metavar="N", help="default: GPU count; without GPUs max(4, cores)"
     )
     parser.add_argument(
-        "--tolerance", type=positive(float), default=1e-5, help="of loss, log-probs (nats) and gradient"
+        "--dtype", choices=ELEMENT_BYTES, default="float32", help="policy.dtype; the oracle has the weights as stored"
+    )
+    parser.add_argument(
+        "--tolerance", type=positive(float), help="of loss, log-probs (nats) and gradient; default: of the dtype"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check every layout and objective; returns 1 if one failed or exceeds the tolerance."""
-    from ctpo_megatron.verify import OBJECTIVES, verify
+    from ctpo_megatron.verify import OBJECTIVES, TOLERANCE, verify
 
     objectives = list(OBJECTIVES) if args.objective == ["all"] else args.objective
     _refuse_unknown("preset", objectives, OBJECTIVES)
@@ -40,11 +43,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"skipped: {', '.join(name for name in skipped if skipped[name] == reason)}: {reason}")
     print(f"{'layout':<25}{'objective':<14}{'ranks':>5}{'loss':>10}{'log_probs':>10}{'gradient':>10}  worst tensor")
     failed = total = 0
-    for check in verify(args.model, layouts, objectives, family):
-        good = check.passed(args.tolerance)
+    tolerance = TOLERANCE[args.dtype] if args.tolerance is None else args.tolerance
+    for check in verify(args.model, layouts, objectives, family, args.dtype):
+        good = check.passed(tolerance)
         failed, total = failed + (not good), total + 1
         print(check.row() + ("" if good else "  FAILED"), *check.problem.splitlines(), sep="\n    ", flush=True)
-    print(f"{total - failed} of {total} within {args.tolerance:g} of the float64 oracle")
+    print(f"{total - failed} of {total} within {tolerance:g} of the float64 oracle")
     return 1 if failed else 0
 
 

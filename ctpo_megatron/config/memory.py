@@ -21,7 +21,7 @@ GPU_GIB = 80
 USABLE = 0.9
 """Usable share of a GPU; the rest is for the CUDA context, NCCL and fragmentation."""
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAIN_GRADIENT = 4
 
 
@@ -167,7 +167,7 @@ def in_flight(split: Split, stage: int) -> float:
 def stage_memory(spec: ModelSpec, split: Split, stage: int) -> Memory:
     """Bytes of one rank of a pipeline stage, with at least as many micro-batches as stages."""
     dense, experts = stage_parameters(spec, split, stage)
-    state = 8 + (4 if split.dtype == "bfloat16" else 0)  # two moments, and the float32 copy of bfloat16 weights
+    state = 8 + (0 if split.dtype == "float32" else 4)  # two moments, and the float32 copy of 16-bit weights
     optimizer = state * (dense // split.optimizer_shards + experts // split.expert_optimizer_shards)
     layer = layer_activations(spec, split)
     layer_bytes = sum(layer.values())

@@ -16,12 +16,15 @@ _OF_EXPERTS = frozenset({"moe", "moe_act", "layernorm"})
 """Recompute modules of layers with experts. TE's dense layers fuse norms with projections: `layernorm` has no
 effect."""
 
+_LOW = "policy.dtype: bfloat16 or float16"
+
 
 def check_parallel(policy: PolicyConfig, world_size: int, spec: ModelSpec | None, *, cuda: bool) -> Iterator[Problem]:
     """Ranks, and the model's shape against the parallel layout."""
     yield from _ranks(policy, world_size)
     yield from _stages(policy, spec)
     yield from _memory(policy, spec, cuda=cuda)
+    yield from _loss_scale(policy)
     tp = policy.tensor_model_parallel_size
     if policy.sequence_parallel and tp == 1:
         fix = "switch it off, or raise policy.tensor_model_parallel_size"
@@ -31,7 +34,7 @@ def check_parallel(policy: PolicyConfig, world_size: int, spec: ModelSpec | None
         message = "needs policy.use_distributed_optimizer and policy.overlap_grad_reduce"
         yield _error(policy, "overlap_param_gather", message, fix)
     if policy.layer_spec == "transformer_engine":
-        needs = {"CUDA": cuda, "policy.dtype: bfloat16 (packed attention)": policy.dtype == "bfloat16"}
+        needs = {"CUDA": cuda, f"{_LOW} (packed attention)": policy.dtype != "float32"}
         missing = [name for name, there in needs.items() if not there]
         if missing:
             message = f"Transformer Engine needs {' and '.join(missing)}"
@@ -99,7 +102,7 @@ def _memory(policy: PolicyConfig, spec: ModelSpec | None, *, cuda: bool) -> Iter
     """Recomputation and offloading."""
     if policy.offload != "none":
         needs = {"CUDA": cuda, "policy.use_distributed_optimizer": policy.use_distributed_optimizer}
-        needs["policy.dtype: bfloat16"] = policy.dtype == "bfloat16"
+        needs[_LOW] = policy.dtype != "float32"
         missing = [name for name, there in needs.items() if not there]
         if missing:
             yield _error(policy, "offload", f"needs {' and '.join(missing)}", "or set none")
@@ -110,12 +113,22 @@ def _memory(policy: PolicyConfig, spec: ModelSpec | None, *, cuda: bool) -> Iter
         yield from _recomputed(policy, spec, cuda=cuda)
 
 
+def _loss_scale(policy: PolicyConfig) -> Iterator[Problem]:
+    """Powers of two change exponents alone, so that gradients keep their bits."""
+    chosen, default = policy.initial_loss_scale, type(policy).model_fields["initial_loss_scale"].default
+    if math.frexp(chosen)[0] != 0.5:
+        nearest = 2.0 ** round(math.log2(chosen))
+        yield _error(policy, "initial_loss_scale", "is no power of two", f"set {nearest:g}")
+    elif chosen != default and policy.dtype != "float16":
+        yield _error(policy, "initial_loss_scale", f"has no effect in {policy.dtype}", "set policy.dtype: float16")
+
+
 def _recomputed(policy: PolicyConfig, spec: ModelSpec | None, *, cuda: bool) -> Iterator[Problem]:
     """Modules that exist in the layers and save memory when recomputed."""
     asked, key = set(policy.recompute_modules), "recompute_modules"
     fused = " and ".join(sorted(NEED_TE & asked))
-    if fused and (not cuda or policy.layer_spec == "local" or policy.dtype != "bfloat16"):
-        message = f"{fused} need Transformer Engine's layers, and they need CUDA and policy.dtype: bfloat16"
+    if fused and (not cuda or policy.layer_spec == "local" or policy.dtype == "float32"):
+        message = f"{fused} need Transformer Engine's layers, and they need CUDA and {_LOW}"
         yield _error(policy, key, message, "choose among core_attn, mlp, moe")
     if spec is None:
         return

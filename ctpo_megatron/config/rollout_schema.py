@@ -19,7 +19,7 @@ class EngineConfig(Section):
 
     max_model_len: PositiveInt = Field(default=2048, description="longest sequence in tokens, prompt included")
     max_num_seqs: PositiveInt = Field(default=128, description="sequences decoded at once")
-    dtype: Literal["float32", "bfloat16", "auto"] = Field(
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
         default="auto", description="precision; auto: the trainer's (`policy.dtype`)"
     )
     tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs of one engine")

@@ -20,7 +20,7 @@ from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
 from ctpo_megatron.config.reads import Reads, exists, input_paths
 from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
-from ctpo_megatron.config.task_schema import LARGEST_SEED, PrepareConfig, Seconds, Section
+from ctpo_megatron.config.task_schema import LARGEST_SEED, Precision, PrepareConfig, Seconds, Section
 from ctpo_megatron.config.texts import is_prompt_file, is_template_file
 
 
@@ -52,6 +52,12 @@ class RunConfig(Section):
         description="seconds without progress of any rank, after which all ranks dump their stacks; null: never",
     )
     end_on_stall: bool = Field(default=False, description="end the run after such a dump, with exit status 75")
+    profile_steps: tuple[PositiveInt, ...] = Field(
+        default=(),
+        max_length=16,
+        description="steps of which every rank and engine writes a trace of torch's profiler, for Perfetto "
+        "(docs/profiling.md)",
+    )
     accept_changed_code: bool = Field(
         default=False, description="resume although users' own parts (`extensions`) are not the code it was begun with"
     )
@@ -187,11 +193,18 @@ class PolicyConfig(Section):
         default=False,
         description="gather updated parameters while the next forward pass runs (distributed optimizer only)",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: Precision = Field(
         default="float32", description="precision of the parameters; gradients are always reduced in float32"
     )
+    initial_loss_scale: float = Field(
+        default=2.0**16,
+        ge=1,
+        le=2.0**32,
+        description="power of two that the loss is multiplied by at first, in the backward passes of `dtype: float16`; "
+        "megatron-core lowers it when gradients overflow and raises it later (docs/policy.md)",
+    )
     layer_spec: Literal["auto", "local", "transformer_engine"] = Field(
-        default="auto", description="layer implementation; auto: Transformer Engine where it can train packed bfloat16"
+        default="auto", description="layer implementation; auto: Transformer Engine where it can train packed sequences"
     )
     head: Literal["streaming", "logits"] = Field(
         default="streaming",
@@ -424,7 +437,7 @@ class Config(Section):
         return self.sft if self.sft is not None and self.sft.from_ is None else None
 
     @property
-    def engine_dtype(self) -> Literal["float32", "bfloat16"]:
+    def engine_dtype(self) -> Precision:
         """Precision of the engines: `rollout.engine.dtype`, the trainer's where it is auto."""
         chosen = self.rollout.engine.dtype
         return self.policy.dtype if chosen == "auto" else chosen

@@ -13,6 +13,7 @@ LARGEST_SEED = 2**32 - 1
 LONGEST_S = 1e9
 """30 years; ten times as much exceeds the timeouts of Python and the system."""
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+Precision = Literal["float32", "bfloat16", "float16"]
 
 
 class Section(BaseModel):

@@ -210,6 +210,14 @@ class RolloutEngine:
         if not self._asleep and await self._llm.is_paused():
             await self._llm.resume_generation()
 
+    async def start_profile(self, name: str) -> None:
+        """Record the steps of the engine, until `stop_profile`. name: how its files begin."""
+        await self._llm.start_profile(profile_prefix=name)
+
+    async def stop_profile(self) -> None:
+        """Write what was recorded, one file for each of its workers."""
+        await self._llm.stop_profile()
+
     async def sleep(self, level: int) -> None:
         """Release GPU memory. Level 1 keeps the weights in host memory, 2 discards them. Requests are aborted."""
         await self._llm.sleep(level=level, mode="abort")

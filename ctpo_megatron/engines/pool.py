@@ -35,6 +35,7 @@ from ctpo_megatron.engines.sleep import CACHE, WEIGHTS, SleepState
 from ctpo_megatron.engines.stats import UPDATES_BY, Occupancy, pool_stats
 from ctpo_megatron.engines.tasks import EngineError, EngineSpec
 from ctpo_megatron.engines.timeouts import POOL_CLOSE_S, SEND_ATTEMPTS, SLEEP_AT_STOP_S, START_MARGIN_S
+from ctpo_megatron.engines.traces import Traces
 from ctpo_megatron.engines.updates import PendingUpdate, ReadBack, UpdateResult, check_complete
 from ctpo_megatron.engines.weights import EngineFacts, OffersWeights, WeightOffer
 
@@ -70,7 +71,8 @@ class EnginePool:
         log_dir = (log_dir or RunPaths(config.run.directory).logs.folder).resolve()
         # Absolute, as engines may run in other folders.
         model = config.model.model_copy(update={"path": str(Path(config.model.path).absolute())})
-        self._spec = EngineSpec(config.model_copy(update={"model": model}), sandbox_url, log_dir)
+        run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})
+        self._spec = EngineSpec(config.model_copy(update={"model": model, "run": run}), sandbox_url, log_dir)
         self.settings, self._count = config.rollout, engine_count(config)
         self._placement = placement
         self._cluster = cluster
@@ -83,6 +85,7 @@ class EnginePool:
         self._offer: WeightOffer | None = None
         self._update: PendingUpdate | None = None
         self._read_back = ReadBack()
+        self._traces = Traces()
         self.counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         self.load: Counter[int] = Counter()
@@ -296,6 +299,15 @@ class EnginePool:
         for engine in dead:
             self.restart(engine)
         return dead
+
+    def begin_trace(self, step: int) -> None:
+        """Have vLLM's profiler record from now on. An engine that cannot is named in the log."""
+        with self.lock:
+            self._traces = Traces(self._engines, step)
+
+    def end_trace(self) -> None:
+        """Have the engines write what was recorded since `begin_trace`; likewise."""
+        self._traces.end()
 
     def note_occupancy(self) -> None:
         """Record what the engines have in flight, if it has changed."""

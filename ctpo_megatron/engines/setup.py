@@ -8,8 +8,9 @@ import logging.config
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Device, EngineConfig
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config.schema import Config, RunConfig
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -31,6 +32,10 @@ EXPECTED = {
     "[shutdown] Process manager: force killing remaining process": "an engine has nothing to save",
 }
 """How a message begins -> why it is expected. In an engine's log it would look like a failure, so it is left out."""
+
+
+TRACED_STEPS = 256
+"""Steps of an engine in a trace, the first since its beginning: a whole rollout has thousands."""
 
 
 class EngineSetup:
@@ -68,6 +73,8 @@ class EngineSetup:
             arguments["kv_cache_memory_bytes"] = engine.kv_cache_mb << 20
         if engine.block_size is not None:
             arguments["block_size"] = engine.block_size
+        if config.run.profile_steps:
+            arguments["profiler_config"] = _profiler(config.run)
         return arguments | self.device_arguments(engine, colocated) | engine.extra  # what the user sets comes last
 
     def device_arguments(self, engine: EngineConfig, colocated: bool) -> dict[str, Any]:
@@ -86,6 +93,18 @@ class EngineSetup:
         from vllm.engine.async_llm_engine import AsyncLLMEngine
 
         return AsyncLLMEngine.from_engine_args(arguments)
+
+
+def _profiler(run: RunConfig) -> dict[str, Any]:
+    """vLLM's `profiler_config` of engines that are traced (`traces.py`), which write into the run directory."""
+    return {
+        "profiler": "torch",
+        "torch_profiler_dir": str(RunPaths(run.directory).profile),
+        "torch_profiler_with_stack": False,
+        "torch_profiler_dump_cuda_time_total": False,
+        "ignore_frontend": True,  # it has no limit of steps
+        "max_iterations": TRACED_STEPS,
+    }
 
 
 def engine_setup(device: Device) -> EngineSetup:

@@ -25,6 +25,8 @@ OCCUPANCY_REPEAT_S = 10.0
 CORE_SHUTDOWN_S = 2.0
 """For the current step of an engine core and the release of its model."""
 
+TRACE_S = 120.0
+"""For engines to begin a trace, or to write it."""
 PING_TIMEOUT_S = 20.0
 """For a living engine to answer a ping."""
 ENGINE_CLOSE_S = 5.0

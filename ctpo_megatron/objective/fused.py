@@ -87,6 +87,7 @@ def linear_policy_loss(
     rows: Tensor | None = None,
     may_learn: Tensor | None = None,
     accumulate_into_main_grad: bool = False,
+    gradient_scale: float = 1.0,
     entropy: bool = False,
 ) -> LinearPolicyLoss:
     """`policy_loss` of the log-probs of softmax(hidden weight^T / temperature), without the logits of all tokens.
@@ -115,6 +116,7 @@ def linear_policy_loss(
         rows=rows,
         may_learn=may_learn,
         accumulate_into_main_grad=accumulate_into_main_grad,
+        gradient_scale=gradient_scale,
         return_entropy=entropy,
         entropy_coef=objective.entropy_coef,
         **_keywords(objective, denominators, response_mask, loss_mask, layout),

@@ -48,7 +48,7 @@ from ctpo_megatron.policy.parallel import (
 from ctpo_megatron.policy.positions import StepPositions, gather_positions
 from ctpo_megatron.policy.predictions import configured_loss, policy_gradient, supervised
 from ctpo_megatron.policy.rank_zero import RankLost, RankZero, RankZeroError
-from ctpo_megatron.policy.reports import Diagnostics, Update, summarize_updates
+from ctpo_megatron.policy.reports import Diagnostics, StepOutcome, Update, summarize_updates
 from ctpo_megatron.policy.settings import TrainResult, TrainSettings
 from ctpo_megatron.policy.trainer import Trainer
 
@@ -61,6 +61,7 @@ __all__ = [
     "RankLost",
     "RankZero",
     "RankZeroError",
+    "StepOutcome",
     "StepPositions",
     "TrainResult",
     "TrainSettings",

@@ -69,7 +69,7 @@ class Capabilities:
         if not self.transformer_engine:
             absent = "Transformer Engine with CUDA was not found; install it (docs/install_cuda.md)"
             return str(te_trouble() or absent)
-        if dtype != "bfloat16":
+        if dtype == "float32":
             return f"Transformer Engine has no packed attention in {dtype}"
         if not self.packed_attention:
             return "Transformer Engine's packed attention needs flash-attn on GPUs before capability 9.0; install it"
@@ -175,10 +175,12 @@ def peak_flops(policy: PolicyConfig) -> float | None:
 def known_peak(device_name: str | None, precision: str) -> float | None:
     """Dense peak of a device in FLOP/s; None for a CPU and for a GPU that is not in the table.
 
-    precision: `bfloat16`, `float32`, or `tf32` for float32 parameters whose products run on tensor cores.
+    precision: `bfloat16`, `float16` (tensor cores are as fast in both), `float32`, or `tf32` for float32 parameters
+    whose products run on tensor cores.
     """
     if device_name is None:
         return None
+    precision = "bfloat16" if precision == "float16" else precision
     found = (peaks for name, peaks in _PEAKS if re.search(rf"\b{name}\b", device_name))
     return next((peaks[precision] * 1e12 for peaks in found), None)
 

@@ -17,7 +17,7 @@ class DeviceMemory:
     """`policy.offload`: optimizer state (and parameters) move to host memory, gradient buffers are freed.
 
     Only state that the distributed optimizer holds separately from the parameters can move: master weights and moments
-    of a bfloat16 model (megatron-core's `offload_to_cpu`, `offload_grad_buffers`). Methods may be called at any time.
+    of a 16-bit model (megatron-core's `offload_to_cpu`, `offload_grad_buffers`). Methods may be called at any time.
     """
 
     def __init__(self, config: PolicyConfig, model: BuiltModel) -> None:

@@ -20,12 +20,13 @@ from ctpo_megatron.config import NEED_TE, PolicyConfig, Split, head_chunk_rows
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.layers import local_block_spec
+from ctpo_megatron.policy.loss_scale import LossScale
 from ctpo_megatron.policy.parallel import gather_objects
 from ctpo_megatron.policy.replacements import route_with_te
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class BuiltModel:
 
     wrapped: the chunks wrapped for data parallelism; gpt: the plain GPTModels in them, in the same order.
     streaming: the last stage returns hidden states, and the loss applies the output layer (`predictions.py`), with the
-    logits of `head_chunk` rows at a time (None: the kernels' default).
+    logits of `head_chunk` rows at a time (None: the kernels' default). loss_scale: of float16, None otherwise.
     """
 
     wrapped: tuple[DistributedDataParallel, ...]
@@ -43,6 +44,7 @@ class BuiltModel:
     spec: ModelSpec
     streaming: bool
     head_chunk: int | None
+    loss_scale: LossScale | None
 
     @property
     def output_weight(self) -> torch.nn.Parameter:
@@ -55,7 +57,12 @@ class BuiltModel:
     @property
     def output_options(self) -> dict[str, bool]:
         """Keywords of a forward call that keep the last stage's output in the precision of the parameters."""
-        return {"fp32_output": False} if self.config.bf16 else {}
+        return {} if self.config.params_dtype is torch.float32 else {"fp32_output": False}
+
+    @property
+    def gradient_scale(self) -> float:
+        """The factor by which the gradients of a backward pass are too large: the loss scale."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def zero_gradients(self) -> None:
         """Clear the gradient buffers of all chunks."""
@@ -106,6 +113,7 @@ def transformer_config(spec: ModelSpec, policy: PolicyConfig) -> TransformerConf
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         # The loss is already divided by the denominators of the whole optimizer step, so gradients are summed
         # everywhere.
         calculate_per_token_loss=True,
@@ -159,17 +167,20 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
         overlap_grad_reduce=policy.overlap_grad_reduce,
         overlap_param_gather=policy.overlap_param_gather,
     )
+    low = config.params_dtype is not torch.float32
     wrapped = tuple(
         DistributedDataParallel(
-            config=config, ddp_config=ddp_config, module=Float16Module(config, chunk) if config.bf16 else chunk
+            config=config, ddp_config=ddp_config, module=Float16Module(config, chunk) if low else chunk
         )
         for chunk in gpt
     )
+    loss_scale = LossScale(policy.initial_loss_scale) if config.fp16 else None
+    config.grad_scale_func = loss_scale and loss_scale.of
     config.finalize_model_grads_func = _finalize_without_rescaling
     no_sync = [chunk.no_sync for chunk in wrapped]
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     head_chunk = _head_chunk(spec, policy) if streaming else None
-    return BuiltModel(wrapped, tuple(gpt), config, spec, streaming, head_chunk)
+    return BuiltModel(wrapped, tuple(gpt), config, spec, streaming, head_chunk, loss_scale)
 
 
 def _head_chunk(spec: ModelSpec, policy: PolicyConfig) -> int | None:

@@ -15,11 +15,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import summarize
 from ctpo_megatron.policy import device
+from ctpo_megatron.policy.loss_scale import overflowed
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.model import DTYPES, BuiltModel
 from ctpo_megatron.policy.passes import Collected, Passes
 from ctpo_megatron.policy.predictions import LossFunction
-from ctpo_megatron.policy.reports import Clock, Cost, Update
+from ctpo_megatron.policy.reports import Clock, Cost, StepOutcome, Update
 
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
 
@@ -27,7 +28,7 @@ _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd"
 def build_optimizer(
     model: BuiltModel, policy: PolicyConfig, config: OptimizerConfig, total_steps: int
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Optimizer with fresh state and its schedule over `total_steps` optimizer steps.
+    """Optimizer and loss scale with fresh state, and the schedule over `total_steps` optimizer steps.
 
     By default megatron excludes one-dimensional parameters and biases from weight decay.
     """
@@ -43,12 +44,17 @@ def build_optimizer(
             adam_eps=config.eps,
             clip_grad=config.clip_grad,
             bf16=dtype is torch.bfloat16,
+            fp16=dtype is torch.float16,
             params_dtype=dtype,
             use_distributed_optimizer=policy.use_distributed_optimizer,
         ),
         list(model.wrapped),
         config_overrides=None if config.weight_decay_of == "matrices" else {},
     )
+    if (scale := model.loss_scale) is not None:
+        scale.restart()
+        for part in optimizer.chained_optimizers:
+            part.grad_scaler = scale
     if not device.CUDA:  # on CUDA it needs its step count on the device; a restored checkpoint has it on the host
         for group in optimizer.param_groups:
             group["fused"] = True
@@ -83,6 +89,7 @@ def learning_rate(optimizer: ChainedOptimizer) -> float:
 def gradient_norm(optimizer: ChainedOptimizer) -> float:
     """L2 norm of the accumulated gradients over all ranks, before clipping; they are then ready for `apply_gradients`.
 
+    Without the loss scale of float16; inf where a gradient is not finite with it.
     Together with `apply_gradients` this is megatron's `ChainedOptimizer.step`, which does not check the norm first.
     Collective.
     """
@@ -169,24 +176,39 @@ class OptimizerSteps:
 
     def apply(self, gradient: Gradient) -> Update:
         """Clip the gradient and step. A gradient that is not finite on any rank is dropped; see `Trainer.update`."""
-        clock = gradient.clock
+        clock, scale = gradient.clock, self._model.loss_scale
+        factor = None if scale is None else scale.value
         with self._passes.memory.in_use():
             stats, ranks, norms = self._passes.over_ranks(gradient.collected, gradient.mini_batch, gradient.norm)
             rate = learning_rate(self.optimizer)
             losses = {name: value for name, value in summarize(stats).items() if name.endswith("loss")}
             # Losses and norms of all ranks: either all of them skip the step, or none does.
-            if bad := not all(map(math.isfinite, [*losses.values(), *norms])):
-                self.optimizer.zero_grad()
-                self._model.zero_gradients()
-                self._bad_steps.add(f"loss {losses}, gradient norm {gradient.norm}")
-            else:
-                self._bad_steps.reset()
+            if all(map(math.isfinite, [*losses.values(), *norms])):
+                outcome = StepOutcome.APPLIED
                 with clock.busy():
                     apply_gradients(self.optimizer, gradient.norm)
+            else:
+                outcome = StepOutcome.OVERFLOW if overflowed(scale, losses, norms) else StepOutcome.BAD
+                self.optimizer.zero_grad()
+                self._model.zero_gradients()
+            self._note(outcome, f"loss {losses}, gradient norm {gradient.norm}")
             # A skipped step counts as well: the schedule follows the batches, not the updates.
             self.scheduler.step(increment=1)
         cost = Cost(gradient.mini_batch.work, *clock.read(), ranks)
-        return Update(stats, gradient.norm, rate, cost, gradient.mini_batch.denominators.tokens, bad)
+        tokens = gradient.mini_batch.denominators.tokens
+        return Update(stats, gradient.norm, rate, cost, tokens, outcome, factor)
+
+    def _note(self, outcome: StepOutcome, found: str) -> None:
+        """Have the loss scale and the count of bad steps follow. Raises FloatingPointError as `BadSteps.add`."""
+        scale = self._model.loss_scale
+        if outcome is StepOutcome.BAD:
+            self._bad_steps.add(found)
+        elif scale is not None:
+            scale.note(overflow=outcome is StepOutcome.OVERFLOW)
+        if outcome is StepOutcome.APPLIED:
+            self._bad_steps.reset()
+        elif outcome is StepOutcome.OVERFLOW:
+            log.info("optimizer step skipped: its gradient overflows; loss scale now %.0f", self._model.gradient_scale)
 
     def skip(self, steps: int) -> None:
         """Advance the schedule over optimizer steps that a short batch lacks."""

@@ -85,6 +85,7 @@ def _predictions(model: BuiltModel, output: torch.Tensor, targets: Targets, temp
         weight=model.output_weight,
         sequence_parallel=model.config.sequence_parallel,
         chunk_size=model.head_chunk,
+        gradient_scale=model.gradient_scale,
     )
 
 
@@ -123,7 +124,8 @@ class Passes:
         """Accumulate the gradients of all micro-batches and ranks in the gradient buffers; returns what the losses
         kept.
 
-        Called within `DeviceMemory.in_use`. temperature: used instead of the rollouts' temperature.
+        In float16 they are `BuiltModel.gradient_scale` times as large. Called within `DeviceMemory.in_use`.
+        temperature: used instead of the rollouts' temperature.
         """
 
         def loss(predictions: Predictions) -> tuple[torch.Tensor, Collected]:

@@ -150,12 +150,16 @@ class LogitsPredictions(Predictions):
 
 @dataclass(frozen=True)
 class StreamingPredictions(Predictions):
-    """From hidden states `[n, H]` (`[n / tp, H]` under sequence parallelism) and the output layer's weight."""
+    """From hidden states `[n, H]` (`[n / tp, H]` under sequence parallelism) and the output layer's weight.
+
+    gradient_scale: what the loss is multiplied by before the backward pass.
+    """
 
     hidden: Tensor
     weight: torch.nn.Parameter
     sequence_parallel: bool
     chunk_size: int | None
+    gradient_scale: float
 
     def log_probs(self) -> Tensor:
         log_probs: Tensor = self._linear_log_probs()
@@ -190,6 +194,7 @@ class StreamingPredictions(Predictions):
             rows=targets.rows,
             may_learn=targets.in_loss if objective.entropy_coef else targets.may_learn,
             accumulate_into_main_grad=torch.is_grad_enabled(),
+            gradient_scale=self.gradient_scale,
             entropy=targets.on_policy,
         )
         return PolicyLossOutput(found.loss, None, found.stats, found.log_probs, found.entropy)

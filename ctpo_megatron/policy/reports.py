@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -18,6 +19,18 @@ from ctpo_megatron.policy.parallel import gather_on_rank_zero
 from ctpo_megatron.policy.predictions import Anchor
 
 Diagnostics = dict[int, dict[str, Any]]
+
+
+class StepOutcome(Enum):
+    """What became of an optimizer step.
+
+    OVERFLOW: its gradient is too large for float16 at this loss scale. BAD: loss or gradient norm is not finite for
+    another reason. Neither updates anything.
+    """
+
+    APPLIED = "applied"
+    OVERFLOW = "overflow"
+    BAD = "bad"
 
 
 @dataclass(frozen=True)
@@ -58,8 +71,8 @@ class Cost:
 class Update:
     """Report of one optimizer step: loss statistics over all ranks, gradient norm before clipping, learning rate, cost.
 
-    loss_tokens: of all its trajectories, those that no pass runs over included. bad: loss or gradient norm was not
-    finite, and nothing was updated.
+    loss_tokens: of all its trajectories, those that no pass runs over included. loss_scale: of its backward pass, in
+    float16.
     """
 
     stats: LossStats
@@ -67,7 +80,13 @@ class Update:
     learning_rate: float
     cost: Cost
     loss_tokens: int
-    bad: bool = False
+    outcome: StepOutcome = StepOutcome.APPLIED
+    loss_scale: float | None = None
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights were updated."""
+        return self.outcome is StepOutcome.APPLIED
 
 
 class Clock:
@@ -125,9 +144,10 @@ def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
 
     `pg_update/first_log_ratio_abs_max` is of the first step, where it shows whether the pass for old log-probs and the
     training pass agree. `pg_update/is_ratio/*` is of the last step, where the ratio has moved furthest. Skipped steps
-    count only in cost and `actor/bad_steps`, unless all steps were skipped.
+    count only in cost, `actor/bad_steps` and `actor/overflow_steps`, unless all steps were skipped. A gradient that
+    overflows has no norm.
     """
-    applied = [update for update in updates if not update.bad] or updates
+    applied = [update for update in updates if update.applied] or updates
     loss_tokens = sum(update.loss_tokens for update in applied)
     metrics = summarize(merge([update.stats for update in applied]), loss_tokens)
     each = [summarize(update.stats) for update in applied]
@@ -139,9 +159,12 @@ def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
     for name in ("actor/pg_loss", "supervised/loss"):
         if name in metrics:
             metrics[name] /= len(applied)
-    norms = [update.grad_norm for update in applied]
-    metrics |= {"actor/grad_norm": sum(norms) / len(norms), "actor/grad_norm_max": max(norms)}
-    metrics["actor/bad_steps"] = float(sum(update.bad for update in updates))
+    if norms := [update.grad_norm for update in applied if update.outcome is not StepOutcome.OVERFLOW]:
+        metrics |= {"actor/grad_norm": sum(norms) / len(norms), "actor/grad_norm_max": max(norms)}
+    outcomes = [update.outcome for update in updates]
+    metrics["actor/bad_steps"] = float(outcomes.count(StepOutcome.BAD))
+    if (scale := updates[-1].loss_scale) is not None:
+        metrics |= {"actor/overflow_steps": float(outcomes.count(StepOutcome.OVERFLOW)), "actor/loss_scale": scale}
     return metrics | {"actor/lr": updates[-1].learning_rate} | cost_metrics([update.cost for update in updates])
 
 

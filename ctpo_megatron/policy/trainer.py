@@ -141,7 +141,7 @@ class Trainer:
             metrics |= summarize_updates(updates)
         with rl.phases.phase("token_diagnostics"):
             anchor = settings.objective.anchor
-            applied = [mini for mini, update in zip(mini_batches, updates, strict=True) if not update.bad]
+            applied = [mini for mini, update in zip(mini_batches, updates, strict=True) if update.applied]
             positions = gather_positions(applied, rl.ratio, anchor, self.layout)
             metrics |= positions.metrics() if positions else {}
             judged = zip(batch.trajectories, advantages, strict=True)
@@ -219,7 +219,8 @@ class Trainer:
         """One optimizer step; `temperature` is used instead of the rollouts' temperature (1 for a supervised loss).
 
         A step whose loss or gradient norm is not finite on any rank changes neither weights nor optimizer state; the
-        schedule advances. Raises FloatingPointError at the last of `policy.max_bad_steps` such steps in a row.
+        schedule advances. In float16 the loss scale follows. Raises FloatingPointError at the last of
+        `policy.max_bad_steps` such steps in a row, without any whose gradient only overflows.
         """
         return self._steps.apply(self._steps.gradient(mini_batch, loss_function, temperature))
 
@@ -235,7 +236,8 @@ class Trainer:
             stats, *_ = self._passes.over_ranks(collected, mini_batch)
             if self.config.use_distributed_optimizer:
                 gather_gradient_shards(self._model)
-        return stats, hf.export(self._model, self.layout, value=_main_gradient)
+        scale = self._model.gradient_scale
+        return stats, hf.export(self._model, self.layout, value=lambda parameter: _main_gradient(parameter) / scale)
 
     def token_diagnostics(
         self, mini_batch: MiniBatch, objective: PolicyObjective, anchor: Anchor = "proximal"

@@ -39,9 +39,6 @@ def _why_local(config: Config) -> str:
 
 def _remedy(config: Config) -> str:
     policy = config.policy
-    settings = [
-        f"policy.{name}: {value}"
-        for name, value in (("dtype", "bfloat16"), ("layer_spec", "auto"))
-        if getattr(policy, name) != value
-    ]
+    settings = ["policy.dtype: bfloat16"] if policy.dtype == "float32" else []
+    settings += ["policy.layer_spec: auto"] if policy.layer_spec != "auto" else []
     return " and ".join(["install it (docs/install_cuda.md)", *settings]) + ", or split by tensor parallelism"

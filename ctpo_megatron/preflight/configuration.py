@@ -100,6 +100,10 @@ def check_run(context: RunContext) -> Iterator[Problem]:
         message = "is in the past" if deadline <= time.time() else "is decades ahead"
         yield context.error("run.deadline", message, "give seconds since the epoch, such as $(date -d +4hours +%s)")
 
+    if never := [str(step) for step in config.run.profile_steps if step > config.run.steps]:
+        message = f"names steps that are never made: {', '.join(never)} of {config.run.steps} (run.steps)"
+        yield context.warning("run.profile_steps", message, "remove them: no trace is written")
+
 
 def check_batch(context: RunContext) -> Iterator[Problem]:
     config = context.config

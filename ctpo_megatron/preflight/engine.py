@@ -20,8 +20,9 @@ from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import RunContext, failed
 from ctpo_megatron.preflight.engine_arguments import NAMES, TRIED, VLLM
 
-_BFLOAT16_MISMATCH = 0.05
-"""Sampler and trainer in bfloat16 differ by up to 0.011 on a tiny random model; trained ones show more."""
+_MISMATCH = {"bfloat16": 0.05, "float16": 0.01}
+"""Sampler and trainer in bfloat16 differ by up to 0.011 on a tiny random model; trained ones show more. float16 has
+three more bits."""
 
 # vLLM's own names of what the schema sets, or what the trainer relies on.
 _OWNED = {
@@ -166,6 +167,7 @@ def _precision(context: RunContext) -> Iterator[Problem]:
     if trainer != sampler:
         message = f"but the engine runs in {sampler} (rollout.engine.dtype): their log-probs will differ by rounding"
         yield context.warning("policy.dtype", message, "set rollout.engine.dtype: auto")
-    if limit is not None and limit < _BFLOAT16_MISMATCH and "bfloat16" in (trainer, sampler):
-        message = "is within the rounding of bfloat16: a healthy run may stop"
-        yield context.warning("rollout.mismatch_limit", message, f"set {_BFLOAT16_MISMATCH} or more, or null")
+    coarsest = max((trainer, sampler), key=lambda dtype: _MISMATCH.get(dtype, 0.0))
+    if limit is not None and limit < (rounding := _MISMATCH.get(coarsest, 0.0)):
+        message = f"is within the rounding of {coarsest}: a healthy run may stop"
+        yield context.warning("rollout.mismatch_limit", message, f"set {rounding} or more, or null")

@@ -220,7 +220,7 @@ class GpuMemory:
         replicas = Split.of(policy, job.world_size)
         if not policy.use_distributed_optimizer and replicas.data * replicas.context > 1:
             yield {"policy.use_distributed_optimizer": True}
-        if policy.use_distributed_optimizer and policy.dtype == "bfloat16" and config.placement.mode == "colocated":
+        if policy.use_distributed_optimizer and policy.dtype != "float32" and config.placement.mode == "colocated":
             for what in ("optimizer", "all"):
                 if policy.offload not in (what, "all"):
                     yield {"policy.offload": what}
@@ -244,7 +244,7 @@ class GpuMemory:
         if replicas.data % 2 == 0 and spec.num_key_value_heads % wider == 0:
             yield {"policy.tensor_model_parallel_size": wider, "policy.sequence_parallel": True}
         apart = config.placement.mode == "disaggregated" and len(placed.engines) <= len(placed.trainer)
-        if apart and policy.use_distributed_optimizer and policy.dtype == "bfloat16":
+        if apart and policy.use_distributed_optimizer and policy.dtype != "float32":
             yield {"placement.mode": "colocated", "policy.offload": "all"}
 
 

@@ -121,7 +121,7 @@ def memory_table(spec: ModelSpec, split: Split) -> list[tuple[str, str, str]]:
     weights, gradients = most.weights, most.gradients
     shards = split.optimizer_shards
     kept = "+".join(split.recompute) or "nothing"
-    state = "float32 weights and two moments, 12 B" if split.dtype == "bfloat16" else "two moments, 8 B"
+    state = "float32 weights and two moments, 12 B" if split.dtype != "float32" else "two moments, 8 B"
     where = f"/ {shards}" if shards > 1 else "not split"
     where += f" (of experts / {split.expert_optimizer_shards})" if spec.num_experts and shards > 1 else ""
     head = "chunks of logits, hidden states and gradients" if split.streaming_head else "logits of the micro-batch"

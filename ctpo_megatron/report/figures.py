@@ -17,6 +17,7 @@ from ctpo_megatron.report.panels import OVERVIEW, Panel, compared_panels, panels
 from ctpo_megatron.report.paper_figures import law_charts, outcome_charts
 from ctpo_megatron.report.position_charts import position_charts
 from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.report.step_timeline import step_timeline
 from ctpo_megatron.report.theme import DARK, LIGHT, coloured, variable
 
 SCREEN = 200
@@ -38,6 +39,7 @@ def figures_of(compared: Comparison) -> tuple[list[Figure], list[Figure]]:
     runs, groups = compared.runs, compared.groups
     if len(runs) == 1:
         found = [_alone(panel_chart(panel, runs[0])) for panel in panels(runs[0]) if panel.has_data(runs[0])]
+        found += [_alone(chart)] if (chart := step_timeline(runs[0].directory)) else []
     else:
         found = [_compared(panel, groups) for panel in compared_panels(runs)]
     by_position = [_alone(chart) for chart in (*law_charts(groups), *position_charts(groups))]

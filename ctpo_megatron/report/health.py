@@ -12,7 +12,7 @@ from ctpo_megatron.report.positions_of_groups import late_positions
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.tracking import DUMP_FAILURES
 
-ROUNDING = {"float32": 0.005, "bfloat16": 0.05}
+ROUNDING = {"float32": 0.005, "bfloat16": 0.05, "float16": 0.02}
 """Mean |sampler - trainer log-prob| in nats that rounding gives at most, by the precision of both; generous."""
 
 
@@ -48,6 +48,10 @@ def checks(run: RunData) -> Iterator[Indicator]:
     if lost := run.series(DUMP_FAILURES):
         note = "their trajectories are not on disk (train.log says why); the run continued"
         yield Indicator("Dumps lost", f"{sum(lost.values):,.0f}", False, note)
+    if overflows := run.series("actor/overflow_steps"):
+        scale = run.series("actor/loss_scale")
+        note = f"optimizer steps skipped in float16; loss scale {scale.values[-1]:,.0f} at last" if scale else ""
+        yield Indicator("Gradient overflows", f"{sum(overflows.values):,.0f}", None, note)
     yield from _packing(run)
     nonfinite = run.series("tracking/nonfinite")
     count = sum(nonfinite.values) if nonfinite else 0.0

@@ -16,7 +16,9 @@ from ctpo_megatron.report.theme import CYCLE
 from ctpo_megatron.report.thinning import kept, smoothed
 from ctpo_megatron.tracking import PHASES
 
-_PHASE_COLOURS = ("red", "blue", "purple", "cyan", "green", "orange", "ink", "grey", "axis")
+_COLOURS = ("red", "blue", "purple", "cyan", "green", "orange", "ink", "grey", "axis")
+PHASE_COLOURS = dict(zip((*PHASES, "other"), _COLOURS, strict=True))
+"""Of each phase of a step, and of what is in none."""
 
 
 def panel_chart(panel: Panel, run: RunData) -> Chart:
@@ -110,8 +112,7 @@ def _phases(run: RunData) -> list[Curve]:
     found = {name: [by_step[step].get(f"time/{name}") or 0.0 for step in steps] for name in PHASES}
     totals = [by_step[step].get("time/step") or 0.0 for step in steps]
     found["other"] = [max(0.0, total - sum(parts)) for total, *parts in zip(totals, *found.values(), strict=True)]
-    colours = dict(zip(found, _PHASE_COLOURS, strict=True))
     shown = {name: values for name, values in found.items() if sum(values) > 0.005 * (sum(totals) or 1)}
     places = kept(totals)
     xs = [steps[at] for at in places]
-    return [Curve(name, xs, [values[at] for at in places], colours[name]) for name, values in shown.items()]
+    return [Curve(name, xs, [values[at] for at in places], PHASE_COLOURS[name]) for name, values in shown.items()]

@@ -158,6 +158,16 @@ class Controller:
         """Whether the latest step was logged without an evaluation."""
         return self._evaluation.lacks(self._report.latest)
 
+    def begin_trace(self, step: int) -> None:
+        """Have the engines record what they do, until `end_trace`."""
+        if self._pool is not None:
+            self._pool.begin_trace(step)
+
+    def end_trace(self) -> None:
+        """Have the engines write their traces."""
+        if self._pool is not None:
+            self._pool.end_trace()
+
     def wait_for_updates(self) -> None:
         """Wait for what is under way behind the training: an evaluation, and engines that take the last weights.
 

@@ -8,8 +8,9 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.config import Config, OptimizerConfig, family_for, shares_gpus
 from ctpo_megatron.config.schema import CheckpointConfig
@@ -26,6 +27,9 @@ from ctpo_megatron.environments.tokenizer import exported_chat_template
 from ctpo_megatron.policy import Layout, Trainer, TrainResult, TrainSettings, summarize_updates, supervised
 from ctpo_megatron.run.watchdog import Watchdog
 from ctpo_megatron.tracking import Phases
+
+if TYPE_CHECKING:
+    from ctpo_megatron.run.step_trace import StepTrace
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +76,8 @@ class TrainerGroup:
     """There after `connect`."""
     offered: WeightOffer
     """The latest offer; there after `offer`."""
+    _trace: StepTrace
+    """There after `begin_trace`."""
 
     def __init__(self, config: Config, layout: Layout, stop: StopSignal) -> None:
         self._config, self.layout, self._stop = config, layout, stop
@@ -225,6 +231,18 @@ class TrainerGroup:
     def version(self) -> int:
         """Of the current weights; see `Trainer`."""
         return self.trainer.version
+
+    @_on_all_ranks()
+    def begin_trace(self, step: int) -> None:
+        """Record what every rank does, until `end_trace`."""
+        from ctpo_megatron.run.step_trace import StepTrace  # torch's profiler, which most runs never need
+
+        self._trace = StepTrace(self.phases, step)
+
+    @_on_all_ranks()
+    def end_trace(self, step: int, directory: Path) -> None:
+        """Write the trace of every rank into the run directory."""
+        self._trace.write(RunPaths(directory).trace(step, self.layout.rank))
 
     @_on_all_ranks()
     def connect(self, facts: EngineFacts) -> None:

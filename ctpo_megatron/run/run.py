@@ -53,8 +53,17 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do; ends early when the run is to stop."""
         while self.done < self.config.run.steps and not self.stopped:
+            step = self.done + 1
+            traced = step in self.config.run.profile_steps
             with self._report.progress.within("step"):
-                yield self.done + 1
+                if traced:
+                    self._controller.begin_trace(step)
+                    self._trainer.begin_trace(step)
+                yield step
+                if traced:
+                    with self._report.phase("profile"):
+                        self._trainer.end_trace(step, self.config.run.directory)
+                        self._controller.end_trace()
 
     def restore(self, checkpoint: Path | None) -> None:
         """Continue from a checkpoint, or begin."""

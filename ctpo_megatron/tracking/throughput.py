@@ -46,6 +46,8 @@ def sft_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         "sft/epoch": "sft/epoch",
         "sft/grad_norm": "actor/grad_norm",
         "sft/bad_steps": "actor/bad_steps",
+        "sft/overflow_steps": "actor/overflow_steps",
+        "sft/loss_scale": "actor/loss_scale",
         "sft/lr": "actor/lr",
         "sft/seconds": "time/sft",
         "sft/tokens_per_s": "throughput/sft_tokens_per_s",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -120,15 +121,19 @@ class Progress:
 
 
 class Phases:
-    """Times the phases of a rank and records its progress."""
+    """Times the phases of a rank and records its progress.
+
+    mark: a context that names a phase in a trace, while one is recorded (`run/step_trace.py`).
+    """
 
     def __init__(self, timer: PhaseTimer | None = None) -> None:
         self.timer, self.progress = timer or PhaseTimer(), Progress()
+        self.mark: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the current step."""
-        with self.progress.within(name), self.timer.phase(name):
+        with self.progress.within(name), self.timer.phase(name), self.mark(f"time/{name}"):
             yield
 
     @contextmanager

@@ -7,6 +7,15 @@ Hugging Face name are compared. Layouts run as separate real jobs, grouped by th
 from ctpo_megatron.verify.exported import Finding, check_exported
 from ctpo_megatron.verify.layouts import LAYOUTS
 from ctpo_megatron.verify.objectives import OBJECTIVES
-from ctpo_megatron.verify.run import LayoutResult, unsupported_layouts, verify
+from ctpo_megatron.verify.run import TOLERANCE, LayoutResult, unsupported_layouts, verify
 
-__all__ = ["LAYOUTS", "OBJECTIVES", "Finding", "LayoutResult", "check_exported", "unsupported_layouts", "verify"]
+__all__ = [
+    "LAYOUTS",
+    "OBJECTIVES",
+    "TOLERANCE",
+    "Finding",
+    "LayoutResult",
+    "check_exported",
+    "unsupported_layouts",
+    "verify",
+]

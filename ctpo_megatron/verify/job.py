@@ -53,7 +53,7 @@ def main(folder: Path, names: list[str]) -> None:
     """Run the layouts; rank 0 writes `NAME.pt` for each."""
     work = pickle.loads((folder / "work.pickle").read_bytes())
     for name in names:
-        fields = {"micro_batch_tokens": work["micro_batch_tokens"]} | LAYOUTS[name].policy
+        fields = {key: work[key] for key in ("micro_batch_tokens", "dtype")} | LAYOUTS[name].policy
         config = PolicyConfig(timeout_minutes=5.0, **fields)
         layout = init_distributed(config, seed=0)
         found = run(layout, config, work)

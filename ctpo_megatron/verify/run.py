@@ -20,15 +20,17 @@ from transformers.utils.logging import disable_progress_bar
 
 from ctpo_megatron.config import ConfigError, PolicyConfig, check_parallel, read_spec, stored_tensors
 from ctpo_megatron.models import ModelFamily, ModelSpec
-from ctpo_megatron.verify import batch
+from ctpo_megatron.verify import batch, positions
 from ctpo_megatron.verify.layouts import LAYOUTS, LayoutCase
 from ctpo_megatron.verify.objectives import OBJECTIVES
 from ctpo_megatron.verify.oracle import Oracle, Reference
-from ctpo_megatron.verify.positions import TOLERANCE, expected_positions
 
 TEMPERATURE = 0.9
 MICRO_BATCH_TOKENS = 512
 JOB_TIMEOUT_S = 1800.0
+TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.1}
+"""Of loss, log-probs and gradient against float64, by policy.dtype. In 16 bits the weights themselves are rounded.
+There a token near a bound may be clipped otherwise, which is no rounding error: take an objective without bounds."""
 _LOG_CHARACTERS = 3000
 
 
@@ -84,13 +86,17 @@ def _reason_against(layout: LayoutCase, spec: ModelSpec) -> str:
 
 
 def verify(
-    model: Path | None, layouts: Sequence[str], objectives: Sequence[str], family: ModelFamily | None = None
+    model: Path | None,
+    layouts: Sequence[str],
+    objectives: Sequence[str],
+    family: ModelFamily | None = None,
+    dtype: str = "float32",
 ) -> Iterator[LayoutResult]:
     """Check layouts (names of `LAYOUTS` that fit) and objectives (names of `OBJECTIVES`), one after another.
 
     model: a Hugging Face directory small enough for float64; None makes a tiny dense one and a tiny mixture of experts.
-    family: the user's, importable in the jobs; None: a built-in one. Raises ConfigError for a model without weights, or
-    with weights that do not match its config.json.
+    family: the user's, importable in the jobs; None: a built-in one. dtype: of the policy. Raises ConfigError for a
+    model without weights, or with weights that do not match its config.json.
     """
     if model is not None and (problems := stored_tensors(model, read_spec(model, family))[1]):
         raise ConfigError(problems)
@@ -102,13 +108,13 @@ def verify(
                 folder = Path(name)
                 if model is None:
                     batch.build_model(folder / "model", experts=experts)
-                yield from _verify_model(folder, model or folder / "model", chosen, objectives, family)
+                yield from _verify_model(folder, model or folder / "model", chosen, objectives, family, dtype)
 
 
 def _verify_model(
-    folder: Path, model: Path, layouts: Sequence[str], objectives: Sequence[str], family: ModelFamily | None
+    folder: Path, model: Path, layouts: Sequence[str], objectives: Sequence[str], family: ModelFamily | None, dtype: str
 ) -> Iterator[LayoutResult]:
-    oracle = _prepare(folder, model, objectives, family)
+    oracle = _prepare(folder, model, objectives, family, dtype)
     groups: dict[int, list[str]] = defaultdict(list)
     for layout in layouts:
         groups[LAYOUTS[layout].ranks].append(layout)
@@ -133,7 +139,9 @@ def _run_all(folder: Path, ranks: int, layouts: list[str]) -> Iterator[tuple[str
             layouts = []
 
 
-def _prepare(folder: Path, model: Path, objectives: Sequence[str], family: ModelFamily | None = None) -> Oracle:
+def _prepare(
+    folder: Path, model: Path, objectives: Sequence[str], family: ModelFamily | None = None, dtype: str = "float32"
+) -> Oracle:
     trajectories = batch.trajectories(read_spec(model, family).vocab_size)
     reference = Reference(model, TEMPERATURE, family)
     with torch.no_grad():
@@ -146,6 +154,7 @@ def _prepare(folder: Path, model: Path, objectives: Sequence[str], family: Model
     work: dict[str, Any] = {
         "model": str(model),
         "family": family,
+        "dtype": dtype,
         "temperature": TEMPERATURE,
         "trajectories": trajectories,
         "advantages": batch.advantages(),
@@ -193,8 +202,10 @@ def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle
         apart = sorted(gradient.keys() ^ expected.keys())
         return LayoutResult(layout, objective, ranks, problem=f"gradients of other tensors: {', '.join(apart)[:500]}")
     work = pickle.loads((folder / "work.pickle").read_bytes())
-    of_layout = expected_positions(work["trajectories"], work["advantages"], found["log_probs"], OBJECTIVES[objective])
-    if unlike := found["positions"][objective].unlike(of_layout, TOLERANCE):
+    of_layout = positions.expected_positions(
+        work["trajectories"], work["advantages"], found["log_probs"], OBJECTIVES[objective]
+    )
+    if unlike := found["positions"][objective].unlike(of_layout, positions.TOLERANCE):
         return LayoutResult(layout, objective, ranks, problem=f"statistics by position: {unlike}")
     errors = {name: _norm(gradient[name].double() - tensor) for name, tensor in expected.items()}
     sizes = {name: _norm(tensor) for name, tensor in expected.items()}

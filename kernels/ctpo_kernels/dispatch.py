@@ -122,7 +122,7 @@ def compiling(tensor: torch.Tensor) -> bool:
 def refuse_compiled(name: str, value: bool, effect: str) -> None:
     """Raises RuntimeError when `value` is set: a compiled graph must not have the side effect it requests."""
     if value:
-        raise RuntimeError(f"{name}=True cannot be compiled: it {effect}. Pass False, or call outside of torch.compile")
+        raise RuntimeError(f"{name} cannot be compiled: it {effect}. Omit it, or call outside of torch.compile")
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:

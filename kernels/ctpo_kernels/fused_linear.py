@@ -7,6 +7,7 @@ whole sequence depend on later tokens, so their logits are computed twice (four 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def fused_linear_ctpo(
     sequence_parallel: bool = False,
     chunk_size: int | None = None,
     accumulate_into_main_grad: bool = False,
+    gradient_scale: float = 1.0,
     skip_zero_tiles: bool = True,
     skip_clipped_tiles: bool = False,
     return_entropy: bool = False,
@@ -70,8 +72,11 @@ def fused_linear_ctpo(
         needs no further matrix product, and the statistics cover the policy loss alone.
     accumulate_into_main_grad: add the weight gradient (float32) to `weight.main_grad` in the forward pass, as
         megatron-core's fused layers do in the backward pass: sets `weight.grad_added_to_main_grad` and returns a
-        placeholder to autograd. The upstream scalar must then be 1 (checked in the backward pass, on CUDA by a
-        device-side assertion).
+        placeholder to autograd. The upstream scalar must then be `gradient_scale` (checked in the backward pass, on
+        CUDA by a device-side assertion).
+    gradient_scale: the upstream scalar that the backward pass will get, such as a loss scale. Gradients are multiplied
+        by it in float32, before they are rounded to the dtype of the operands. The small ones of a mean over many
+        tokens would be 0 in float16. The loss itself is not.
     skip_zero_tiles: skip tiles of 128 rows without any gradient in the two gradient products: rows outside of the loss,
         or with advantage or weight 0. For ratios of the whole sequence and with `cp_group` also clipped rows. Exact;
         one small read-back per call.
@@ -96,6 +101,8 @@ def fused_linear_ctpo(
     spec = LossSpec(clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
     cp_group, group = arguments.effective(cp_group), arguments.effective(tp_group)
     labels = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
+    if not 0 < gradient_scale < math.inf:
+        raise ValueError(f"gradient_scale: must be a positive, finite number; got {gradient_scale}")
     if accumulate_into_main_grad and getattr(weight, "main_grad", None) is None:
         raise ValueError("accumulate_into_main_grad: weight has no main_grad (megatron's DDP makes it)")
     head = HeadOptions(
@@ -112,7 +119,8 @@ def fused_linear_ctpo(
         from ctpo_kernels import ops_loss
 
         main_grad = "adds to weight.main_grad in the forward pass"
-        dispatch.refuse_compiled("accumulate_into_main_grad", accumulate_into_main_grad, main_grad)
+        dispatch.refuse_compiled("accumulate_into_main_grad=True", accumulate_into_main_grad, main_grad)
+        dispatch.refuse_compiled("gradient_scale", gradient_scale != 1, "changes what the forward pass rounds")
         options = (cp_group, sequence_parallel, skip_zero_tiles, skip_clipped, entropy_coef, return_entropy)
         return ops_loss.compiled_fused(hidden, weight, labels, tensors, spec, head, options, shape)
     # The sweep fills in the log-probs chunk by chunk.
@@ -128,6 +136,7 @@ def fused_linear_ctpo(
         may_learn=may_learn,
         entropy_coef=entropy_coef,
         entropy=return_entropy or entropy_coef != 0,
+        gradient_scale=gradient_scale,
         head=head,
     )
     plan.check_values(weight)
@@ -151,7 +160,7 @@ class _Sweep(torch.autograd.Function):
             d_weight = _main_grad(weight) if into_main_grad else torch.zeros_like(weight, dtype=dtype)
         found = sweep(hidden, weight, plan, want_hidden=want_hidden, d_weight=d_weight)
         ctx.gradients = (found.d_hidden, found.d_weight)
-        ctx.weight, ctx.into_main_grad = weight, into_main_grad
+        ctx.weight, ctx.into_main_grad, ctx.scale = weight, into_main_grad, plan.gradient_scale
         ctx.mark_non_differentiable(found.vector, found.log_probs, found.entropy)
         return found.loss, found.vector, found.log_probs, found.entropy
 
@@ -161,25 +170,26 @@ class _Sweep(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("fused_linear_ctpo keeps its gradients for one backward pass: call it again")
         (d_hidden, d_weight), ctx.gradients = ctx.gradients, None
+        left = upstream / ctx.scale
         if d_hidden is not None:
             # A 0-d factor would first be rounded to the dtype of d_hidden; a factor of the same rank is not.
-            d_hidden.mul_(upstream.reshape(1, 1))
+            d_hidden.mul_(left.reshape(1, 1))
         if d_weight is None:
             return d_hidden, None, None, None, None
         if not ctx.into_main_grad:
-            return d_hidden, d_weight.mul_(upstream).to(ctx.weight.dtype), None, None, None
-        _require_one(upstream)
+            return d_hidden, d_weight.mul_(left).to(ctx.weight.dtype), None, None, None
+        _require(upstream, ctx.scale)
         return d_hidden, _placeholder(ctx.weight), None, None, None
 
 
-def _require_one(upstream: Tensor) -> None:
+def _require(upstream: Tensor, scale: float) -> None:
     """The weight gradient is in main_grad already and can no longer be scaled."""
     if upstream.is_cuda:
-        torch._assert_async(upstream == 1)
-    elif float(upstream) != 1.0:
+        torch._assert_async(upstream == scale)
+    elif float(upstream) != scale:
         raise RuntimeError(
-            f"accumulate_into_main_grad needs an upstream gradient of 1; got {float(upstream)}. Scale the advantages "
-            "or the denominators instead, or set accumulate_into_main_grad=False"
+            f"accumulate_into_main_grad needs an upstream gradient of {scale:g}; got {float(upstream)}. Give it as "
+            "gradient_scale, scale the advantages or the denominators instead, or set accumulate_into_main_grad=False"
         )
 
 

@@ -55,7 +55,7 @@ def vocab_parallel_log_probs(
     cap = checked_softcap(softcap)
     group = arguments.effective(tp_group)
     if dispatch.compiling(logits):
-        dispatch.refuse_compiled("inplace_backward", inplace_backward, "overwrites the logits")
+        dispatch.refuse_compiled("inplace_backward=True", inplace_backward, "overwrites the logits")
         from ctpo_kernels import ops
 
         return ops.compiled_log_probs(logits, labels, group, shape, temperature, vocab_size, cap, return_entropy)

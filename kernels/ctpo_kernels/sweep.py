@@ -25,7 +25,7 @@ from ctpo_kernels.tiles import Runs, active_runs, check_known, may_learn
 class SweepPlan:
     """All inputs of a call except the operands. batch, labels: of the response tokens only; rows: their positions.
 
-    may_learn: in host memory, see `tiles.check_known`.
+    may_learn: in host memory, see `tiles.check_known`. gradient_scale: see `fused_linear_ctpo`.
     """
 
     batch: PackedTokens
@@ -42,6 +42,7 @@ class SweepPlan:
     entropy_coef: float
     entropy: bool
     head: HeadOptions
+    gradient_scale: float = 1.0
 
     @classmethod
     def of(
@@ -66,6 +67,13 @@ class SweepPlan:
         if inverse is None:
             inverse = inverse_of_loss_tokens(batch)
         return cls(batch, spec, inverse, rows, labels.numel(), pick(labels, rows), cp_group, **rest)
+
+    def scaled(self, g: Tensor, extra: EntropyGradient | None) -> tuple[Tensor, EntropyGradient | None]:
+        """Derivatives of the loss by log-probs and entropies, float32, times `gradient_scale`."""
+        if self.gradient_scale == 1:
+            return g, extra
+        scaled = None if extra is None else EntropyGradient(extra.value, extra.g * self.gradient_scale)
+        return g * self.gradient_scale, scaled
 
     def check_values(self, weight: Tensor) -> None:
         """Raises ValueError for a label outside the vocabulary (on the CPU only), and as `tiles.check_known`."""
@@ -152,7 +160,7 @@ def _once(head: LinearHead, plan: SweepPlan, bonus: EntropyBonus, gradients: _Gr
     for start, end in head.chunks():
         merged = head.log_probs(start, end, batch.log_probs[start:end], entropy=plan.entropy)
         g = stream.step(start, end)
-        extra = bonus.step(start, end, merged.entropy) if plan.entropy else None
+        g, extra = plan.scaled(g, bonus.step(start, end, merged.entropy) if plan.entropy else None)
         if gradients.wanted and (runs := gradients.begin(start, end, g, extra)):
             gradients.add(head.gradient_rows(start, end, merged, g, extra), start, runs)
     return stream.finish()
@@ -172,7 +180,7 @@ def _twice(head: LinearHead, plan: SweepPlan, bonus: EntropyBonus, gradients: _G
         return out.vector
     gradients.plan_tiles(lambda: rows_with_gradient(out.gradient, bonus.gradient(0, batch.tokens)))
     for start, end in head.chunks():
-        g, extra = out.gradient[start:end], bonus.gradient(start, end)
+        g, extra = plan.scaled(out.gradient[start:end], bonus.gradient(start, end))
         if runs := gradients.begin(start, end, g, extra):
             dz = head.recomputed_gradient_rows(start, end, lse[start:end], g, extra)
             gradients.add(dz, start, runs)

@@ -74,8 +74,8 @@ WRONG = [
     ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas.1: wrong number of items; give 2 numbers"),
     ("policy.optimizer.betas=[0.9,1.5]", "policy.optimizer.betas = [0.9, 1.5]: item 1 must be in [0, 1)"),
     ("policy.optimizer.warmup_steps=-2", "policy.optimizer.warmup_steps = -2: must be greater than or equal to 0"),
-    ("policy.dtype=fp16", 'policy.dtype = "fp16": must be one of float32, bfloat16; did you mean bfloat16?'),
-    ("policy.dtype=int8", 'policy.dtype = "int8": must be one of float32, bfloat16'),
+    ("policy.dtype=fp16", 'policy.dtype = "fp16": must be one of float32, bfloat16, float16; did you mean float16?'),
+    ("policy.dtype=int8", 'policy.dtype = "int8": must be one of float32, bfloat16, float16'),
     ("policy.head=softmax", 'policy.head = "softmax": must be one of streaming, logits'),
     ("rollout.samples_per_prompt=0", "rollout.samples_per_prompt = 0: must be greater than 0"),
     (

@@ -56,7 +56,7 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
             "data.tool_in_prompt = true: shows the model a way to call tools that rollout.tool_parser: fenced does not",
         ),
         (["data.system_prompt=none.txt"], 'data.system_prompt = "none.txt": is the name of a file that cannot be read'),
-        (["policy.layer_spec=transformer_engine"], "Transformer Engine needs CUDA and policy.dtype: bfloat16"),
+        (["policy.layer_spec=transformer_engine"], "Transformer Engine needs CUDA and policy.dtype: bfloat16 or"),
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 4 attention heads"),
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 2 key/value heads"),
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 256 MLP channels"),
@@ -66,7 +66,9 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["policy.virtual_pipeline_model_parallel_size=2"], "needs pipeline stages; leave it null, or raise"),
         (["policy.virtual_pipeline_model_parallel_size=1", "policy.pipeline_model_parallel_size=3"], "plain pipeline"),
         (["policy.expert_model_parallel_size=3"], "policy.expert_model_parallel_size = 3: the model has no experts"),
-        (["policy.offload=all"], "needs CUDA and policy.use_distributed_optimizer and policy.dtype: bfloat16"),
+        (["policy.offload=all"], "needs CUDA and policy.use_distributed_optimizer and policy.dtype: bfloat16 or"),
+        (["policy.initial_loss_scale=1000"], "policy.initial_loss_scale = 1000.0: is no power of two; set 1024"),
+        (["policy.initial_loss_scale=1024"], "= 1024.0: has no effect in float32; set policy.dtype: float16"),
         (["policy.recompute_modules=[mlp]"], "has no effect; set policy.recompute: selective"),
         (
             ["policy.recompute=selective", "policy.recompute_modules=[layernorm,moe_act]"],
@@ -208,6 +210,8 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
             "(rollout.engine.dtype): their log-probs will differ by rounding; set roll",
         ),
         (["rollout.mismatch_limit=0.001", "policy.dtype=bfloat16"], "is within the rounding of bfloat16"),
+        (["rollout.mismatch_limit=0.001", "policy.dtype=float16"], "is within the rounding of float16"),
+        (["policy.dtype=float16", "rollout.engine.dtype=bfloat16"], "but the engine runs in bfloat16"),
         (["eval.samples=4"], "greedy decoding gives the same answer every time"),
         (["eval.prompts=4"], "eval.prompts = 4: has no effect without data.eval"),
         (["policy.optimizer.warmup_steps=32"], "never reaches the full lr: there are 32 optimizer steps"),
@@ -220,6 +224,7 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
             ["rollout.group_timeout_s=60"],
             "one slow tool call (60 s allowed) makes the whole group time out, and it is sampled again",
         ),
+        (["run.profile_steps=[1,99]"], "names steps that are never made: 99 of 4 (run.steps); remove them"),
         (["run.resume=true"], "this run writes no checkpoint to resume from"),
         (["rollout.partial=finish"], 'rollout.partial = "finish": has no effect: with rollout.max_staleness: 0'),
         (
@@ -269,7 +274,8 @@ def test_cache_must_hold_one_sequence(config_with: Make) -> None:
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("trainer", "chosen", "each"), [("float32", "auto", 4), ("bfloat16", "auto", 2), ("float32", "bfloat16", 2)]
+    ("trainer", "chosen", "each"),
+    [("float32", "auto", 4), ("bfloat16", "auto", 2), ("float16", "auto", 2), ("float32", "bfloat16", 2)],
 )
 def test_sizes_are_planned_for_the_precision_that_the_engine_gets(
     config_with: Make, stored: str, trainer: str, chosen: str, each: int
@@ -357,6 +363,17 @@ def test_modules_of_dense_layers_are_not_those_of_experts(config_with: Make) -> 
     assert found(config_with(*fused, *engine), spec=experts, cuda=True) == []
     (text,) = found(config_with(*fused, *engine, "policy.layer_spec=local"), spec=experts, cuda=True)
     assert "layernorm and moe_act need Transformer Engine's layers" in text
+
+
+@pytest.mark.parametrize("trainer", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("sampler", ["auto", "float32", "bfloat16", "float16"])
+def test_every_precision_of_trainer_and_engines_is_taken(config_with: Make, trainer: str, sampler: str) -> None:
+    """Two precisions with a warning; what needs 16 bits on a GPU takes either kind."""
+    keys = [f"policy.dtype={trainer}", f"rollout.engine.dtype={sampler}", "rollout.mismatch_limit=null"]
+    keys += ["policy.offload=all", "policy.use_distributed_optimizer=true"] if trainer != "float32" else []
+    texts = found(config_with(*keys), cuda=True)
+    differ = sampler not in ("auto", trainer)
+    assert [text.split(":")[0] for text in texts] == ["warning"] * differ and all("rounding" in text for text in texts)
 
 
 @pytest.mark.parametrize(

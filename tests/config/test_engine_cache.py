@@ -50,7 +50,7 @@ def cache(free_mib: float = 1e6, *, nodes: int = 1, dtype: str = "float32", **ro
         ({"engine": {"max_num_seqs": 2}}, 2),
     ],
 )
-@pytest.mark.parametrize(("dtype", "each"), [("float32", EACH), ("bfloat16", EACH // 2)])
+@pytest.mark.parametrize(("dtype", "each"), [("float32", EACH), ("bfloat16", EACH // 2), ("float16", EACH // 2)])
 def test_it_holds_all_that_is_sampled_at_once(settings: dict[str, Any], sequences: int, dtype: str, each: int) -> None:
     found = cache(dtype=dtype, **settings)
     needed = sequences * 1000 * each

@@ -54,3 +54,12 @@ def users_stage(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> I
     }
     with running(Stage(root, EXPERTS, **parts)) as stage:
         yield stage
+
+
+@pytest.fixture(scope="session")
+def half_stage(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """In float16, and in a run that has steps to trace."""
+    root = tmp_path_factory.mktemp("half")
+    run = {"name": "test", "root": str(root), "steps": 4, "seed": 7, "profile_steps": [3, 4]}
+    with running(Stage(root, sections={"policy": {"dtype": "float16"}, "run": run})) as stage:
+        yield stage

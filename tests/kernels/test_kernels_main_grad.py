@@ -73,6 +73,54 @@ def test_upstream_other_than_one_is_refused(backend: str) -> None:
     loss, _, _ = fused_linear_ctpo(**{**head.arguments(), "weight": weight}, accumulate_into_main_grad=True)
     with pytest.raises(RuntimeError, match=r"upstream gradient of 1; got 0\.5"):
         (loss * 0.5).backward()
+    loss, *_ = fused_linear_ctpo(
+        **{**head.arguments(), "weight": weight}, accumulate_into_main_grad=True, gradient_scale=SCALE
+    )
+    with pytest.raises(RuntimeError, match=r"upstream gradient of 65536; got 1\.0. Give it as gradient_scale"):
+        loss.backward()
+
+
+SCALE = 2.0**16
+
+
+def backward_of_scaled(head: Head, scale: float, **options: object) -> tuple[Tensor, Tensor]:
+    """Gradient of the hidden states, and `main_grad`, of the loss times `scale`."""
+    weight, hidden = with_main_grad(head), head.hidden.clone().requires_grad_()
+    operands = {**head.arguments(), "weight": weight, "hidden": hidden}
+    loss, *_ = fused_linear_ctpo(
+        **operands, accumulate_into_main_grad=True, chunk_size=16, gradient_scale=scale, **options
+    )
+    (loss * scale).backward()
+    return hidden.grad, weight.main_grad
+
+
+OPTIONS = [{}, {"ratio_mode": "sequence"}, {"entropy_coef": 0.1}, {"ratio_mode": "sequence", "entropy_coef": 0.1}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["one sweep", "two", "one, entropy", "two, entropy"])
+def test_a_known_upstream_scalar_scales_both_gradients(backend: str, options: dict[str, object]) -> None:
+    head = random_head(5)
+    plain, scaled = backward_of_scaled(head, 1.0, **options), backward_of_scaled(head, SCALE, **options)
+    for found, expected in zip(scaled, plain, strict=True):
+        assert same_bits(found, expected * SCALE) and expected.any()
+
+
+def test_float16_keeps_gradients_that_the_scale_lifts(backend: str) -> None:
+    """Of a mean over a million tokens: below 6e-8, the smallest number of float16."""
+    head = random_head(5, dtype=torch.float16)
+    head.batch["advantages"] = head.batch["advantages"] * 1e-7
+    wide = Head(head.hidden.float(), head.weight.float(), head.labels, head.batch)
+    expected = sweep(wide, chunk_size=16)
+    assert backward_of_scaled(head, 1.0)[0].eq(0).float().mean() > 0.9
+    found = backward_of_scaled(head, 2.0**24)
+    assert distance(found[0].double() / 2**24, expected.d_hidden.double()) <= 2**-10
+    assert distance(found[1].double() / 2**24, expected.d_weight.double()) <= 2**-10
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_gradient_scale_that_is_none_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="gradient_scale: must be a positive, finite number; got"):
+        backward_of_scaled(random_head(5), scale)
 
 
 @pytest.mark.parametrize("main_grad", [None, "absent"])

@@ -14,6 +14,7 @@ from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     Layout,
+    StepOutcome,
     Trainer,
     Update,
     destroy_distributed,
@@ -56,7 +57,9 @@ def skipped_and_left_out(model: Path, settings: dict[str, Any]) -> list[dict[str
         if not bad:
             policy.set_scheduler_step(2 / 4)  # the schedule counts the steps that were tried
         last = update(policy, 2, GOOD)
-        found.append({"bad": between, "unchanged": unchanged, "last": (last.grad_norm, last.learning_rate, last.bad)})
+        found.append(
+            {"bad": between, "unchanged": unchanged, "last": (last.grad_norm, last.learning_rate, last.applied)}
+        )
         found[-1]["weights"] = {name: tensor.clone() for name, tensor in policy.weights()}
     destroy_distributed()
     return found
@@ -81,8 +84,9 @@ def test_a_step_without_a_finite_gradient_is_as_if_it_had_not_been(
     model: Path, settings: dict[str, Any], count: int
 ) -> None:
     for with_bad, without in ranks.run(skipped_and_left_out, model, settings, ranks=count):
-        assert with_bad["bad"].bad and with_bad["bad"].grad_norm == math.inf and with_bad["unchanged"]
-        assert with_bad["last"] == without["last"] and not with_bad["last"][2]
+        between = with_bad["bad"]
+        assert between.outcome is StepOutcome.BAD and between.grad_norm == math.inf and with_bad["unchanged"]
+        assert with_bad["last"] == without["last"] and with_bad["last"][2]
         assert with_bad["last"][1] == 1e-3 * 2 / 4
         assert all(torch.equal(tensor, without["weights"][name]) for name, tensor in with_bad["weights"].items())
 
@@ -99,7 +103,7 @@ def test_bad_steps_in_a_row_end_the_run_and_a_good_one_in_between_counts_anew(
 ) -> None:
     policy = start(layout, model, {"max_bad_steps": 2})
     found = [update(policy, seed, advantages) for seed, advantages in enumerate([bad, GOOD, bad])]
-    assert [step.bad for step in found] == [True, False, True]
+    assert [step.outcome for step in found] == [StepOutcome.BAD, StepOutcome.APPLIED, StepOutcome.BAD]
     with pytest.raises(FloatingPointError, match=r"is not finite .* as 2 in a row now \(policy\.max_bad_steps\)"):
         update(policy, 3, bad)
 

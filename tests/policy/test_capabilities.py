@@ -177,6 +177,7 @@ def test_what_an_uninstall_left_of_te_stops_nothing(site: Path) -> None:
     ("modules", "capability", "dtype", "spec", "why"),
     [
         ((TE,), (9, 0), "bfloat16", "transformer_engine", "TE fused"),
+        ((TE,), (9, 0), "float16", "transformer_engine", "TE fused"),
         ((TE,), (8, 0), "bfloat16", "local", "needs flash-attn"),
         ((TE, FLASH), (8, 0), "bfloat16", "transformer_engine", "TE fused"),
         ((TE, FLASH), (9, 0), "float32", "local", "no packed attention in float32"),

@@ -202,11 +202,11 @@ def test_requests_that_cannot_be_met_say_why(run: Path, tmp_path: Path, capsys: 
 
 
 def test_a_checkpoint_without_its_run(run: Path, tmp_path: Path) -> None:
-    """The model's float16 is no precision of ours."""
+    """The model's float64 is no precision of ours."""
     lonely = shutil.copytree(run / "checkpoints" / STEP, tmp_path / "elsewhere" / STEP)
     model = shutil.copytree(run.parent / "data" / "model", tmp_path / "half")
     settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(settings | {"dtype": "float16"}))
+    (model / "config.json").write_text(json.dumps(settings | {"dtype": "float64"}))
     output = tmp_path / "new"
     assert main(["export", str(lonely), "--model", str(model), "--output", str(output), "--check"]) == 0
     assert json.loads((output / "config.json").read_text())["dtype"] == "float32"

@@ -19,6 +19,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 BF16 = {"dtype": "bfloat16"}
+FP16 = {"dtype": "float16"}
 EP2 = {"expert_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 DISTOPT = {"use_distributed_optimizer": True}
@@ -48,6 +49,7 @@ def one(folder: Path) -> Jobs:
         "bfloat16-offload": FOUR_LAYERS | {"policy": BF16 | DISTOPT | {"offload": "all"}},
         "moe": {"family": "qwen3-moe"},
         "bfloat16-moe": {"family": "qwen3-moe-decided", "policy": BF16 | DISTOPT},
+        "float16": FOUR_LAYERS | {"policy": FP16},
         "resumed": {"load": str(checkpoints / "step_000001")},
     }
     return Jobs(partial(run, folder, 1), usual, {"untied-gspo": {"family": "qwen3-untied", "preset": "gspo"}})
@@ -73,6 +75,10 @@ MORE = {
     "bfloat16-cp2": FOUR_LAYERS | {"policy": BF16 | CP2},
     "bfloat16-dp2": FOUR_LAYERS | {"policy": BF16},
     "bfloat16-dp2-distopt": FOUR_LAYERS | {"policy": BF16 | DISTOPT},
+    "float16-tp2-sp": FOUR_LAYERS | {"policy": FP16 | TP2 | {"sequence_parallel": True}},
+    "float16-pp2": FOUR_LAYERS | {"policy": FP16 | PP2},
+    "float16-cp2": FOUR_LAYERS | {"policy": FP16 | CP2},
+    "float16-dp2-distopt-overlap": FOUR_LAYERS | {"policy": FP16 | DISTOPT | OVERLAP},
 }
 """Of `make test-slow`: the same in a second precision, or with one setting less."""
 
@@ -119,10 +125,11 @@ def test_recompute_changes_nothing(one: Jobs) -> None:
     assert_same_training(one["recompute"], one["single"])
 
 
-def test_bfloat16_trains(one: Jobs) -> None:
-    for ours, theirs in zip(one["bfloat16"]["steps"], one["four-layers"]["steps"], strict=True):
+@pytest.mark.parametrize(("dtype", "apart"), [("bfloat16", 0.1), ("float16", 0.01)])
+def test_low_precision_trains(one: Jobs, dtype: str, apart: float) -> None:
+    for ours, theirs in zip(one[dtype]["steps"], one["four-layers"]["steps"], strict=True):
         assert ours["pg_update/first_log_ratio_abs_max"] <= 1e-5
-        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=0.1)
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=apart)
 
 
 def test_memory_given_back_between_steps_changes_nothing(one: Jobs) -> None:
@@ -189,6 +196,19 @@ def test_bfloat16_on_two_ranks(one: Jobs, two: Jobs, layout: str) -> None:
     # At equal weights only activations are rounded; how far the first step of Adam carries this depends on the CPU.
     assert found["first_norm"] == pytest.approx(expected["first_norm"], rel=0.002)
     assert path_apart(found, expected) < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2", "cp2", "dp2-distopt-overlap"])
+def test_float16_on_two_ranks(one: Jobs, two: Jobs, layout: str) -> None:
+    """As in bfloat16, with eleven bits instead of eight: so the first norm is four times as close."""
+    found, expected = two[f"float16-{layout}"], one["float16"]
+    for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
+        assert ours["pg_update/first_log_ratio_abs_max"] == ours["actor/overflow_steps"] == 0
+        assert ours["actor/entropy"] == pytest.approx(theirs["actor/entropy"], rel=1e-3)
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=0.05)
+    assert found["first_norm"] == pytest.approx(expected["first_norm"], rel=5e-4)
+    assert path_apart(found, expected) < 0.2
 
 
 def test_no_expert_is_chosen_by_less_than_the_rounding(one: Jobs, two: Jobs) -> None:

@@ -94,6 +94,12 @@ def test_a_number_that_is_not_finite_is_named_by_tensor(layout: Layout, tmp_path
         Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
     with pytest.raises(ConfigError, match=r"bfloat16\): model\.layers\.1\S*k_proj\.weight, model\.norm\.weight;"):
         Trainer(PolicyConfig(dtype="bfloat16"), layout, tmp_path, temperature=1.0)
+    weights["model.norm.weight"][0] = 65520.0  # infinite in float16
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"large for float16\): model\.layers\.1\S*k_proj\.weight, model\.norm\.weight;"
+    ):
+        Trainer(PolicyConfig(dtype="float16"), layout, tmp_path, temperature=1.0)
 
 
 def test_a_tied_model_with_another_head_is_refused(layout: Layout, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ CALLED = [
 SETUPS = {
     # Configuration.
     "a key misspelt": Broken("run.stepz = 3: unknown key", "did you mean run.steps?", "run.stepz=3"),
-    "a value misspelt": Broken('policy.dtype = "fp16"', "did you mean bfloat16?", "policy.dtype=fp16"),
+    "a value misspelt": Broken('policy.dtype = "fp16"', "did you mean float16?", "policy.dtype=fp16"),
     "a batch that mini-batches do not divide": Broken(
         "policy.mini_batch_prompts = 5", "choose a divisor of rollout.prompts_per_step", "policy.mini_batch_prompts=5"
     ),

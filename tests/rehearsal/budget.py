@@ -19,14 +19,15 @@ def over_budget(counts: Mapping[Synchronization, int], passes: Mapping[str, Sequ
     for phase, micro_batches in passes.items():
         for owner, ours in ((f"ours {case.head}", True), (f"megatron {case.family}", False)):
             found = Counter({s: n for s, n in counts.items() if s.phase == phase and s.ours == ours})
-            most = limit(phase, owner, micro_batches)
+            most = limit(phase, owner, micro_batches, case.dtype)
             if found.total() > most:
                 problems.append(f"{phase}, {owner}: {found.total()} for {micro_batches} micro-batches, at most {most}:")
                 problems += [f"  {n} {s.what} at {s.where}" for s, n in found.most_common()]
     return problems
 
 
-def limit(phase: str, owner: str, micro_batches: Sequence[int]) -> int:
+def limit(phase: str, owner: str, micro_batches: Sequence[int], dtype: str = "float32") -> int:
     """Of calls of a phase with so many micro-batches each."""
     line = BUDGET[phase][owner]
-    return int(line["micro_batch"]) * sum(micro_batches) + int(line["call"]) * len(micro_batches)
+    call = int(line["call"]) + (int(line.get("float16", 0)) if dtype == "float16" else 0)
+    return int(line["micro_batch"]) * sum(micro_batches) + call * len(micro_batches)

@@ -14,7 +14,7 @@ from tests.rehearsal.synchronizations import Synchronization
 class Case:
     """adam: see `fused_adam.install`. layout: sizes of the parallel layout, as keys of `policy`.
 
-    Memory is given back and taken again (`policy.offload`) where bfloat16 meets the distributed optimizer.
+    Memory is given back and taken again (`policy.offload`) where 16 bits meet the distributed optimizer.
     """
 
     adam: str
@@ -53,6 +53,9 @@ CASES = (
     Case("transformer_engine", 1, MIXTURE, "bfloat16", "streaming", False),
     Case("apex", 1, MIXTURE, "bfloat16", "logits", True),
     Case("torch", 2, DENSE, "bfloat16", "streaming", False, TENSOR),
+    Case("apex", 1, MIXTURE, "float16", "logits", False),
+    Case("torch", 2, MIXTURE, "float16", "streaming", False, EXPERTS),
+    Case("transformer_engine", 2, DENSE, "float16", "streaming", True, TENSOR),
     # Beyond pairs: what README recommends for eight GPUs, and sequences that are cut over ranks.
     Case("transformer_engine", 2, DENSE, "bfloat16", "streaming", True, CONTEXT),
 )

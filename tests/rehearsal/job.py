@@ -46,9 +46,9 @@ def config_of(case: Case) -> PolicyConfig:
         micro_batch_tokens=256,
         dtype=case.dtype,
         head=case.head,
-        head_chunk_tokens=32 if case.dtype == "bfloat16" else None,  # several chunks a micro-batch
+        head_chunk_tokens=None if case.dtype == "float32" else 32,  # several chunks a micro-batch
         use_distributed_optimizer=case.distributed,
-        offload="all" if case.dtype == "bfloat16" and case.distributed else "none",
+        offload="all" if case.dtype != "float32" and case.distributed else "none",
         **case.layout,
     )
 

@@ -109,6 +109,8 @@ def test_throughput_memory_and_packing_are_told(demo_run, page):
         ("float32", "float32", None, 0.4, 0.02, False),
         ("bfloat16", "auto", None, 0.9, 0.012, True),
         ("bfloat16", "bfloat16", None, 9.0, 0.6, False),
+        ("float16", "auto", None, 0.9, 0.004, True),
+        ("float16", "auto", None, 0.9, 0.03, False),
         ("float32", "bfloat16", None, 0.9, 0.004, False),
         ("bfloat16", "float32", 1.0, 0.9, 0.004, False),  # the limit does not make up for it
         ("float32", "auto", 1e-3, 3e-5, 2e-6, True),

@@ -30,6 +30,8 @@ class SavingTrainer:
     signalled: bool = False
 
     def finish_save(self, *, wait: bool) -> None:
+        with self.group.phases.phase("save"):
+            pass
         self.seen.append((wait, self.group.phases.progress.phase))
         if wait and self.signalled:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -58,7 +60,11 @@ def main(root: Path, how: str) -> dict[str, Any]:
 def _of_rank_zero(group: TrainerGroup, root: Path, how: str) -> int:
     phases = Phases()
     with group.watched(root, phases), phases.stage("rl"):
+        if how == "traced":
+            group.begin_trace(2)
         group.finish_save(wait=False)
+        if how == "traced":
+            group.end_trace(2, root)
         with group.stop_deferred():
             group.finish_save(wait=True)
             if how == "fails":

@@ -53,6 +53,21 @@ def test_a_small_matrix(
     assert f"{total} of {total} within 1e-05 of the float64 oracle" in printed and status == 0, printed
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [("float16", "0.01"), ("bfloat16", "0.1")])
+def test_low_precision_has_a_tolerance_of_its_own(
+    dtype: str, limit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The gradient is without the loss scale, with either head, and so in every layout that carries it on.
+
+    Of an objective without hard bounds: a token near one may be clipped otherwise.
+    """
+    monkeypatch.setattr(run, "_run_job", run_forked)
+    layouts = ["one", "one-logits", "tp2-sp", "pp2-micro", "cp2"]
+    status = cli.main(["verify", "--layouts", *layouts, "--dtype", dtype, "--objective", "sapo"])
+    printed = capsys.readouterr().out
+    assert f"5 of 5 within {limit} of the float64 oracle" in printed and status == 0, printed
+
+
 @pytest.mark.slow  # `truth` starts a rank as the command does
 def test_the_command_starts_its_own_ranks() -> None:
     command = [sys.executable, "-m", "ctpo_megatron.cli", "verify", "--layouts", "tp2-sp-micro"]

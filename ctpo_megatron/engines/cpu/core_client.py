@@ -144,6 +144,7 @@ class InProcessCore:
     get_supported_tasks_async = _call("get_supported_tasks")
     get_weight_version_async = _call("get_weight_version")
     is_scheduler_paused_async = _call("is_scheduler_paused")
+    profile_async = _call("profile")
     pause_scheduler_async = _call("pause_scheduler")
     resume_scheduler_async = _call("resume_scheduler")
     set_weight_version_async = _call("set_weight_version")
