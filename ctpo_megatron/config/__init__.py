@@ -44,6 +44,7 @@ from ctpo_megatron.config.objective_schema import (
     CorrectionConfig,
     ObjectiveConfig,
     RejectConfig,
+    TurnRatio,
 )
 from ctpo_megatron.config.parallel import NEED_TE, check_parallel, sequence_multiple
 from ctpo_megatron.config.placement import (
@@ -145,6 +146,7 @@ __all__ = [
     "TinyModelConfig",
     "TrackingConfig",
     "Transport",
+    "TurnRatio",
     "WeightsConfig",
     "advantage_from_config",
     "available_cores",

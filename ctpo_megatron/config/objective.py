@@ -9,10 +9,22 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from ctpo_kernels.names import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES, LossAggMode, RatioMode
-from ctpo_megatron.config.objective_schema import PRESETS, WITHOUT_STD, AdvantageConfig, ClipMode, ObjectiveConfig
+from ctpo_megatron.config.objective_schema import (
+    PRESETS,
+    WITHOUT_STD,
+    AdvantageConfig,
+    ClipMode,
+    ObjectiveConfig,
+    TurnRatio,
+)
 from ctpo_megatron.config.problems import ConfigError, Problem
 
-_MODES = {"ratio_mode": RATIO_MODES, "clip_mode": get_args(ClipMode), "loss_agg_mode": LOSS_AGG_MODES}
+_MODES = {
+    "ratio_mode": RATIO_MODES,
+    "clip_mode": get_args(ClipMode),
+    "loss_agg_mode": LOSS_AGG_MODES,
+    "turn_ratio": get_args(TurnRatio),
+}
 
 _NUMBERS = (
     "clip_low",
@@ -55,6 +67,8 @@ class PolicyObjective:
     clip_drift: s2, variance of a token's log-ratio (nats^2): the "log_power" window is centred on -t s2 / 2, to where
         noise alone takes the cumulative ratio. 0 centres it on 0.
     entropy_coef: subtracted from the loss times the entropy of the loss tokens, aggregated as the loss is.
+    turn_ratio: "turn-end" has one term for each turn that ends at the token or after it (`objective/turns.py`), with
+        the ratio and the bounds at its end. It needs "cumprod", and bounds on that ratio or its logarithm.
     """
 
     ratio_mode: RatioMode = "cumprod"
@@ -72,6 +86,7 @@ class PolicyObjective:
     prefix_budget: float = 0.015
     entropy_coef: float = 0.0
     clip_drift: float = 0.0
+    turn_ratio: TurnRatio = "prefix"
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -105,6 +120,15 @@ class PolicyObjective:
                 yield self._problem(name, message, "set 0, or clip_mode: log_power with ratio_mode: cumprod")
             elif name == "prefix_weight" and not 0 < value <= 1:
                 yield self._problem(name, "must be above 0 and at most 1")
+        if self.turn_ratio == "turn-end":
+            yield from self._turn_end_problems()
+
+    def _turn_end_problems(self) -> Iterator[Problem]:
+        for name, served in (("ratio_mode", ("cumprod",)), ("clip_mode", ("log_power", "ratio"))):
+            if (mode := getattr(self, name)) not in served:
+                message = f"is the product of ratios up to the end of a turn, and {name} is {mode}"
+                fix = f"set {name} to {' or '.join(served)}, or turn_ratio: prefix"
+                yield self._problem("turn_ratio", message, fix)
 
     def _dual_problems(self, value: float) -> Iterator[Problem]:
         if self.clip_mode in ("ratio", "binary_tv", "binary_kl") and value <= 1:
@@ -118,7 +142,12 @@ class PolicyObjective:
     @property
     def on_kernels(self) -> bool:
         """Whether `ctpo_kernels` can compute it; else plain torch does, from given log-probs."""
-        return self.clip_mode in CLIP_MODES and not self.clip_drift
+        return self.clip_mode in CLIP_MODES and not self.clip_drift and self.turn_ratio == "prefix"
+
+    @property
+    def is_prefix_ratio(self) -> bool:
+        """Whether log r_t is S_t, the sum over the prefix up to the token."""
+        return self.ratio_mode == "cumprod" and self.turn_ratio == "prefix"
 
     def _problem(self, name: str, message: str, fix: str = "") -> Problem:
         return Problem(f"objective.{name}", message, fix, getattr(self, name))

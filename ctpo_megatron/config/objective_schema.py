@@ -91,6 +91,9 @@ ClipMode = Literal[
 ]
 """The clip modes of the kernels, and those that need given log-probs (`objective/surrogate.py`)."""
 
+TurnRatio = Literal["prefix", "turn-end"]
+"""Which prefix the ratio of a turn's reward is of: up to the token, or up to the end of the turn that earned it."""
+
 if TYPE_CHECKING:
     PresetName = str
 else:
@@ -161,6 +164,16 @@ class ObjectiveConfig(Section):
         description="ratio against log-probs recomputed by the trainer, or as the sampler reported them; decoupled: "
         "the former, times the weight of `correction`. With rollout.max_staleness > 0 the default is behaviour, "
         "which is exact for tokens that earlier weights sampled",
+    )
+    credit: Literal["outcome", "turn"] = Field(
+        default="outcome",
+        description="what a token is credited with: the reward of its trajectory, or what its turn and the later ones "
+        "earned (`Reward(turns=[...])`)",
+    )
+    turn_ratio: TurnRatio | None = Field(
+        default=None,
+        description="importance ratio of a turn's reward with `credit: turn` at the token, by `ratio_mode` (null), "
+        "or of the prefix up to the end of the turn that earned it. The latter alone is unbiased",
     )
     advantage: AdvantageConfig = AdvantageConfig()
     correction: CorrectionConfig = CorrectionConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,24 @@ class Group:
     def verdicts(self) -> list[float]:
         """The rewards of the trajectories that were judged, in sample order; raises ValueError as `rewards`."""
         return [reward for reward in self.rewards if reward is not None]
+
+    @property
+    def returns(self) -> list[list[float] | None]:
+        """Returns to go of the turns of each trajectory, None without a verdict; raises ValueError as `rewards`."""
+        return [
+            None if reward is None else trajectory.returns
+            for reward, trajectory in zip(self.rewards, self.trajectories, strict=True)
+        ]
+
+    def is_mixed(self, *, by_turn: bool) -> bool:
+        """Whether anything can be learned from it: the rewards of two trajectories differ.
+
+        by_turn: or what they earned from any turn on. One that ended before that turn earned 0 from there on.
+        """
+        if not by_turn or self.unjudged:
+            return len(set(self.verdicts)) > 1
+        columns = itertools.zip_longest(*(returns for returns in self.returns if returns is not None), fillvalue=0.0)
+        return any(len(set(column)) > 1 for column in columns)
 
     @property
     def unjudged(self) -> bool:

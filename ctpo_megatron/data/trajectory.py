@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -46,6 +47,8 @@ class Trajectory:
     """The parts of the reward by name, if the reward function returns any."""
     no_verdict: NoVerdict | None = None
     """Why a scored trajectory has no reward: it is no wrong answer, and nothing is learned from it."""
+    turn_rewards: list[float] | None = None
+    """What each model turn earned; they add up to the reward. None: the reward function does not say."""
 
     @property
     def token_ids(self) -> Column[int]:
@@ -147,11 +150,25 @@ class Trajectory:
         """Number of the last turn. Raises ValueError for a trajectory without tokens."""
         return int(self.tokens["turn"].max())
 
+    @property
+    def returns(self) -> list[float] | None:
+        """The return to go of each model turn: what it and all later turns earned; None without a reward.
+
+        Without rewards of turns the last turn earned all of it.
+        """
+        if self.reward is None:
+            return None
+        if self.turn_rewards is None:
+            return [self.reward] * self.turns
+        return [*itertools.accumulate(reversed(self.turn_rewards))][::-1]
+
     def facts(self) -> dict[str, Any]:
         """All but the tokens, in a plain-JSON form; `of_facts` restores it exactly."""
         record = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _APART}
         if self.no_verdict is not None:
             record["no_verdict"] = asdict(self.no_verdict)
+        if self.turn_rewards is not None:
+            record["turn_rewards"] = self.turn_rewards
         return record | {"tool_calls": [asdict(call) for call in self.tool_calls]}
 
     @classmethod
@@ -180,4 +197,4 @@ class Trajectory:
         return cls.of_facts(record, checked(record))
 
 
-_APART = ("tokens", "no_verdict")
+_APART = ("tokens", "no_verdict", "turn_rewards")

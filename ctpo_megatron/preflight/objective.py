@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ctpo_megatron.config import ConfigError, Problem, RejectConfig, objective_from_config
+from ctpo_megatron.config import PRESETS, ConfigError, Problem, RejectConfig, objective_from_config
 from ctpo_megatron.preflight.check import RunContext
 
 TRUST_REGIONS = ("binary_tv", "binary_kl", "prefix_tv", "sequence_k3")
@@ -17,6 +17,7 @@ def check_objective(context: RunContext) -> Iterator[Problem]:
     config = context.config
     yield from _advantages(context)
     yield from _loss(context)
+    yield from _credit(context)
     yield from _correction(context)
     for number, reject in enumerate(config.objective.correction.reject):
         yield from _reject(f"objective.correction.reject.{number}", reject)
@@ -55,6 +56,25 @@ def _loss(context: RunContext) -> Iterator[Problem]:
         fix = f"set it to rollout.max_response_tokens ({config.rollout.max_response_tokens})"
         message = "is 1: the sum over a response's tokens, which dr-grpo divides by the longest response, is the loss"
         yield context.warning("objective.loss_scale_factor", message, fix)
+
+
+def _credit(context: RunContext) -> Iterator[Problem]:
+    objective = context.config.objective
+    if objective.credit == "outcome":
+        if objective.turn_ratio is not None:
+            message = "has no effect with objective.credit: outcome, which knows no turns"
+            yield context.error("objective.turn_ratio", message, "remove it, or set objective.credit: turn")
+        return
+    clip_mode = objective.clip_mode or PRESETS[objective.preset].get("clip_mode")
+    if objective.function is None and clip_mode == "token_log":
+        message = "gives the turns of a sequence advantages of both signs, and clip_mode: token_log needs one"
+        yield context.error("objective.credit", message, "set outcome, or another preset than gmpo")
+    if objective.turn_ratio == "turn-end" and objective.function is not None:
+        message = "is of our own objectives; objective.function decides all of its loss"
+        yield context.error("objective.turn_ratio", message, "remove it; inputs.turn has the turns")
+    if objective.turn_ratio == "turn-end" and objective.anchor == "decoupled":
+        message = "takes ratios to the end of a turn, and the weights of anchor: decoupled end elsewhere"
+        yield context.error("objective.turn_ratio", message, "set objective.anchor: behaviour, whose ratio is exact")
 
 
 def _correction(context: RunContext) -> Iterator[Problem]:

@@ -77,7 +77,7 @@ _FROM_ZERO = (0.0, None)
 def panels(run: RunData) -> list[Panel]:
     """All figures, in the order of the report."""
     reward, tool, signal, clip, *others = _PANELS
-    first = [reward, _accuracy(run), tool, signal, *_no_box(run), *_reward_parts(run), clip]
+    first = [reward, _accuracy(run), tool, signal, *_no_box(run), *_turn_rewards(run), *_reward_parts(run), clip]
     policy = [*_known(run, _CLIP_BY_SIGN), _ratio(run), *_known(run, _quantiles(run), _ESS, _ENTROPY)]
     rest = [*others, *_known(run, _STALENESS, _SANDBOX)]
     return [*first, *policy, *rest, *_sft_speed(run), *_utilization(run), *_occupancy(run), _memory(run)]
@@ -155,13 +155,30 @@ def _no_box(run: RunData) -> list[Panel]:
 
 def _reward_parts(run: RunData) -> list[Panel]:
     """Components and metrics of users' reward functions; empty if they return a number alone."""
-    names = [name for name in run.names if name.startswith("reward/") and name not in {*_REWARD, _NO_BOX}]
+    known = {*_REWARD, _NO_BOX, *_of_turns(run)}
+    names = [name for name in run.names if name.startswith("reward/") and name not in known]
     colours = itertools.cycle(("blue", "orange", "green", "purple", "cyan", "red"))
     lines = tuple(
         Line(name, name.removeprefix("reward/"), colour) for name, colour in zip(names, colours, strict=False)
     )
     caption = "Components and metrics of the reward functions: means over the trajectories of a step, or counts."
     return [Panel("reward_parts", "Parts of the reward", "mean or count", caption, lines)] if lines else []
+
+
+def _turn_rewards(run: RunData) -> list[Panel]:
+    """Empty if no reward function says what turns earn."""
+    colours = itertools.cycle(("blue", "orange", "green", "purple", "cyan", "red"))
+    lines = tuple(
+        Line(name, f"turn {name.rpartition('/')[2]}", colour)
+        for name, colour in zip(_of_turns(run), colours, strict=False)
+    )
+    caption = "Mean of what each turn earned, over the trajectories of the step that have it."
+    return [Panel("turn_rewards", "Reward of each turn", "mean reward", caption, lines)] if lines else []
+
+
+def _of_turns(run: RunData) -> list[str]:
+    names = (name for name in run.names if name.startswith("reward/turn/"))
+    return sorted(names, key=lambda name: int(name.rpartition("/")[2]))
 
 
 _NO_BOX = "reward/no_box"

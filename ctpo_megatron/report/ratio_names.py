@@ -31,12 +31,20 @@ class RatioQuantity:
         from ctpo_megatron.config import PRESETS, PolicyObjective  # pydantic, which the metrics file does without
 
         settings = objective if isinstance(objective, dict) else {}
+        if settings.get("turn_ratio") == "turn-end":
+            return _TURN_END
         preset = PRESETS.get(str(settings.get("preset")))
         default = None if preset is None else preset.get("ratio_mode", PolicyObjective.ratio_mode)
         return _QUANTITIES.get(str(settings.get("ratio_mode") or default), _UNKNOWN)
 
 
 _UNKNOWN = RatioQuantity("r", "the objective's own log-ratio", "log-ratio", "The objective's own log-ratio")
+_TURN_END = RatioQuantity(
+    "r = exp S at the end of the turn",
+    "the log-ratios of all model tokens up to the end of the token's turn added up",
+    "log-ratio at the end of the turn",
+    "Cumulative log-ratio at the end of the turn, the same for each of its tokens",
+)
 _QUANTITIES = {
     "cumprod": RatioQuantity(
         "r = exp S_t",

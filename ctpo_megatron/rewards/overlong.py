@@ -30,7 +30,10 @@ class OverlongPenalty:
         return max(-self.penalty, min(0.0, (self.budget - self.buffer - tokens) / self.buffer * self.penalty))
 
     def apply(self, groups: Sequence[Group]) -> None:
-        """Add the penalty to the reward of every trajectory that was judged, and to its components."""
+        """Add the penalty to the reward of every trajectory that was judged, and to its components.
+
+        Where turns have rewards, the last one bears it: that turn reached the length.
+        """
         for trajectory in itertools.chain.from_iterable(group.trajectories for group in groups):
             if trajectory.no_verdict is not None:
                 continue
@@ -39,3 +42,5 @@ class OverlongPenalty:
             shaping = self.of(trajectory.response_tokens)
             trajectory.reward += shaping
             trajectory.reward_components[OVERLONG] = shaping
+            if trajectory.turn_rewards is not None:
+                trajectory.turn_rewards[-1] += shaping

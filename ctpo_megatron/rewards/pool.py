@@ -66,11 +66,12 @@ class ScoreReport:
         return ScoreReport.of(self.scored + other.scored, missing, values)
 
 
-def reward_metrics(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
+def reward_metrics(groups: Sequence[Group], report: ScoreReport, *, by_turn: bool = False) -> dict[str, float]:
     """`reward/*` of scored groups; mean and standard deviation are over the verdicts, and absent without any.
 
-    Also the share of groups with a signal, and the metrics of the reward functions. What has no verdict is counted by
-    cause; where nothing is missing, `timeouts` and `failures` alone are there.
+    Also the share of groups with a signal (by_turn: of `objective.credit: turn`), the mean reward of each turn, and the
+    metrics of the reward functions. What has no verdict is counted by cause; where nothing is missing, `timeouts` and
+    `failures` alone are there.
     """
     verdicts: list[float] = []
     for group in groups:
@@ -78,12 +79,21 @@ def reward_metrics(groups: Sequence[Group], report: ScoreReport) -> dict[str, fl
     spread = {"reward/mean": statistics.fmean(verdicts), "reward/std": statistics.pstdev(verdicts)} if verdicts else {}
     return {
         **spread,
-        "reward/groups_mixed": sum(len(set(group.verdicts)) > 1 for group in groups) / len(groups),
+        "reward/groups_mixed": sum(group.is_mixed(by_turn=by_turn) for group in groups) / len(groups),
+        **_by_turn(groups),
         "reward/timeouts": 0.0,
         "reward/failures": 0.0,
         **(_missing(groups, report) if report.missing else {}),
         **{f"reward/{name}": value for name, value in report.metrics.items()},
     }
+
+
+def _by_turn(groups: Sequence[Group]) -> dict[str, float]:
+    earned: dict[int, list[float]] = defaultdict(list)
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        for number, reward in enumerate(trajectory.turn_rewards or (), start=1):
+            earned[number].append(reward)
+    return {f"reward/turn/{number}": statistics.fmean(rewards) for number, rewards in sorted(earned.items())}
 
 
 def _missing(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
@@ -198,13 +208,16 @@ class RewardPool:
         rewards: list[Reward] = []
         missing: Counter[MissingCause] = Counter()
         for task in tasks:
-            for (trajectory, _), outcome in zip(task.chunk.pairs, self._outcomes(task), strict=True):
+            for (trajectory, _), found in zip(task.chunk.pairs, self._outcomes(task), strict=True):
+                outcome = _of_its_turns(found, trajectory)
                 if isinstance(outcome, NoVerdict):
                     _leave_unjudged(trajectory, outcome)
                     missing[outcome.cause] += 1
                     continue
                 _check_names(outcome, trajectory)
                 trajectory.reward, trajectory.reward_components = outcome.value, dict(outcome.components)
+                turns = outcome.turns
+                trajectory.turn_rewards = None if turns is None else [turn for turn in turns if turn is not None]
                 trajectory.no_verdict = None
                 rewards.append(outcome)
         return ScoreReport.of(len(rewards), missing, _values(rewards))
@@ -307,10 +320,20 @@ def _text_of(pair: Pair) -> Pair:
     return replace(trajectory, tokens=trajectory.tokens[:0]), replace(prompt, token_ids=())
 
 
+def _of_its_turns(found: Scored, trajectory: Trajectory) -> Scored:
+    """A reward as it is, unless its turns are not the turns of the trajectory: then no verdict."""
+    if isinstance(found, NoVerdict) or found.turns is None or len(found.turns) == trajectory.turns:
+        return found
+    return worker.raised(
+        f"Reward.turns has {len(found.turns)} rewards, and the trajectory {trajectory.turns} model turns "
+        "(trajectory.turns): return one reward for each"
+    )
+
+
 def _leave_unjudged(trajectory: Trajectory, why: NoVerdict) -> None:
     # It is dumped, and an exception may quote the address of a judge with its login, or all of its answer.
     reason = " ".join(hidden(why.reason).split())[:_LONGEST_REASON]
-    trajectory.reward, trajectory.reward_components = None, {}
+    trajectory.reward, trajectory.reward_components, trajectory.turn_rewards = None, {}, None
     trajectory.no_verdict = replace(why, reason=reason)
     log.warning("%s: %s, no verdict", _name(trajectory), reason)
 

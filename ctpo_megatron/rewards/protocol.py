@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Mapping
+import math
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,21 +32,48 @@ RESERVED = frozenset({"mean", "std", "groups_mixed", "no_verdict", "groups_unjud
 """Reserved names `reward/<name>`, which no component or metric may use."""
 
 
+_SUM: Any = "the sum of turns"
+
+_SUM_TOLERANCE = 1e-9
+"""Of `value` against the sum of `turns`, relative to the largest of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reward:
     """What a reward function may return instead of a plain number.
 
     value: the reward that is trained on. None, or any figure that is not finite, is no verdict: the trajectory is
-    counted, and nothing is learned from it.
+    counted, and nothing is learned from it. May be left out where `turns` are given.
+    turns: what each model turn earned, one number a turn, for `objective.credit: turn`; `value` is their sum. A turn of
+    None leaves the trajectory without a verdict.
     components: the parts of the value by name. Stored with the trajectory; their means over the step's trajectories are
     the metrics `reward/<name>`.
     metrics: other values by name, also reported as `reward/<name>`: a number is averaged over the trajectories that
     have it, a bool is counted.
     """
 
-    value: float | None
+    value: float | None = _SUM
     components: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float | bool] = field(default_factory=dict)
+    turns: Sequence[float | None] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that is not the sum of the turns, and without either."""
+        if self.turns is None:
+            if self.value is _SUM:
+                raise ValueError("Reward: give value, or turns, whose sum it is")
+            return
+        judged = [float(turn) for turn in self.turns if turn is not None]
+        total = math.fsum(judged) if len(judged) == len(self.turns) else None
+        if self.value is _SUM:
+            object.__setattr__(self, "value", total)
+        elif self.value is not None and total is not None:
+            tolerance = _SUM_TOLERANCE * max(map(abs, [1.0, *judged]))
+            if abs(float(self.value) - total) > tolerance:  # NaN is no verdict, which the caller finds
+                raise ValueError(
+                    f"Reward: value is {float(self.value):g}, but turns {judged} add up to {total:g}; leave value out, "
+                    "or give their sum"
+                )
 
 
 class RewardFunction(Protocol):

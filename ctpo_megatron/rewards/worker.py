@@ -145,15 +145,19 @@ def late_after(timeout_s: float) -> NoVerdict:
 def _scored(result: Any) -> Scored:
     """The result as plain Python numbers; raises TypeError or ValueError for what is neither a number nor None."""
     found = result if isinstance(result, Reward) else Reward(result)
+    given = () if found.turns is None else tuple(found.turns)
+    if None in given:
+        return NoVerdict("none", f"the scorer returned None for turn {given.index(None) + 1}")
     if found.value is None:
         return NoVerdict("none", "the scorer returned None")
     value = float(found.value)
     components = {name: float(part) for name, part in found.components.items()}
     metrics = {name: bool(part) if _is_flag(part) else float(part) for name, part in found.metrics.items()}
-    for name, figure in (("", value), *components.items(), *metrics.items()):
+    turns = {f"turn {number}": float(turn) for number, turn in enumerate(given, start=1) if turn is not None}
+    for name, figure in (*turns.items(), ("", value), *components.items(), *metrics.items()):
         if not abs(figure) <= _LARGEST:
             return NoVerdict("not_finite", f"the scorer returned {name}{'=' * bool(name)}{figure}")
-    return Reward(value, components, metrics)
+    return Reward(value, components, metrics, None if found.turns is None else [*turns.values()])
 
 
 def _is_flag(value: Any) -> bool:

@@ -20,29 +20,31 @@ Slot = tuple[int, int]
 """RL step, and number of the group among those drawn for it."""
 
 
-def is_uniform(group: Group) -> bool:
-    """Whether all rewards that are trained on, shaping included, are equal: every advantage is 0 then.
-
-    So is a group of fewer than two verdicts, which has no advantage at all.
-    """
-    return len(set(group.verdicts)) < 2
-
-
 class UniformGroups:
     """`rollout.uniform_groups` of one step: what becomes of groups whose rewards are all equal.
 
-    mini_batch_prompts: groups of one optimizer step. refills: rounds that were drawn.
+    mini_batch_prompts: groups of one optimizer step. refills: rounds that were drawn. by_turn: whether the rewards of
+    turns are trained on.
     """
 
-    def __init__(self, config: RolloutConfig, mini_batch_prompts: int, refills: int = 0) -> None:
-        self._config, self._size = config, mini_batch_prompts
+    def __init__(
+        self, config: RolloutConfig, mini_batch_prompts: int, refills: int = 0, *, by_turn: bool = False
+    ) -> None:
+        self._config, self._size, self._by_turn = config, mini_batch_prompts, by_turn
         self.refills = refills
+
+    def is_uniform(self, group: Group) -> bool:
+        """Whether all rewards that are trained on, shaping included, are equal: every advantage is 0 then.
+
+        So is a group of fewer than two verdicts, which has no advantage at all.
+        """
+        return not group.is_mixed(by_turn=self._by_turn)
 
     def missing(self, groups: Sequence[Group]) -> int:
         """How many prompts to draw for another round of refills, given all scored groups; 0: the batch is complete."""
         if self._config.uniform_groups != "refill" or self.refills == self._config.max_refills:
             return 0
-        missing = self._config.prompts_per_step - sum(not is_uniform(group) for group in groups)
+        missing = self._config.prompts_per_step - sum(not self.is_uniform(group) for group in groups)
         self.refills += missing > 0
         return missing
 
@@ -54,7 +56,7 @@ class UniformGroups:
         """
         if self._config.uniform_groups == "keep":
             return
-        uniform = sorted((group for group in groups if is_uniform(group)), key=lambda group: not group.unjudged)
+        uniform = sorted((group for group in groups if self.is_uniform(group)), key=lambda group: not group.unjudged)
         mixed = len(groups) - len(uniform)
         steps = max(1, math.ceil(mixed / self._size))
         count = len(groups) - steps * self._size
@@ -66,7 +68,7 @@ class UniformGroups:
         there can be any; nothing when all groups are kept. Comes after `drop`."""
         if self._config.uniform_groups == "keep":
             return {}
-        share = sum(map(is_uniform, groups)) / len(groups)
+        share = sum(map(self.is_uniform, groups)) / len(groups)
         dropped = sum(group.dropped for group in groups)
         refills = {"rollout/refills": float(self.refills)} if self._config.uniform_groups == "refill" else {}
         return {"rollout/groups_uniform": share, "rollout/groups_dropped": float(dropped), **refills}

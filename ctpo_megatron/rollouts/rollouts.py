@@ -37,11 +37,12 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
     """rollout: the section. steps: of the run. mini_batch_prompts: groups of an optimizer step; a batch holds a whole
-    number of mini-batches."""
+    number of mini-batches. by_turn: whether the rewards of turns are trained on (`objective.credit`)."""
 
     rollout: RolloutConfig
     steps: int
     mini_batch_prompts: int = 1
+    by_turn: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -49,7 +50,8 @@ class RolloutSettings:
         rollout = config.rollout
         if rollout.replay is not None:
             rollout = rollout.model_copy(update={"max_staleness": 0})
-        return cls(rollout, config.run.steps, config.policy.mini_batch_prompts)
+        by_turn = config.objective.credit == "turn"
+        return cls(rollout, config.run.steps, config.policy.mini_batch_prompts, by_turn)
 
 
 class Rollouts:
@@ -213,7 +215,8 @@ class Rollouts:
         return [self._config.prompts_per_step, self._config.samples_per_prompt]
 
     def _uniform(self, refills: int = 0) -> UniformGroups:
-        return UniformGroups(self._config, self._settings.mini_batch_prompts, refills)
+        settings = self._settings
+        return UniformGroups(settings.rollout, settings.mini_batch_prompts, refills, by_turn=settings.by_turn)
 
     # A batch that is sampled when it is requested, in the caller's thread.
 

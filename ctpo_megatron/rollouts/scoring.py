@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +14,8 @@ from typing import Any
 from ctpo_megatron.data import Group
 from ctpo_megatron.rewards import OVERLONG, OverlongPenalty, PendingScores, RewardPool, ScoreReport, reward_metrics
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class PendingScoring:
@@ -20,6 +24,7 @@ class PendingScoring:
     groups: Sequence[Group]
     scores: PendingScores
     penalty: OverlongPenalty | None
+    by_turn: bool = False
 
     @property
     def done(self) -> bool:
@@ -31,18 +36,34 @@ class PendingScoring:
         report = self.scores.result()
         if self.penalty is not None:
             self.penalty.apply(self.groups)
+        if self.by_turn:
+            for group in self.groups:
+                if any(t.reward is not None and t.turn_rewards is None for t in group.trajectories):
+                    _say_without_turns(group.prompt.data_source)
         return report
 
 
-class Scorer:
-    """Scores groups in the background, by reward processes. penalty: for training batches; an evaluation has none."""
+@functools.cache
+def _say_without_turns(data_source: str) -> None:
+    log.warning(
+        "objective.credit: turn, but the reward function of %r gives no rewards of turns (Reward(turns=[...])): the "
+        "last turn of a trajectory earns its whole reward",
+        data_source,
+    )
 
-    def __init__(self, pool: RewardPool, penalty: OverlongPenalty | None = None) -> None:
-        self._pool, self._penalty = pool, penalty
+
+class Scorer:
+    """Scores groups in the background, by reward processes. penalty: for training batches; an evaluation has none.
+
+    by_turn: whether the rewards of turns are trained on (`objective.credit`).
+    """
+
+    def __init__(self, pool: RewardPool, penalty: OverlongPenalty | None = None, *, by_turn: bool = False) -> None:
+        self._pool, self._penalty, self._by_turn = pool, penalty, by_turn
 
     def begin(self, groups: Sequence[Group]) -> PendingScoring:
         """Begin to give every trajectory its reward, shaping included, and return at once."""
-        return PendingScoring(groups, self._pool.begin(groups), self._penalty)
+        return PendingScoring(groups, self._pool.begin(groups), self._penalty, self._by_turn)
 
     def report_record(self, report: ScoreReport) -> dict[str, Any]:
         """A report as JSON has it."""
@@ -57,7 +78,7 @@ class Scorer:
 
     def metrics(self, groups: Sequence[Group], reports: Sequence[ScoreReport]) -> dict[str, float]:
         """`reward/*` of scored groups, given the reports of all calls that scored them."""
-        metrics = reward_metrics(groups, reduce(add, reports))
+        metrics = reward_metrics(groups, reduce(add, reports), by_turn=self._by_turn)
         if self._penalty is not None:
             judged = [t for group in groups for t in group.trajectories if t.no_verdict is None]
             if judged:

@@ -42,8 +42,10 @@ SCHEMA = pa.schema(
         ("final_text", pa.string()),
         ("reward", pa.float64()),
         ("reward_components", pa.map_(pa.string(), pa.float64())),
+        ("turn_rewards", pa.list_(pa.float64())),
         ("no_verdict", pa.struct([("cause", pa.string()), ("reason", pa.string())])),
         ("advantage", pa.float64()),
+        ("turn_advantages", pa.list_(pa.float64())),
         ("dropped", pa.bool_()),
         ("token_ids", pa.list_(pa.int32())),
         ("response_mask", pa.list_(pa.int8())),
@@ -59,17 +61,11 @@ SCHEMA = pa.schema(
 )
 """Columns of a dump. `other`: JSON of fields without a column; null where there are none."""
 
-NUMBERS = {
-    field.name: field.type.value_type.to_pandas_dtype()
-    for field in SCHEMA
-    if pa.types.is_list(field.type) and pa.types.is_primitive(field.type.value_type)
-}
-"""Columns with a number for each token -> numpy's type."""
 _REPEATED = ("response_mask", "loss_mask", "weight_version", "turn")
 """Long runs of one number, which a dictionary with run lengths makes tiny."""
 _SPLIT = ("token_ids", "rollout_log_probs", *_TRACES, "segments.list.element.token_chars")
 """Numbers whose bytes of equal weight compress better side by side."""
-_OPTIONAL = {"no_verdict", "advantage", *_TRACES}
+_OPTIONAL = {"turn_rewards", "no_verdict", "advantage", "turn_advantages", *_TRACES}
 """Fields that a record lacks where the column is null."""
 _GROUP_TOKENS = 1 << 16
 """Tokens of a row group: held in memory as arrays, and read at once to get any of its rows."""

@@ -28,7 +28,7 @@ Form = Literal["jsonl", "parquet"]
 
 TRACES = ("log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
 """Numbers of each token that a pass of the update gives, the last where the objective's ratio is not cumulative."""
-_ADDED = ("answer", "data_source", "segments", "advantage", "dropped", *TRACES)
+_ADDED = ("answer", "data_source", "segments", "advantage", "turn_advantages", "dropped", *TRACES)
 """Fields of a record that no trajectory has."""
 
 

@@ -149,6 +149,26 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         ),
         (["objective.correction.level=token", "objective.anchor=behaviour"], '"token": would count twice: with anchor'),
         (
+            ["objective.turn_ratio=prefix"],
+            'objective.turn_ratio = "prefix": has no effect with objective.credit: outcome',
+        ),
+        (
+            ["objective.credit=turn", "objective.preset=gmpo"],
+            'objective.credit = "turn": gives the turns of a sequence advantages of both signs, and clip_mode',
+        ),
+        (
+            ["objective.credit=turn", "objective.turn_ratio=turn-end", "objective.preset=gspo"],
+            'objective.turn_ratio = "turn-end": is the product of ratios up to the end of a turn, and ratio_mode is',
+        ),
+        (
+            ["objective.credit=turn", "objective.turn_ratio=turn-end", "objective.anchor=decoupled"],
+            'objective.turn_ratio = "turn-end": takes ratios to the end of a turn, and the weights of anchor',
+        ),
+        (
+            ["objective.credit=turn", "objective.turn_ratio=turn-end", "objective.function=mine:loss"],
+            "objective.function decides all of its loss; remove it; inputs.turn has the turns",
+        ),
+        (
             ["objective.correction.reject=[{stat: k1, over: token, low: 0.5, high: 2.0}]"],
             "objective.correction.reject.0: the bounds (low 0.5, high 2.0) of k1 are nats, not ratios",
         ),
@@ -248,6 +268,8 @@ def test_no_false_alarms(config_with: Make) -> None:
     assert found(config_with("objective.clip_mode=ratio", "objective.clip_c=-1")) == []
     assert found(config_with("objective.anchor=decoupled", "objective.correction.level=sequence")) == []
     assert found(config_with("objective.anchor=behaviour", "objective.correction.veto=1e-4")) == []
+    for credit in ({"preset": "gspo"}, {"preset": "sequence"}, {"turn_ratio": "turn-end"}):
+        assert found(config_with("objective.credit=turn", *(f"objective.{k}={v}" for k, v in credit.items()))) == []
     for preset in ("cispo", "gmpo"):
         assert found(config_with(f"objective.preset={preset}", "policy.context_parallel_size=2"), world_size=2) == []
     assert found(config_with("objective.preset=cppo", "objective.anchor=behaviour")) == []

@@ -138,6 +138,7 @@ def test_what_is_sampled_ahead_survives_a_checkpoint(tmp_path: Path, more: dict[
     first, second = made(**more), made()
     second.tokens["token_ids"] += 10
     second.final_text, second.reward, second.reward_components = "\\boxed{2}", 0.1, {"a": 1.0}
+    second.turn_rewards = [0.1, 1e-17]
     (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(first, second)))
     found = read_ahead(tmp_path)
     assert found is not None

@@ -252,6 +252,26 @@ def test_what_users_rewards_return_is_drawn_by_itself(tmp_path):
     assert (tmp_path / "figures" / "reward_parts.png").stat().st_size > 5_000
 
 
+def test_what_turns_earned_is_drawn_and_stands_at_each_turn(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: {name: by turn}\n")
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.log(
+                step, {"reward/mean": 0.2, "reward/std": 0.1} | {f"reward/turn/{k}": 0.1 * k for k in (10, 2, 1)}
+            )
+    groups = make_groups(random.Random(0), prompts=1, samples=2, share_right=0.5)
+    for trajectory in groups[0].trajectories:
+        trajectory.turn_rewards = [0.125 * turn for turn in range(1, trajectory.turns + 1)]
+    turns = groups[0].trajectories[0].turns
+    extra = {0: {"turn_advantages": [-0.5] * turns}}
+    write_trajectories(tmp_path, 2, groups, decode, extra=extra)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "model · turn 2 · earned 0.25 · advantage -0.50<" in page and "model · turn 2 · earned 0.25<" in page
+    (panel,) = [panel for panel in panels(RunData.load(tmp_path)) if panel.name == "turn_rewards"]
+    assert [line.label for line in panel.lines] == ["turn 1", "turn 2", "turn 10"]
+    assert not any(panel.name == "reward_parts" for panel in panels(RunData.load(tmp_path)))
+
+
 def test_what_was_not_judged_is_no_part_of_the_reward_and_no_right_or_wrong_answer(tmp_path):
     (tmp_path / "config.yaml").write_text("run: {name: unjudged}\n")
     counts = {f"reward/{name}": 1.0 for name in ("no_verdict", "groups_unjudged", *COUNTS.values())}

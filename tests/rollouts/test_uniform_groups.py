@@ -14,7 +14,7 @@ from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler, Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.rollouts import Generator, Replay, ReplayError, Rollouts, RolloutSettings
-from ctpo_megatron.rollouts.buffer import UniformGroups, is_uniform
+from ctpo_megatron.rollouts.buffer import UniformGroups
 from ctpo_megatron.tracking import (
     Phases,
     read_trajectories,
@@ -223,7 +223,19 @@ def judged(*rewards: float | None) -> Group:
 )
 def test_a_group_is_uniform_by_its_verdicts(rewards: tuple[float | None, ...], uniform: bool, unjudged: bool) -> None:
     group = judged(*rewards)
-    assert (is_uniform(group), group.unjudged) == (uniform, unjudged)
+    assert (UniformGroups(CONFIG, 2).is_uniform(group), group.unjudged) == (uniform, unjudged)
+
+
+@pytest.mark.parametrize(("by_turn", "left"), [(False, [True, True, False]), (True, [False, True, False])])
+def test_credit_by_turn_keeps_groups_whose_totals_are_equal(by_turn: bool, left: list[bool]) -> None:
+    groups = [
+        Group(PROMPTS[0], [Trajectory("p", n, 0, reward=sum(r), turn_rewards=r) for n, r in enumerate(rewards)])
+        for rewards in ([[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [1.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]])
+    ]
+    chosen = UniformGroups(CONFIG.model_copy(update={"uniform_groups": "drop"}), 1, by_turn=by_turn)
+    chosen.drop(groups)
+    assert [group.dropped for group in groups] == left
+    assert chosen.metrics(groups)["rollout/groups_uniform"] == sum(left) / 3
 
 
 def test_groups_that_nobody_judged_are_the_first_to_leave() -> None:

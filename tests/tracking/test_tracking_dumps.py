@@ -161,7 +161,19 @@ def test_a_dump_gives_way_to_other_threads_every_few_thousand_tokens(
 
 def test_every_field_of_a_trajectory_has_a_column() -> None:
     judged = Trajectory("p", 0, 0, no_verdict=NoVerdict("timeout", "late"))
-    assert judged.to_json().keys() <= set(SCHEMA.names)
+    with_turns = Trajectory("p", 0, 0, reward=1.0, turn_rewards=[0.5, 0.5])
+    assert judged.to_json().keys() | with_turns.to_json().keys() <= set(SCHEMA.names)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_what_turns_earned_is_kept_exactly_and_only_where_it_is_known(tmp_path: Path, form: Any) -> None:
+    (group,) = make_groups(random.Random(0), prompts=1, samples=2, share_right=0.5)
+    group.trajectories[0].turn_rewards = [1 / 3, 1e-17]
+    path = write_trajectories(tmp_path, 1, [group], decode, extra={0: {"turn_advantages": [0.5, -0.25]}}, form=form)
+    one, other = read_trajectories(path)
+    assert (one["turn_rewards"], one["turn_advantages"]) == ([1 / 3, 1e-17], [0.5, -0.25])
+    assert not {"turn_rewards", "turn_advantages"} & other.keys()
+    assert recorded_trajectories(path) == group.trajectories
 
 
 def test_both_formats_hold_the_columns_of_the_tokens(tmp_path: Path) -> None:
