@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         pack,
         split_evenly,
         token_sequences,
+        with_turns,
     )
     from ctpo_megatron.data.problems import DataError
     from ctpo_megatron.data.prompts import PromptRules, PromptSet, read_prompts
@@ -66,6 +67,7 @@ _MODULES = {
     "read_prompts": "prompts",
     "split_evenly": "packing",
     "token_sequences": "packing",
+    "with_turns": "packing",
 }
 
 __all__ = [
@@ -98,6 +100,7 @@ __all__ = [
     "read_prompts",
     "split_evenly",
     "token_sequences",
+    "with_turns",
 ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ctpo_megatron.data.tokens import PACKED, common_type, further
+from ctpo_megatron.data.tokens import BY_TURN, PACKED, common_type, further
 from ctpo_megatron.data.trajectory import Trajectory
 
 
@@ -50,6 +50,35 @@ def token_sequences(trajectories: Iterable[Trajectory], version: int | None = No
     return [_sequence(place, trajectory, version) for place, trajectory in enumerate(trajectories)]
 
 
+def with_turns(
+    sequences: Sequence[TokenSequence],
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float | Sequence[float] | None],
+) -> list[TokenSequence]:
+    """The sequences of these trajectories with the columns `BY_TURN`.
+
+    advantages: of each trajectory, or of each of its turns; None: 0. A prompt has the first one. Raises
+    ValueError for a trajectory whose turns are not as many as their advantages.
+    """
+    pairs = zip(sequences, trajectories, advantages, strict=True)
+    return [_with_turns(sequence, trajectory.tokens["turn"], values) for sequence, trajectory, values in pairs]
+
+
+def _with_turns(
+    sequence: TokenSequence, turn: NDArray[np.int16], advantage: float | Sequence[float] | None
+) -> TokenSequence:
+    records = sequence.records
+    tokens = np.zeros(len(records), [*records.dtype.descr, *BY_TURN])
+    for name in records.dtype.names or ():
+        tokens[name] = records[name]
+    tokens["turn"] = turn
+    values = np.array(0.0 if advantage is None else advantage, np.float32)
+    if values.ndim and values.size != turn.max():
+        raise ValueError(f"trajectory {sequence.name}: {values.size} advantages for {turn.max()} turns")
+    tokens["advantages"] = np.atleast_1d(values)[np.clip(turn - 1, 0, values.size - 1)]
+    return replace(sequence, tokens=tokens, kind=tokens.dtype)
+
+
 def _sequence(place: int, trajectory: Trajectory, version: int | None) -> TokenSequence:
     name = f"{trajectory.prompt_id}#{trajectory.sample_index}"
     if not len(trajectory):
@@ -82,6 +111,7 @@ class PackedBatch:
     on_policy: the weights have not been updated since the batch began, so the old log-probs are the log-probs of the
     training pass itself. packed: the original in host memory, from `pack`; None if this is the original.
     more: further columns of tokens by name, `[N, ...]` of their own types, 0 at alignment.
+    turn: [N] int16, the turn of each token as in `Trajectory`; None where the loss has no use for it.
     """
 
     token_ids: torch.Tensor
@@ -101,6 +131,7 @@ class PackedBatch:
     on_policy: bool = False
     packed: PackedBatch | None = None
     more: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    turn: torch.Tensor | None = None
 
     @property
     def on_host(self) -> PackedBatch:
@@ -178,18 +209,21 @@ def pack(
     rules: PackingRules,
     *,
     at_least: int = 0,
+    kind: np.dtype[np.void] = PACKED,
 ) -> list[PackedBatch]:
     """Pack by first-fit-decreasing, into `at_least` that many micro-batches.
 
-    advantages: one per sequence, broadcast to its tokens (None: 0). With more micro-batches than sequences, some have
-    one masked sequence: it has no loss, but ranks that wait for each other run the same number of passes. The result
-    depends only on the arguments. Raises ValueError for a sequence longer than `rules.max_tokens`.
+    advantages: one per sequence, broadcast to its tokens (None: 0), unless tokens have their own (`BY_TURN`). With more
+    micro-batches than sequences, some have one masked sequence: it has no loss, but ranks that wait for each other run
+    the same number of passes. kind: a type with the columns of all tokens of the step, which these have, too. The
+    result depends only on the arguments. Raises ValueError for a sequence longer than `rules.max_tokens`.
     """
     return [
         _concatenate(
             [sequences[i] for i in members],
             [0.0] * len(members) if advantages is None else [advantages[i] for i in members],
             rules,
+            kind,
         )
         for members in _bins(sequences, rules, at_least)
     ]
@@ -237,7 +271,9 @@ def _divided(sequences: Sequence[TokenSequence], bins: list[list[int]], count: i
     return bins
 
 
-def _concatenate(chosen: list[TokenSequence], advantages: list[float], rules: PackingRules) -> PackedBatch:
+def _concatenate(
+    chosen: list[TokenSequence], advantages: list[float], rules: PackingRules, kind: np.dtype[np.void]
+) -> PackedBatch:
     lengths = [len(t) for t in chosen]
     sizes = [rules.padded(length) for length in lengths]
     multiple = math.lcm(rules.sequence_multiple, rules.batch_multiple)
@@ -246,7 +282,7 @@ def _concatenate(chosen: list[TokenSequence], advantages: list[float], rules: Pa
         sizes.append(filler)
     starts = np.cumsum([0, *sizes])
 
-    kind = common_type([PACKED, *(sequence.kind for sequence in chosen)])
+    kind = common_type([kind, *(sequence.kind for sequence in chosen)])
     tokens = np.zeros(sum(sizes), kind)
     for start, sequence in zip(starts, chosen, strict=False):
         records = sequence.records
@@ -259,6 +295,7 @@ def _concatenate(chosen: list[TokenSequence], advantages: list[float], rules: Pa
     # In numpy: torch wakes all its threads for arrays of this size, and they spin afterwards.
     positions = np.arange(len(tokens)) - np.repeat(starts[:-1], sizes)
     weights = np.array([*advantages, *[0.0] * bool(filler)], np.float32)
+    by_turn = "turn" in (kind.names or ())
     return PackedBatch(
         token_ids=torch.from_numpy(tokens["token_ids"].astype(np.int64)),
         position_ids=torch.from_numpy(positions),
@@ -267,8 +304,9 @@ def _concatenate(chosen: list[TokenSequence], advantages: list[float], rules: Pa
         loss_mask=flat("loss_mask"),
         current=flat("current"),
         rollout_log_probs=flat("rollout_log_probs"),
-        advantages=torch.from_numpy(np.repeat(weights, sizes)),
+        advantages=flat("advantages") if by_turn else torch.from_numpy(np.repeat(weights, sizes)),
         sequences=tuple(sequence.place for sequence in chosen),
         lengths=tuple(lengths),
         more={name: flat(name) for name in further(tokens)},
+        turn=flat("turn") if by_turn else None,
     )

@@ -36,7 +36,9 @@ PACKED = np.dtype(
 )
 """What the ranks that train on a token get of it, with further columns. rollout_log_probs: nats; current: sampled by
 the trainer's current weights, so that the trainer's log-prob must agree."""
-_USUAL = {*(TOKEN.names or ()), *(PACKED.names or ())}
+BY_TURN = (("turn", np.int16), ("advantages", np.float32))
+"""Further columns of packed tokens, where the loss needs to know turns: the turn, and the advantage of the token."""
+_USUAL = {*(TOKEN.names or ()), *(PACKED.names or ()), *(name for name, _ in BY_TURN)}
 NO_COLUMNS: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 

@@ -9,7 +9,7 @@
 - `warm_up_kernels`: compiles what these launch on a GPU.
 - `supervised_loss`: negative log-likelihood of SFT.
 - `Denominators`: counts of the whole optimizer step, so that the split into micro-batches changes nothing.
-- `batch_advantages`, `correct` (weights and rejection): inputs of the loss.
+- `batch_advantages`, `turn_advantages`, `correct` (weights and rejection): inputs of the loss.
 - `MismatchRows`, `correction_metrics`, `noise_metrics`: measures of the sampler-trainer mismatch.
 - `Objective`, `ObjectiveInputs`, `ObjectiveOutput`: a user's objective (`objective.function`).
 - `merge`, `summarize`: statistics of several micro-batches and ranks -> metrics.
@@ -18,7 +18,7 @@
 """
 
 from ctpo_megatron.config import PRESETS, PolicyObjective, objective_from_config
-from ctpo_megatron.objective.advantages import batch_advantages, group_advantages
+from ctpo_megatron.objective.advantages import Advantage, batch_advantages, group_advantages, turn_advantages
 from ctpo_megatron.objective.aggregation import Denominators
 from ctpo_megatron.objective.correction import Corrected, correct
 from ctpo_megatron.objective.diagnostics import TokenDiagnostics, token_diagnostics
@@ -40,6 +40,7 @@ from ctpo_megatron.objective.window_size import window_metrics
 
 __all__ = [
     "PRESETS",
+    "Advantage",
     "Corrected",
     "Denominators",
     "LinearPolicyLoss",
@@ -73,6 +74,7 @@ __all__ = [
     "summarize",
     "supervised_loss",
     "token_diagnostics",
+    "turn_advantages",
     "warm_up_kernels",
     "weight_mean",
     "window_metrics",

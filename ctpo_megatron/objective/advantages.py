@@ -1,10 +1,12 @@
-"""Outcome rewards -> advantages, to be broadcast to every token of each trajectory."""
+"""Rewards -> advantages: of a trajectory, for all of its tokens, or of each turn, for the tokens of that turn."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +14,12 @@ from torch import Tensor
 from ctpo_megatron.config import AdvantageConfig
 
 STD_EPSILON = 1e-6
+
+Advantage = float | tuple[float, ...] | None
+"""Of a trajectory, or of each of its turns; None without a verdict."""
+
+RewardT = TypeVar("RewardT")
+AdvantageT = TypeVar("AdvantageT")
 
 
 def batch_advantages(groups: Sequence[Sequence[float | None]], config: AdvantageConfig) -> list[float | None]:
@@ -22,17 +30,50 @@ def batch_advantages(groups: Sequence[Sequence[float | None]], config: Advantage
     and its advantage is None, so the trajectory takes no part in the step. Nor do the others of its group, if fewer
     than two verdicts are left. Raises ValueError as `group_advantages` does.
     """
+    return _of_batch(groups, config, lambda rewards: group_advantages(rewards, config).tolist())
+
+
+def turn_advantages(
+    groups: Sequence[Sequence[Sequence[float] | None]], config: AdvantageConfig
+) -> list[tuple[float, ...] | None]:
+    """Advantages of the turns of a whole batch, a tuple per trajectory in the order of `groups`.
+
+    groups: the returns to go of the turns of each trajectory of a prompt (`Trajectory.returns`). The returns from turn
+    k are compared as `batch_advantages` compares rewards. A trajectory that ended before turn k counts 0, for every k.
+    So the baseline depends on the other trajectories alone, and no turn pays or charges for a further one
+    (docs/theory.md). One standard deviation divides all turns of a group, the largest of any turn, so that they keep
+    their proportions. Trajectories of one turn have the bits of `batch_advantages`.
+    """
+    return _of_batch(groups, config, lambda returns: _of_turns(returns, config))
+
+
+def _of_batch(
+    groups: Sequence[Sequence[RewardT | None]],
+    config: AdvantageConfig,
+    compare: Callable[[Sequence[RewardT]], Sequence[AdvantageT]],
+) -> list[AdvantageT | None]:
     if config.kind == "mean_baseline" and groups:  # ranks other than zero have no groups
         groups = [[reward for group in groups for reward in group]]
-    return [advantage for rewards in groups for advantage in _of_verdicts(rewards, config)]
+    return [advantage for rewards in groups for advantage in _of_verdicts(rewards, compare)]
 
 
-def _of_verdicts(rewards: Sequence[float | None], config: AdvantageConfig) -> list[float | None]:
+def _of_verdicts(
+    rewards: Sequence[RewardT | None], compare: Callable[[Sequence[RewardT]], Sequence[AdvantageT]]
+) -> list[AdvantageT | None]:
     verdicts = [reward for reward in rewards if reward is not None]
     if len(verdicts) < min(2, len(rewards)):
         return [None] * len(rewards)
-    advantages = iter(group_advantages(verdicts, config).tolist())
+    advantages = iter(compare(verdicts))
     return [None if reward is None else next(advantages) for reward in rewards]
+
+
+def _of_turns(returns: Sequence[Sequence[float]], config: AdvantageConfig) -> list[tuple[float, ...]]:
+    columns = [_checked(column) for column in itertools.zip_longest(*returns, fillvalue=0.0)]
+    scale = max(_scale(column, config) for column in columns)
+    by_turn = [(_centred(column, config) / scale).to(torch.float32).tolist() for column in columns]
+    return [
+        tuple(column[place] for column in by_turn[: len(of_trajectory)]) for place, of_trajectory in enumerate(returns)
+    ]
 
 
 def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig) -> Tensor:
@@ -45,24 +86,38 @@ def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig)
     Equal rewards give exactly 0, and so does a group of one, with one warning.
     Raises ValueError for an empty group and for a reward that is not finite, naming its index and value.
     """
+    r = _checked(rewards)
+    return (_centred(r, config) / _scale(r, config)).to(torch.float32)
+
+
+def _checked(rewards: Sequence[float] | Tensor) -> Tensor:
     r = torch.as_tensor(rewards, dtype=torch.float64).detach()  # a list of floats would become float32 first
     if r.dim() != 1 or r.numel() == 0:
         raise ValueError(f"rewards must be a non-empty list of numbers; got shape {tuple(r.shape)}")
     for index, value in enumerate(r.tolist()):
         if not float("-inf") < value < float("inf"):
             raise ValueError(f"reward {index} of the group is {value}; rewards must be finite")
-    n = r.numel()
-    if n == 1:
+    if r.numel() == 1:
         _warn_group_of_one()
+    return r
+
+
+def _centred(r: Tensor, config: AdvantageConfig) -> Tensor:
+    n = r.numel()
     # Compare the rewards themselves: rounding of the mean must not turn equal rewards into a tiny advantage.
     if n == 1 or bool((r == r[0]).all()):
-        return torch.zeros(n, dtype=torch.float32, device=r.device)
+        return torch.zeros_like(r)
     centred = r - r.mean()
     if config.kind == "rloo":
         centred = centred * n / (n - 1)
-    elif config.kind == "group" and config.normalize_std is not False:
-        centred = centred / (r.std(correction=1) + STD_EPSILON)
-    return centred.to(torch.float32)
+    return centred
+
+
+def _scale(r: Tensor, config: AdvantageConfig) -> Tensor:
+    """What the centred rewards are divided by."""
+    if r.numel() == 1 or config.kind != "group" or config.normalize_std is False:
+        return torch.ones((), dtype=r.dtype, device=r.device)
+    return r.std(correction=1) + STD_EPSILON
 
 
 @functools.cache
@@ -70,5 +125,5 @@ def _warn_group_of_one() -> None:
     warnings.warn(
         "a group of one sample has no relative advantage: it is 0 and nothing is learned from the sample "
         "(set rollout.samples_per_prompt to 2 or more)",
-        stacklevel=3,
+        stacklevel=4,
     )

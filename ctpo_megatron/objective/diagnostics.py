@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ctpo_megatron.config import PolicyObjective
-from ctpo_megatron.objective.ratios import prefix_sum, token_ratios
+from ctpo_megatron.objective.ratios import objective_ratios, prefix_sum
 from ctpo_megatron.objective.sequences import SequenceBounds
 from ctpo_megatron.objective.surrogate import window
 
@@ -34,6 +34,7 @@ def token_diagnostics(
     objective: PolicyObjective,
     *,
     cu_seqlens: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> TokenDiagnostics:
     """Log-ratios and clip window of a padded `[B, T]` or packed `[N]` batch; arguments as for `policy_loss`.
 
@@ -44,8 +45,9 @@ def token_diagnostics(
     model = layout.mask(response_mask, "response_mask")
     current = torch.where(model, layout.values(log_probs, "log_probs", torch.float32), 0.0)
     anchor = layout.values(old_log_probs, "old_log_probs", torch.float32)
-    ratios = token_ratios(objective.ratio_mode, current, anchor, model, layout)
-    low, high, _ = window(ratios.position, current.dtype, objective)
+    turns = None if turn is None else layout.values(turn, "turn", turn.dtype)
+    ratios = objective_ratios(objective, current, anchor, model, layout, turns)
+    low, high, _ = window(ratios.reach, current.dtype, objective)
     if objective.clip_mode in ("ratio", "detached_ratio"):
         low, high = low.clamp(min=0).log(), high.log()
     values = (ratios.log_ratio, low, high, prefix_sum(ratios.d, layout).float())

@@ -26,9 +26,11 @@ class ObjectiveInputs:
 
     log_probs: float32 nats, the only differentiable tensor; 0 where response_mask is False.
     old_log_probs: the denominator of the ratios, see `objective.anchor`. rollout_log_probs: as the sampler reported.
-    advantages: one per token. response_mask: bool, the policy sampled the token. loss_mask: bool, its loss counts.
+    advantages: one per token, of its turn with `credit: turn`. response_mask: bool, the policy sampled the token.
+    loss_mask: bool, its loss counts.
     denominators: counts of the whole optimizer step, over all its micro-batches and ranks. weights: correction factors
-    of `objective.correction`, which the function applies itself; None without.
+    of `objective.correction`, which the function applies itself; None without. turn: int16, the turn of each token,
+    from 1; an observation has the number of the turn before it, a prompt 0. Every run gives it.
     """
 
     log_probs: Tensor
@@ -40,6 +42,7 @@ class ObjectiveInputs:
     cu_seqlens: Tensor
     denominators: Denominators
     weights: Tensor | None = None
+    turn: Tensor | None = None
 
 
 @dataclass(frozen=True)

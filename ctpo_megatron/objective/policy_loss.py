@@ -11,7 +11,7 @@ from torch import Tensor
 from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, token_scale
 from ctpo_megatron.objective.fused import fused_policy_loss
-from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, TokenRatios, token_ratios
+from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, TokenRatios, objective_ratios
 from ctpo_megatron.objective.sequences import SequenceBounds
 from ctpo_megatron.objective.stats import LossStats, stats_of
 from ctpo_megatron.objective.surrogate import Surrogate, surrogate
@@ -44,6 +44,7 @@ def policy_loss(
     denominators: Denominators | None = None,
     cp_group: dist.ProcessGroup | None = None,
     entropy: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> PolicyLossOutput:
     """Loss of a padded `[B, T]` or packed `[N]` batch (tokens of one sequence adjacent and in order).
 
@@ -64,6 +65,8 @@ def policy_loss(
     entropy: of the policy at each token, nats, differentiable, in the shape of log_probs; required with an
         `entropy_coef`. Times this it is subtracted from the loss, aggregated as the loss is, without `weights`.
         `per_token` and statistics are of the policy loss alone.
+    turn: the turn of each token, integers in the shape of log_probs; required with `turn_ratio: turn-end`. The tokens
+        of a turn have one advantage, by its return to go.
 
     The gradient of token t's loss reaches its own log-prob only: -A_t r_t w_t inside the bounds, 0 beyond them. Values
     at masked positions, NaN included, have no effect. A NaN at a response token propagates to the rest of its own
@@ -102,9 +105,10 @@ def policy_loss(
     # Mask before any arithmetic: 0 * NaN is NaN, in the forward pass and in the gradient.
     flat_log_probs = torch.where(model, layout.values(log_probs, "log_probs", dtype), 0.0)
     flat_old_log_probs = layout.values(old_log_probs, "old_log_probs", dtype)
-    advantage = torch.where(trained, layout.values(advantages.detach(), "advantages", dtype, per_sequence=True), 0.0)
-
-    ratios = token_ratios(objective.ratio_mode, flat_log_probs, flat_old_log_probs, model, layout)
+    turns = None if turn is None else layout.values(turn, "turn", turn.dtype)
+    ratios = objective_ratios(objective, flat_log_probs, flat_old_log_probs, model, layout, turns)
+    counted = trained if ratios.ends is None else model
+    advantage = torch.where(counted, layout.values(advantages.detach(), "advantages", dtype, per_sequence=True), 0.0)
     tokens = LossTokens(flat_log_probs, flat_old_log_probs, advantage, model, trained, layout)
     token = surrogate(ratios, tokens, objective)
     per_token = token.loss

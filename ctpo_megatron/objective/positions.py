@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ctpo_megatron.config import PolicyObjective
-from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, prefix_sum, token_ratios
+from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, objective_ratios, prefix_sum, token_ratios
 from ctpo_megatron.objective.sequences import SequenceBounds
 from ctpo_megatron.objective.surrogate import surrogate
 
@@ -148,6 +148,7 @@ def position_stats(
     objective: PolicyObjective | None,
     cu_seqlens: Tensor,
     entropy: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> PositionStats:
     """Of the computed tokens of a packed batch `[N]`; arguments as for `policy_loss`.
 
@@ -162,12 +163,17 @@ def position_stats(
     current = torch.where(model, layout.values(log_probs, "log_probs", torch.float32), 0.0)
     reference = layout.values(anchor, "anchor", torch.float32)
     advantage = layout.values(advantages, "advantages", torch.float32)
-    ratios = token_ratios(objective.ratio_mode if objective else "token", current, reference, model, layout)
+    turns = None if turn is None else layout.values(turn, "turn", turn.dtype)
+    ratios = (
+        token_ratios("token", current, reference, model, layout)
+        if objective is None
+        else objective_ratios(objective, current, reference, model, layout, turns)
+    )
     nothing = torch.zeros_like(model)
     flags, x = [nothing] * len(SIDES), torch.zeros_like(ratios.d)
     if objective is not None:
         x = ratios.log_ratio
-        of_loss = torch.where(trained, advantage, 0.0)
+        of_loss = torch.where(trained if ratios.ends is None else model, advantage, 0.0)
         clipped = surrogate(ratios, LossTokens(current, reference, of_loss, model, trained, layout), objective)
         flags = [clipped.high, clipped.low, clipped.dual]
     numbers = [ratios.position, layout.sequence_id, advantage, prefix_sum(ratios.d, layout), ratios.d, x]
@@ -186,7 +192,7 @@ def _summed(
     cell = sign * BINS + bin_of(position.astype(np.int64))
     loss, up, down = trained > 0, (trained > 0) & (advantage > 0), (trained > 0) & (advantage < 0)
     root = np.sqrt(position)
-    other = np.zeros_like(x) if objective is None or objective.ratio_mode == "cumprod" else x
+    other = np.zeros_like(x) if objective is None or objective.is_prefix_ratio else x
     ratio = np.exp(np.minimum(prefix, LOG_RATIO_CAP))
     values: dict[str, Any] = {
         "n": None,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ctpo_kernels.names import RatioMode
+from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.sequences import SequenceBounds
+from ctpo_megatron.objective.turns import TurnEnds
 
 TOKEN_LOG_RATIO_LIMIT = 20.0
 """d_t is clamped to +- this (nats) before it enters a sum; the value is detached, so no gradient is lost."""
@@ -25,7 +27,8 @@ class LossTokens:
     """The tokens of a flat batch, all `[N]`, with their sequences.
 
     log_probs: differentiable, nats, finite where `model` is False. anchor: denominator of the ratios, nats. advantage:
-    detached, 0 where `trained` is False. model: bool, the policy sampled the token. trained: bool, its loss counts.
+    detached, 0 where `trained` is False. Ratios at the ends of turns need it wherever `model` is True: an end may be
+    out of the loss. model: bool, the policy sampled the token. trained: bool, its loss counts.
     """
 
     log_probs: Tensor
@@ -43,11 +46,18 @@ class TokenRatios:
     log_ratio: log r_t before the upper cap, nats; d log_ratio_t / d log_probs_t = 1 and 0 for every other token.
     d: detached token log-ratio log_probs_t - anchor_t within +-20 nats; 0 where response_mask is 0.
     position: int64, model tokens of the sequence up to and including this one (t, from 1).
+    ends: where the turns end, if log r_t is the log-ratio at the end of the token's turn.
     """
 
     log_ratio: Tensor
     d: Tensor
     position: Tensor
+    ends: TurnEnds | None = None
+
+    @property
+    def reach(self) -> Tensor:
+        """The position up to which log r_t reaches, at which its bounds are taken: int64 `[N]`."""
+        return self.position if self.ends is None else self.ends.at_end(self.position)
 
 
 def token_log_ratio(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
@@ -123,3 +133,26 @@ def token_ratios(
             raise ValueError(f"unknown ratio_mode {mode!r}")
     # log_probs - sg[log_probs] has the value 0 and the gradient 1, so no gradient reaches other tokens.
     return TokenRatios(log_ratio=x.to(log_probs.dtype) + (log_probs - log_probs.detach()), d=d, position=position)
+
+
+def objective_ratios(
+    objective: PolicyObjective,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    response_mask: Tensor,
+    layout: SequenceBounds,
+    turn: Tensor | None,
+) -> TokenRatios:
+    """`token_ratios` of an objective; with `turn_ratio: turn-end` those at the end of each token's turn.
+
+    turn: the turn of each token, an integer `[N]`; may be None for other objectives. The gradient is 1 in
+    the token's own log-prob and 0 in others. Raises ValueError where turns are needed and missing.
+    """
+    ratios = token_ratios(objective.ratio_mode, log_probs, old_log_probs, response_mask, layout)
+    if objective.turn_ratio == "prefix":
+        return ratios
+    if turn is None:
+        raise ValueError("turn_ratio: turn-end needs the turn of every token; give turn")
+    ends = TurnEnds.of(turn, response_mask, layout)
+    own = log_probs - log_probs.detach()
+    return replace(ratios, log_ratio=ends.at_end(ratios.log_ratio.detach()) + own, ends=ends)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, TokenRatios, token_ratios
 from ctpo_megatron.objective.trust_region import outside
+from ctpo_megatron.objective.turns import TurnEnds
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,15 @@ def surrogate(ratios: TokenRatios, tokens: LossTokens, objective: PolicyObjectiv
                                  (GMPO, arXiv 2507.20673, in the own-token form)
         binary_tv, binary_kl     l = -A sg[min(r_t, c)] log p_t M_t                      DPPO, arXiv 2602.04879
         prefix_tv, sequence_k3   l = -A r_t M_t              CPPO, arXiv 2606.10968, and TRM, arXiv 2512.23075
+
+    With ratios at the ends of turns the loss is a sum over turns, see `_of_turns`.
     """
+    if ratios.ends is not None:
+        return _of_turns(ratios, ratios.ends, tokens, objective)
     log_ratio = capped(torch.where(tokens.trained, ratios.log_ratio, 0.0), LOG_RATIO_CAP)
     match objective.clip_mode:
         case "log_power" | "ratio":
-            return _clipped(log_ratio, ratios.position, tokens.advantage, objective)
+            return _clipped(log_ratio, ratios.reach, tokens.advantage, objective)
         case "detached_ratio":
             return _detached(log_ratio, tokens, objective)
         case "sigmoid":
@@ -117,6 +122,24 @@ def _clipped(log_ratio: Tensor, position: Tensor, advantages: Tensor, objective:
         bounded = torch.where(is_dual, dual, bounded)
     clipped_ratio = bounded.exp() if objective.clip_mode == "log_power" else bounded
     return Surrogate(-advantages * clipped_ratio, log_ratio.detach().exp(), is_high, is_low, is_dual)
+
+
+def _of_turns(ratios: TokenRatios, ends: TurnEnds, tokens: LossTokens, objective: PolicyObjective) -> Surrogate:
+    """One term for each turn k that ends at the token or after it, at e(k), with the gain A_k - A_{k+1} of the turn:
+
+        l_t = sum_{k: e(k) >= t} l(A_k - A_{k+1}, log r = S_{e(k)} + log p_t - sg[log p_t], position of e(k))
+
+    with l the clipped loss. Only the term of the token's own turn is counted as clipped.
+    """
+    gain = ends.gain(tokens.advantage)
+    log_ratio = capped(torch.where(tokens.model, ratios.log_ratio.detach(), 0.0), LOG_RATIO_CAP)
+    of_end = _clipped(log_ratio, ratios.reach, ends.at_end(gain), objective)
+    bounded = of_end.high | of_end.low | of_end.dual | (ratios.log_ratio > LOG_RATIO_CAP)
+    value = ends.sum_from_here(of_end.loss)
+    slope = ends.sum_from_here(torch.where(bounded, 0.0, of_end.loss))
+    own = tokens.log_probs - tokens.log_probs.detach()
+    counted = (side & tokens.trained for side in (of_end.high, of_end.low, of_end.dual))
+    return Surrogate((value + slope * own).to(own.dtype), of_end.ratio, *counted)
 
 
 def _detached(log_ratio: Tensor, tokens: LossTokens, objective: PolicyObjective) -> Surrogate:

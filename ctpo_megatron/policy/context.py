@@ -96,7 +96,8 @@ class Targets:
     """The targets of the rows of this rank; row t of a sequence predicts its token t + 1.
 
     labels: int64; response_mask, loss_mask: bool; rollout_log_probs, advantages, old_log_probs (None before they
-    are computed), weights (of the correction, None without): float32; all `[n]`, n = N / context-parallel size.
+    are computed), weights (of the correction, None without): float32; turn (None without): int16; all `[n]`, n = N /
+    context-parallel size.
     cu_seqlens: `[B + 1]`, boundaries among them. on_policy: see `PackedBatch`.
     rows: int64 `[M]`, where response_mask is set, ascending; computed on the host. in_loss, may_learn: bool `[M]` in
     host memory, which of them are in the loss, and which with a nonzero advantage. batch: what they are targets of.
@@ -115,6 +116,7 @@ class Targets:
     may_learn: Tensor
     on_policy: bool
     batch: PackedBatch
+    turn: Tensor | None = None
 
     @classmethod
     def of(cls, batch: PackedBatch, split: ContextSplit) -> Targets:
@@ -145,6 +147,7 @@ class Targets:
             may_learn=learning,
             on_policy=batch.on_policy,
             batch=batch,
+            turn=None if batch.turn is None else next_of(batch.turn),
         )
 
     @property

@@ -25,10 +25,11 @@ from ctpo_megatron.data import (
     pack,
     split_evenly,
     token_sequences,
+    with_turns,
 )
 from ctpo_megatron.data.tokens import PACKED, common_type, joined
 from ctpo_megatron.models import ModelSpec
-from ctpo_megatron.objective import Denominators
+from ctpo_megatron.objective import Advantage, Denominators
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.attention_plan import attention_shapes
 from ctpo_megatron.policy.parallel import Layout
@@ -93,11 +94,13 @@ def anchor_of(micro: PackedBatch, anchor: Anchor) -> torch.Tensor:
 
 def checked_sequences(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[float | None],
+    advantages: Sequence[Advantage],
     vocab_size: int,
     version: int | None = None,
+    *,
+    by_turn: bool = False,
 ) -> list[TokenSequence]:
-    """The tokens of every trajectory.
+    """The tokens of every trajectory; by_turn: with their turns and advantages.
 
     Raises ValueError as `token_sequences` does and when there is not one advantage for each. Raises DataError for a
     token outside the vocabulary: megatron pads the vocabulary, and would train on the padding rows.
@@ -114,7 +117,12 @@ def checked_sequences(
                 f"trajectory {sequence.name} has token id {ids[at]} at position {at}, but the model's vocabulary has "
                 f"{vocab_size} (vocab_size in config.json): were the tokens made with the tokenizer of this model?"
             )
-    return sequences
+    return with_turns(sequences, trajectories, advantages) if by_turn else sequences
+
+
+def largest(advantage: Advantage) -> float | None:
+    """The largest advantage of any turn, by size: 0 where nothing is learned from the trajectory."""
+    return max(advantage, key=abs) if isinstance(advantage, tuple) else advantage
 
 
 def share_sizes(
@@ -230,7 +238,8 @@ def _packed(
     """This rank's share in micro-batches, on the host; collective."""
     own = share_tokens(chunk, shares, layout)
     at_least = _equal_count(chunk, shares, rules) if layout.ep_size > 1 else 1
-    return pack(own, [advantages[i] for i in shares[layout.dp_rank]], rules, at_least=at_least)
+    kind = common_type([PACKED, *(sequence.kind for sequence in chunk)])
+    return pack(own, [advantages[i] for i in shares[layout.dp_rank]], rules, at_least=at_least, kind=kind)
 
 
 def packing_rules(config: PolicyConfig) -> PackingRules:

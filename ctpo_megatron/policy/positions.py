@@ -84,4 +84,5 @@ def _of_pass(micro: PackedBatch, objective: PolicyObjective | None, anchor: Anch
         objective,
         micro.cu_seqlens,
         micro.entropy,
+        micro.turn,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from ctpo_kernels import linear_log_probs, vocab_parallel_log_probs
-from ctpo_megatron.config import ObjectiveConfig
+from ctpo_megatron.config import ObjectiveConfig, TurnRatio
 from ctpo_megatron.objective import (
     Denominators,
     Objective,
@@ -116,6 +116,7 @@ def _loss_of(
         denominators=denominators,
         cp_group=targets.split.group,
         entropy=entropy,
+        turn=targets.turn,
     )
 
 
@@ -225,6 +226,9 @@ def configured_loss(config: ObjectiveConfig) -> LossFunction:
     Raises ExtensionError when that cannot be found or called; `extensions.activate` comes first.
     """
     objective = objective_from_config(config)
+    if config.credit == "turn":
+        how = _TURN_RATIOS[objective.turn_ratio] if config.function is None else f"as {config.function} has it"
+        log.info("objective: credit by turn, %s", how)
     if config.function is not None or not objective.on_kernels:
         log.info(
             "objective: %s, given log-probs of the model; the one-sweep head does not support it, so the output layer "
@@ -234,6 +238,14 @@ def configured_loss(config: ObjectiveConfig) -> LossFunction:
     if config.function is None:
         return policy_gradient(objective, config.anchor)
     return function_gradient(load_objective(config.function), objective, config.anchor)
+
+
+_TURN_RATIOS: Mapping[TurnRatio, str] = {
+    "prefix": "with the ratio of each token (turn_ratio: prefix); the ratio of a token or of a prefix leaves its "
+    "gradient biased",
+    "turn-end": "each reward with the ratio of the prefix up to the end of its turn (turn_ratio: turn-end); without "
+    "clipping its gradient is unbiased",
+}
 
 
 def policy_gradient(objective: PolicyObjective, anchor: Anchor) -> LossFunction:
@@ -266,6 +278,7 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
             weights=targets.weights,
             cu_seqlens=targets.cu_seqlens,
             denominators=denominators,
+            turn=targets.turn,
         )
         return predictions.with_rows(predictions.share(function_loss(function, inputs, objective)), log_probs)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 
 from ctpo_megatron.data import PackedBatch
@@ -124,7 +125,9 @@ def _diagnostics_of(micro: PackedBatch, objective: PolicyObjective, anchor: Anch
     reference = anchor_of(micro, anchor)
     if micro.log_probs is None:
         raise ValueError("token diagnostics need an update first")
-    curves = token_diagnostics(micro.log_probs, reference, micro.response_mask, objective, cu_seqlens=micro.cu_seqlens)
+    curves = token_diagnostics(
+        micro.log_probs, reference, micro.response_mask, objective, cu_seqlens=micro.cu_seqlens, turn=micro.turn
+    )
     # One copy to the host for all trajectories, because each copy waits for the device.
     columns = torch.stack([curves.log_ratio, curves.low, curves.high, curves.prefix]).cpu().numpy()
     diagnostics: Diagnostics = {}
@@ -135,7 +138,11 @@ def _diagnostics_of(micro: PackedBatch, objective: PolicyObjective, anchor: Anch
             "log_ratio": log_ratio,
             "clip_low": low,
             "clip_high": high,
-        } | ({} if objective.ratio_mode == "cumprod" else {"prefix_log_ratio": prefix})
+        } | ({} if objective.is_prefix_ratio else {"prefix_log_ratio": prefix})
+        if (turn := micro.on_host.turn) is not None:
+            turns, first = np.unique(turn[tokens].numpy(), return_index=True)
+            values = micro.on_host.advantages[tokens].numpy()
+            diagnostics[index]["turn_advantages"] = values[first[turns > 0]].tolist()
     return diagnostics
 
 

@@ -76,7 +76,8 @@ class TrainSettings:
 class Reinforcement:
     """The RL phase of a trainer: its settings, and the objects that it derives from them once.
 
-    ratio: the objective whose ratio and bounds are known; None for a user's own.
+    ratio: the objective whose ratio and bounds are known; None for a user's own. knows_turns: whether the loss is given
+    the turn of every token.
     """
 
     def __init__(self, settings: TrainSettings, phases: Phases) -> None:
@@ -86,6 +87,7 @@ class Reinforcement:
         self.objective = objective_from_config(settings.objective)
         self.ratio = None if settings.objective.function else self.objective
         self.loss = configured_loss(settings.objective)
+        self.knows_turns = settings.objective.credit == "turn" or settings.objective.function is not None
 
 
 @dataclass(frozen=True)

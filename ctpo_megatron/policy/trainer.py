@@ -15,11 +15,19 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.data.batch import Batch
 from ctpo_megatron.models import ModelFamily
-from ctpo_megatron.objective import LossStats, PolicyObjective, batch_advantages, warm_up_kernels, window_metrics
+from ctpo_megatron.objective import (
+    Advantage,
+    LossStats,
+    PolicyObjective,
+    batch_advantages,
+    turn_advantages,
+    warm_up_kernels,
+    window_metrics,
+)
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.hf_directory import write_directory
-from ctpo_megatron.policy.minibatch import MiniBatch, checked_sequences, make_mini_batches, share_sizes
+from ctpo_megatron.policy.minibatch import MiniBatch, checked_sequences, largest, make_mini_batches, share_sizes
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards, resolve_layer_spec
 from ctpo_megatron.policy.old_log_probs import OldLogProbs, check_mismatch, start_metrics
 from ctpo_megatron.policy.optimizer import BadSteps, OptimizerSteps
@@ -113,7 +121,7 @@ class Trainer:
         # Every batch raises the version by one, so that this is the step, also in a resumed run.
         dumped = settings.is_dumped(self.version)
         with rl.phases.phase("old_log_probs"):
-            advantages = batch_advantages([group.rewards for group in batch.trained], rl.advantage)
+            advantages = self._advantages(batch, rl)
             mini_batches = self.distribute(
                 batch.trajectories,
                 advantages,
@@ -121,6 +129,7 @@ class Trainer:
                 version=self.version,
                 skip_zero_advantage=settings.skip_zero_advantage,
                 pack_skipped=dumped,
+                by_turn=rl.knows_turns,
             )
             metrics = old_log_probs.before_updates(mini_batches)
             if skipped := [micro for mini_batch in mini_batches for micro in mini_batch.skipped_micro_batches]:
@@ -153,6 +162,12 @@ class Trainer:
         self.version += 1
         return TrainResult(metrics | {"weights/version": float(self.version)}, diagnostics, positions, dumped)
 
+    def _advantages(self, batch: Batch, rl: Reinforcement) -> Sequence[Advantage]:
+        """One per trajectory; empty on ranks other than zero."""
+        if rl.settings.objective.credit == "turn":
+            return turn_advantages([group.returns for group in batch.trained], rl.advantage)
+        return batch_advantages([group.rewards for group in batch.trained], rl.advantage)
+
     def use_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps.
 
@@ -176,28 +191,30 @@ class Trainer:
     def distribute(
         self,
         trajectories: Sequence[Trajectory],
-        advantages: Sequence[float | None] | None,
+        advantages: Sequence[Advantage] | None,
         size: int,
         *,
         version: int | None = None,
         skip_zero_advantage: bool = False,
         pack_skipped: bool = False,
+        by_turn: bool = False,
     ) -> list[MiniBatch]:
         """Optimizer steps of `size` trajectories each, in order, from the trajectories of rank zero.
 
         Ranks other than zero may pass none; each rank gets what it trains on. advantages: None for a supervised loss;
-        a trajectory whose advantage is None takes no part.
+        a trajectory whose advantage is None takes no part. by_turn: tokens have their turns, and may have advantages of
+        turns.
         version: of the current weights; tokens of other versions are not compared. None: all are compared.
         See `checked_sequences` and `make_mini_batches`.
         """
-        known: Sequence[float | None] = [0.0] * len(trajectories) if advantages is None else advantages
+        known: Sequence[Advantage] = [0.0] * len(trajectories) if advantages is None else advantages
         checked = self.layout.keep_on_rank_zero(
-            lambda: checked_sequences(trajectories, known, self.spec.vocab_size, version)
+            lambda: checked_sequences(trajectories, known, self.spec.vocab_size, version, by_turn=by_turn)
         )
-        sequences, advantages = share_sizes(checked or [], known, self.layout)
+        sequences, overall = share_sizes(checked or [], [*map(largest, known)], self.layout)
         return make_mini_batches(
             sequences,
-            advantages,
+            overall,
             size=size,
             config=self.config,
             layout=self.layout,

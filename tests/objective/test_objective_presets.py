@@ -112,7 +112,7 @@ def test_a_key_that_the_clip_mode_has_no_use_for_is_refused():
 
 
 def test_every_objective_key_of_the_configuration_is_a_field():
-    others = {"preset", "anchor", "advantage", "correction", "function"}
+    others = {"preset", "anchor", "credit", "advantage", "correction", "function"}
     assert set(ObjectiveConfig.model_fields) - others <= set(PolicyObjective.__dataclass_fields__)
 
 

@@ -1,0 +1,194 @@
+"""Credit by turn: advantages of turns, and ratios at their ends, against plain Python; one turn is the outcome."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctpo_kernels import SUMS
+from ctpo_kernels.names import LOSS_AGG_MODES
+from ctpo_megatron.config import AdvantageConfig, ConfigError
+from ctpo_megatron.objective import (
+    Denominators,
+    PolicyObjective,
+    batch_advantages,
+    merge,
+    policy_loss,
+    summarize,
+    token_diagnostics,
+    turn_advantages,
+)
+from tests.objective import turn_reference
+from tests.objective.test_objective_loss import run
+from tests.objective.turn_reference import Turns, packed_turns, random_turns, turn_end_reference
+
+LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=5)
+BATCHES = {"lengths": LENGTHS, "seed": st.integers(0, 10**6), "spread": st.sampled_from([0.0, 0.03, 0.5, 4.0])}
+SERVED = ("ctpo", "ctpo-paper", "ctpo-uniform", "ctpo-fixed", "ctpo-drift")
+few = settings(max_examples=30, deadline=None, derandomize=True)
+REWARDS = st.integers(-2, 2).map(float)
+GROUPS = st.lists(st.lists(REWARDS, min_size=1, max_size=4), min_size=2, max_size=5)
+KINDS = [("group", True), ("group", False), ("rloo", None)]
+
+
+def at_ends(name: str = "ctpo", **options: object) -> PolicyObjective:
+    return PolicyObjective.preset(name, turn_ratio="turn-end", **options)
+
+
+def flat(rows: list[list[float]]) -> torch.Tensor:
+    return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", SERVED)
+@given(**BATCHES, aggregation=st.sampled_from(LOSS_AGG_MODES), counted=st.booleans())
+@few
+def test_ratios_at_the_ends_of_turns_equal_python(name, lengths, seed, spread, aggregation, counted):
+    objective = at_ends(name, loss_agg_mode=aggregation, count_masked_sequences=counted, loss_scale_factor=7.0)
+    batch = random_turns(seed, lengths, spread)
+    expected = turn_end_reference(batch, objective)
+    out, gradient = run(packed_turns(batch), objective)
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(out.per_token.detach(), flat(expected.per_token), **close)
+    torch.testing.assert_close(out.loss.item(), expected.loss, **close)
+    torch.testing.assert_close(gradient, flat(expected.gradient), **close)
+    counts = [SUMS.index(f"clip_{side}") for side in ("high", "low", "dual")]
+    assert out.stats.sums[counts].tolist() == [expected.high, expected.low, expected.dual]
+
+
+def test_the_comparison_meets_every_bound():
+    expected = turn_end_reference(random_turns(0, [40, 25, 60, 33], 0.05), at_ends())
+    assert min(expected.high, expected.low, expected.dual) > 0
+    assert any(x == 0 for row in expected.gradient for x in row) and any(x for row in expected.gradient for x in row)
+
+
+def test_neither_order_nor_company_changes_a_bit():
+    batch = random_turns(5, [9, 30, 4, 17, 1], 0.1)
+    whole = run(packed_turns(batch, torch.float32), at_ends(), denominators=Denominators(5, 5, 40))
+    for order in ([2, 0, 4, 3, 1], [3], [1, 4]):
+        out, gradient = run(
+            packed_turns([batch[i] for i in order], torch.float32), at_ends(), denominators=Denominators(5, 5, 40)
+        )
+        ends = [0, *itertools.accumulate(len(each.turn) for each in batch)]
+        chosen = torch.cat([torch.arange(ends[i], ends[i + 1]) for i in order])
+        assert torch.equal(out.per_token, whole[0].per_token[chosen]) and torch.equal(gradient, whole[1][chosen])
+
+
+def test_a_nan_stays_in_its_sequence_and_shows_in_the_gradient():
+    batch = random_turns(1, [12, 12, 12], 0.1)
+    where = batch[1].sequence.model.index(1)
+    batch[1].sequence.loss[where] = 1
+    batch[1].sequence.log_probs[where] = float("nan")
+    _, gradient = run(packed_turns(batch), at_ends())
+    assert gradient[12 + where].isnan() and not gradient[:12].isnan().any() and not gradient[24:].isnan().any()
+
+
+def test_the_end_of_a_turn_counts_also_when_it_is_out_of_the_loss():
+    """Rejecting the last token of the only turn leaves the gradient of the others."""
+    (each,) = random_turns(2, [10], 0.02)
+    each.sequence.model = each.sequence.loss = [1] * 10
+    each.turn, each.sequence.advantage = [1] * 10, [1.0] * 10
+    options = {"denominators": Denominators(1, 1, 10)}
+    objective = at_ends(loss_agg_mode="token-mean")
+    _, before = run(packed_turns([each]), objective, **options)
+    each.sequence.loss = [1] * 9 + [0]
+    _, after = run(packed_turns([each]), objective, **options)
+    assert before.all() and torch.equal(before[:9], after[:9]) and after[9] == 0
+
+
+def test_one_turn_is_the_whole_sequence_with_the_window_of_its_end():
+    batch = [Turns(each.sequence, [1] * len(each.turn)) for each in random_turns(4, [20, 7, 33], 0.03)]
+    for each in batch:
+        each.sequence.advantage = [0.7] * len(each.turn)
+    arguments = packed_turns(batch)
+    free = {"clip_power": 0.0}  # the same window at every position
+    ours, gradient = run(arguments, at_ends(**free))
+    theirs, expected = run(arguments, PolicyObjective.preset("ctpo", ratio_mode="sequence", **free))
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-12, atol=0)
+
+
+def test_nothing_is_read_back_from_the_device():
+    """Meta tensors hold no values."""
+    x, ones = torch.zeros(10, device="meta", requires_grad=True), torch.ones(10, device="meta")
+    ends = torch.zeros(3, dtype=torch.int32, device="meta")
+    out = policy_loss(x, ones, ones, ones, at_ends(), cu_seqlens=ends, turn=ones.to(torch.int16))
+    out.loss.backward()
+    assert out.loss.device.type == "meta"
+
+
+def test_micro_batches_add_up_and_statistics_merge():
+    batch = random_turns(6, [14, 9, 21, 3], 0.05)
+    step = Denominators.of(*(packed_turns(batch)[name] for name in ("loss_mask", "cu_seqlens")))
+    whole, gradient = run(packed_turns(batch), at_ends(), denominators=step)
+    parts = [run(packed_turns(part), at_ends(), denominators=step) for part in (batch[:1], batch[1:])]
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient, rtol=0, atol=0)
+    assert summarize(merge([out.stats for out, _ in parts])) == pytest.approx(summarize(whole.stats))
+
+
+def test_what_the_objective_needs_is_said():
+    with pytest.raises(ConfigError, match=r"turn_ratio.*and ratio_mode is token; set ratio_mode to cumprod"):
+        PolicyObjective.preset("grpo", turn_ratio="turn-end")
+    with pytest.raises(ConfigError) as refused:
+        PolicyObjective.preset("gmpo", turn_ratio="turn-end")
+    assert len(refused.value.problems) == 2
+    arguments = packed_turns(random_turns(0, [5], 0.1))
+    del arguments["turn"]
+    with pytest.raises(ValueError, match="turn-end needs the turn of every token"):
+        policy_loss(**arguments, objective=at_ends())
+
+
+def test_reports_draw_the_ratio_and_the_bounds_of_the_end():
+    one = torch.ones(6)
+    turn = torch.tensor([1, 1, 1, 2, 2, 2])
+    d = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    found = token_diagnostics(d - 1, -one, one, at_ends(), cu_seqlens=torch.tensor([0, 6]), turn=turn)
+    torch.testing.assert_close(found.log_ratio, torch.tensor([0.6] * 3 + [2.1] * 3))
+    torch.testing.assert_close(found.high, 0.05 * torch.tensor([3.0] * 3 + [6.0] * 3).sqrt())
+    torch.testing.assert_close(found.prefix, d.cumsum(0))
+
+
+@pytest.mark.parametrize(("kind", "normalize"), KINDS)
+@given(returns=GROUPS)
+@few
+def test_advantages_of_turns_equal_python(kind, normalize, returns):
+    found = turn_advantages([returns], AdvantageConfig(kind=kind, normalize_std=normalize))
+    expected = turn_reference.turn_advantages(returns, kind, normalize is not False)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "normalize"), [*KINDS, ("mean_baseline", None)])
+@given(rewards=st.lists(st.lists(st.none() | st.floats(-3, 3), min_size=2, max_size=5), min_size=1, max_size=3))
+@few
+def test_one_turn_has_the_bits_of_an_outcome(kind, normalize, rewards):
+    config = AdvantageConfig(kind=kind, normalize_std=normalize)
+    one_turn = [[None if reward is None else [reward] for reward in group] for group in rewards]
+    found = turn_advantages(one_turn, config)
+    assert [None if each is None else each[0] for each in found] == batch_advantages(rewards, config)
+
+
+@pytest.mark.parametrize(("kind", "normalize"), KINDS)
+@given(rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=6), turns=st.integers(1, 4))
+@few
+def test_a_reward_of_the_last_of_equally_many_turns_has_the_bits_of_an_outcome(kind, normalize, rewards, turns):
+    config = AdvantageConfig(kind=kind, normalize_std=normalize)
+    found = turn_advantages([[[reward] * turns for reward in rewards]], config)
+    assert found == [(advantage,) * turns for advantage in batch_advantages([rewards], config)]
+
+
+def test_equal_totals_may_differ_by_turn():
+    """One earned early, one late: the first turn teaches nothing, the second something, and of ordinary size."""
+    found = turn_advantages([[[1.0, 0.0], [1.0, 1.0]]], AdvantageConfig())
+    assert found[0] == pytest.approx((0.0, -(0.5**0.5)), abs=1e-5) and found[1] == pytest.approx(
+        (0.0, 0.5**0.5), abs=1e-5
+    )
+    assert turn_advantages([[[1.0], [1.0]]], AdvantageConfig()) == [(0.0,), (0.0,)]
+
+
+def test_what_has_no_verdict_is_compared_with_nothing():
+    found = turn_advantages([[[1.0, 1.0], None, [0.0]], [None, [2.0]]], AdvantageConfig(kind="rloo"))
+    assert found == [(1.0, 1.0), None, (-1.0,), None, None]
