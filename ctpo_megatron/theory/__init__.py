@@ -2,6 +2,7 @@
 
 - `Tree`: every sequence of a small random tree under two policies; bias of the gradient of each ratio (proposition 1).
 - `variances`, `independent_variances`, `sampled_variances`: variance of the ratios (proposition 2).
+- `TwoTurns`: rewards of turns, which ratio and which baseline leave the gradient unbiased.
 - `Counterexample`: why an outcome reward leaves the prefix ratio biased.
 - `clip_rate`, `normal_walks`, `TokenPairs`, `CorrelatedWalk`: log r_t as a random walk, and what a window cuts.
 - `study`: all of it as `TheoryTable`s from one seed, which `ctpo theory` prints; `write_study` writes them.
@@ -22,6 +23,7 @@ from ctpo_megatron.theory.random_walk import (
 from ctpo_megatron.theory.study import Study, StudySettings, study
 from ctpo_megatron.theory.tables import TheoryTable
 from ctpo_megatron.theory.tree import RATIOS, Paths, Tree, log_softmax, relative_bias
+from ctpo_megatron.theory.turns import BASELINES, WEIGHTS, TwoTurns
 from ctpo_megatron.theory.variance import (
     chi_squared,
     equal_factors,
@@ -33,7 +35,9 @@ from ctpo_megatron.theory.variance import (
 )
 
 __all__ = [
+    "BASELINES",
     "RATIOS",
+    "WEIGHTS",
     "Autoregressive",
     "CorrelatedWalk",
     "Counterexample",
@@ -43,6 +47,7 @@ __all__ = [
     "TheoryTable",
     "TokenPairs",
     "Tree",
+    "TwoTurns",
     "UnequalTrajectories",
     "Window",
     "chi_squared",

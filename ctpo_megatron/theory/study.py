@@ -18,6 +18,7 @@ from ctpo_megatron.theory.tables import (
     variance_table,
 )
 from ctpo_megatron.theory.tree import Tree, log_softmax
+from ctpo_megatron.theory.turns import turn_tables
 from ctpo_megatron.theory.walk_tables import clip_tables, correlated_table, simulated, spread_table
 
 MOST_SEQUENCES, MOST_SAMPLES, LEAST_SAMPLES = 10_000, 200_000, 100
@@ -72,7 +73,7 @@ def study(settings: StudySettings) -> Study:
     """Compute every table. Raises ValueError for settings that have problems."""
     if problems := list(settings.problems()):
         raise ValueError("; ".join(problems))
-    trees, samples, walks, increments = np.random.default_rng(settings.seed).spawn(4)
+    trees, samples, walks, increments, turns = np.random.default_rng(settings.seed).spawn(5)
     tree = Tree.random(trees, settings.vocabulary, settings.horizon, settings.shift)
     logits = trees.standard_normal((settings.horizon, settings.vocabulary))
     moved = logits + settings.shift * trees.standard_normal(logits.shape)
@@ -82,6 +83,7 @@ def study(settings: StudySettings) -> Study:
     tables = (
         *bias_tables(tree, trees),
         outcome_table(tree, trees, settings.shift),
+        *turn_tables(turns, settings.vocabulary, settings.horizon, settings.shift),
         variance_table(tree),
         independent_table(independent, samples, settings.samples),
         equal_table(settings.vocabulary, settings.horizon),

@@ -71,6 +71,11 @@ class Tree:
         """Of each of `paths` under the behaviour policy, `[N]`."""
         return self._probability(self.behaviour)
 
+    @cached_property
+    def target_probability(self) -> FloatArray:
+        """Of each of `paths` under the target policy, `[N]`."""
+        return self._probability(self.target)
+
     def sample(self, rng: np.random.Generator, count: int) -> Paths:
         """Sequences that the behaviour policy draws, token by token."""
         cumulative = np.exp(self.behaviour).cumsum(1)[:, :-1]  # without the last: a sum of 1 - 1e-16 names no token
@@ -102,11 +107,26 @@ class Tree:
 
     def true_gradient(self, advantages: FloatArray) -> FloatArray:
         """E_target[sum_t A_t grad log target(a_t | s_t)] in the logits of the target policy, `[nodes, V]`."""
-        return self._gradient(self._probability(self.target)[:, None] * advantages)
+        return self._gradient(self.target_probability[:, None] * advantages)
 
     def expected_gradient(self, ratio: str, advantages: FloatArray) -> FloatArray:
         """E_behaviour[sum_t r_t A_t grad log target(a_t | s_t)] of a `ratio_mode`, unclipped, `[nodes, V]`."""
-        return self._gradient(self.probability[:, None] * np.exp(self.log_ratios(ratio)) * advantages)
+        return self.sampled_gradient(np.exp(self.log_ratios(ratio)) * advantages)
+
+    def sampled_gradient(self, weights: FloatArray) -> FloatArray:
+        """E_behaviour[sum_t w_t grad log target(a_t | s_t)] of weights `[N, H]`, `[nodes, V]`."""
+        return self._gradient(self.probability[:, None] * weights)
+
+    def trace_variance(self, weights: FloatArray, *, of_target: bool = False) -> float:
+        """Trace of the covariance of sum_t w_t grad log target(a_t | s_t), for a sequence of the behaviour policy.
+
+        of_target: for one of the target policy.
+        """
+        probability = self.target_probability if of_target else self.probability
+        likely = np.exp(self.target)
+        square = ((likely**2).sum(1)[:, None] + 1 - 2 * likely)[self.paths.nodes, self.paths.tokens]
+        mean = self._gradient(probability[:, None] * weights)
+        return float(probability @ (weights**2 * square).sum(1) - (mean**2).sum())
 
     def bias_by_position(self, ratio: str, advantages: FloatArray) -> FloatArray:
         """Norm of the bias of the gradient's term t over the norm of the true term, `[H]`.
