@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     layouts, skipped = _choose_layouts(args.model, family, args.layouts, args.max_ranks)
     for reason in dict.fromkeys(skipped.values()):
         print(f"skipped: {', '.join(name for name in skipped if skipped[name] == reason)}: {reason}")
-    print(f"{'layout':<25}{'objective':<14}{'ranks':>5}{'loss':>10}{'log_probs':>10}{'gradient':>10}  worst tensor")
+    print(f"{'layout':<25}{'objective':<21}{'ranks':>5}{'loss':>10}{'log_probs':>10}{'gradient':>10}  worst tensor")
     failed = total = 0
     tolerance = TOLERANCE[args.dtype] if args.tolerance is None else args.tolerance
     for check in verify(args.model, layouts, objectives, family, args.dtype):

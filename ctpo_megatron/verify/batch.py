@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ctpo_megatron.data import Trajectory
+from ctpo_megatron.objective import Advantage
 
 SEQUENCES = 16
 LONGEST = 96
@@ -37,6 +42,20 @@ def trajectories(vocab_size: int, seed: int = 0) -> list[Trajectory]:
 def advantages() -> list[float]:
     """One per trajectory: both signs, and zero."""
     return [(-1.0, 0.5, 0.0, 1.3)[index % 4] for index in range(SEQUENCES)]
+
+
+def turn_advantages() -> list[tuple[float, ...]]:
+    """One for each turn of each trajectory: gains of both signs, and zero."""
+    return [((-1.0, 0.5), (0.5, 0.5), (0.0, -0.7), (0.6, -0.7))[index % 4] for index in range(SEQUENCES)]
+
+
+def of_tokens(trajectories: Sequence[Trajectory], values: Sequence[Advantage]) -> NDArray[np.float32]:
+    """The advantage of each token, one trajectory after another; a prompt has the first one."""
+    parts = []
+    for trajectory, value in zip(trajectories, values, strict=True):
+        by_turn = value if isinstance(value, tuple) else (value,) * trajectory.turns
+        parts.append(np.array([by_turn[max(turn, 1) - 1] for turn in trajectory.turn], np.float32))
+    return np.concatenate(parts)
 
 
 def shift(index: int, position: int) -> float:

@@ -24,14 +24,21 @@ from ctpo_megatron.policy import (
     policy_gradient,
 )
 from ctpo_megatron.verify.layouts import LAYOUTS
-from ctpo_megatron.verify.objectives import OBJECTIVES
+from ctpo_megatron.verify.objectives import OBJECTIVES, is_by_turn
 
 
 def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str, Any]:
     """Log-probs, losses and gradients of one layout, the same on every rank; statistics by position on rank zero."""
     policy = Trainer(config, layout, Path(work["model"]), temperature=work["temperature"], family=work["family"])
-    (mini_batch,) = policy.distribute(work["trajectories"], work["advantages"], size=len(work["trajectories"]))
-    policy.compute_old_log_probs([mini_batch])
+    trajectories, advantages = work["trajectories"], work["advantages"]
+    wanted = {is_by_turn(name) for name in work["objectives"]}
+    steps = {
+        by_turn: policy.distribute(trajectories, advantages[by_turn], len(trajectories), by_turn=by_turn)
+        for by_turn in sorted(wanted)
+    }
+    for mini_batches in steps.values():
+        policy.compute_old_log_probs(mini_batches)
+    (mini_batch,) = steps[min(wanted)]
     keys = [(trajectory.prompt_id, trajectory.sample_index) for trajectory in work["trajectories"]]
     local: dict[tuple[str, int], Tensor] = {}
     for micro in mini_batch.micro_batches if layout.reports else []:
@@ -41,6 +48,7 @@ def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str,
     loss, gradient, positions = {}, {}, {}
     for name in work["objectives"]:
         objective = OBJECTIVES[name]
+        (mini_batch,) = steps[is_by_turn(name)]
         stats, exported = policy.gradients(mini_batch, policy_gradient(objective, "behaviour"))
         loss[name] = summarize(stats)["actor/pg_loss"]
         gradient[name] = {tensor_name: tensor.cpu().clone() for tensor_name, tensor in exported}

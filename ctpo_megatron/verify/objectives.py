@@ -1,4 +1,4 @@
-"""What `ctpo verify` can check: every preset, and an entropy bonus with a loss of the kernels and of plain torch."""
+"""What `ctpo verify` can check: every preset, an entropy bonus with a loss of the kernels and of plain torch, turns."""
 
 from __future__ import annotations
 
@@ -25,4 +25,18 @@ MET: dict[str, dict[str, Any]] = {
 OBJECTIVES = {name: PolicyObjective.preset(name, **MET.get(name, {})) for name in PRESETS} | {
     f"{name}+entropy": PolicyObjective.preset(name, entropy_coef=ENTROPY_COEF) for name in ("ctpo", "sapo")
 }
+_BY_TURN = {
+    "ctpo+turns": PolicyObjective.preset("ctpo"),
+    "sapo+turns": PolicyObjective.preset("sapo"),
+    "ctpo+turn-end": PolicyObjective.preset("ctpo", turn_ratio="turn-end", clip_c=0.004, **_both(0.01)),
+    "ctpo-fixed+turn-end": PolicyObjective.preset(
+        "ctpo-fixed", turn_ratio="turn-end", entropy_coef=ENTROPY_COEF, **_both(0.05)
+    ),
+}
+OBJECTIVES |= _BY_TURN
 """Objectives by name."""
+
+
+def is_by_turn(name: str) -> bool:
+    """Whether an objective is checked with an advantage for each turn."""
+    return name in _BY_TURN

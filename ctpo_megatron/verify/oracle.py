@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from ctpo_megatron.config import read_spec
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.models import ModelFamily
-from ctpo_megatron.objective import PolicyObjective, policy_loss, summarize
+from ctpo_megatron.objective import Advantage, PolicyObjective, policy_loss, summarize
+from ctpo_megatron.verify.batch import of_tokens
 
 SampleKey = tuple[str, int]
 
@@ -28,6 +29,10 @@ class Oracle:
     log_probs: dict[SampleKey, Tensor]
     loss: dict[str, float]
     gradient: dict[str, dict[str, Tensor]]
+
+    def __or__(self, other: Oracle) -> Oracle:
+        """Of the objectives of both."""
+        return Oracle(self.log_probs | other.log_probs, self.loss | other.loss, self.gradient | other.gradient)
 
 
 class Reference:
@@ -53,7 +58,7 @@ class Reference:
         return torch.cat([first, log_probs]) * sampled, torch.cat([first, entropy]) * sampled
 
     def evaluate(
-        self, batch: Sequence[Trajectory], advantages: Sequence[float], objectives: dict[str, PolicyObjective]
+        self, batch: Sequence[Trajectory], advantages: Sequence[Advantage], objectives: dict[str, PolicyObjective]
     ) -> Oracle:
         """Loss and gradient of the batch as one optimizer step, with `rollout_log_probs` as the anchor.
 
@@ -73,12 +78,13 @@ class Reference:
             out = policy_loss(
                 flat,
                 column("rollout_log_probs").float().double(),  # as stored in batches
-                torch.tensor(advantages).repeat_interleave(lengths).double(),
+                torch.from_numpy(of_tokens(batch, advantages)).double(),
                 column("response_mask"),
                 objective,
                 loss_mask=column("loss_mask"),
                 cu_seqlens=cu_seqlens,
                 entropy=torch.cat(entropies),
+                turn=column("turn").to(torch.int64),
             )
             names, parameters = zip(*self._model.named_parameters(), strict=True)
             found = torch.autograd.grad(out.loss, parameters, retain_graph=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ctpo_megatron.data import Trajectory
-from ctpo_megatron.objective import PolicyObjective, PositionStats, position_stats
+from ctpo_megatron.objective import Advantage, PolicyObjective, PositionStats, position_stats
+from ctpo_megatron.verify.batch import of_tokens
 from ctpo_megatron.verify.oracle import SampleKey
 
 TOLERANCE = 1e-12
@@ -18,7 +19,7 @@ TOLERANCE = 1e-12
 
 def expected_positions(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[float],
+    advantages: Sequence[Advantage],
     log_probs: Mapping[SampleKey, Tensor],
     objective: PolicyObjective,
 ) -> PositionStats:
@@ -31,9 +32,10 @@ def expected_positions(
     return position_stats(
         torch.cat([log_probs[each.prompt_id, each.sample_index] for each in trajectories]),
         flat([trajectory.tokens["rollout_log_probs"] for trajectory in trajectories]),
-        torch.tensor(np.repeat(np.array(advantages, np.float32), lengths)),
+        torch.from_numpy(of_tokens(trajectories, advantages)),
         flat([trajectory.tokens["response_mask"] for trajectory in trajectories]),
         flat([trajectory.tokens["loss_mask"] for trajectory in trajectories]),
         objective,
         torch.tensor(np.cumsum([0, *lengths])),
+        turn=flat([trajectory.tokens["turn"] for trajectory in trajectories]),
     )

@@ -10,7 +10,9 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import takewhile
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from ctpo_megatron.config import ConfigError, PolicyConfig, check_parallel, read
 from ctpo_megatron.models import ModelFamily, ModelSpec
 from ctpo_megatron.verify import batch, positions
 from ctpo_megatron.verify.layouts import LAYOUTS, LayoutCase
-from ctpo_megatron.verify.objectives import OBJECTIVES
+from ctpo_megatron.verify.objectives import OBJECTIVES, is_by_turn
 from ctpo_megatron.verify.oracle import Oracle, Reference
 
 TEMPERATURE = 0.9
@@ -54,7 +56,7 @@ class LayoutResult:
 
     def row(self) -> str:
         """One line of the table; missing figures are omitted."""
-        names = f"{self.layout:<25}{self.objective:<14}{self.ranks:>5}"
+        names = f"{self.layout:<25}{self.objective:<21}{self.ranks:>5}"
         figures = f"{self.loss:>10.1e}{self.log_probs:>10.1e}{self.gradient:>10.1e}  {self.worst:.1e} {self.worst_name}"
         return names if self.problem else names + figures
 
@@ -157,13 +159,17 @@ def _prepare(
         "dtype": dtype,
         "temperature": TEMPERATURE,
         "trajectories": trajectories,
-        "advantages": batch.advantages(),
+        "advantages": {False: batch.advantages(), True: batch.turn_advantages()},
         "objectives": list(objectives),
         "micro_batch_tokens": MICRO_BATCH_TOKENS,
     }
     (folder / "work.pickle").write_bytes(pickle.dumps(work))
-    chosen = {name: OBJECTIVES[name] for name in objectives}
-    return reference.evaluate(trajectories, batch.advantages(), chosen)
+    of_each = [
+        reference.evaluate(trajectories, advantages, chosen)
+        for by_turn, advantages in work["advantages"].items()
+        if (chosen := {name: OBJECTIVES[name] for name in objectives if is_by_turn(name) == by_turn})
+    ]
+    return reduce(or_, of_each)
 
 
 def _run_job(folder: Path, ranks: int, layouts: list[str]) -> str:
@@ -202,8 +208,9 @@ def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle
         apart = sorted(gradient.keys() ^ expected.keys())
         return LayoutResult(layout, objective, ranks, problem=f"gradients of other tensors: {', '.join(apart)[:500]}")
     work = pickle.loads((folder / "work.pickle").read_bytes())
+    advantages = work["advantages"][is_by_turn(objective)]
     of_layout = positions.expected_positions(
-        work["trajectories"], work["advantages"], found["log_probs"], OBJECTIVES[objective]
+        work["trajectories"], advantages, found["log_probs"], OBJECTIVES[objective]
     )
     if unlike := found["positions"][objective].unlike(of_layout, positions.TOLERANCE):
         return LayoutResult(layout, objective, ranks, problem=f"statistics by position: {unlike}")

@@ -13,6 +13,7 @@ import torch
 
 from ctpo_megatron import cli
 from ctpo_megatron.verify import LAYOUTS, OBJECTIVES, LayoutResult, batch, job, run, unsupported_layouts
+from ctpo_megatron.verify.objectives import is_by_turn
 from tests.support import children
 from tests.support import ranks as pool
 
@@ -20,7 +21,7 @@ EVERY_OBJECTIVE = ("one", "cp2-micro")
 """One whole, and one that cuts every sequence, which ratios and means have to bridge."""
 KINDS = list(
     {
-        (o.ratio_mode, o.clip_mode, o.loss_agg_mode, o.on_kernels, o.entropy_coef): name
+        (o.ratio_mode, o.clip_mode, o.loss_agg_mode, o.on_kernels, o.entropy_coef, o.turn_ratio, is_by_turn(name)): name
         for name, o in reversed(OBJECTIVES.items())
     }.values()
 )
