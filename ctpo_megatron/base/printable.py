@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 
 _STEERS = (
     "\x00-\x1f\x7f-\x9f"  # control characters
@@ -27,6 +28,19 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 def _escaped(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode("ascii")
+
+
+def say(*texts: str, error: bool = False) -> None:
+    """Print lines, of which nothing steers a terminal. error: to stderr."""
+    for text in texts:
+        print(printable(text, lines=True), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def log_to_terminal(form: str = "%(message)s") -> None:
+    """Send the log to stderr, in this format."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter(form))
+    logging.basicConfig(handlers=[handler])
 
 
 class PrintableFormatter(logging.Formatter):

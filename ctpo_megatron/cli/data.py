@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ctpo_megatron.base.printable import say
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.preflight import check_prompt_file, failed
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     rows = steps.report_rows(read.total(), len(refined.kept), dropped)
     print_table("Problems", ("what", "rows", "which"), rows)
     if words := _in_words([problem.answer for problem in refined.kept]):
-        print(f"\nanswers that are words: {words}; does each of them say an answer?")
+        say(f"\nanswers that are words: {words}; does each of them say an answer?")
     if not refined.kept:
         print(f"\nnothing remains; all reasons: {report}")
         return 1
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nwrote {args.output}; every dropped row, with its reason: {report}", flush=True)
     found = check_prompt_file(args.output, args.model, args.max_tokens) if args.model else []
     for problem in found:
-        print(f"{'error' if problem.failed else 'warning'}: {problem}", file=sys.stderr)
+        say(f"{'error' if problem.failed else 'warning'}: {problem}", error=True)
     return 1 if failed(found) else 0
 
 
