@@ -6,6 +6,8 @@ import logging
 import re
 import sys
 
+from ctpo_megatron.base.redact import hidden
+
 _STEERS = (
     "\x00-\x1f\x7f-\x9f"  # control characters
     "\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"  # direction of writing, line ends, what cannot be seen
@@ -31,9 +33,9 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def say(*texts: str, error: bool = False) -> None:
-    """Print lines, of which nothing steers a terminal. error: to stderr."""
+    """Print lines, of which nothing steers a terminal, and without secrets. error: to stderr."""
     for text in texts:
-        print(printable(text, lines=True), file=sys.stderr if error else sys.stdout, flush=True)
+        print(printable(hidden(text), lines=True), file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def log_to_terminal(form: str = "%(message)s") -> None:
@@ -44,8 +46,8 @@ def log_to_terminal(form: str = "%(message)s") -> None:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats records of which nothing steers a terminal; their lines stay."""
+    """Formats records of which nothing steers a terminal, and without secrets; their lines stay."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
-        return printable(super().format(record), lines=True)
+        return printable(hidden(super().format(record)), lines=True)

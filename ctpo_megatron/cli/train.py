@@ -14,6 +14,7 @@ from contextlib import suppress
 from ctpo_megatron.base.cuda_environment import order_kernels
 from ctpo_megatron.base.printable import log_to_terminal, say
 from ctpo_megatron.base.ray_environment import ADDRESS
+from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
@@ -182,7 +183,7 @@ def _resume_command(args: argparse.Namespace) -> str:
     """The command that resumes the run; options of torchrun are unknown here."""
     program = "torchrun ... -m ctpo_megatron.train" if "TORCHELASTIC_RUN_ID" in os.environ else "ctpo train"
     kept = [text for text in [*args.overrides, *args.unknown] if not text.startswith(_OF_ONE_START)]
-    return f"{program} {shlex.join([args.config, *kept, 'run.resume=auto'])}"
+    return f"{program} {shlex.join(redacted_words([args.config, *kept, 'run.resume=auto']))}"
 
 
 def print_warnings(warnings: Sequence[Problem]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ctpo_megatron.base.extensions import activate, contain_tasks, shown
+from ctpo_megatron.base.redact import hidden
 from ctpo_megatron.config import engine_count
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
@@ -303,7 +304,7 @@ def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     if type(error).__name__ == "EngineDeadError":
         return EngineDied(str(error))
     try:
-        traceback.print_exception(error)  # into our log
+        print(hidden("".join(traceback.format_exception(error))), file=sys.stderr)  # into our log
     except BaseException as failure:  # of the exception's own methods
         print(f"{shown(error)} (printing it raised {shown(failure)})", file=sys.stderr)
     return GroupFailed(shown(error))

@@ -14,6 +14,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TextIO
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from ctpo_megatron.base.redact import hidden
 from ctpo_megatron.base.terminal import Terminal
 from ctpo_megatron.tracking.display_view import State, accuracy_lines, plain_progress, plain_step, render
 
@@ -134,7 +135,7 @@ class Display:
             self._print(line)
 
     def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(hidden(text), markup=False, highlight=False, soft_wrap=True)
 
     @_harmless
     def _start(self) -> None:

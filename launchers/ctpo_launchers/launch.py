@@ -14,6 +14,7 @@ from ctpo_launchers import LaunchError
 from ctpo_launchers.clusters import Cluster, load_cluster
 from ctpo_launchers.environment import ROOT
 from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
+from ctpo_megatron.base.printable import say
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_megatron.preflight import LAUNCH_CHECKS, LaunchContext, failed, run_checks
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
             return _ask(args.config, cluster, args.overrides)
         return _launch(args, cluster)
     except (ConfigError, LaunchError) as error:
-        print(f"ctpo launch: {error}", file=sys.stderr)
+        say(f"ctpo launch: {error}", error=True)
         return 2
 
 
@@ -114,7 +115,7 @@ def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:
     if what == "cancel":
         return subprocess.run(["scancel", job], timeout=SUBMIT_COMMAND_TIMEOUT_S).returncode
     for file in sorted(jobs[job].glob("log-*.out")) or sorted(jobs[job].glob("sbatch_*.out")):
-        print(f"==> {file} <==\n{file.read_text(errors='replace')}", end="")
+        say(f"==> {file} <==", file.read_text(errors="replace").rstrip("\n"))
     return 0
 
 

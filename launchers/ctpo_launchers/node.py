@@ -18,7 +18,7 @@ from pathlib import Path
 from ctpo_launchers import slurm
 from ctpo_launchers.job import NodeJob
 from ctpo_launchers.program import NodeProgram
-from ctpo_megatron.base.printable import log_to_terminal
+from ctpo_megatron.base.printable import log_to_terminal, say
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_sandbox.arguments import positive
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = NodeProgram(args, job, config, arguments)
         program.prepare()
     except (ConfigError, ValueError, OSError) as error:
-        print(f"ctpo_launchers.node: {error}", file=sys.stderr)
+        say(f"ctpo_launchers.node: {error}", error=True)
         return WRONG
     status = asyncio.run(program.run())
     program.status_file.write_text(f"{status}\n")
