@@ -62,9 +62,12 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
     return config.read_from(sources.files), sources
 
 
-def dump(config: Config) -> str:
-    """The resolved configuration as YAML, without secrets; `load_config` of it gives the same but for these."""
-    return OmegaConf.to_yaml(OmegaConf.create(stored_settings(config)))
+def dump(config: Config, *, whole: bool = False) -> str:
+    """The resolved configuration as YAML, without secrets; `load_config` of it gives the same but for these.
+
+    whole: with secrets, for a file that nobody else can read.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json") if whole else stored_settings(config)))
 
 
 def stored_settings(config: Config) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctpo_launchers import LaunchError
-from ctpo_launchers.clusters import Cluster, load_cluster
+from ctpo_launchers.clusters import Cluster, is_word, load_cluster
 from ctpo_launchers.environment import ROOT
 from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
 from ctpo_megatron.base.printable import say
@@ -83,6 +83,10 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
     config = load_config(args.config, [*args.overrides, *of_the_launch(args.nodes)])
     launch = Launch(config, cluster, args.nodes, workdir)
     slurm = cluster.executor == "slurm"
+    if slurm and not is_word(str(workdir)):
+        raise LaunchError(
+            f"{workdir}: the batch script names this folder unquoted; start it in one without blanks or $"
+        )
     code = ROOT if slurm and not args.dry_run else None
     context = LaunchContext(config.checkpoint.grace_s, cluster.signal_s if slurm else None, code)
     if problems := failed(run_checks(LAUNCH_CHECKS, context)):
