@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
@@ -165,7 +166,7 @@ def _token_counter(model: Path) -> Callable[[Sequence[str]], list[int]]:
 
     def count(texts: Sequence[str]) -> list[int]:
         talks = [[{"role": "user", "content": text}] for text in texts]
-        rendered = tokenizer.apply_chat_template(talks, tokenize=False, add_generation_prompt=True)
+        rendered = apply_chat_template(tokenizer, talks, add_generation_prompt=True)
         return [len(ids) for ids in tokenizer(rendered, add_special_tokens=False)["input_ids"]] if texts else []
 
     return count

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.environments.protocol import Message, Schema
 from ctpo_megatron.environments.tokenizer import TokenizerError
 from ctpo_megatron.environments.toolbox import well_formed
@@ -133,8 +134,8 @@ class MessageTemplate:
         last: Exception | None = None
         for tools in self._offers:
             try:
-                text = self._tokenizer.apply_chat_template(
-                    conversation, tools=tools, tokenize=False, add_generation_prompt=True, **self._kwargs
+                text = apply_chat_template(
+                    self._tokenizer, conversation, tools=tools, add_generation_prompt=True, **self._kwargs
                 )
             except Exception as error:  # jinja has its own exceptions, and templates may raise any
                 last = error
