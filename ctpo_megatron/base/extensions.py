@@ -85,7 +85,7 @@ def called(what: str) -> Iterator[None]:
 def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
     """Have tasks of this loop fail of a KeyboardInterrupt or SystemExit, which would otherwise end the loop.
 
-    For a loop beside the main thread. Users' code may start tasks that `called` does not see.
+    For a loop in another than the main thread. Users' code may start tasks that `called` does not see.
     """
 
     async def contained(coroutine: Coroutine[Any, Any, Any]) -> Any:

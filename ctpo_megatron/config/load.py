@@ -65,7 +65,7 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
 def dump(config: Config, *, whole: bool = False) -> str:
     """The resolved configuration as YAML, without secrets; `load_config` of it gives the same but for these.
 
-    whole: with secrets, for a file that nobody else can read.
+    whole: with secrets, for a file that no other user can read.
     """
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json") if whole else stored_settings(config)))
 

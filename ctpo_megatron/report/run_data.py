@@ -123,7 +123,7 @@ class RunData:
 
 
 def _printable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Names of metrics come from data and users' code, also by way of somebody else's run."""
+    """Names of metrics come from data and users' code, also by way of another user's run."""
     return [{printable(name): value for name, value in record.items()} for record in records]
 
 

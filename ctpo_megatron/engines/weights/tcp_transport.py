@@ -123,10 +123,10 @@ class WeightMemory:
 
 
 class _Strangers:
-    """Connections that have not shown the secret: each new one has a place, if need be that of an older one.
+    """Connections that have not shown the secret: each new one has a place, and an older one may lose its own.
 
-    The oldest of the address that has most of them leaves: one host cannot keep the engines of others out, and an
-    engine on that host needs its place no longer than the secret travels.
+    The oldest of the address that has most of them leaves, so one host cannot keep the engines of others out. An engine
+    on that host needs its place no longer than the secret travels.
     """
 
     def __init__(self) -> None:
