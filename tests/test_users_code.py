@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ctpo_megatron.base.extensions import ExtensionError, called
+from ctpo_megatron.base.extensions import ExtensionError, called, contain_tasks, load, shown
+from ctpo_megatron.config import RolloutConfig
+from ctpo_megatron.environments.factory import ENVIRONMENTS, make_environment
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Message, ToolResult
 from ctpo_megatron.environments.template import MessageTemplate
@@ -131,12 +135,159 @@ def test_half_characters_are_replaced_wherever_users_hand_over_text(text: str, e
     assert play(Engine([1, 0]), environment=Conversation(generate, end)).final_text == expected
 
 
-@pytest.mark.parametrize("text", [None, 7, b"bytes"])
-def test_a_tool_whose_answer_is_no_text_is_named(text: Any) -> None:
-    with pytest.raises(TypeError, match=r"the tool 'code_interpreter' answered with .*; its text must be a str"):
-        play(Engine(*CALLS), tool=Tool(ToolResult(text)))
+class OwnText(str):
+    """A text with methods of its own."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+    def encode(self, *_: Any) -> bytes:
+        raise SystemExit
+
+
+def test_a_text_with_methods_of_its_own_is_taken_as_a_text() -> None:
+    """The trainer may be unable to load its class."""
+    found = play(Engine(*CALLS), tool=Tool(ToolResult(OwnText("half \ud83d"))))
+    assert type(found.tool_calls[0].output) is str and found.tool_calls[0].output == "half \ufffd"
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        *[(ToolResult(text), "its text must be a str") for text in (None, 7, b"bytes")],  # type: ignore[arg-type]
+        (ToolResult("1", 7), "its status must be a str"),  # type: ignore[arg-type]
+        *[
+            (ToolResult("1", "success", seconds), "it must be seconds, or None")  # type: ignore[arg-type]
+            for seconds in (float("nan"), -1.0, float("inf"), "soon")
+        ],
+        (None, "a NoneType; it must be a ToolResult"),
+        ("text", "a str; it must be a ToolResult"),
+    ],
+    ids=repr,
+)
+def test_an_answer_of_a_tool_that_is_none_is_named(answer: Any, shown: str) -> None:
+    with pytest.raises(TypeError, match=rf"the tool 'code_interpreter' answered with .*{shown}"):
+        play(Engine(*CALLS), tool=Tool(answer))
+
+
+@pytest.mark.parametrize(("text", "reason"), [(7, "answer"), (None, "answer"), ("1", "\x1b[2J"), ("1", ["answer"])])
+def test_an_episode_that_is_finished_with_anything_else_is_named(text: Any, reason: Any) -> None:
+    async def end(episode: Any) -> None:
+        episode.finish(text, reason)
+
+    with pytest.raises((TypeError, ValueError), match=r"^environment: .*finish\(\)"):
+        play(Engine([1, 0]), environment=Conversation(generate, end))
+
+
+class Hostile(Exception):
+    """What is printed of it is code, too."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyError("x"), "KeyError: 'x'"),
+        (Hostile("x"), "Hostile"),
+        (ValueError(), "ValueError"),
+        (ValueError("\x1b]0;title\x07\u202e\ud800\n"), r"ValueError: \x1b]0;title\x07\u202e\ud800\n"),
+        (ValueError(OwnText("x")), "ValueError"),
+    ],
+    ids=ascii,
+)
+def test_an_exception_is_shown_on_one_line_that_steers_nothing(error: Exception, expected: str) -> None:
+    assert shown(error) == expected
+
+
+def test_a_process_that_a_tool_copied_ends_in_the_tool(tmp_path: Path) -> None:
+    """Otherwise two engines would sample, and answer, the same group."""
+    left = tmp_path / "left"
+
+    async def fork(*_: object) -> ToolResult:
+        if child := os.fork():
+            return ToolResult(str(os.waitpid(child, 0)[1] >> 8))
+        return ToolResult("of the child")
+
+    process = os.getpid()
+    found = play(Engine(*CALLS), tool=type("Forking", (Tool,), {"__call__": fork})())
+    if os.getpid() != process:
+        left.touch()
+        os._exit(0)
+    assert found.tool_calls[0].output == "1" and not left.exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("k"), SystemExit(3)], ids=repr)
+def test_a_task_that_users_code_started_does_not_end_the_loop(error: BaseException) -> None:
+    async def main() -> str:
+        contain_tasks(asyncio.get_running_loop())
+        task = asyncio.ensure_future(raising(error)())
+        await asyncio.wait([task])
+        return str(task.exception())
+
+    def outcome() -> str:
+        try:
+            return asyncio.run(main())
+        except (KeyboardInterrupt, SystemExit) as ended:  # pytest would end of it
+            return f"the loop ended of {ended!r}"
+
+    assert in_a_thread(outcome) == f"a task of users' code raised {shown(error)}"
+
+
+def test_a_contained_task_is_cancelled_like_any_other(recwarn: pytest.WarningsRecorder) -> None:
+    async def main() -> list[bool]:
+        contain_tasks(asyncio.get_running_loop())
+        tasks = [asyncio.ensure_future(asyncio.sleep(60)) for _ in range(2)]
+        tasks[0].cancel()  # before it began
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+        return [task.cancelled() for task in tasks]
+
+    assert in_a_thread(lambda: asyncio.run(main())) == [True, True]
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+@pytest.mark.parametrize(
+    "line", ["raise SystemExit(0)", "raise KeyboardInterrupt", "import asyncio\nraise GeneratorExit"]
+)
+def test_a_module_that_ends_the_process_when_it_is_imported_is_named(
+    tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a script without a main guard."""
+    (tmp_path / "script_of_a_user.py").write_text(line)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ExtensionError, match=r"importing script_of_a_user failed: (SystemExit|Keyb|Gen)"):
+        in_a_thread(lambda: load("script_of_a_user:score"))
+
+
+@pytest.mark.parametrize("error", RAISED, ids=repr)
+def test_a_part_that_cannot_be_created_is_named(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create() -> None:
+        raise error
+
+    monkeypatch.setitem(ENVIRONMENTS, "tools", create)
+    with pytest.raises(ExtensionError, match=rf"tools raised {type(error).__name__}"):
+        in_a_thread(lambda: make_environment(RolloutConfig()))
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("text", "must be a Message, not a str"),
+        ({"role": "user", "content": "x"}, "must be a Message, not a dict"),
+        (Message("user", None), "the content of a Message must be a str, not a NoneType"),  # type: ignore[arg-type]
+        (Message(7, "x"), "the role of a Message must be a str"),  # type: ignore[arg-type]
+        (Message("tool", "x", b"n"), "the name of a Message must be a str"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_message_that_is_none_is_named(message: Any, shown: str) -> None:
+    with pytest.raises(TypeError, match=shown):
+        MessageTemplate(tiny_tokenizer()).encode([message])
 
 
 def test_a_message_with_half_a_character_is_tokenized() -> None:
     template = MessageTemplate(tiny_tokenizer())
     assert template.encode([Message("user", "half \ud83d")]) == template.encode([Message("user", "half \ufffd")])
+    assert template.encode([Message("\ud83d", OwnText("x"))]) == template.encode([Message("\ufffd", "x")])

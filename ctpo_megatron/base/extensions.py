@@ -6,13 +6,16 @@ import asyncio
 import difflib
 import importlib
 import inspect
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ctpo_megatron.base.printable import printable
 
 
 class ExtensionError(Exception):
@@ -42,9 +45,11 @@ def load(name: str) -> Any:
         raise ExtensionError(
             f"{name}: {module_name} needs a module that is missing: {error.name!r}; install it"
         ) from error
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except BaseException as error:  # a user's module may raise anything while it is imported
+        if _from_outside(error) and not isinstance(error, SystemExit):  # which a script without a main guard raises
+            raise
         raise ExtensionError(
-            f"{name}: importing {module_name} failed: {type(error).__name__}: {error}; correct it until "
+            f"{name}: importing {module_name} failed: {shown(error)}; correct it until "
             f"`python -c 'import {module_name}'` passes in its folder"
         ) from error
     for part in attribute.split("."):
@@ -62,7 +67,9 @@ def called(what: str) -> Iterator[None]:
 
     Otherwise a CancelledError of an HTTP client would end our task, and a KeyboardInterrupt our event loop. What did
     not come from that code passes: cancellation of the current task, and what signal handlers raise in the main thread.
+    A copy of this process, which that code made by `os.fork`, ends where it would leave that code.
     """
+    process = os.getpid()
     try:
         yield
     except Exception:
@@ -70,7 +77,45 @@ def called(what: str) -> Iterator[None]:
     except BaseException as error:
         if _from_outside(error):
             raise
-        raise ExtensionError(f"{what} raised {type(error).__name__}, which is no Exception: {error}") from error
+        raise ExtensionError(f"{what} raised {shown(error)}, which is no Exception") from error
+    finally:
+        end_copy_of(process)
+
+
+def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Have tasks of this loop fail of a KeyboardInterrupt or SystemExit, which would otherwise end the loop.
+
+    For a loop in another than the main thread. Users' code may start tasks that `called` does not see.
+    """
+
+    async def contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await coroutine
+        except (KeyboardInterrupt, SystemExit) as error:
+            raise ExtensionError(f"a task of users' code raised {shown(error)}") from error
+
+    def made(of: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(contained(coroutine), loop=of, **options)
+        task.add_done_callback(lambda _: coroutine.close())  # of one that was cancelled before it began
+        return task
+
+    loop.set_task_factory(made)
+
+
+def end_copy_of(process: int) -> None:
+    """End this process at once if it is a copy of that one: both would answer for the same work."""
+    if os.getpid() != process:
+        os._exit(1)
+
+
+def shown(error: BaseException) -> str:
+    """Class and message of an exception, on one line; the class alone where its own methods fail."""
+    name = type(error).__name__
+    try:
+        text = str.__str__(str(error))
+    except BaseException:
+        return name
+    return printable(f"{name}: {text}" if text else name)
 
 
 def _from_outside(error: BaseException) -> bool:

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 HIDDEN = "***"
 _SECRET = re.compile(
-    r"(^|[._-])(api|access|private|secret|auth|bearer|refresh|hf|hub)[_-]?(key|token|secret)s?$"
-    r"|(^|[._-])(key|token|secret|password|passwd|passphrase|credentials?)$",
+    r"(^|[._-])x?[_-]?(api|access|private|secret|auth|bearer|refresh|hf|hub|session)[_-]?(key|token|secret)s?$"
+    r"|(^|[._-])(key|token|secret|password|passwd|passphrase|credentials?|authorization|cookie)$",
     re.IGNORECASE,
 )
 # `eos_token`, `sort_key` and their like say nothing about secrets.
 _HARMLESS = re.compile(
     r"(^|[._-])(eos|bos|pad|stop|start|end|sep|unk|mask|call|tool|sort|best|prompt)_(token|key)$", re.I
 )
-_LOGIN = re.compile(r"(://)[^/\s:@'\"]*:[^/\s@'\"]+@")
+_LOGIN = re.compile(r"(://)(?:[^/\s'\"?#:]*:[^/\s'\"?#]*|[^/\s'\"?#:@]{16,})@")
+"""With a password, or as long as a token."""
+_QUERY = re.compile(
+    r"([?&;](?:[\w.-]*[_.-])?(?:key|token|secret|password|passwd|pwd|signature|sig|credential)s?=)[^&;\s'\"#]+", re.I
+)
+_FORMATS = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abprs]-|AKIA)[A-Za-z0-9_-]{16,}")
+"""Of tokens that say what they are."""
 _PAIR = re.compile(
-    r"((?:(?:api|access|auth|private|secret)[_-]?(?:key|token)|password|passwd|secret)['\"]?\s*[:=]\s*)[^\s,}\]]+", re.I
+    r"((?:(?:api|access|auth|private|secret|hf|hub|bearer|refresh)[_-]?(?:key|token)|password|passwd|secret)"
+    r"['\"]?\s*[:=]\s*)[^\s,}&\]]+",
+    re.I,
+)
+_BEARER = re.compile(
+    r"\b(authorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer|token)?\s*)[^\s,'\"}\]]+"
+    r"|\b(bearer\s+)[\w.~+/=-]{16,}",
+    re.I,
 )
 _SHORTEST = 6  # a shorter value of a variable would hide parts of ordinary words
+_SHORTEST_PART = 12  # within a value that is stored, and read again
 
 
 def is_secret(name: str) -> bool:
@@ -30,14 +44,45 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A tree of mappings and lists without the values of secret names and without logins in addresses."""
-    if value is not None and is_secret(name):
+    """A tree of mappings and lists to be shown: as `concealed`, and without what texts say after `password:` or so."""
+    return _tree(value, name, lambda text: _without_pairs(_concealed(text)))
+
+
+def concealed(value: Any, name: str = "") -> Any:
+    """A tree to be stored: without values of secret names, without logins and secrets in addresses, and without values
+    of this process's secret variables. Other texts stay as they are."""
+    return _tree(value, name, _concealed)
+
+
+def conceals(value: Any) -> bool:
+    """Whether `concealed` has left something out of this value."""
+    return isinstance(value, str) and (value == HIDDEN or f"://{HIDDEN}@" in value or f"={HIDDEN}" in value)
+
+
+def _tree(value: Any, name: str, text: Callable[[str], str]) -> Any:
+    if value is not None and not isinstance(value, bool) and is_secret(name):
         return HIDDEN
     if isinstance(value, Mapping):
-        return {key: redacted(item, str(key)) for key, item in value.items()}
+        return {key: _tree(item, str(key), text) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(item) for item in value]
-    return _without_pairs(value) if isinstance(value, str) else value
+        return [_tree(item, "", text) for item in value]
+    return text(value) if isinstance(value, str) else value
+
+
+def _concealed(text: str) -> str:
+    for value in _secret_values():
+        if text == value or len(value) >= _SHORTEST_PART:
+            text = text.replace(value, HIDDEN)
+    return _without_formats(text)
+
+
+def redacted_words(words: Iterable[str]) -> list[str]:
+    """The words of a command line, to be shown or stored."""
+    shown = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        shown.append(f"{key}={redacted(value, key)}" if equals and "://" not in key else redacted(word))
+    return shown
 
 
 def secrets_in(value: Any, name: str = "") -> Iterator[str]:
@@ -53,12 +98,19 @@ def secrets_in(value: Any, name: str = "") -> Iterator[str]:
 
 
 def hidden(text: str) -> str:
-    """A text without the values of this process's secret variables and without logins in addresses."""
-    for name, value in os.environ.items():
-        if len(value) >= _SHORTEST and is_secret(name):
-            text = text.replace(value, HIDDEN)
-    return _without_pairs(text)
+    """A text without the values of this process's secret variables, and without secrets that can be recognised."""
+    for value in _secret_values():
+        text = text.replace(value, HIDDEN)
+    return _without_pairs(_without_formats(text))
+
+
+def _secret_values() -> Iterator[str]:
+    return (value for name, value in os.environ.items() if len(value) >= _SHORTEST and is_secret(name))
 
 
 def _without_pairs(text: str) -> str:
-    return _PAIR.sub(rf"\1{HIDDEN}", _LOGIN.sub(rf"\1{HIDDEN}@", text))
+    return _PAIR.sub(rf"\1{HIDDEN}", _BEARER.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}", text))
+
+
+def _without_formats(text: str) -> str:
+    return _FORMATS.sub(HIDDEN, _QUERY.sub(rf"\1{HIDDEN}", _LOGIN.sub(rf"\1{HIDDEN}@", text)))

@@ -71,6 +71,11 @@ class LogPaths:
         """Output of the sandbox server."""
         return self.folder / "sandbox.log"
 
+    @property
+    def rewards(self) -> Path:
+        """What reward functions print."""
+        return self.folder / "rewards.log"
+
     def engine(self, index: int) -> Path:
         """Output of engine number `index`."""
         return self.folder / f"rollout_engine_{index}.log"

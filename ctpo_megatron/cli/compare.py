@@ -41,12 +41,11 @@ def run(args: argparse.Namespace) -> int:
 
 def show_comparison(runs: Sequence[Path], page: Path) -> Comparison:
     """Print the tables of accuracies and what to know of it, write the page, print its path."""
-    from rich.console import Console
-
+    from ctpo_megatron.base.terminal import Terminal
     from ctpo_megatron.report import Comparison, accuracy_table, cost_table, difference_table, write_comparison
 
     compared = Comparison.load(runs)
-    console = Console()
+    console = Terminal()
     console.print(accuracy_table(compared.groups, compared.accuracies))
     if differences := difference_table(compared.groups, compared.accuracies):
         console.print("", differences, sep="\n")

@@ -5,32 +5,34 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from ctpo_megatron.base.printable import say
+from ctpo_megatron.base.terminal import Terminal
 
 
 def print_table(title: str, header: tuple[str, str, str], rows: Sequence[tuple[str, str, str]]) -> None:
     """Print rows of three columns under a title."""
-    console = Console()
+    console = Terminal(highlight=False, markup=False)
     if console.is_terminal:
-        table = Table(*header, title=title, title_justify="left")
+        table = Table(*header, title=Text(title), title_justify="left")
         for row in rows:
             table.add_row(*row)
         console.print()
         console.print(table)
         return
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    print(f"\n{title}")
+    say(f"\n{title}")
     for first, second, third in rows:
-        print(f"  {first:<{widths[0]}}  {second:>{widths[1]}}  {third}".rstrip())
+        say(f"  {first:<{widths[0]}}  {second:>{widths[1]}}  {third}".rstrip())
 
 
 def print_numbers(title: str, says: str, header: Sequence[str], rows: Sequence[Sequence[str | int | float]]) -> None:
     """Print a table of numbers under a title and a sentence; columns of text are on the left, others on the right."""
     shown = [list(header), *([_shown(cell) for cell in row] for row in rows)]
     sides = ["<" if all(isinstance(cell, str) for cell in column) else ">" for column in zip(*rows, strict=True)]
-    console = Console(highlight=False, markup=False)
+    console = Terminal(highlight=False, markup=False)
     if console.is_terminal:
         table = Table()
         for name, side in zip(header, sides, strict=True):
@@ -41,10 +43,10 @@ def print_numbers(title: str, says: str, header: Sequence[str], rows: Sequence[S
         console.print(says, table, sep="\n")
         return
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    print(f"\n{title}", *textwrap.wrap(says, 118, initial_indent="  ", subsequent_indent="  "), sep="\n")
+    say(f"\n{title}", *textwrap.wrap(says, 118, initial_indent="  ", subsequent_indent="  "))
     for row in shown:
         cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)]
-        print(f"  {'  '.join(cells)}".rstrip())
+        say(f"  {'  '.join(cells)}".rstrip())
 
 
 def _shown(cell: str | int | float) -> str:

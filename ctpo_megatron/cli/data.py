@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ctpo_megatron.base.chat_template import apply_chat_template
+from ctpo_megatron.base.printable import say
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.preflight import check_prompt_file, failed
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     rows = steps.report_rows(read.total(), len(refined.kept), dropped)
     print_table("Problems", ("what", "rows", "which"), rows)
     if words := _in_words([problem.answer for problem in refined.kept]):
-        print(f"\nanswers that are words: {words}; does each of them say an answer?")
+        say(f"\nanswers that are words: {words}; does each of them say an answer?")
     if not refined.kept:
         print(f"\nnothing remains; all reasons: {report}")
         return 1
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nwrote {args.output}; every dropped row, with its reason: {report}", flush=True)
     found = check_prompt_file(args.output, args.model, args.max_tokens) if args.model else []
     for problem in found:
-        print(f"{'error' if problem.failed else 'warning'}: {problem}", file=sys.stderr)
+        say(f"{'error' if problem.failed else 'warning'}: {problem}", error=True)
     return 1 if failed(found) else 0
 
 
@@ -165,7 +166,7 @@ def _token_counter(model: Path) -> Callable[[Sequence[str]], list[int]]:
 
     def count(texts: Sequence[str]) -> list[int]:
         talks = [[{"role": "user", "content": text}] for text in texts]
-        rendered = tokenizer.apply_chat_template(talks, tokenize=False, add_generation_prompt=True)
+        rendered = apply_chat_template(tokenizer, talks, add_generation_prompt=True)
         return [len(ids) for ids in tokenizer(rendered, add_special_tokens=False)["input_ids"]] if texts else []
 
     return count

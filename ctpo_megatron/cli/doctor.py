@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ctpo_megatron.base.printable import say
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import Job, Problem, load_with_sources
@@ -85,7 +86,7 @@ def _template(args: argparse.Namespace) -> int:
         print(json.dumps({**_as_json({title: findings}, findings), "sample": dict(parts)}, indent=1))
     else:
         for name, text in parts:
-            print(f"--- {name}\n{text}")
+            say(f"--- {name}\n{text}")
         _print({title: findings}, findings)
     return 1 if failed(findings) else 0
 
@@ -122,6 +123,6 @@ def _print(found: Mapping[str, Sequence[Problem]], findings: Sequence[Problem]) 
         print_table(where, ("what", "status", "detail"), rows)
     print(f"\n{verdict(findings)}", flush=True)
     for finding in failed(findings):
-        print(f"  {finding.key}: {finding.message}{f'; {finding.fix}' if finding.fix else ''}", file=sys.stderr)
+        say(f"  {finding.key}: {finding.message}{f'; {finding.fix}' if finding.fix else ''}", error=True)
     if line := install_line(findings):
         print(f"To install what is missing: {line}", file=sys.stderr)

@@ -10,11 +10,14 @@ import sys
 import traceback
 from collections.abc import Mapping
 
+from ctpo_megatron.base.printable import say
+
 # Module (already imported if its error was raised) -> names of exceptions.
 _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.config": ("ConfigError",),
     "ctpo_megatron.data": ("DataError",),
     "ctpo_megatron.environments.tokenizer": ("TokenizerError",),
+    "ctpo_megatron.base.chat_template": ("TemplateTimeout",),
     "ctpo_megatron.base.extensions": ("ExtensionError",),
     "ctpo_megatron.run.directory": ("RunDirectoryError",),
     "ctpo_megatron.run.verdicts": ("TooManyFailed",),
@@ -42,21 +45,21 @@ class UsageError(Exception):
 def report_error(error: Exception, verb: str) -> int:
     """Print an error that ended a verb; returns the exit status."""
     if isinstance(error, UsageError):
-        print(f"ctpo {verb}: {error}", file=sys.stderr)
+        say(f"ctpo {verb}: {error}", error=True)
         return 2
     if _is_one_of(error, _FAILED_ELSEWHERE):
-        print(f"ctpo: {error}", file=sys.stderr)
+        say(f"ctpo: {error}", error=True)
         return 1
     if isinstance(error, OSError) and _output_is_closed(error):
         return 128 + signal.SIGPIPE
     if not _is_one_of(error, _USER_ERRORS):
         if refused := _refused(error):
-            print(f"ctpo {verb}: {refused}", file=sys.stderr)
+            say(f"ctpo {verb}: {refused}", error=True)
         else:
-            traceback.print_exception(error)
+            say("".join(traceback.format_exception(error)).rstrip("\n"), error=True)
         return 1
     if is_rank_zero():  # one message per cause, not one per rank
-        print(f"ctpo: {error}", file=sys.stderr)
+        say(f"ctpo: {error}", error=True)
     return 2
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ctpo_megatron.base.printable import log_to_terminal, say
 from ctpo_megatron.base.signals import ENDING, heeded
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
@@ -86,7 +87,7 @@ def _check(config: Config, sources: Sources) -> None:
     if problems := run_checks(START_CHECKS, None):
         raise UsageError(str(problems[0]))
     for warning in validate_sampling(config, cuda=torch_has_cuda(), sources=sources):
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}", error=True)
     check_extensions(config, sources)
 
 
@@ -97,7 +98,7 @@ def _evaluate(config: Config, output: Path, args: argparse.Namespace, *, of_run:
     from ctpo_megatron.evaluate import evaluate
     from ctpo_megatron.tracking import Display
 
-    logging.basicConfig(format="%(message)s")
+    log_to_terminal()
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO)
     admission = Admission.of(config, output, taught=of_run)
     check_tokenizer(config, len(admission.tokenizer))
@@ -133,9 +134,9 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _print(outcome: Outcome) -> None:
     """Accuracies of every source by every scorer, then statistics of the answers."""
-    from rich.console import Console
+    from ctpo_megatron.base.terminal import Terminal
 
-    found, console = outcome.results, Console()
+    found, console = outcome.results, Terminal(markup=False)
     groups = dict(found["sources"]) | ({"overall": found["overall"]} if len(found["sources"]) > 1 else {})
     console.print()
     console.print(_accuracies(groups, found["scorers"], found["samples_per_prompt"]))

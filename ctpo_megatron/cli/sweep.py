@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 
+from ctpo_megatron.base.printable import say
 from ctpo_megatron.base.run_paths import SweepPaths
 from ctpo_megatron.cli.compare import show_comparison
 from ctpo_megatron.cli.console import print_table
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     job = Job(args.ranks, args.ranks if args.ranks > 1 else None)
     warnings = _checked(sweep, job, args.dry_run)
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}", error=True)
     if args.dry_run:
         _print_plan(sweep)
         return 0

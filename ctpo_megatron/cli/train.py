@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ctpo_megatron.base.cuda_environment import order_kernels
+from ctpo_megatron.base.printable import log_to_terminal, say
 from ctpo_megatron.base.ray_environment import ADDRESS
+from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
@@ -143,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     found.raise_if_any()
     if is_rank_zero():
         print_warnings(found.warnings)
-    logging.basicConfig(format="%(message)s")
+    log_to_terminal()
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
     from ctpo_megatron.train import main
 
@@ -181,13 +183,13 @@ def _resume_command(args: argparse.Namespace) -> str:
     """The command that resumes the run; options of torchrun are unknown here."""
     program = "torchrun ... -m ctpo_megatron.train" if "TORCHELASTIC_RUN_ID" in os.environ else "ctpo train"
     kept = [text for text in [*args.overrides, *args.unknown] if not text.startswith(_OF_ONE_START)]
-    return f"{program} {shlex.join([args.config, *kept, 'run.resume=auto'])}"
+    return f"{program} {shlex.join(redacted_words([args.config, *kept, 'run.resume=auto']))}"
 
 
 def print_warnings(warnings: Sequence[Problem]) -> None:
     """A line each."""
     for problem in warnings:
-        print(f"warning: {problem}", file=sys.stderr)
+        say(f"warning: {problem}", error=True)
 
 
 def _shapes(args: argparse.Namespace) -> ModelSpec | None:
@@ -201,12 +203,12 @@ def _shapes(args: argparse.Namespace) -> ModelSpec | None:
 
 def _print_data(data: DataCheck, full: bool) -> None:
     if data.not_checked:
-        print(f"\ndata and chat template: not checked ({data.not_checked})")
+        say(f"\ndata and chat template: not checked ({data.not_checked})")
         return
     rows = "all rows" if full else f"the first {ROWS:,} rows of each file; --full: all"
     print_table(f"Data: {rows}", ("", "", ""), data.table)
     head = data.first_prompt[:_HEAD]
-    print(f"\nThe first prompt, as the model sees it\n{head}{' ...' if len(data.first_prompt) > _HEAD else ''}")
+    say(f"\nThe first prompt, as the model sees it\n{head}{' ...' if len(data.first_prompt) > _HEAD else ''}")
 
 
 def _play_first(config: Config, data: DataCheck, sources: Sources) -> None:
@@ -217,13 +219,13 @@ def _play_first(config: Config, data: DataCheck, sources: Sources) -> None:
     if found.parts:
         print("\nThe first trajectory, with a model from a script")
     for title, text in found.parts:
-        print(f"[{title}] {text[:_HEAD]}{' ...' if len(text) > _HEAD else ''}")
+        say(f"[{title}] {text[:_HEAD]}{' ...' if len(text) > _HEAD else ''}")
     print_warnings(warnings_of(found.problems, sources))
 
 
 def _print_config(config: Config, verbose: bool) -> None:
     text = dump(config) if verbose else f"# Unlike the defaults; -v shows all keys.\n{dump_differences(config)}"
-    print(text, end="", flush=True)
+    say(text.rstrip("\n"))
 
 
 def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> None:
@@ -251,4 +253,4 @@ def _print_system_prompt(data: DataConfig, rollout: RolloutConfig) -> None:
     source = "data.system_prompt" if prompt.chosen else f"rollout.tool_parser: {rollout.tool_parser}"
     print(f"\nSystem prompt ({source})")
     for line in (prompt.text or "none").splitlines():
-        print(f"  {line}".rstrip())
+        say(f"  {line}".rstrip())

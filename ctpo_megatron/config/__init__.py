@@ -6,7 +6,7 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 from ctpo_megatron.config.engine_cache import SHARE, CpuCache, cache_bytes, free_memory
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.keys import flattened, known_keys, with_defaults
-from ctpo_megatron.config.load import dump, dump_differences, load_config, load_with_sources
+from ctpo_megatron.config.load import dump, dump_differences, load_config, load_with_sources, stored_settings
 from ctpo_megatron.config.memory import (
     ELEMENT_BYTES,
     GIB,
@@ -189,6 +189,7 @@ __all__ = [
     "spec_for",
     "stage_memory",
     "stage_parameters",
+    "stored_settings",
     "stored_tensors",
     "system_prompt_text",
     "tokenizer_problems",

@@ -15,7 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ctpo_megatron.base.redact import secrets_in
+from ctpo_megatron.base.redact import concealed, secrets_in
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
@@ -62,14 +62,23 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
     return config.read_from(sources.files), sources
 
 
-def dump(config: Config) -> str:
-    """The resolved configuration as YAML; `load_config` of it gives an equal Config."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+def dump(config: Config, *, whole: bool = False) -> str:
+    """The resolved configuration as YAML, without secrets; `load_config` of it gives the same but for these.
+
+    whole: with secrets, for a file that no other user can read.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json") if whole else stored_settings(config)))
+
+
+def stored_settings(config: Config) -> dict[str, Any]:
+    """The resolved configuration as a run keeps it: plain, and without secrets."""
+    settings: dict[str, Any] = concealed(config.model_dump(mode="json"))
+    return settings
 
 
 def dump_differences(config: Config) -> str:
-    """As `dump`, without what has its default value; `load_config` of it gives an equal Config, too."""
-    tree = config.model_dump(mode="json")
+    """As `dump`, without what has its default value; `load_config` of it gives the same but for secrets, too."""
+    tree = stored_settings(config)
     return OmegaConf.to_yaml(OmegaConf.create(_unlike(tree, plain(OmegaConf.create(defaults(Config, tree))))))
 
 
@@ -264,7 +273,7 @@ def _explain(detail: ErrorDetails) -> tuple[str, str]:
         least = context.get("min_length")
         return "wrong number of items", f"give at least {least}" if least else _wanted(_dotted(detail["loc"]))
     if kind == "string_pattern_mismatch":
-        return "may hold only letters, digits, `.`, `_` and `-`", ""
+        return "may hold only letters, digits, `.`, `_` and `-`, and no name is of dots alone", ""
     message = str(detail["msg"]).replace("Input should be", "must be").replace("valid ", "").replace("a i", "an i")
     return message, _type_hint(kind, value)
 

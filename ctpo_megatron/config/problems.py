@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from ctpo_megatron.base.redact import redacted
+from ctpo_megatron.base.redact import hidden, redacted
 
 Severity = Literal["ok", "warning", "missing", "error"]
 """`missing`: an error that an installation fixes."""
@@ -43,12 +43,16 @@ class Problem:
         """Whether it keeps training from starting."""
         return self.severity in ("missing", "error")
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", hidden(self.message))  # it may quote an address with its login
+        object.__setattr__(self, "fix", hidden(self.fix))
+
     def __str__(self) -> str:
         value = redacted(self.value, self.key)
         subject = self.key if value is NO_VALUE else f"{self.key} = {show(value)}".lstrip()
         head = ": ".join(part for part in (self.where, subject) if part)
         text = f"{head}: {self.message}" if head else self.message
-        return f"{text}; {redacted(self.fix)}" if self.fix else text
+        return f"{text}; {self.fix}" if self.fix else text
 
 
 class ConfigError(Exception):

@@ -28,7 +28,8 @@ class RunConfig(Section):
     """One training run and its directory, `<root>/<name>`."""
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9._-]+$", description="directory name of the run: letters, digits, `.`, `_`, `-`"
+        pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$",
+        description="directory name of the run: letters, digits, `.`, `_`, `-`; not of dots alone",
     )
     root: str = Field(default="runs", description="parent folder of all runs")
     seed: NonNegativeInt = Field(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ctpo_megatron.base.printable import printable
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.messages import (
     ChatMessage,
@@ -267,7 +268,7 @@ _NOT_A_PREFIX = (
 
 
 def _name(place: Location) -> str:
-    return f"{place[0].stem}/{place[1]}"
+    return printable(f"{place[0].stem}/{place[1]}")
 
 
 def _encode(

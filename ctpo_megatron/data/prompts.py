@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.printable import printable
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.messages import (
     ChatMessage,
@@ -147,8 +148,8 @@ def _parse(
         return None
     extra = {"ability": cells.get("ability"), **(extra or {})}
     return Prompt(
-        id=f"{file.stem}/{row}" if identity is None else str(identity),
-        data_source=source,
+        id=printable(f"{file.stem}/{row}" if identity is None else str(identity)),
+        data_source=printable(source),
         messages=messages,
         answer=answer,
         token_ids=(),
@@ -185,7 +186,7 @@ def _name_by_file(found: PromptSet) -> None:
             break
         names = {file: str(Path(*file.parts[-parts:]).with_suffix("")) for file in files}
     found.prompts = [
-        replace(prompt, id=f"{names[file]}/{prompt.id}")
+        replace(prompt, id=printable(f"{names[file]}/{prompt.id}"))
         for prompt, (file, _) in zip(found.prompts, found.places, strict=True)
     ]
 

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.data.messages import ChatMessage
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.tables import Table
@@ -159,12 +160,12 @@ def render(
         offered = tools[indices[0]]
         try:
             alike = [list(conversations[index]) for index in indices]
-            rendered = tokenizer.apply_chat_template(alike, tools=offered, tokenize=False, **options)
+            rendered = apply_chat_template(tokenizer, alike, tools=offered, **options)
         except (jinja2.TemplateError, TypeError):
             for index in indices:
                 try:
                     alone = list(conversations[index])
-                    texts[index] = tokenizer.apply_chat_template(alone, tools=offered, tokenize=False, **options)
+                    texts[index] = apply_chat_template(tokenizer, alone, tools=offered, **options)
                 except (jinja2.TemplateError, TypeError) as error:
                     refused[index] = f"the chat template refuses it: {error}"
             continue

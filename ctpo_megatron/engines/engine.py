@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ctpo_megatron.base.extensions import activate
+from ctpo_megatron.base.extensions import activate, contain_tasks, shown
+from ctpo_megatron.base.redact import hidden
 from ctpo_megatron.config import engine_count
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
@@ -24,6 +27,7 @@ from ctpo_megatron.engines.tasks import (
     EngineDied,
     EngineSeat,
     EngineSpec,
+    GroupFailed,
     GroupOutcome,
     GroupTask,
     Sampling,
@@ -80,6 +84,7 @@ class RolloutEngine:
 
         from ctpo_megatron.engines.weights import receiver
 
+        contain_tasks(asyncio.get_running_loop())
         activate(self._config.extensions.path or ())  # first: tools and environment may be the user's
         self._tools = make_toolbox(
             self._config.rollout,
@@ -304,7 +309,13 @@ def _node_address() -> str:
 def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error that is no tool failure. All requests raise one EngineDeadError, whose traceback only grows."""
     error = next(error for error in errors.exceptions if not isinstance(error, ToolUnavailable))
-    return EngineDied(str(error)) if type(error).__name__ == "EngineDeadError" else error
+    if type(error).__name__ == "EngineDeadError":
+        return EngineDied(str(error))
+    try:
+        print(hidden("".join(traceback.format_exception(error))), file=sys.stderr)  # into our log
+    except BaseException as failure:  # of the exception's own methods
+        print(f"{shown(error)} (printing it raised {shown(failure)})", file=sys.stderr)
+    return GroupFailed(shown(error))
 
 
 def _model_turn(output: Any) -> ModelTurn:

@@ -104,6 +104,13 @@ class EngineDied(RuntimeError):
     """
 
 
+class GroupFailed(RuntimeError):
+    """An episode raised; the message is what. An exception of users' code itself does not reach the trainer.
+
+    There its methods would run, and it may not be loadable.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
     """An engine's own account of a weight update. parts: fields of each `Part` that its workers keep. seconds: how long

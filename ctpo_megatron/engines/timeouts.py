@@ -47,5 +47,7 @@ ABORT_POLL_S = 0.25
 """How often a transfer by NCCL checks whether an engine has failed."""
 SECRET_TIMEOUT_S = 10.0
 """For a connection to the weight server to send the secret."""
+REFUSALS_S = 60.0
+"""Between two lines about connections that the weight server refused."""
 ACCEPT_PAUSE_S = 0.2
 """After a connection that could not be accepted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from ctpo_megatron.base.extensions import called
 from ctpo_megatron.data.prompt import Prompt
@@ -180,8 +180,14 @@ class Episode:
         self._awaits_reply = False
 
     def finish(self, final_text: str, reason: FinishReason = "answer") -> None:
-        """End the episode. final_text: what the reward function sees."""
+        """End the episode. final_text: what the reward function sees. Raises TypeError, ValueError."""
         self._check_open()
+        if not isinstance(final_text, str):
+            raise TypeError(f"environment: finish() takes a text, not a {type(final_text).__name__}")
+        from ctpo_megatron.data.trajectory import FinishReason
+
+        if reason not in get_args(FinishReason):
+            raise ValueError(f"environment: the reason of finish() is one of {', '.join(get_args(FinishReason))}")
         self._trajectory.finish_reason, self._trajectory.final_text = reason, well_formed(final_text)
 
     def result(self) -> Trajectory:

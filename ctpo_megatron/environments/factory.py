@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from ctpo_megatron.base.extensions import ExtensionError, load
+from ctpo_megatron.base.extensions import ExtensionError, called, load
 from ctpo_megatron.config import DataConfig, Extension, RolloutConfig, SandboxConfig, SystemPrompt, system_prompt_text
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.node_sandbox import node_sandbox_url
@@ -30,7 +30,7 @@ def make_toolbox(
     """
     url = node_sandbox_url() if sandbox_url is None else sandbox_url
     tools: list[Tool] = [
-        PythonTool(sandbox, url, engines, nodes) if tool.name == "python" else _find(TOOLS, tool)(**tool.arguments)
+        PythonTool(sandbox, url, engines, nodes) if tool.name == "python" else _made(TOOLS, tool)
         for tool in rollout.tools
     ]
     return Toolbox(tools, make_parser(rollout), rollout.max_observation_chars)
@@ -38,13 +38,13 @@ def make_toolbox(
 
 def make_parser(rollout: RolloutConfig) -> ToolParser:
     """The parser of a run. Raises ExtensionError."""
-    parser: ToolParser = _find(PARSERS, rollout.tool_parser)(**rollout.tool_parser.arguments)
+    parser: ToolParser = _made(PARSERS, rollout.tool_parser)
     return parser
 
 
 def make_environment(rollout: RolloutConfig) -> Environment:
     """The environment of a run. Raises ExtensionError."""
-    environment: Environment = _find(ENVIRONMENTS, rollout.environment)(**rollout.environment.arguments)
+    environment: Environment = _made(ENVIRONMENTS, rollout.environment)
     return environment
 
 
@@ -106,6 +106,12 @@ def check_parser_fits(rollout: RolloutConfig) -> None:
 def check_environment(environment: Extension) -> None:
     """Raises ExtensionError when `environment` cannot be an Environment."""
     _check_methods(_find(ENVIRONMENTS, environment), environment, ("run",), awaited=True)
+
+
+def _made(words: dict[str, Any], part: Extension) -> Any:
+    found = _find(words, part)
+    with called(part.name):
+        return found(**part.arguments)
 
 
 def _find(words: dict[str, Any], part: Extension) -> Any:

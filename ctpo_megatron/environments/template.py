@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.environments.protocol import Message, Schema
 from ctpo_megatron.environments.tokenizer import TokenizerError
 from ctpo_megatron.environments.toolbox import well_formed
@@ -82,10 +83,12 @@ class MessageTemplate:
         parsed.
 
         A special token inside a content stays plain text, so that a program cannot close its own message. Raises
-        TokenizerError when the template refuses or drops a role, or renders no known end token before it.
+        TokenizerError when the template refuses or drops a role, or renders no known end token before it; TypeError for
+        what is no Message of texts.
         """
+        messages = [_well_formed(message) for message in messages]
         frame = self.frame(messages)
-        texts = (well_formed(message.content) for message in messages)
+        texts = (message.content for message in messages)
         contents = [
             json.dumps(text, ensure_ascii=False)[1:-1] if escaped else text
             for text, escaped in zip(texts, frame.json_escaped, strict=True)
@@ -131,8 +134,8 @@ class MessageTemplate:
         last: Exception | None = None
         for tools in self._offers:
             try:
-                text = self._tokenizer.apply_chat_template(
-                    conversation, tools=tools, tokenize=False, add_generation_prompt=True, **self._kwargs
+                text = apply_chat_template(
+                    self._tokenizer, conversation, tools=tools, add_generation_prompt=True, **self._kwargs
                 )
             except Exception as error:  # jinja has its own exceptions, and templates may raise any
                 last = error
@@ -151,6 +154,15 @@ class MessageTemplate:
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def _well_formed(message: Any) -> Message:
+    if not isinstance(message, Message):
+        raise TypeError(f"what the model is shown must be a Message, not a {type(message).__name__}")
+    for name in ("role", "content", "name"):
+        if not isinstance(value := getattr(message, name), str):
+            raise TypeError(f"the {name} of a Message must be a str, not a {type(value).__name__}")
+    return Message(well_formed(message.role), well_formed(message.content), well_formed(message.name))
 
 
 def _split(

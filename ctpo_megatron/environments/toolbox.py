@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from ctpo_megatron.environments.protocol import (
     Tool,
     ToolCallRequest,
     ToolParser,
+    ToolResult,
     ToolUnavailable,
 )
 
@@ -134,20 +136,33 @@ class Toolbox:
         try:
             with called(f"the tool {request.name!r}"):
                 result = await self._tools[request.name](request.arguments)
+                _check_result(result, request.name)
             failure = "" if result.status in _STATUSES else f"the tool answered with status {result.status!r}"
         except ToolUnavailable as error:
             failure = f"the tool is unavailable: {error}"
         call = ToolCall(turn, request.name, request.arguments, "infrastructure_error", "", time.monotonic() - started)
         if not failure:
-            if not isinstance(result.text, str):
-                raise TypeError(f"the tool {request.name!r} answered with {result.text!r:.80}; its text must be a str")
             call.status, call.output = result.status, cut_middle(well_formed(result.text), self._max_chars)
             call.exec_s = result.exec_s
         return call, failure
 
 
+def _check_result(result: Any, tool: str) -> None:
+    """Raises TypeError for what is no ToolResult of a text, a status, and seconds or None."""
+    answered = f"the tool {tool!r} answered with"
+    if not isinstance(result, ToolResult):
+        raise TypeError(f"{answered} a {type(result).__name__}; it must be a ToolResult")
+    for name in ("text", "status"):
+        if not isinstance(value := getattr(result, name), str):
+            raise TypeError(f"{answered} a {name} of {type(value).__name__}; its {name} must be a str")
+    seconds = result.exec_s
+    if seconds is not None and not (isinstance(seconds, int | float) and 0 <= seconds < math.inf):
+        raise TypeError(f"{answered} an exec_s of {seconds!r:.80}; it must be seconds, or None")
+
+
 def well_formed(text: str) -> str:
     """The text as tokenizers take it: lone surrogates are replaced by U+FFFD, and pairs of them are joined."""
+    text = str.__str__(text)  # of a subclass too, whose own methods the trainer may not have
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import Config, EvalConfig, Extension, RewardConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
@@ -98,7 +99,7 @@ def answer(
     with ExitStack() as stack:
         # The engines load in the background while the scorers start.
         engines = stack.enter_context(open_engines(config, logs, placement=None))
-        pool = stack.enter_context(RewardPool(config.reward, config.extensions.path))
+        pool = stack.enter_context(RewardPool(config.reward, config.extensions.path, LogPaths(logs).rewards))
         engines.wait_ready()
         display.stage("evaluation")
         scheduler = Scheduler.of(engines)

@@ -17,9 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -36,6 +34,7 @@ from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import checkpoint_files as files
 from ctpo_megatron.policy import megatron_versions
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
+from ctpo_megatron.policy.checkpoint_reading import read_description, refused_as_one
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.policy.train_state import FORMAT, TrainState, weight_shards
@@ -217,10 +216,8 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     wanted = state.shards(is_loading=True)
     check_fit(checkpoint, wanted, state.model.spec.vocab_size)
     check_settings(checkpoint, marker.settings, model_settings(state.model.spec))
-    try:
+    with refused_as_one(checkpoint):
         loaded = megatron_versions.load(wanted, checkpoint)
-    except CheckpointingException as error:
-        raise CheckpointError(f"{checkpoint} cannot be loaded: {error}") from error
     if not state.restore(loaded, layout):
         log.info("%s was written in another layout: random streams start again from run.seed", checkpoint)
     log.info("restored %s", checkpoint)
@@ -237,10 +234,8 @@ def load_weights(checkpoint: Path, layout: Layout, model: BuiltModel) -> dict[st
     wanted = {"model": weight_shards(model)}
     check_fit(checkpoint, wanted, model.spec.vocab_size, weights_only=True)
     check_settings(checkpoint, marker.settings, model_settings(model.spec))
-    try:
+    with refused_as_one(checkpoint):
         loaded = megatron_versions.load(wanted, checkpoint)
-    except CheckpointingException as error:
-        raise CheckpointError(f"{checkpoint} cannot be loaded: {error}") from error
     model.load_state(loaded["model"])
     log.info("restored the weights of %s", checkpoint)
     return marker.run
@@ -285,7 +280,7 @@ def check_fit(checkpoint: Path, wanted: dict[str, Any], vocab_size: int, *, weig
     sharded, _, _ = load_preprocess(wanted)
     _, by_rank = determine_global_metadata(extract_sharded_base(sharded)[0])
     ours = {part.key: part for rank in by_rank for part in rank}
-    saved = {part.key: part for part in load_sharded_metadata(str(checkpoint)).values()}
+    saved = {part.key: part for part in read_description(checkpoint).values()}
     saved.pop(megatron_versions.COMMON_STATE, None)
     problems = [f"{key} is not in the checkpoint" for key in sorted(ours.keys() - saved.keys())]
     surplus = [] if weights_only else sorted(saved.keys() - ours.keys())

@@ -162,6 +162,8 @@ def read_marker(checkpoint: Path) -> Marker:
         marker = _MARKER.validate_json(json.dumps(content))
         if not marker.files:
             raise ValueError("it lists no files")
+        if elsewhere := [name for name in marker.files if os.path.basename(name) != name or not name.isprintable()]:
+            raise ValueError(f"it lists {elsewhere[0]!r:.200}, which is no name of a file of it")
         if _named(checkpoint) and step_of(checkpoint) != marker.step:
             raise ValueError(f"it is of step {marker.step}: was its folder renamed, or copied from elsewhere?")
     except FileNotFoundError as error:
@@ -169,7 +171,7 @@ def read_marker(checkpoint: Path) -> Marker:
     except ValidationError as error:
         places = ", ".join(".".join(map(str, found["loc"])) or "the whole" for found in error.errors())
         raise CheckpointError(f"{checkpoint / MARKER} is damaged (at {places}){advice(checkpoint)}") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint / MARKER} is damaged ({error}){advice(checkpoint)}") from error
     return marker
 

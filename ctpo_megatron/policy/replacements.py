@@ -18,14 +18,16 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils
+from torch.distributed.checkpoint import default_planner, filesystem
 from torch.overrides import TorchFunctionMode
 
+from ctpo_megatron.policy import checkpoint_reading
 from ctpo_megatron.policy.layers import rotate_packed
-from ctpo_megatron.policy.megatron_versions import RELEASE, noting_failures, telling_failures
+from ctpo_megatron.policy.megatron_versions import LOADER_OF_COMMON_STATE, RELEASE, noting_failures, telling_failures
 
 log = logging.getLogger(__name__)
 
-Cause = Literal["no CUDA", "torch AdamW", "packed sequences", "checkpoint writers"]
+Cause = Literal["no CUDA", "torch AdamW", "packed sequences", "checkpoint writers", "checkpoint readers"]
 
 _NO_STREAM = object()
 
@@ -57,6 +59,7 @@ def _causes(cuda: bool) -> dict[Cause, bool]:
         "torch AdamW": megatron_optimizer.USING_PYTORCH_OPTIMIZER,
         "packed sequences": True,
         "checkpoint writers": True,
+        "checkpoint readers": True,
     }
 
 
@@ -115,6 +118,27 @@ def _replacements() -> tuple[_Replacement, ...]:
             "_apply_rotary_pos_emb_thd",
             rotate_packed,
             "the original reads the boundaries back from the device in every layer",
+        ),
+        _Replacement(
+            "checkpoint readers",
+            filesystem.__name__,
+            "FileSystemReader.read_metadata",
+            checkpoint_reading.read_metadata,
+            "the original runs what `.metadata` says",
+        ),
+        _Replacement(
+            "checkpoint readers",
+            default_planner.__name__,
+            "DefaultLoadPlanner.load_bytes",
+            checkpoint_reading.load_bytes,
+            "the original runs what an object among the shards says",
+        ),
+        _Replacement(
+            "checkpoint readers",
+            LOADER_OF_COMMON_STATE[0],
+            LOADER_OF_COMMON_STATE[1],
+            checkpoint_reading.load_common,
+            "the original runs what `common.pt` says, if an environment variable is set",
         ),
         *(_replacements_of_0_19() if RELEASE >= (0, 19) else ()),
     )

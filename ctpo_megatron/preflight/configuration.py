@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ctpo_megatron.base.redact import conceals
 from ctpo_megatron.config import (
     COLDEST,
     LONGEST_S,
@@ -22,6 +23,7 @@ from ctpo_megatron.config import (
     Problem,
     Sources,
     check_parallel,
+    flattened,
     spec_for,
 )
 from ctpo_megatron.models import ModelSpec
@@ -90,6 +92,14 @@ def _spec(config: Config) -> tuple[ModelSpec | None, list[Problem]]:
 def check_layout(context: RunContext) -> Iterator[Problem]:
     """The parallel layout against the ranks and the model."""
     return check_parallel(context.config.policy, context.job.world_size, context.spec, cuda=context.cuda)
+
+
+def check_concealed(context: RunContext) -> Iterator[Problem]:
+    """Values that a run's config.yaml does not tell; there they are known by `redact.conceals`."""
+    for key, value in flattened(context.config.model_dump(mode="json")):
+        if conceals(value):
+            message = "was a secret, which config.yaml of a run does not contain"
+            yield Problem(key, message, f"give it again: {key}=...", value)
 
 
 def check_run(context: RunContext) -> Iterator[Problem]:
@@ -217,6 +227,7 @@ def check_staleness(context: RunContext) -> Iterator[Problem]:
 
 FILES: tuple[Check[RunContext], ...] = (check_prompt_files, check_model_directory, check_sft_source)
 TRAINING: tuple[Check[RunContext], ...] = (
+    check_concealed,
     check_run,
     check_layout,
     check_attention,
@@ -238,4 +249,10 @@ TRAINING: tuple[Check[RunContext], ...] = (
     check_replay,
 )
 ENGINE: tuple[Check[RunContext], ...] = (check_budget, check_engine_starts, check_model_directory)
-SAMPLING: tuple[Check[RunContext], ...] = (check_cluster, check_protocol, check_evaluation, check_deadlines)
+SAMPLING: tuple[Check[RunContext], ...] = (
+    check_concealed,
+    check_cluster,
+    check_protocol,
+    check_evaluation,
+    check_deadlines,
+)

@@ -41,6 +41,17 @@ _FIXED = {
     "quantization": "synchronized weights are not quantized",
 }
 
+_RUNS_CODE = {
+    "trust_remote_code": "Python files in the model's directory",
+    "worker_cls": "a class instead of vLLM's worker",
+    "scheduler_cls": "a class instead of vLLM's scheduler",
+    "logits_processors": "classes that are imported by name",
+    "io_processor_plugin": "a plugin of vLLM",
+    "tool_parser_plugin": "a file of Python",
+    "reasoning_parser_plugin": "a file of Python",
+}
+"""vLLM's arguments that name code, or a place of code."""
+
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32's CPU attention kernels; with another size the engine dies at its first request."""
 
@@ -126,6 +137,9 @@ def _extra(engine: EngineConfig) -> Iterator[Problem]:
             yield Problem(f"rollout.engine.extra.{name}", "is set elsewhere", f"use {_OWNED[name]}", value)
         elif name in _FIXED:
             yield Problem(f"rollout.engine.extra.{name}", f"is not for you to set: {_FIXED[name]}", "remove it", value)
+        elif name in _RUNS_CODE and value:
+            message, fix = f"runs code: {_RUNS_CODE[name]}", "use it for code that you have read or trust"
+            yield Problem(f"rollout.engine.extra.{name}", message, fix, value, severity="warning")
         elif name not in NAMES:
             near = difflib.get_close_matches(name.replace("-", "_"), NAMES, n=1)
             fix = f"did you mean {near[0]}?" if near else "`vllm serve --help=all` lists them"

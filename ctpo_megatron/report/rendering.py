@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.printable import printable
 from ctpo_megatron.report.theme import DARK, LIGHT
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ def rendered(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(colours={"light": LIGHT, "dark": DARK}, **values)
 
 
+def _shown(value: Any) -> Any:
+    """Texts of models and data show what would hide or reorder what stands next to it."""
+    return type(value)(printable(value, lines=True)) if isinstance(value, str) else value
+
+
 @cache
 def _environment() -> Environment:
     import jinja2
@@ -27,6 +33,7 @@ def _environment() -> Environment:
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )

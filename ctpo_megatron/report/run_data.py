@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.files import read_mapping, read_note
+from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.run_paths import SFT_METRICS, RunPaths
 from ctpo_megatron.tracking import TimeSpent, read_metrics, read_stages
 
@@ -56,8 +57,8 @@ class RunData:
             directory=directory,
             config=read_mapping(paths.config),
             environment=read_note(paths.environment, dict, {}, "the machine of the run is unknown"),
-            metrics=read_metrics(directory),
-            sft=read_metrics(directory, SFT_METRICS),
+            metrics=_printable(read_metrics(directory)),
+            sft=_printable(read_metrics(directory, SFT_METRICS)),
             stages=read_stages(directory),
         )
 
@@ -119,6 +120,11 @@ class RunData:
                 return default
             node = node[key]
         return node
+
+
+def _printable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Names of metrics come from data and users' code, also by way of another user's run."""
+    return [{printable(name): value for name, value in record.items()} for record in records]
 
 
 def _occupancy_rows(run_dir: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

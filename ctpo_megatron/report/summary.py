@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.base.terminal import Terminal
 from ctpo_megatron.report.best import Best, best_step
 from ctpo_megatron.report.decline import Trend, decline_of
 from ctpo_megatron.report.run_data import ACCURACY, RunData, Series
@@ -100,7 +102,7 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
         table.add_column(label, justify=justify)  # type: ignore[arg-type]
     _add_change(table, "sampled reward", summary.reward, f"first step → mean of the last {LAST}")
     for source, change in summary.accuracy.items():
-        _add_change(table, f"accuracy, {source}", change, f"{evaluation_label(run)}, held-out prompts")
+        _add_change(table, escape(f"accuracy, {source}"), change, f"{evaluation_label(run)}, held-out prompts")
     _add_change(table, "tool use", summary.tool_use, "trajectories with a successful call")
     times = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     for label in ("time", "wall", "CPU, all", "CPU, trainer"):
@@ -109,9 +111,8 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
     grid = Table.grid(padding=(1, 0))
     for part in (table, times, _closing(summary)):
         grid.add_row(part)
-    (console or Console()).print(
-        Panel(grid, title=f"[bold]{run.setting('run.name', run.directory.name)}[/]", border_style="dim", expand=False)
-    )
+    name = escape(str(run.setting("run.name", run.directory.name)))
+    (console or Terminal()).print(Panel(grid, title=f"[bold]{name}[/]", border_style="dim", expand=False))
 
 
 def conversation_uses(epoch: float) -> str:

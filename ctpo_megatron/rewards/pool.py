@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import statistics
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from ctpo_megatron.base.extensions import ExtensionError
+from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.redact import hidden
 from ctpo_megatron.data.verdict import MissingCause, NoVerdict
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
-from ctpo_megatron.rewards.protocol import COUNTS, RESERVED, Reward
-from ctpo_megatron.rewards.timeouts import GRACE_S, START_TIMEOUT_S, WORKERS_POLL_S, WORKERS_RETRIES
+from ctpo_megatron.rewards.protocol import COUNTS, Reward
+from ctpo_megatron.rewards.timeouts import GRACE_S, START_MARGIN_S, START_TIMEOUT_S, WORKERS_POLL_S, WORKERS_RETRIES
 from ctpo_megatron.rewards.worker import Pair, Routes, Scored
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.batch import Group
     from ctpo_megatron.data.trajectory import Trajectory
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _LONGEST_REASON = 1000
 
 log = logging.getLogger(__name__)
@@ -113,23 +113,59 @@ class _Chunk:
     pairs: tuple[Pair, ...]
 
 
+class _Workers:
+    """A pool of pebble's, and when one of its tasks ended last: a worker that is frozen while idle ends none.
+
+    It keeps the others from tasks, and pebble's deadline begins with a task.
+    """
+
+    def __init__(self, pool: ProcessPool) -> None:
+        self.pool = pool
+        self._lock, self._pending, self._moved = threading.Lock(), 0, time.monotonic()
+        self._frozen = False
+
+    def schedule(self, chunk: _Chunk, timeout_s: float, limit_s: float) -> ProcessFuture[list[Scored]]:
+        """Raises RuntimeError when the pool is broken."""
+        future = self.pool.schedule(worker.score, args=(chunk.route, chunk.pairs, timeout_s), timeout=limit_s)
+        with self._lock:
+            self._moved = self._moved if self._pending else time.monotonic()
+            self._pending += 1
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, _: object) -> None:
+        with self._lock:
+            self._moved = time.monotonic()
+            self._pending -= 1
+
+    def active(self, patience_s: float) -> bool:
+        """Whether results can be expected: one came within this time, or there was nothing to do."""
+        with self._lock:
+            idle_s = time.monotonic() - self._moved if self._pending else 0.0
+        if idle_s > patience_s and not self._frozen:
+            self._frozen = True
+            log.warning("no reward worker did anything for %.0f s, was one of them frozen? They are replaced", idle_s)
+        return not self._frozen and bool(self.pool.active)
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A chunk submitted to `pool`; lost when the pool breaks."""
+    """A chunk given to `workers`; lost when these are gone, or do nothing for `patience_s`."""
 
     chunk: _Chunk
-    pool: ProcessPool
+    workers: _Workers
     future: ProcessFuture[list[Scored]]
+    patience_s: float
 
     @property
     def settled(self) -> bool:
-        return self.future.done() or not self.pool.active
+        return self.future.done() or not self.workers.active(self.patience_s)
 
     def result(self) -> list[Scored]:
         """The outcomes. Raises the worker's exception, or BrokenProcessPool when no worker is left."""
         # A worker has a deadline; a broken pool forgets its tasks.
         while not wait([self.future], WORKERS_POLL_S).done:
-            if not self.pool.active and not self.future.done():
+            if not self.workers.active(self.patience_s) and not self.future.done():
                 raise BrokenProcessPool("the workers are gone, and the result with them")
         return self.future.result()
 
@@ -161,8 +197,12 @@ class RewardPool:
     needs its rewards. A context manager.
     """
 
-    def __init__(self, config: RewardConfig, search_path: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, config: RewardConfig, search_path: Iterable[str] | None = None, log_path: Path | None = None
+    ) -> None:
         """Start `config.workers` processes and make the reward functions in each; `search_path`: `extensions.path`.
+
+        log_path: receives what they print; None: it goes where ours goes.
 
         Raises ExtensionError when a function cannot be imported, RuntimeError when the workers do not come up.
         """
@@ -174,12 +214,13 @@ class RewardPool:
             ProcessPool,
             max_workers=config.workers,
             initializer=worker.start,
-            initargs=(routes, [str(Path(folder).resolve()) for folder in search_path or ()]),
+            initargs=(routes, [str(Path(folder).resolve()) for folder in search_path or ()], log_path),
             context=fork_server(math=any(name == "math_verify" for name, _ in routes.values())),
         )
-        self._pool: ProcessPool = self._make()
+        began = time.monotonic()
+        self._workers = _Workers(self._make())
         try:
-            ready = [self._pool.schedule(worker.traits, timeout=START_TIMEOUT_S) for _ in range(config.workers)]
+            ready = [self._workers.pool.schedule(worker.traits, timeout=START_TIMEOUT_S) for _ in range(config.workers)]
             self._traits, *_ = [future.result() for future in ready]
         except ExtensionError:
             self.close()
@@ -187,13 +228,16 @@ class RewardPool:
         except Exception as error:
             self.close()
             raise RuntimeError(f"the {config.workers} reward workers did not start: {error!r}") from error
+        # A worker that is replaced makes the functions again.
+        self._patience_s = config.timeout_s + GRACE_S + max(START_MARGIN_S, 3 * (time.monotonic() - began))
 
     def score(self, groups: Sequence[Group]) -> ScoreReport:
         """Set `reward` and `reward_components` of every trajectory, and count the outcomes.
 
-        Timeouts, exceptions, crashes, None and figures that are not finite are no verdict (`Trajectory.no_verdict`),
-        logged with prompt and sample. A crash is retried once, because something else may have killed the process.
-        Raises ValueError for a name that cannot be a metric; RuntimeError when all workers die repeatedly.
+        Timeouts, exceptions, crashes, None, figures that are not finite and names that cannot be metrics are no verdict
+        (`Trajectory.no_verdict`), logged with prompt and sample. A crash is retried once, because something else may
+        have killed the process.
+        Raises RuntimeError when all workers die repeatedly.
         """
         return self.begin(groups).result()
 
@@ -214,7 +258,6 @@ class RewardPool:
                     _leave_unjudged(trajectory, outcome)
                     missing[outcome.cause] += 1
                     continue
-                _check_names(outcome, trajectory)
                 trajectory.reward, trajectory.reward_components = outcome.value, dict(outcome.components)
                 turns = outcome.turns
                 trajectory.turn_rewards = None if turns is None else [turn for turn in turns if turn is not None]
@@ -244,25 +287,28 @@ class RewardPool:
             yield from (_Chunk(route, tuple(pairs[i : i + size])) for i in range(0, len(pairs), size))
 
     def _schedule(self, chunk: _Chunk) -> _Task:
+        sent = chunk
+        if self._traits[chunk.route].text_only:
+            sent = replace(chunk, pairs=tuple(map(_text_of, chunk.pairs)))
         timeout_s = self._config.timeout_s
-        pairs = tuple(map(_text_of, chunk.pairs)) if self._traits[chunk.route].text_only else chunk.pairs
-        arguments = (chunk.route, pairs, timeout_s)
-        limit_s = timeout_s + (GRACE_S if len(pairs) > 1 else 0.0)
+        limit_s = timeout_s + (GRACE_S if len(sent.pairs) > 1 else 0.0)
         with self._lock:
+            if not self._workers.active(self._patience_s):
+                self._renew()
             try:
-                future = self._pool.schedule(worker.score, args=arguments, timeout=limit_s)
+                future = self._workers.schedule(sent, timeout_s, limit_s)
             except RuntimeError:  # the pool is broken
                 self._renew()
-                future = self._pool.schedule(worker.score, args=arguments, timeout=limit_s)
-            return _Task(chunk, self._pool, future)
+                future = self._workers.schedule(sent, timeout_s, limit_s)
+            return _Task(chunk, self._workers, future, self._patience_s)
 
     def _renew(self) -> None:
         """Replace the pool: pebble's breaks when an idle process ends, or when none can be started."""
         if self._closed:
             raise RuntimeError("the reward workers were stopped")
         log.warning("the reward workers are gone, was one of them killed? Starting %d new ones", self._config.workers)
-        _stop(self._pool)
-        self._pool = self._make()
+        _stop(self._workers.pool)
+        self._workers = _Workers(self._make())
 
     def _outcomes(self, task: _Task, again: bool = True, renewals: int = WORKERS_RETRIES) -> list[Scored]:
         chunk = task.chunk
@@ -300,7 +346,7 @@ class RewardPool:
         """Stop the workers at once; idempotent."""
         with self._lock:
             self._closed = True
-            _stop(self._pool)
+            _stop(self._workers.pool)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -332,21 +378,10 @@ def _of_its_turns(found: Scored, trajectory: Trajectory) -> Scored:
 
 def _leave_unjudged(trajectory: Trajectory, why: NoVerdict) -> None:
     # It is dumped, and an exception may quote the address of a judge with its login, or all of its answer.
-    reason = " ".join(hidden(why.reason).split())[:_LONGEST_REASON]
+    reason = printable(" ".join(hidden(why.reason).split()))[:_LONGEST_REASON]
     trajectory.reward, trajectory.reward_components, trajectory.turn_rewards = None, {}, None
     trajectory.no_verdict = replace(why, reason=reason)
     log.warning("%s: %s, no verdict", _name(trajectory), reason)
-
-
-def _check_names(reward: Reward, trajectory: Trajectory) -> None:
-    """Raises ValueError for a name that must not reach the metrics file."""
-    names = [*reward.components, *reward.metrics]
-    for name in names:
-        if name in RESERVED or names.count(name) > 1 or not _NAME.fullmatch(name):
-            raise ValueError(
-                f"{_name(trajectory)}: the scorer returned a component or metric named {name!r}. Names must be unique, "
-                f"of letters, digits, `_`, `.` and `-`, and none of {', '.join(sorted(RESERVED))}"
-            )
 
 
 def _values(rewards: Sequence[Reward]) -> dict[str, list[float]]:

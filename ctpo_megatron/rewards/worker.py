@@ -7,16 +7,19 @@ import contextlib
 import functools
 import inspect
 import json
+import os
+import re
 import signal
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ctpo_megatron.base.extensions import activate, load
+from ctpo_megatron.base.extensions import ExtensionError, activate, end_copy_of, load, shown
 from ctpo_megatron.base.signals import ENDING
 from ctpo_megatron.data.verdict import NoVerdict
-from ctpo_megatron.rewards.protocol import WORDS, Reward
+from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.prompt import Prompt
@@ -28,7 +31,9 @@ Routes = Mapping[str | None, tuple[str, Mapping[str, Any]]]
 
 
 Scored = Reward | NoVerdict
+T = TypeVar("T")
 
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _LARGEST = 3.4e38
 """Of float32, which advantages are in; a sum of such figures is finite in float64."""
 
@@ -60,20 +65,34 @@ class _Setup:
         return {source: made[json.dumps([*route])] for source, route in self.routes.items()}
 
     @functools.cached_property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.new_event_loop()
+    def _loops(self) -> list[asyncio.AbstractEventLoop]:
+        return [asyncio.new_event_loop()]
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it in the loop of this process, of which users' objects may keep connections."""
+        if self._loops[0].is_closed():  # by the function
+            self._loops[0] = asyncio.new_event_loop()
+        return self._loops[0].run_until_complete(coroutine)
 
 
 _setup = _Setup({}, ())
 
 
-def start(routes: Routes, search_path: Sequence[str]) -> None:
-    """Create the reward functions, so that the first trajectory does not have to wait for it."""
+def start(routes: Routes, search_path: Sequence[str], log_path: Path | None) -> None:
+    """Create the reward functions, so that the first trajectory does not have to wait for it.
+
+    log_path: receives what they print.
+    """
     global _setup
     # Needed here as well: an already running fork server does not pass on the blocked signals.
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     _setup = _Setup(routes, search_path)
+    if log_path is not None:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab", buffering=0) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     with contextlib.suppress(Exception):  # the first task raises it again, for its caller
         _ = _setup.functions
 
@@ -85,18 +104,27 @@ def traits() -> dict[str | None, Traits]:
 
 def score(route: str | None, pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
     """One outcome per pair. Several are awaited together, each for at most `timeout_s`; one has no limit here."""
-    function = _setup.functions[route]
-    if len(pairs) == 1:
-        return [_called(function, *pairs[0])]
-    return _setup.loop.run_until_complete(_awaited_together(function, pairs, timeout_s))
+    function, process = _setup.functions[route], os.getpid()
+    try:
+        if len(pairs) == 1:
+            return [_called(function, *pairs[0])]
+        try:
+            return _setup.run(_awaited_together(function, pairs, timeout_s))
+        except BaseException:  # of a task that one of them started, or it closed the loop: nothing says which
+            return [_called(function, *pair) for pair in pairs]
+    finally:
+        end_copy_of(process)
 
 
 def _make(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     part = load(WORDS.get(name, name))
-    if isinstance(part, type):
+    if not isinstance(part, type):
+        return functools.partial(part, **arguments)
+    try:
         made: Callable[..., Any] = part(**arguments)
-        return made
-    return functools.partial(part, **arguments)
+    except BaseException as error:
+        raise ExtensionError(f"{name} cannot be created: {shown(error)}") from error
+    return made
 
 
 def _traits(function: Callable[..., Any]) -> Traits:
@@ -109,20 +137,28 @@ def _called(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt
     try:
         result = function(trajectory, prompt)
         if inspect.isawaitable(result):
-            return _setup.loop.run_until_complete(_awaited(result))
+            return _setup.run(_awaited(result))
         return _scored(result)
     except BaseException as error:  # this process ignores signals, so a KeyboardInterrupt is the function's own
         return raised(_described(error))
 
 
 async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
-    tasks = [asyncio.ensure_future(_awaited(function(*pair))) for pair in pairs]
+    tasks = [asyncio.ensure_future(_awaited_call(function, *pair)) for pair in pairs]
     _, late = await asyncio.wait(tasks, timeout=timeout_s)
     outcomes = [late_after(timeout_s) if task in late else task.result() for task in tasks]
     for task in late:
         task.cancel()
     await asyncio.sleep(0)  # let cancelled calls end before the next task of this worker
     return outcomes
+
+
+async def _awaited_call(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt) -> Scored:
+    try:
+        result = function(trajectory, prompt)
+    except BaseException as error:
+        return raised(_described(error))
+    return await _awaited(result)
 
 
 async def _awaited(result: Awaitable[Any]) -> Scored:
@@ -143,7 +179,10 @@ def late_after(timeout_s: float) -> NoVerdict:
 
 
 def _scored(result: Any) -> Scored:
-    """The result as plain Python numbers; raises TypeError or ValueError for what is neither a number nor None."""
+    """The result as plain Python numbers and names.
+
+    Raises TypeError or ValueError for what is neither a number nor None, and for names that cannot be metrics.
+    """
     found = result if isinstance(result, Reward) else Reward(result)
     given = () if found.turns is None else tuple(found.turns)
     if None in given:
@@ -151,6 +190,7 @@ def _scored(result: Any) -> Scored:
     if found.value is None:
         return NoVerdict("none", "the scorer returned None")
     value = float(found.value)
+    _check_names([*found.components, *found.metrics])
     components = {name: float(part) for name, part in found.components.items()}
     metrics = {name: bool(part) if _is_flag(part) else float(part) for name, part in found.metrics.items()}
     turns = {f"turn {number}": float(turn) for number, turn in enumerate(given, start=1) if turn is not None}
@@ -160,6 +200,16 @@ def _scored(result: Any) -> Scored:
     return Reward(value, components, metrics, None if found.turns is None else [*turns.values()])
 
 
+def _check_names(names: Sequence[str]) -> None:
+    """Raises ValueError for a name that must not reach the metrics file."""
+    for name in names:
+        if type(name) is not str or name in RESERVED or names.count(name) > 1 or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"a component or metric is named {name!r}. Names must be unique, of letters, digits, `_`, `.` and `-`, "
+                f"and none of {', '.join(sorted(RESERVED))}"
+            )
+
+
 def _is_flag(value: Any) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
 
@@ -167,8 +217,5 @@ def _is_flag(value: Any) -> bool:
 def _described(error: BaseException) -> str:
     """The error and the line that raised it, as text: not every exception can be pickled."""
     frames = traceback.extract_tb(error.__traceback__)
-    try:
-        text = repr(error)
-    except BaseException:  # the user's class may define it
-        text = type(error).__name__
+    text = shown(error)
     return f"{text} at {frames[-1].filename}:{frames[-1].lineno}" if frames else text

@@ -20,6 +20,17 @@ from ctpo_megatron.data.trajectory import Trajectory
 
 _STATE, _TYPE = b"state", b"type"
 """Metadata: all but the trajectories, as JSON, and the columns of their tokens."""
+_DAMAGE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    StopIteration,
+    RecursionError,
+    MemoryError,
+)
+"""What content of another form leads to."""
 _FACTS, _LENGTH = "facts", "length"
 
 
@@ -53,7 +64,7 @@ def read_ahead(checkpoint: Path) -> dict[str, Any] | None:
         if path.exists():
             return _decoded(path)
         return _of_json(json.loads(gzip.decompress(older.read_bytes()))) if older.exists() else None
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+    except (pa.ArrowException, OSError, *_DAMAGE) as error:
         what = " ".join(str(error).split())[:200]
         raise DamagedFileError(
             f"{path} does not hold what was sampled ahead ({type(error).__name__}: {what})"
@@ -64,7 +75,11 @@ def _decoded(path: Path) -> dict[str, Any]:
     table = pq.read_table(path)
     ahead: dict[str, Any] = json.loads(table.schema.metadata[_STATE])
     kind = np.dtype([tuple(_as_tuple(each)) for each in json.loads(table.schema.metadata[_TYPE])])
+    if kind.hasobject:
+        raise TypeError(f"{kind} is no type of numbers")
     lengths = table[_LENGTH].to_numpy()
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError(f"a length is {lengths.min()}")
     tokens = np.zeros(int(lengths.sum()), kind)
     for name in kind.names or ():
         flat = table[name].combine_chunks().flatten()

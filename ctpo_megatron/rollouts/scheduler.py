@@ -12,11 +12,21 @@ from typing import Any, Self
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
+from ctpo_megatron.base.printable import printable
+from ctpo_megatron.base.redact import hidden
 from ctpo_megatron.base.retry import RetryPolicy
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import EngineError, EngineHandle, EnginePool, GroupOutcome, GroupTask, engine_died
+from ctpo_megatron.engines import (
+    EngineError,
+    EngineHandle,
+    EnginePool,
+    GroupFailed,
+    GroupOutcome,
+    GroupTask,
+    engine_died,
+)
 from ctpo_megatron.engines.weights import OffersWeights
 from ctpo_megatron.rollouts.ledger import Quarantine, Quarantined
 from ctpo_megatron.rollouts.request import Answers, GroupJob, Request
@@ -255,7 +265,8 @@ class Scheduler:
         """Why a call failed; empty when the engine died, which is restarted then."""
         if not engine_died(error):
             cause = error.cause if isinstance(error, RayTaskError) else error
-            return f"{cause!r} on {engine.name}; its log: {engine.log_path}"
+            what = str(cause) if isinstance(cause, GroupFailed) else repr(cause)
+            return f"{what} on {engine.name}; its log: {engine.log_path}"
         if engine.live and isinstance(error, ActorUnavailableError) and engine.responds():
             return f"the connection to {engine.name} broke"
         if engine.live:
@@ -285,7 +296,7 @@ class Scheduler:
         """Queue the whole group again with the same seeds, or quarantine its prompt and queue its replacement."""
         job.failures += 1
         if job.failures > self._retries.retries:
-            self._quarantine_prompt(job, f"failed {job.failures} times, the last: {cause}")
+            self._quarantine_prompt(job, f"failed {job.failures} times, the last: {printable(hidden(cause))}")
             return
         self._pool.counts["group_retries"] += 1
         if pause:

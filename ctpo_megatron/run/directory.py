@@ -19,7 +19,7 @@ from ctpo_megatron import __version__
 from ctpo_megatron.base.files import DamagedFileError, read_mapping, read_note, write_json, write_text
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import flattened, has_sft_record
+from ctpo_megatron.config import flattened, has_sft_record, stored_settings
 from ctpo_megatron.run.provenance import (
     changed_code,
     describe,
@@ -62,8 +62,6 @@ def open_run_directory(config: Config) -> Path:
 def _open(config: Config) -> Path:
     run, directory = config.run, config.run.directory
     paths = RunPaths(directory)
-    if run.name in (".", ".."):
-        raise RunDirectoryError(f"run.name={run.name} is not a name; type run.name=other")
     if run.overwrite and run.resume:
         raise RunDirectoryError("run.overwrite=true and run.resume contradict each other; give one of them")
     exists = paths.config.exists()
@@ -73,7 +71,7 @@ def _open(config: Config) -> Path:
         _own(directory)
         if not run.accept_changed_code:
             _check_code(directory, loaded_files(config), run.resume)
-        for key, (was, now) in (_changes(directory, config.model_dump(mode="json")) or {}).items():
+        for key, (was, now) in (_changes(directory, stored_settings(config)) or {}).items():
             log.warning("resuming with another value: %s = %s (was %s)", key, redacted(now, key), redacted(was, key))
     elif exists:
         if not run.overwrite:
@@ -94,7 +92,7 @@ def _open(config: Config) -> Path:
     if not resumed:
         directory.mkdir(parents=True, exist_ok=True)
         _own(directory)
-        _describe(directory, config.model_dump(mode="json"))
+        _describe(directory, stored_settings(config))
     record_extensions(loaded_files(config), directory)
     return directory
 
@@ -104,7 +102,7 @@ def take_over(config: Config) -> None:
 
     Call it once nothing can refuse the resume any more, and before anything is discarded.
     """
-    directory, settings = config.run.directory, config.model_dump(mode="json")
+    directory, settings = config.run.directory, stored_settings(config)
     if _changes(directory, settings):
         paths = RunPaths(directory)
         shutil.copyfile(paths.config, paths.previous_config)

@@ -21,7 +21,7 @@ from typing import Any
 from ctpo_megatron import __version__
 from ctpo_megatron.base.extensions import activate, load
 from ctpo_megatron.base.files import read_note, write_json
-from ctpo_megatron.base.redact import redacted
+from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, named_extensions, read_sft_record
 from ctpo_megatron.run.timeouts import GIT_TIMEOUT_S
@@ -49,7 +49,7 @@ def describe_environment() -> dict[str, Any]:
     return {
         "version": __version__,
         "commit": _commit(Path(__file__).parent),
-        "command": shlex.join(_without_secrets(sys.orig_argv)),
+        "command": shlex.join(redacted_words(sys.orig_argv)),
         "directory": os.getcwd(),
         "host": socket.gethostname(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -82,12 +82,6 @@ def _git(folder: Path, *words: str) -> str:
     command = ["git", "-C", str(folder), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
     return done.stdout.strip()
-
-
-def _without_secrets(words: list[str]) -> Iterator[str]:
-    for word in words:
-        key, equals, value = word.partition("=")
-        yield f"{key}={redacted(value, key)}" if equals else word
 
 
 def _devices() -> Iterator[str]:

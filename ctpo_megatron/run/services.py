@@ -42,17 +42,17 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) 
     check_tokenizer(config, len(admission.tokenizer))
     # A recording has no answers of these weights to the held-out prompts.
     replayed = config.rollout.replay is not None
+    logs = RunPaths(directory).logs
     with ExitStack() as stack:
         pool = None
         if not replayed:  # first: engines load while prompts are read and scorers start
             placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
-            logs = RunPaths(directory).logs.folder
-            pool = stack.enter_context(open_engines(config, logs, placement=placement, stop=stop))
+            pool = stack.enter_context(open_engines(config, logs.folder, placement=placement, stop=stop))
         train = usable(admission.training(), directory)
         held_out = [] if replayed or not config.data.eval else usable(admission.held_out())
         prompts = PromptSampler(train, config.run.seed, config.data.shuffle, rerendered=config.data.rerender)
         training, evaluating = _replay(config.rollout) if pool is None else _schedulers(pool)
-        scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
+        scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path, logs.rewards))
         penalty = _overlong_penalty(config.reward, config.rollout)
         scoring = Scorer(scorers, penalty, by_turn=config.objective.credit == "turn")
         settings = RolloutSettings.of(config)

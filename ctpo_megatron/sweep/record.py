@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ctpo_megatron import __version__
 from ctpo_megatron.base.files import DamagedFileError, read_mapping, write_json
 from ctpo_megatron.base.run_paths import RunPaths, SweepPaths
-from ctpo_megatron.config import Problem, flattened, has_sft_record
+from ctpo_megatron.config import Problem, flattened, has_sft_record, stored_settings
 from ctpo_megatron.run import is_finished
 from ctpo_megatron.sweep.plan import PlannedRun, SftMode, Sweep
 
@@ -92,7 +92,7 @@ def differing(run: PlannedRun, source: Path | None, *, alone: bool) -> Iterator[
     except DamagedFileError as error:
         yield Problem("run.name", str(error), f"delete {run.directory}, which is then run again", run.name)
         return
-    tree: dict[str, Any] = run.config.model_dump(mode="json")
+    tree = stored_settings(run.config)
     if source is not None:
         tree["sft"]["from"] = str(source)
     now = dict(flattened(tree))

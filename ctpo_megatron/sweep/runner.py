@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from ctpo_megatron.base.printable import say
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.signals import heeded
 from ctpo_megatron.run.directory import claim
@@ -97,13 +98,13 @@ class Runner:
             state.state = "finished"
             status = 0
         else:
-            print(f"[sweep] {what}: {run.name}" + (f" ({run.shown})" if run.values else ""), flush=True)
+            say(f"[sweep] {what}: {run.name}" + (f" ({run.shown})" if run.values else ""))
             state.state, state.status = "running", None
             self._write()
             try:
                 status = self._status(run)
             except TimeoutError as error:
-                print(f"[sweep] {error}", flush=True)
+                say(f"[sweep] {error}")
                 status = 1
             state.status = status
             stopped = self._stopped_by is not None or status in STOPPED

@@ -14,6 +14,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, TextIO
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from ctpo_megatron.base.redact import hidden
+from ctpo_megatron.base.terminal import Terminal
 from ctpo_megatron.tracking.display_view import State, accuracy_lines, plain_progress, plain_step, render
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ def _harmless(method: Callable[Concatenate[Display, P], None]) -> Callable[Conca
     return guarded
 
 
-class _Screen(Console):
+class _Screen(Terminal):
     """A console that does not end the process when the reader of its pipe is gone."""
 
     def on_broken_pipe(self) -> None:
@@ -133,7 +135,7 @@ class Display:
             self._print(line)
 
     def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(hidden(text), markup=False, highlight=False, soft_wrap=True)
 
     @_harmless
     def _start(self) -> None:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from types import TracebackType
 
+from ctpo_megatron.base.printable import PrintableFormatter
 from ctpo_megatron.base.run_paths import RunPaths
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
@@ -18,7 +19,7 @@ class TrainLog:
         path = RunPaths(directory).logs.train
         path.parent.mkdir(parents=True, exist_ok=True)
         self._handler = logging.FileHandler(path, encoding="utf-8")
-        self._handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%dT%H:%M:%S%z"))
+        self._handler.setFormatter(PrintableFormatter(_FORMAT, "%Y-%m-%dT%H:%M:%S%z"))
         # Not in the hierarchy of loggers: the display has already shown these lines on the terminal.
         self._shown = logging.Logger("shown", logging.INFO)
         self._shown.addHandler(self._handler)

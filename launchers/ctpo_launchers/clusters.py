@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -26,6 +28,38 @@ from ctpo_megatron.config import Problem
 
 CLOCK = r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$"
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+_WORD = re.compile(r"[A-Za-z0-9_./+@%:=,~][A-Za-z0-9_./+@%:=,#~-]*")
+
+
+def _line(text: Any) -> Any:
+    """Every value is a part of a line of the batch script, where a line end would begin another."""
+    if isinstance(text, str) and not text.isprintable():
+        raise ValueError(f"{text!r} has line ends or control characters, which would be lines of the batch script")
+    return text
+
+
+def is_word(text: str) -> bool:
+    """Whether a shell takes it as it is: NeMo Run does not quote all that it writes into a batch script."""
+    return bool(_WORD.fullmatch(text))
+
+
+def _word(text: str) -> str:
+    if not is_word(text):
+        raise ValueError(
+            f"{text!r} may hold only letters, digits and {'./+@%:=,#~_-'}, as it stands in a shell command"
+        )
+    return text
+
+
+def _interpreter(text: str) -> str:
+    if "python" not in Path(_word(text)).name:
+        raise ValueError(f"{text!r} is no Python: give the interpreter, such as /shared/ctpo/.venv/bin/python")
+    return text
+
+
+OneLine = Annotated[str, AfterValidator(_line)]
+Word = Annotated[str, AfterValidator(_word)]
+Option = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 
 
 class Cluster(BaseModel):
@@ -34,26 +68,34 @@ class Cluster(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     executor: Literal["local", "slurm"] = Field(description="who starts the node programs")
-    job_dir: str = Field(description="folder of the jobs: code, scripts, output; on a file system that all nodes share")
-    account: str | None = Field(default=None, description="Slurm account that pays; NeMo Run wants one")
-    partition: str | None = Field(default=None, description="Slurm partition")
-    qos: str | None = Field(default=None, description="Slurm quality of service")
+    job_dir: Word = Field(
+        description="folder of the jobs: code, scripts, output; on a file system that all nodes share"
+    )
+    account: Word | None = Field(default=None, description="Slurm account that pays; NeMo Run wants one")
+    partition: Word | None = Field(default=None, description="Slurm partition")
+    qos: Word | None = Field(default=None, description="Slurm quality of service")
     time: str = Field(default="04:00:00", pattern=CLOCK, description="time limit of one job, `hours:minutes:seconds`")
     gpus_per_node: PositiveInt | None = Field(default=None, description="GPUs of a node, trainer and engines together")
     gpu_gib: PositiveFloat = Field(default=80.0, description="memory of a GPU in GiB, for the checks before a job")
     cpus_per_task: PositiveInt | None = Field(default=None, description="CPU cores of a node program and its children")
-    mem: str | None = Field(default=None, description="memory of a node, e.g. 0 for all of it")
+    mem: Word | None = Field(default=None, description="memory of a node, e.g. 0 for all of it")
     exclusive: bool | None = Field(default=None, description="no other job on these nodes")
-    sbatch: dict[str, str | int | bool] = Field(default={}, description="further options of sbatch, without dashes")
-    python: str = Field(default="python", description="interpreter on the nodes: of the container, or an absolute path")
-    container_image: str | None = Field(default=None, description="image for Pyxis/Enroot; null: the nodes' own files")
-    container_mounts: tuple[str, ...] = Field(default=(), description="`host:container`; job_dir is mounted anyway")
+    sbatch: dict[Option, Annotated[str | int | bool, AfterValidator(_line)]] = Field(
+        default={}, description="further options of sbatch, without dashes"
+    )
+    python: Annotated[str, AfterValidator(_interpreter)] = Field(
+        default="python", description="interpreter on the nodes: of the container, or an absolute path"
+    )
+    container_image: Word | None = Field(default=None, description="image for Pyxis/Enroot; null: the nodes' own files")
+    container_mounts: tuple[Word, ...] = Field(default=(), description="`host:container`; job_dir is mounted anyway")
     container_env: tuple[Variable, ...] = Field(
         default=(), description="variables that keep the job's value in the container; secrets by name only"
     )
-    setup: tuple[str, ...] = Field(default=(), description="lines of the batch script before srun")
-    env: dict[Variable, str] = Field(default={}, description="environment of the node programs, in clear in the script")
-    interface: str | None = Field(
+    setup: tuple[str, ...] = Field(default=(), description="lines of the batch script before srun: shell commands")
+    env: dict[Variable, OneLine] = Field(
+        default={}, description="environment of the node programs, in clear in the script"
+    )
+    interface: Word | None = Field(
         default=None, description="network of gloo, NCCL and Ray; null: the route to the head"
     )
     signal_s: PositiveInt = Field(
@@ -110,7 +152,7 @@ def _problem(detail: ErrorDetails) -> Problem:
     if kind == "missing":
         return Problem(key, "required, but not given", f"add it: {Cluster.model_fields[key].description}")
     if kind == "value_error":
-        return Problem("", str(detail["ctx"]["error"]))
+        return Problem(key, str(detail["ctx"]["error"]))
     hint = " (quote it: YAML reads 12:30:00 as a number)" if key == "time" else ""
     # Not as the value of the problem: `inf` is shown as it was typed, and not as JSON has it.
     return Problem(f"{key} = {detail['input']!r}", f"{str(detail['msg']).replace('Input should be', 'must be')}{hint}")

@@ -21,7 +21,8 @@ from ctpo_launchers.timeouts import INSTALL_TIMEOUT_S, RETRY_S
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements" / "launch.txt"
-FOLDER = ROOT / ".venv-launch"
+FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ctpo-megatron" / "venv-launch"
+"""Not in the checkout: a dry run leaves that as it was, and it may be another user's."""
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -54,7 +55,7 @@ def _python() -> Path:
 def _locked() -> Iterator[None]:
     """A lock among processes that would create the environment."""
     try:
-        FOLDER.mkdir(exist_ok=True)
+        FOLDER.mkdir(parents=True, exist_ok=True)
         lock = (FOLDER / "making.lock").open("a")
     except OSError as error:
         raise LaunchError(f"{FOLDER}: {error}") from error

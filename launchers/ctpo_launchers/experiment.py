@@ -52,9 +52,12 @@ class Launch:
         return [*options, "--", str(self.config_file), "run.resume=auto"]
 
     def write_config(self) -> None:
-        """Write `config_file`."""
+        """Write `config_file`, for this user alone: it has the secrets that the job needs."""
         self.config_file.parent.mkdir(parents=True, exist_ok=True)
-        self.config_file.write_text(dump(self.config), encoding="utf-8")
+        self.config_file.unlink(missing_ok=True)
+        opened = os.open(self.config_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(opened, "w", encoding="utf-8") as file:
+            file.write(dump(self.config, whole=True))
 
 
 def script(launch: Launch) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctpo_launchers import LaunchError
-from ctpo_launchers.clusters import Cluster, load_cluster
+from ctpo_launchers.clusters import Cluster, is_word, load_cluster
 from ctpo_launchers.environment import ROOT
 from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
+from ctpo_megatron.base.printable import say
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_megatron.preflight import LAUNCH_CHECKS, LaunchContext, failed, run_checks
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
             return _ask(args.config, cluster, args.overrides)
         return _launch(args, cluster)
     except (ConfigError, LaunchError) as error:
-        print(f"ctpo launch: {error}", file=sys.stderr)
+        say(f"ctpo launch: {error}", error=True)
         return 2
 
 
@@ -82,6 +83,10 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
     config = load_config(args.config, [*args.overrides, *of_the_launch(args.nodes)])
     launch = Launch(config, cluster, args.nodes, workdir)
     slurm = cluster.executor == "slurm"
+    if slurm and not is_word(str(workdir)):
+        raise LaunchError(
+            f"{workdir}: the batch script names this folder unquoted; start it in one without blanks or $"
+        )
     code = ROOT if slurm and not args.dry_run else None
     context = LaunchContext(config.checkpoint.grace_s, cluster.signal_s if slurm else None, code)
     if problems := failed(run_checks(LAUNCH_CHECKS, context)):
@@ -114,7 +119,7 @@ def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:
     if what == "cancel":
         return subprocess.run(["scancel", job], timeout=SUBMIT_COMMAND_TIMEOUT_S).returncode
     for file in sorted(jobs[job].glob("log-*.out")) or sorted(jobs[job].glob("sbatch_*.out")):
-        print(f"==> {file} <==\n{file.read_text(errors='replace')}", end="")
+        say(f"==> {file} <==", file.read_text(errors="replace").rstrip("\n"))
     return 0
 
 

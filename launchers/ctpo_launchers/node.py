@@ -18,6 +18,7 @@ from pathlib import Path
 from ctpo_launchers import slurm
 from ctpo_launchers.job import NodeJob
 from ctpo_launchers.program import NodeProgram
+from ctpo_megatron.base.printable import log_to_terminal, say
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_sandbox.arguments import positive
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.workdir is not None:
             os.chdir(args.workdir)
         job = NodeJob.of(args)
-        logging.basicConfig(format=f"{job.name(job.rank)}: %(message)s", stream=sys.stderr)
+        log_to_terminal(f"{job.name(job.rank)}: %(message)s")
         logging.getLogger("ctpo_launchers").setLevel(logging.INFO)
         arguments += _of_the_job(job, arguments)
         config = load_config(arguments[0], arguments[1:])
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = NodeProgram(args, job, config, arguments)
         program.prepare()
     except (ConfigError, ValueError, OSError) as error:
-        print(f"ctpo_launchers.node: {error}", file=sys.stderr)
+        say(f"ctpo_launchers.node: {error}", error=True)
         return WRONG
     status = asyncio.run(program.run())
     program.status_file.write_text(f"{status}\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ctpo_launchers.environment import FOLDER
 from tests.cluster.conftest import RECORDED
 from tests.cluster.local_slurm import Slurm
 from tests.cluster.packages import COMMAND
@@ -30,7 +31,7 @@ def launch(ctpo: Ctpo, *words: str, deadline_s: float = 300, **environment: str)
         [*WORD, *words],
         directory=ctpo.directory,
         environment=ctpo.environment | environment,
-        deadline_s=max(deadline_s, 600 if not (ROOT / ".venv-launch" / "requirements.sha256").exists() else 0),
+        deadline_s=max(deadline_s, 600 if not (FOLDER / "requirements.sha256").exists() else 0),
     )
 
 

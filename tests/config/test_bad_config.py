@@ -17,6 +17,7 @@ WRONG = [
     ("run.steps=1.5", "run.steps = 1.5: must be an integer"),
     ("run.steps=true", "run.steps = true: must be an integer"),
     ("run.name=a/b", 'run.name = "a/b": may hold only letters, digits, `.`, `_` and `-`'),
+    *((f"run.name='{name}'", f'run.name = "{name}": may hold only letters') for name in (".", "..", "...")),
     ("run.name=3", "run.name = 3: must be a string; quote it: \"'3'\" on the command line, '3' in YAML"),
     ("run.seed=-1", "run.seed = -1: must be greater than or equal to 0"),
     ("run.resume=yes_please", 'run.resume = "yes_please": must be one of true, false, auto'),

@@ -72,7 +72,8 @@ def test_json_lines_end_at_line_feeds_alone(tmp_path: Path, tokenizer) -> None:
     lines = [json.dumps(row(text, id=text), ensure_ascii=False) for text in (said, "2")]
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     prompts = load_prompts([str(tmp_path / "a.jsonl")], tokenizer, RULES)
-    assert [(prompt.id, prompt.messages[0]["content"]) for prompt in prompts] == [(said, said), ("2", "2")]
+    shown = r"1\u2028+\x85 1\x1c?"
+    assert [(prompt.id, prompt.messages[0]["content"]) for prompt in prompts] == [(shown, said), ("2", "2")]
 
 
 def test_halves_of_characters_are_refused(tmp_path: Path, tokenizer) -> None:

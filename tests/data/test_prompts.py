@@ -56,6 +56,16 @@ def test_globs_fallback_ids_and_numeric_answers(tmp_path, tokenizer):
     assert prompts[0].messages == ({"role": "user", "content": "What is 1+1?"},)
 
 
+def test_names_are_printable(tmp_path, tokenizer):
+    name = "a\x1b]0;PWN\x07\u202eb"
+    named = row(id=name, data_source=name)
+    first, second = load_prompts(
+        [write(tmp_path / "x\x1b.parquet", [named, row("Another?")])], tokenizer, PromptRules(64)
+    )
+    assert first.id == first.data_source == r"a\x1b]0;PWN\x07\u202eb"
+    assert second.id == r"x\x1b/1"
+
+
 def test_tool_schema_reaches_the_template(tmp_path, tokenizer):
     file = write(tmp_path / "a.parquet", [row()])
     schema = {"type": "function", "function": {"name": "code_interpreter"}}

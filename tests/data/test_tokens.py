@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron.base.run_paths import AHEAD, AHEAD_JSON
@@ -157,6 +159,35 @@ def test_nothing_is_sampled_ahead(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made()))[:-30])
+    with pytest.raises(ValueError, match=r"ahead\.parquet does not hold what was sampled ahead"):
+        read_ahead(tmp_path)
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "objects": {"type": '[["token_ids", "|O"]]'},
+    "a type that is none": {"type": '[["token_ids", "import os"]]'},
+    "deep": {"state": "[" * 100_000},
+    "a list": {"state": "[]"},
+    "huge": {"length": [2**31 - 1] * 3000},
+    "negative": {"length": [-5]},
+    "fewer": {"length": [], "facts": []},
+    "facts that are none": {"facts": ["[]"]},
+    "no column": {"drop": "token_ids"},
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_file_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
+    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made())))
+    table = pq.read_table(tmp_path / AHEAD)
+    metadata = table.schema.metadata | {key.encode(): change[key] for key in ("type", "state") if key in change}
+    columns = {name: table[name] for name in table.column_names if name != change.get("drop")}
+    lengths = pa.array(change.get("length", [6]), pa.int32())
+    columns = {name: pa.concat_arrays(columns[name].chunks * len(lengths)) for name in columns if len(lengths)} or {
+        name: column.slice(0, 0).combine_chunks() for name, column in columns.items()
+    }
+    columns |= {"length": lengths} | {key: pa.array(change[key], pa.string()) for key in ("facts",) if key in change}
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), tmp_path / AHEAD)
     with pytest.raises(ValueError, match=r"ahead\.parquet does not hold what was sampled ahead"):
         read_ahead(tmp_path)
 

@@ -195,7 +195,15 @@ class Spares:
         return Prompt(name, "test", (), "", tuple(range(40)))
 
 
-@pytest.mark.parametrize(("failure", "cause"), [("1000000", "connection refused"), ("bug", "KeyError")])
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        ("1000000", "connection refused"),
+        ("bug", 'KeyError: "a bug in a user\'s tool" on rollout engine '),
+        ("own error", r"OwnError: \ud800\x1b[2J on rollout engine "),
+        ("stray task", "a task of users' code raised KeyboardInterrupt: in a task of a tool on rollout engine "),
+    ],
+)
 def test_a_prompt_that_fails_too_often_is_replaced_and_never_played_again(
     stage: Stage, failure: str, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,6 +137,48 @@ def test_snapshot_has_a_name_only_while_published() -> None:
         assert not Path(path).exists()
     snapshot.close()
     assert not any(Path(path).exists() for path in paths)
+
+
+@pytest.mark.parametrize("occupied", ["a file", "a link"])
+def test_a_later_publication_is_as_private_as_the_first(
+    tmp_path: Path, occupied: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a snapshot is not published, anybody may put something under the name that it had."""
+    monkeypatch.setattr("ctpo_megatron.engines.weights.file._SHARED_MEMORY", tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"of another user")
+    snapshot = WeightSnapshot([("a", torch.ones(3))], 3)
+    first = Path(snapshot.publish())
+    assert stat.S_IMODE(first.stat().st_mode) == 0o600
+    snapshot.unpublish()
+    if occupied == "a link":
+        first.symlink_to(elsewhere)
+    else:
+        first.write_bytes(b"of another user")
+    second = Path(snapshot.publish())
+    assert second == Path(snapshot.publish()) != first  # engines of one update share a file
+    assert stat.S_IMODE(second.stat().st_mode) == 0o600 and not second.is_symlink()
+    assert torch.equal(load_file(second)["a"], torch.ones(3))
+    snapshot.unpublish()
+    assert second.exists()
+    snapshot.unpublish()
+    snapshot.close()
+    assert not second.exists()
+    assert elsewhere.read_bytes() == first.read_bytes() == b"of another user"
+
+
+def test_a_publication_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctpo_megatron.engines.weights.file._SHARED_MEMORY", tmp_path)
+    snapshot = WeightSnapshot([("a", torch.ones(3))], 3)
+    snapshot.publish()
+    snapshot.unpublish()
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space"):
+        full.setattr("shutil.copyfileobj", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+        snapshot.publish()
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(load_file(snapshot.publish())["a"], torch.ones(3))
+    snapshot.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_stays_until_its_last_reader_has_ended() -> None:

@@ -15,10 +15,25 @@ from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallReq
 from ctpo_megatron.environments.python_tool import PythonTool
 
 
+class OwnError(Exception):
+    """Cannot be loaded from what pickle keeps of it, and shows itself by code."""
+
+    def __init__(self, text: str, number: int) -> None:
+        super().__init__(text)
+
+    def __repr__(self) -> str:
+        raise KeyboardInterrupt
+
+
+async def _interrupt() -> None:
+    raise KeyboardInterrupt("in a task of a tool")
+
+
 class ScriptedPython:
     """Stands in for the sandbox: prints 1, until the file `flag` says otherwise.
 
-    A number: unavailable that many times. "bug": raises what no tool should raise. "hang": no answer while it says so.
+    A number: unavailable that many times. "bug", "own error", "stray task": raises what no tool should raise. "hang":
+    no answer while it says so.
     """
 
     schema = PythonTool.schema
@@ -29,6 +44,11 @@ class ScriptedPython:
     async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
         while (text := self._flag.read_text() if self._flag.exists() else "0") == "hang":
             await asyncio.sleep(0.1)
+        if text == "stray task":
+            self._stray = asyncio.ensure_future(_interrupt())
+            await self._stray
+        if text == "own error":
+            raise OwnError("\ud800\x1b[2J", 7)
         if text == "bug":
             raise KeyError("a bug in a user's tool")
         if (left := int(text)) > 0:

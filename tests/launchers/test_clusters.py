@@ -53,6 +53,73 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path, text: str
     assert [message for message in messages if message not in str(told.value)] == []
 
 
+HOSTILE = [
+    "a b",
+    "a;b",
+    "a\nrm -rf y #",
+    "$(id)",
+    "`id`",
+    "$HOME",
+    "a&b",
+    "a|b",
+    "a>b",
+    "'",
+    '"',
+    "a\tb",
+    "",
+    "-x",
+    "#x",
+    "é\u2028",
+]
+WORDS = ["job_dir", "account", "partition", "qos", "mem", "python", "container_image", "container_mounts", "interface"]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_no_value_is_a_command_of_the_batch_script(tmp_path: Path, value: str) -> None:
+    """NeMo Run writes most of them unquoted."""
+    listed = {"container_mounts": [value]}
+    for key in WORDS:
+        values = yaml.safe_load(SLURM) | ({key: value} if key not in listed else listed)
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump(values))
+        with pytest.raises(LaunchError, match=rf"  {key}[.0-9]*: .*(may hold only|line ends)"):
+            load_cluster(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize("key", ["sbatch", "env"])
+@pytest.mark.parametrize("value", ["x\nrm -rf y #", "x\r", "x\x1b[2J", "\u2028"])
+def test_no_value_is_a_line_of_the_batch_script(tmp_path: Path, key: str, value: str) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(yaml.safe_load(SLURM) | {key: {"comment": value}}))
+    with pytest.raises(LaunchError, match=rf"  {key}\.comment[^:]*: .* has line ends or control characters"):
+        load_cluster(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize("name", ["a b", "wrap=x #", "--wrap", "a\nb", ""])
+def test_options_of_sbatch_have_names(tmp_path: Path, name: str) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(yaml.safe_load(SLURM) | {"sbatch": {name: "x"}}))
+    with pytest.raises(LaunchError, match="sbatch"):
+        load_cluster(tmp_path / "c.yaml")
+
+
+def test_an_interpreter_is_a_python(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(SLURM.replace("/usr/bin/python3", "/usr/bin/perl"))
+    with pytest.raises(LaunchError, match=r"python: '/usr/bin/perl' is no Python: give the interpreter"):
+        load_cluster(tmp_path / "c.yaml")
+
+
+def test_ordinary_values_are_taken(tmp_path: Path) -> None:
+    values = {
+        "partition": "gpu,gpu-long",
+        "mem": "64G",
+        "container_image": "nvcr.io#nvidia/pytorch:25.01-py3",
+        "container_mounts": ["/shared:/shared:ro", "/a.b/c_d-e:/x"],
+        "sbatch": {"comment": "it's a test, $5", "nice": 3, "no-kill": True},
+        "env": {"A": "two words; $x"},
+        "interface": "ib0",
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(yaml.safe_load(SLURM) | values))
+    assert load_cluster(tmp_path / "c.yaml").container_image == values["container_image"]
+
+
 def test_every_key_of_a_cluster_says_what_it_means() -> None:
     assert [name for name, field in Cluster.model_fields.items() if not field.description] == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from ctpo_launchers import LaunchError, environment
+from ctpo_launchers.clusters import Cluster
+from ctpo_launchers.experiment import Launch
 from ctpo_megatron import cli
+from ctpo_megatron.config import load_config
 from tests.support.deadlines import scaled
 
 
@@ -20,6 +24,20 @@ def test_an_installation_without_a_checkout_says_so(
     monkeypatch.setattr(environment, "REQUIREMENTS", tmp_path / "launch.txt")
     assert cli.main(["launch", "my.yaml", "--nodes", "2", "--no-check"]) == 2
     assert "ctpo launch works from a checkout: there is no" in capsys.readouterr().err
+
+
+def test_nothing_is_installed_into_the_checkout() -> None:
+    assert not environment.FOLDER.is_relative_to(environment.ROOT)
+
+
+def test_a_job_has_the_secrets_of_its_configuration_in_a_file_of_its_user(tmp_path: Path) -> None:
+    config = load_config(environment.ROOT / "configs" / "quickstart.yaml", ["sandbox.url=http://me:canary0815@h:9"])
+    cluster = Cluster(executor="local", job_dir=str(tmp_path / "jobs"))
+    launch = Launch(config, cluster, 1, tmp_path)
+    for _ in range(2):
+        launch.write_config()
+    assert stat.S_IMODE(launch.config_file.stat().st_mode) == 0o600
+    assert load_config(launch.config_file) == config
 
 
 def test_what_cannot_be_installed_is_named(

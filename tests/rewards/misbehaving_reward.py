@@ -39,6 +39,18 @@ def misbehaving(trajectory: Any, prompt: Any) -> Any:
         raise KeyError("broken scorer")
     if text == "long":
         raise ValueError("word\n" * 10_000)
+    if text == "half a character":
+        raise ValueError("\ud800\x1b]0;title\x07")
+    if text == "print":
+        print("\x1b]0;title\x07", flush=True)
+        os.write(2, b"\x1b[2J")
+        return 1.0
+    if text == "fork" and os.fork():
+        return 1.0
+    if text == "fork and exit":
+        if os.fork():
+            return 1.0
+        raise SystemExit
     if text == "login":
         raise ConnectionError("http://me:hunter2@judge:80 does not answer")
     if text in RAISED:
@@ -56,7 +68,25 @@ async def misbehaving_async(trajectory: Any, prompt: Any) -> Any:
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(3600)
+    if trajectory.final_text == "close the loop":
+        asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)
+        await asyncio.Event().wait()
+    if trajectory.final_text == "interrupt from a task":
+        BACKGROUND.append(asyncio.ensure_future(_interrupt()))
+        await asyncio.sleep(0.05)
+        return 1.0
     return misbehaving(trajectory, prompt)
+
+
+BACKGROUND: list[asyncio.Future[None]] = []
+
+
+async def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+class _OwnName(str):
+    """Neither a plain text nor one that another process could load."""
 
 
 class _OwnError(BaseException):
@@ -91,6 +121,10 @@ ANSWERS: dict[str, Any] = {
     "reserved name": Reward(1.0, metrics={"mean": 1.0}),
     "same name twice": Reward(1.0, components={"length": 1.0}, metrics={"length": 1.0}),
     "slash in a name": Reward(1.0, metrics={"a/b": 1.0}),
+    "half a name": Reward(1.0, metrics={"\ud800": 1.0}),
+    "escape in a name": Reward(1.0, components={"\x1b[2J": 1.0}),
+    "number as a name": Reward(1.0, components={1: 1.0}),  # type: ignore[dict-item]
+    "name of a class": Reward(1.0, components={_OwnName("length"): 1.0}),
     "none": None,
     "text": "good",
     "component of text": Reward(1.0, components={"length": "long"}),  # type: ignore[dict-item]

@@ -97,10 +97,10 @@ def test_a_hang_is_killed_and_costs_only_itself(
     ("how", "cause", "shown"),
     [
         ("die", "crash", "failed (ProcessExpired"),
-        ("raise", "exception", "failed (KeyError('broken scorer') at "),
+        ("raise", "exception", "failed (KeyError: 'broken scorer' at "),
         *((name, "exception", f"failed ({type(error).__name__}") for name, error in RAISED.items()),
-        ("text", "exception", 'failed (ValueError("could not convert string to float'),
-        ("component of text", "exception", 'failed (ValueError("could not convert string to float'),
+        ("text", "exception", "failed (ValueError: could not convert string to float"),
+        ("component of text", "exception", "failed (ValueError: could not convert string to float"),
         ("complex", "exception", "failed (TypeError"),
         ("too large for a float", "exception", "failed (OverflowError"),
         ("none", "none", "returned None"),
@@ -114,6 +114,14 @@ def test_a_hang_is_killed_and_costs_only_itself(
         ("nan in a Reward", "not_finite", "returned nan"),
         ("infinite component", "not_finite", "returned length=inf"),
         ("nan metric", "not_finite", "returned length=nan"),
+        ("half a character", "exception", r"failed (ValueError: \ud800\x1b]0;title\x07 at "),
+        ("reserved name", "exception", "failed (ValueError: a component or metric is named 'mean'"),
+        ("same name twice", "exception", "named 'length'. Names must be unique"),
+        ("slash in a name", "exception", "named 'a/b'"),
+        ("half a name", "exception", r"named '\ud800'"),
+        ("escape in a name", "exception", r"named '\x1b[2J'"),
+        ("number as a name", "exception", "named 1. Names"),
+        ("name of a class", "exception", "named 'length'"),
     ],
 )
 def test_what_is_no_verdict_is_counted_by_cause_and_named(
@@ -125,24 +133,29 @@ def test_what_is_no_verdict_is_counted_by_cause_and_named(
     assert report == ScoreReport(2, {cause: 1})
     assert rewards(groups) == [1.0, None, 1.0]
     assert causes(groups) == ["", cause, ""]
-    assert f"prompt bad sample 4: the scorer {shown}" in caplog.text and "no verdict" in caplog.text
+    (line,) = [record.message for record in caplog.records if record.name.startswith("ctpo_megatron")]
+    assert line.startswith("prompt bad sample 4: the scorer ") and shown in line and line.endswith(", no verdict")
+    assert line.isprintable()
     (bad,) = groups[1].trajectories
     assert bad.no_verdict is not None and shown in bad.no_verdict.reason
     assert Trajectory.from_json(json.loads(json.dumps(bad.to_json()))) == bad
 
 
-@pytest.mark.parametrize(
-    ("how", "shown"),
-    [
-        ("reserved name", "named 'mean'"),
-        ("same name twice", "named 'length'"),
-        ("slash in a name", "named 'a/b'"),
-    ],
-)
-def test_a_reward_that_must_not_be_trained_on_stops_the_run(unruly: RewardPool, how: str, shown: str) -> None:
-    with pytest.raises(ValueError, match=rf"prompt odd sample 4: the scorer .*{shown}"):
-        unruly.score([group("2"), group(how, name="odd")])
-    assert unruly.score([group("2")]).scored == 1  # the pool is still usable
+@pytest.mark.parametrize("how", ["fork", "fork and exit"])
+def test_a_copy_of_a_worker_ends_where_it_leaves_the_reward(unruly: RewardPool, how: str) -> None:
+    """Two workers would take each other's tasks, and answer one twice."""
+    groups = [group("2"), group(how), group("2", "5")]
+    assert unruly.score(groups) == ScoreReport(4)
+    assert rewards(groups) == [1.0, 1.0, 1.0, 0.0]
+    assert unruly.score([group("2", "5") for _ in range(20)]).scored == 40
+
+
+def test_what_a_reward_prints_goes_to_its_log_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = RewardConfig(function={"name": "misbehaving_reward:misbehaving"}, timeout_s=scaled(5))
+    with RewardPool(config, [str(HERE)], tmp_path / "logs" / "rewards.log") as pool:
+        assert pool.score([group("print")]).scored == 1
+    assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "logs" / "rewards.log").read_bytes() == b"\x1b]0;title\x07\n\x1b[2J"
 
 
 def test_a_sample_that_is_judged_later_has_its_verdict(unruly: RewardPool) -> None:
@@ -198,6 +211,15 @@ def test_an_async_reward_that_raises_what_is_no_exception_is_counted(how: str, t
     with misbehaving("misbehaving_async", 5.0) as pool:
         assert pool.score(groups) == ScoreReport(3 if together else 0, {"exception": 1})
         assert rewards(groups) == ([1.0, None, 0.0, 1.0] if together else [None])
+        assert pool.score([group("2", "2")]).scored == 2
+
+
+@pytest.mark.parametrize("how", ["close the loop", "interrupt from a task"])
+def test_an_async_reward_that_stops_the_loop_of_its_worker_costs_only_itself(how: str) -> None:
+    groups = [group("2", how, "5", "2")]
+    with misbehaving("misbehaving_async", 5.0) as pool:
+        assert pool.score(groups) == ScoreReport(3, {"exception": 1})
+        assert rewards(groups) == [1.0, None, 0.0, 1.0]
         assert pool.score([group("2", "2")]).scored == 2
 
 
@@ -271,3 +293,32 @@ def test_a_worker_killed_while_it_had_nothing_to_do_costs_no_verdict(
                 assert report == ScoreReport(scored)
             others += idle
     assert "the reward workers are gone, was one of them killed?" in caplog.text
+
+
+def test_a_worker_frozen_while_it_had_nothing_to_do_costs_no_verdict(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctpo_megatron.rewards.pool.START_MARGIN_S", 0.0)
+    others = psutil.Process().children(recursive=True)
+    with misbehaving(timeout_s=1, workers=2) as pool, ThreadPoolExecutor(1) as thread:
+        frozen = [process for process in fork_server().children() if process not in others]
+        for process in frozen:
+            process.suspend()
+        pending = pool.begin([group("2", "5")])
+        assert thread.submit(pending.result).result(timeout=scaled(60)) == ScoreReport(2)
+    assert "was one of them frozen? They are replaced" in caplog.text
+    assert not any(process.is_running() for process in frozen)
+
+
+def test_who_only_looks_notices_that_no_worker_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler fetches scores that are done, and waits for no others."""
+    monkeypatch.setattr("ctpo_megatron.rewards.pool.START_MARGIN_S", 0.0)
+    others = psutil.Process().children(recursive=True)
+    with misbehaving(timeout_s=1, workers=1) as pool:
+        (frozen,) = [process for process in fork_server().children() if process not in others]
+        frozen.suspend()
+        pending = pool.begin([group("2")])
+        deadline = time.monotonic() + scaled(60)
+        while not pending.done and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert pending.done and pending.result() == ScoreReport(1)

@@ -43,6 +43,13 @@ class Fails(Recorder):
         super().log(step, metrics)
 
 
+class Steers(Recorder):
+    """Raises text that steers a terminal, and that cannot be encoded."""
+
+    def log(self, step, metrics):
+        raise ValueError("\x1b]0;title\x07\ud800")
+
+
 class Hangs(Recorder):
     """Never comes back from the first step."""
 

@@ -74,6 +74,11 @@ def test_failures_in_a_row_switch_a_tracker_off(track, caplog):
     assert "3 failures in a row, the last: OSError: no route to host, step 3" in caplog.text
 
 
+def test_what_a_tracker_raises_steers_no_terminal(track, caplog):
+    track("Steers", [1, 2])
+    assert r"failed (counted as tracking/failures): ValueError: \x1b]0;title\x07\ud800" in caplog.text
+
+
 def test_a_tracker_that_hangs_is_given_up_after_its_deadline(track, tmp_path, caplog):
     steps = range(1, 3000)  # more than a pipe holds
     assert [line.split()[0] for line in track("Hangs", steps, timeout_s=1.5)] == ["made", "1"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Share, fetched, plan
-from ctpo_megatron.engines.weights.tcp_transport import WeightMemory, WeightServer
+from ctpo_megatron.engines.weights.tcp_transport import WeightMemory, WeightServer, _Strangers
 from tests.support.deadlines import scaled
 
 SECRET = bytes(range(SECRET_BYTES))
@@ -244,9 +244,49 @@ def test_who_does_not_know_the_secret_gets_nothing(server: WeightServer, caplog:
             assert peer.recv(1) == b""
         with pytest.raises(ConnectionError, match=rf"weights of 127\.0\.0\.1:{server.address[1]}"):
             fetch([offered], secret=secret)
-    refused = 2 * (1 + 2)  # an engine has two connections
-    wait_until(lambda: caplog.text.count("does not know the secret") == refused)
+    wait_until(lambda: not serving())
+    assert server._refused == 2 * (1 + 2) - 1  # an engine has two connections
+    assert caplog.text.count("127.0.0.1 refused, it does not know the secret of this run (1 since") == 1
     assert SECRET.hex() not in caplog.text
+
+
+def filled(server: WeightServer, count: int, sent: bytes) -> list[socket.socket]:
+    """Connections that stay open without the secret."""
+    peers = []
+    for _ in range(count):
+        peers.append(socket.create_connection(server.address, timeout=scaled(5)))
+        peers[-1].sendall(sent)
+    return peers
+
+
+@pytest.mark.parametrize("sent", [b"", SECRET[:-1], b"x"])
+def test_strangers_do_not_take_the_places_of_engines(
+    server: WeightServer, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    offered = share(server, list(TENSORS))
+    peers = filled(server, 600, sent)  # more than there are connections for engines
+    try:
+        assert fetch([offered]).keys() == TENSORS.keys()
+        wait_until(lambda: len(serving()) <= 64)
+        assert "64 connections have not shown the secret of this run" in caplog.text
+        assert caplog.text.count("refused") == 1
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def test_a_host_with_many_strangers_keeps_no_other_out() -> None:
+    """Not even an engine whose secret is late."""
+    strangers = _Strangers()
+    pairs = [socket.socketpair() for _ in range(200)]
+    late, *others = [pair[0] for pair in pairs]
+    assert strangers.add(late, "10.0.0.1") == ""
+    left = [strangers.add(other, "10.0.0.2") for other in others]
+    assert left == [""] * 63 + ["10.0.0.2"] * (199 - 63)
+    assert strangers.discard(late) and not strangers.discard(others[0]) and strangers.discard(others[-1])
+    for pair in pairs:
+        for end in pair:
+            end.close()
 
 
 def test_a_version_that_is_not_there_is_refused(server: WeightServer) -> None:

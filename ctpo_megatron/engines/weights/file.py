@@ -37,7 +37,8 @@ class WeightSnapshot:
 
     Tensors are written as they come; in the process one of them exists at a time. They go to shared memory, and to the
     temporary directory once that is full. The file has a name only while it is published. Between updates it is an open
-    descriptor, so nothing is left in shared memory when the process ends then.
+    descriptor, so nothing is left in shared memory when the process ends then. The next publication is a new file with
+    a new name: under the former one another user may have put a file or a link.
     """
 
     def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -62,29 +63,45 @@ class WeightSnapshot:
                 version,
                 writer.path.parent,
             )
-        self.names, self.size, self._path = writer.names, writer.tensor_bytes, writer.path
+        self.names, self.size = writer.names, writer.tensor_bytes
+        self._path: Path | None = writer.path
         self._readers = 0
-        self._file: IO[bytes] = open(self._path, "rb")  # noqa: SIM115 - held for the life of the snapshot
+        self._file: IO[bytes] = open(writer.path, "rb")  # noqa: SIM115 - held for the life of the snapshot
 
     def publish(self) -> str:
-        """Path of the file, which exists until `unpublish` was called as often."""
+        """Path of the file, which exists until `unpublish` was called as often. Raises OSError."""
+        if self._path is None:
+            self._path = self._copied()
         self._readers += 1
-        if not self._path.exists():
-            self._file.seek(0)
-            with self._path.open("wb") as copy:
-                shutil.copyfileobj(self._file, copy, 1 << 24)
         return str(self._path)
+
+    def _copied(self) -> Path:
+        size = os.fstat(self._file.fileno()).st_size
+        handle, path = _new_file(_SHARED_MEMORY if _has_space(_SHARED_MEMORY, size) else _disk())
+        self._file.seek(0)
+        try:
+            with os.fdopen(handle, "wb") as copy:
+                shutil.copyfileobj(self._file, copy, 1 << 24)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return path
 
     def unpublish(self) -> None:
         """One reader of the file has ended; the last one takes the file's name away."""
         self._readers -= 1
         if not self._readers:
-            self._path.unlink(missing_ok=True)
+            self._unlink()
 
     def close(self) -> None:
         """Release the memory."""
-        self._path.unlink(missing_ok=True)
+        self._unlink()
         self._file.close()
+
+    def _unlink(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        self._path = None
 
 
 class FileOffer:
@@ -177,7 +194,13 @@ def _disk() -> Path:
     return Path(tempfile.gettempdir())
 
 
-def _new_path(directory: Path) -> Path:
+def _new_file(directory: Path) -> tuple[int, Path]:
+    """An open file of ours alone (mode 0600), and its path."""
     handle, name = tempfile.mkstemp(prefix=f"ctpo-weights-{os.getpid()}-", suffix=".safetensors", dir=directory)
+    return handle, Path(name)
+
+
+def _new_path(directory: Path) -> Path:
+    handle, path = _new_file(directory)
     os.close(handle)
-    return Path(name)
+    return path

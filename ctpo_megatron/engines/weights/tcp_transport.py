@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import mmap
 import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ctpo_megatron.base.addresses import own_address
-from ctpo_megatron.engines.timeouts import ACCEPT_PAUSE_S, SECRET_TIMEOUT_S
+from ctpo_megatron.engines.timeouts import ACCEPT_PAUSE_S, REFUSALS_S, SECRET_TIMEOUT_S
 from ctpo_megatron.engines.weights.checksums import Checksums, Sums
 from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
 from ctpo_megatron.engines.weights.tcp import (
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CONNECTIONS = 256 * STREAMS
+_STRANGERS = 64
+"""Connections that have not shown the secret yet; an engine shows it at once."""
 
 
 class WeightMemory:
@@ -118,6 +122,36 @@ class WeightMemory:
         return torch.frombuffer(self._map, dtype=dtype, count=shape.numel(), offset=entry[3]).view(shape)
 
 
+class _Strangers:
+    """Connections that have not shown the secret: each new one has a place, and an older one may lose its own.
+
+    The oldest of the address that has most of them leaves, so one host cannot keep the engines of others out. An engine
+    on that host needs its place no longer than the secret travels.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._addresses: dict[socket.socket, str] = {}  # in the order in which they came
+
+    def add(self, peer: socket.socket, address: str) -> str:
+        """Take one in; the address of the one that had to leave, or ""."""
+        with self._lock:
+            left = ""
+            if len(self._addresses) >= _STRANGERS:
+                left, _ = Counter(self._addresses.values()).most_common(1)[0]
+                oldest = next(other for other, of in self._addresses.items() if of == left)
+                del self._addresses[oldest]
+                with suppress(OSError):  # it has just ended
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            self._addresses[peer] = address
+            return left
+
+    def discard(self, peer: socket.socket) -> bool:
+        """It is none any more, or has ended; whether it was one still."""
+        with self._lock:
+            return self._addresses.pop(peer, None) is not None
+
+
 class WeightServer:
     """Serves what a rank holds on one address, to who knows the secret.
 
@@ -130,7 +164,8 @@ class WeightServer:
         self._secret, self._timeout_s = secret, timeout_s
         self._memory: WeightMemory | None = None
         self._lock = threading.Lock()
-        self._free = threading.BoundedSemaphore(_CONNECTIONS)
+        self._strangers, self._free = _Strangers(), threading.BoundedSemaphore(_CONNECTIONS)
+        self._refused, self._said_at = 0, -math.inf
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="weight server", daemon=True).start()
 
@@ -156,27 +191,45 @@ class WeightServer:
                     return
                 log.warning("weights: a connection was not accepted: %s", error)  # too many open files, say
                 continue
-            if self._free.acquire(blocking=False):
-                threading.Thread(target=self._answer, args=(peer, name), name="weights", daemon=True).start()
-            else:
-                log.warning("weights: %s refused, %d connections are open", name[0], _CONNECTIONS)
-                peer.close()
+            if left := self._strangers.add(peer, name[0]):
+                self._refuse(left, f"{_STRANGERS} connections have not shown the secret of this run")
+            threading.Thread(target=self._answer, args=(peer, name[0]), name="weights", daemon=True).start()
 
-    def _answer(self, peer: socket.socket, name: Any) -> None:
+    def _answer(self, peer: socket.socket, address: str) -> None:
+        known = False
         try:
             with peer:
                 peer.settimeout(min(SECRET_TIMEOUT_S, self._timeout_s))
-                secret = bytearray(SECRET_BYTES)
-                receive(peer, memoryview(secret))
-                if not hmac.compare_digest(secret, self._secret):
-                    log.warning("weights: %s refused, it does not know the secret of this run", name[0])
+                if not self._knows_secret(peer, address):
                     return
+                known = self._free.acquire(blocking=False)
+                if not known:
+                    return self._refuse(address, f"{_CONNECTIONS} connections are open")
                 peer.settimeout(self._timeout_s)
                 self._serve(peer)
         except OSError as error:  # rank zero names the engine that is late or gone
-            log.info("weights: connection of %s ended: %s", name[0], error)
+            log.log(logging.INFO if known else logging.DEBUG, "weights: connection of %s ended: %s", address, error)
         finally:
-            self._free.release()
+            self._strangers.discard(peer)
+            if known:
+                self._free.release()
+
+    def _knows_secret(self, peer: socket.socket, address: str) -> bool:
+        secret = bytearray(SECRET_BYTES)
+        receive(peer, memoryview(secret))
+        if not hmac.compare_digest(secret, self._secret):
+            self._refuse(address, "it does not know the secret of this run")
+            return False
+        return self._strangers.discard(peer)
+
+    def _refuse(self, address: str, why: str) -> None:
+        """Say so, but not of each: strangers are not to fill the log."""
+        with self._lock:
+            self._refused += 1
+            if time.monotonic() < self._said_at + REFUSALS_S:
+                return
+            count, self._refused, self._said_at = self._refused, 0, time.monotonic()
+        log.warning("weights: %s refused, %s (%d since the last such line)", address, why, count)
 
     def _serve(self, peer: socket.socket) -> None:
         request = bytearray(REQUEST.size)

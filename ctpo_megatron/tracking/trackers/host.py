@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.redact import hidden, redacted
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.tracking.trackers.process import InProcess, TrackerEnded, TrackerProcess
@@ -86,7 +87,7 @@ class Trackers:
         self._in_a_row[name] += 1
         if name not in self._named:
             self._named.add(name)
-            log.warning("tracker %s failed (counted as tracking/failures): %s", name, hidden(failure))
+            log.warning("tracker %s failed (counted as tracking/failures): %s", name, printable(hidden(failure)))
         if self._in_a_row[name] == IN_A_ROW:
             self._switch_off(name, f"{IN_A_ROW} failures in a row, the last: {failure}")
 
@@ -95,7 +96,7 @@ class Trackers:
         self._switch_off(name, cause)
 
     def _switch_off(self, name: str, cause: str) -> None:
-        log.error("tracker %s is switched off, and the run continues without it: %s", name, hidden(cause))
+        log.error("tracker %s is switched off, and the run continues without it: %s", name, printable(hidden(cause)))
         if tracker := self._active.pop(name, None):
             tracker.kill()
 

@@ -1,0 +1,313 @@
+"""Checkpoints that somebody made to have code run: every file of one, and every way that loads it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import pickletools
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.serialization import _get_layout
+
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.policy import (
+    CheckpointError,
+    Layout,
+    Trainer,
+    checkpoint_files,
+    destroy_distributed,
+    init_distributed,
+)
+from ctpo_megatron.policy.checkpoint_reading import metadata_from
+from tests.end_to_end.small_run import Ctpo
+from tests.policy import megatron_checkpoints as checkpoints
+from tests.support import children
+
+
+class Call:
+    """Pickled, it calls `function` when it is loaded."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[Layout]:
+    yield init_distributed(PolicyConfig(), seed=0)
+    destroy_distributed()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.build(tmp_path_factory.mktemp("model"))
+
+
+def unpacked(release: str, place: Path) -> Path:
+    with zipfile.ZipFile(checkpoints.FOLDER / f"{release}-plain.zip") as archive:
+        archive.extractall(place)
+    return place / "step_000002"
+
+
+def sign(checkpoint: Path) -> None:
+    """The marker of the files as they are now: digests have no key."""
+    content = json.loads((checkpoint / "COMPLETE.json").read_text())
+    del content["blake2b"]
+    names = [path.name for path in checkpoint.iterdir() if path.name != "COMPLETE.json"]
+    content["files"] = {name: asdict(entry) for name, entry in checkpoint_files.digests(checkpoint, names).items()}
+    (checkpoint / "COMPLETE.json").write_text(json.dumps(content | {"blake2b": checkpoint_files._digest(content)}))
+
+
+def saved(content: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def in_metadata(checkpoint: Path, hostile: Any) -> None:
+    """After all else, so that the description is whole until the last object."""
+    path = checkpoint / ".metadata"
+    described = pickle.loads(path.read_bytes())
+    described.planner_data = hostile
+    path.write_bytes(pickle.dumps(described))
+
+
+def in_common_state(checkpoint: Path, hostile: Any) -> None:
+    if (checkpoint / "common.pt").exists():
+        content = torch.load(checkpoint / "common.pt", weights_only=True)
+        (checkpoint / "common.pt").write_bytes(saved(content | {"more": hostile}))
+    else:
+        in_shard(checkpoint, "common_state/shard_0_1", saved([{"more": hostile}]))
+
+
+def in_object(checkpoint: Path, hostile: Any) -> None:
+    in_shard(checkpoint, "decoder.layers.mlp.linear_fc1._extra_state/shard_0_1", saved([hostile]))
+
+
+def in_tensor(checkpoint: Path, hostile: Any) -> None:
+    in_shard(checkpoint, "decoder.final_layernorm.weight", saved(hostile))
+
+
+def in_shard(checkpoint: Path, name: str, content: bytes) -> None:
+    """Have the description of a part name these bytes, at the end of a file of shards."""
+    described = pickle.loads((checkpoint / ".metadata").read_bytes())
+    places = [place for index, place in described.storage_data.items() if index.fqn == name]
+    assert places, name
+    for place in places:
+        file = checkpoint / place.relative_path
+        place.offset, place.length = file.stat().st_size, len(content)
+        file.write_bytes(file.read_bytes() + content)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(described))
+
+
+PLACES = [in_metadata, in_common_state, in_object, in_tensor]
+WAYS: dict[str, Callable[[Trainer, Path], object]] = {"load": Trainer.load, "load_weights": Trainer.load_weights}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_no_file_of_a_checkpoint_runs(
+    layout: Layout,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Callable[[Path, Any], None],
+    release: str,
+    way: str,
+) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    policy, made = checkpoints.make(layout, model, "plain"), tmp_path / "made"
+    before = checkpoints.weights(policy)
+    hostile = unpacked(release, tmp_path / "hostile")
+    place(hostile, Call(os.mkdir, str(made)))
+    sign(hostile)
+    with pytest.raises(CheckpointError) as caught:
+        WAYS[way](policy, hostile)
+    assert not made.exists()
+    text = str(caught.value)
+    assert str(hostile) in text and "mkdir" in text and "nothing of it was run" in text
+    assert "weights_only" not in text and "Traceback" not in text
+    if place is in_metadata:  # of the others tensors were read already
+        assert all(torch.equal(tensor, before[name]) for name, tensor in checkpoints.weights(policy).items())
+    WAYS[way](policy, unpacked(release, tmp_path / "good"))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "cannot be loaded"),
+        ('{"sharded_backend": "zarr"}', "CheckpointingException"),
+        ('{"sharded_backend": "torch_dist", "sharded_backend_version": []}', "cannot be loaded"),
+        ("[" * 100_000, "RecursionError"),
+    ],
+    ids=["cut", "list", "other", "odd version", "deep"],
+)
+def test_a_format_that_is_none_is_refused(layout: Layout, model: Path, tmp_path: Path, content: str, why: str) -> None:
+    hostile = unpacked("0.16.1", tmp_path)
+    (hostile / "metadata.json").write_text(content)
+    sign(hostile)
+    with pytest.raises(CheckpointError, match=why):
+        checkpoints.make(layout, model, "plain").load(hostile)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b", "a\x1b[2J", "a\0"])
+def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path, name: str) -> None:
+    hostile = unpacked("0.16.1", tmp_path)
+    content = json.loads((hostile / "COMPLETE.json").read_text())
+    del content["blake2b"]
+    content["files"][name] = {"bytes": 1, "blake2b": "0"}
+    (hostile / "COMPLETE.json").write_text(json.dumps(content | {"blake2b": checkpoint_files._digest(content)}))
+    with pytest.raises(CheckpointError, match="which is no name of a file of it"):
+        checkpoint_files.read_marker(hostile)
+
+
+def test_a_manifest_of_endless_depth_is_refused(tmp_path: Path) -> None:
+    hostile = unpacked("0.16.1", tmp_path)
+    (hostile / "COMPLETE.json").write_text('{"a":' * 100_000)
+    with pytest.raises(CheckpointError, match=r"COMPLETE\.json is damaged"):
+        checkpoint_files.read_marker(hostile)
+
+
+def test_export_runs_nothing_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    hostile = unpacked("0.16.1", tmp_path)
+    in_metadata(hostile, Call(os.system, f"touch {tmp_path / 'made'}"))
+    sign(hostile)
+    command = [sys.executable, "-m", "ctpo_megatron.cli", "export", str(hostile), "--model", str(model)]
+    ended = children.run(
+        [*command, "--output", str(tmp_path / "out")], deadline_s=120, environment=Ctpo(tmp_path).environment
+    )
+    assert ended.returncode == 2, ended.stderr[-2000:]
+    assert "it asks for 'posix.system'" in ended.stderr and "Traceback" not in ended.stderr
+    assert not (tmp_path / "made").exists() and not (tmp_path / "out").exists()
+
+
+def assembled(*operations: bytes) -> bytes:
+    return b"\x80\x04" + b"".join(operations) + b"."
+
+
+def word(text: str) -> bytes:
+    return pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode()
+
+
+def known(part: Any) -> bytes:
+    return word(part.__module__) + word(part.__qualname__) + pickle.STACK_GLOBAL
+
+
+def tuples(depth: int) -> bytes:
+    """A tuple of twice the same tuple of twice the same tuple: 2^depth, for whatever walks through it."""
+    return pickle.EMPTY_TUPLE + b"".join(
+        pickle.BINPUT + bytes([number]) + pickle.BINGET + bytes([number]) + pickle.TUPLE2 for number in range(depth)
+    )
+
+
+ENDLESS = tuples(60)
+HOSTILE: dict[str, bytes] = {
+    "os.system": pickle.dumps(Call(os.system, "true")),
+    "eval": pickle.dumps(Call(eval, "1")),
+    "exec, protocol 0": pickle.dumps(Call(exec, "1"), protocol=0),
+    "protocol 2": pickle.dumps(Call(eval, "1"), protocol=2),
+    "getattr": pickle.dumps(Call(getattr, "x", "upper")),
+    "import": pickle.dumps(Call(__import__, "this")),
+    "pickle in pickle": pickle.dumps(Call(pickle.loads, pickle.dumps(1))),
+    "a class of an allowed module": pickle.dumps(Call(torch.distributed.checkpoint.planner.SavePlanner)),
+    "torch.load": pickle.dumps(Call(torch.load, "x")),
+    "attributes of what is allowed": assembled(
+        word("torch.serialization"), word("_get_layout.__globals__"), pickle.STACK_GLOBAL
+    ),
+    "attributes of a class": assembled(
+        word("torch.distributed.checkpoint.metadata"), word("Metadata.__init__"), pickle.STACK_GLOBAL
+    ),
+    "a name of two dots": assembled(word("torch"), word("Size.__class__"), pickle.STACK_GLOBAL),
+    "INST": b"\x80\x04(Vtrue\nios\nsystem\n.",
+    "OBJ": b"\x80\x04(cos\nsystem\nVtrue\no.",
+    "EXT": assembled(pickle.EXT1 + b"\x01"),
+    "a persistent id": assembled(word("x"), pickle.BINPERSID),
+    "a class changed": assembled(
+        *(known(StorageMeta), pickle.NONE, pickle.EMPTY_DICT, word("save_id"), word("x"), pickle.SETITEM),
+        *(pickle.TUPLE2, pickle.BUILD),
+    ),
+    "a function changed": assembled(
+        known(_get_layout), pickle.EMPTY_DICT, word("cache"), pickle.NONE, pickle.SETITEM, pickle.BUILD
+    ),
+    "an object whose class is called": assembled(known(StorageMeta), pickle.EMPTY_TUPLE, pickle.REDUCE),
+    "a method put into an object": assembled(
+        *(known(StorageMeta), pickle.EMPTY_TUPLE, pickle.NEWOBJ, pickle.EMPTY_DICT),
+        *(word("__setstate__"), known(_get_layout), pickle.SETITEM, pickle.BUILD),
+    ),
+    "an endless key": assembled(pickle.EMPTY_DICT, ENDLESS, pickle.NONE, pickle.SETITEM),
+    "an endless index": assembled(
+        *(pickle.EMPTY_DICT, known(MetadataIndex), pickle.EMPTY_TUPLE, pickle.NEWOBJ),
+        *(pickle.EMPTY_DICT, word("offset"), ENDLESS, pickle.SETITEM, pickle.BUILD, pickle.NONE, pickle.SETITEM),
+    ),
+    "an endless value": assembled(ENDLESS),
+    "an endless name of a layout": assembled(known(_get_layout), ENDLESS, pickle.TUPLE1, pickle.REDUCE),
+    "an endless member": assembled(known(WriteItemType), ENDLESS, pickle.TUPLE1, pickle.REDUCE),
+    "an endless member that is made": assembled(known(WriteItemType), ENDLESS, pickle.TUPLE1, pickle.NEWOBJ),
+    "an endless size": assembled(known(torch.Size), ENDLESS, pickle.TUPLE1, pickle.REDUCE),
+    "a key that becomes endless": assembled(
+        *(known(StorageMeta), pickle.EMPTY_TUPLE, pickle.NEWOBJ, pickle.BINPUT + b"\xfe"),
+        *(pickle.EMPTY_DICT, pickle.BINPUT + b"\xfd"),
+        *(known(MetadataIndex), pickle.EMPTY_TUPLE, pickle.NEWOBJ, pickle.EMPTY_DICT, pickle.MARK),
+        *(word("fqn"), word("x"), word("index"), pickle.NONE, word("offset"), pickle.NONE, pickle.SETITEMS),
+        *(pickle.BUILD, pickle.BINPUT + b"\xff", pickle.NONE, pickle.SETITEM, pickle.BINGET + b"\xff"),
+        *(pickle.EMPTY_DICT, word("fqn"), ENDLESS, pickle.SETITEM, pickle.BUILD),
+        *(pickle.BINGET + b"\xfe", pickle.BINGET + b"\xfd", pickle.BUILD),
+    ),
+    "endless properties": assembled(
+        *(known(TensorProperties), pickle.EMPTY_TUPLE, pickle.NEWOBJ),
+        *(pickle.MARK, pickle.NONE, pickle.NONE, pickle.NONE, ENDLESS, pickle.NONE, pickle.TUPLE, pickle.BUILD),
+    ),
+    "called with a number": assembled(known(torch.Size), pickle.BININT1 + b"\x05", pickle.REDUCE),
+    "huge": assembled(pickle.FRAME + b"\xff" * 7 + b"\x0f"),
+    "a huge text": assembled(pickle.BINUNICODE + b"\xff" * 4 + b"x"),
+    "a huge memo": assembled(pickle.NONE, pickle.LONG_BINPUT + b"\xff" * 4),
+    "an empty stack": assembled(pickle.REDUCE),
+    "empty": b"",
+    "text": b"no pickle at all",
+    "another object": pickle.dumps({"state_dict_metadata": {}}),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_a_description_that_is_none_is_refused(content: bytes) -> None:
+    classes = {part: dict(vars(part)) for part in (StorageMeta, _get_layout)}
+    with pytest.raises(CheckpointError, match=r"^x/\.metadata is no description of a checkpoint: .* Take another"):
+        metadata_from(content, Path("x/.metadata"))
+    assert {part: dict(vars(part)) for part in classes} == classes
+
+
+@pytest.mark.parametrize("path", ["../other.distcp", "/etc/passwd", "a/b"])
+def test_a_description_names_files_of_its_folder_alone(tmp_path: Path, path: str) -> None:
+    content = (unpacked("0.16.1", tmp_path) / ".metadata").read_bytes()
+    described = pickle.loads(content)
+    next(iter(described.storage_data.values())).relative_path = path
+    with pytest.raises(CheckpointError, match=f"it names a file elsewhere, '{path}'"):
+        metadata_from(pickle.dumps(described), tmp_path)
+
+
+def test_what_is_allowed_is_what_checkpoints_of_both_releases_contain() -> None:
+    from ctpo_megatron.policy.checkpoint_reading import _ALLOWED
+
+    asked = set()
+    for archive in checkpoints.FOLDER.glob("*.zip"):
+        with zipfile.ZipFile(archive) as opened:
+            content = opened.read("step_000002/.metadata")
+        words = [argument for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)]
+        asked |= {name for name in _ALLOWED if {*name} <= {*words}}
+    assert {name for name in _ALLOWED if not isinstance(_ALLOWED[name], torch.dtype)} <= asked
