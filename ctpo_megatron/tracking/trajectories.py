@@ -190,10 +190,10 @@ def _rows(
 
 def _as_columns(trajectory: Trajectory) -> Record:
     """Its fields, numbers of tokens as arrays."""
-    from ctpo_megatron.data.tokens import COLUMNS
+    from ctpo_megatron.data.tokens import COLUMNS, further
 
     columns = {name: trajectory.tokens[name] for name in COLUMNS}
-    return {"no_verdict": None} | trajectory.facts() | columns
+    return {"no_verdict": None} | trajectory.facts() | columns | {"more": further(trajectory.tokens)}
 
 
 def rounded_traces(record: Record) -> Record:
