@@ -150,8 +150,14 @@ class Episode:
                 f"tokens, asked for 1 to {max_tokens}"
             )
         trajectory.append_model(ids, sampled.rollout_log_probs, sampled.weight_version, number, sampled.more)
-        trajectory.fill(start, sampled.computed)
         self._computed = len(trajectory) - 1  # the model has not read the last token
+        for name, values in sampled.computed.items():
+            if len(values) != self._computed - start:
+                raise RuntimeError(
+                    f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: the engine returned {name} of "
+                    f"{len(values)} tokens, and read {self._computed - start} since the last call"
+                )
+        trajectory.fill(start, sampled.computed)
         return ids
 
     def mentions_call(self, turn: Turn) -> bool:

@@ -82,8 +82,14 @@ async def _play(root: Path) -> None:
     assert cached[-1] >= 64
 
     # One prompt for all samples, one after another in the cache, and more requests than it can hold.
-    several = await asyncio.gather(*(generate(PROMPT if i % 2 else OTHER, 60 + i) for i in range(24)))
-    for ids, experts, _ in several:
+    tasks = [asyncio.create_task(generate(PROMPT if i % 2 else OTHER, 60 + i)) for i in range(24)]
+    preempted = 0
+    while not all(task.done() for task in tasks):
+        running = list(core.core.scheduler.requests.values())
+        preempted = max([preempted, *(request.num_preemptions for request in running)])
+        await asyncio.sleep(0.001)
+    assert preempted
+    for ids, experts, _ in await asyncio.gather(*tasks):
         assert np.array_equal(experts, taken(model, ids))
     assert max(cached[-24:]) >= 64
 
@@ -103,7 +109,6 @@ async def _play(root: Path) -> None:
         assert np.array_equal(experts[read:], taken(updated, ids)[read:])
         assert not np.array_equal(experts[:read], taken(updated, ids)[:read])
     assert not core._choices._kept
-    llm.shutdown()
 
 
 def _load(core: Any, directory: Path, pack_again: Any) -> None:

@@ -110,9 +110,11 @@ def test_columns_of_what_the_model_read_are_of_the_turn_that_read_it_first() -> 
     """The engine reports a row for each token that it has read since the last turn: not for the one sampled last."""
 
     class Reader(Engine):
+        last = -1
+
         async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0) -> ModelTurn:
             made = await super().__call__(token_ids, max_tokens=max_tokens, seed=seed, start=start)
-            read = [*token_ids, *made.token_ids][start:-1]
+            read = [*token_ids, *made.token_ids][start : self.last]
             rows = np.array([[100 * len(self.asked) + token] for token in read], np.int16)
             return replace(made, computed={"read": rows})
 
@@ -120,6 +122,10 @@ def test_columns_of_what_the_model_read_are_of_the_turn_that_read_it_first() -> 
     assert trajectory.token_ids == [5, 6, 1, 10, STOP, 99, 99, 99, 2, STOP]
     expected = [105, 106, 101, 110, 200 + STOP, 299, 299, 299, 202, 0]
     assert trajectory.tokens["read"][:, 0].tolist() == expected
+    careless = Reader([1, 10, STOP], [2, STOP])
+    careless.last = -2
+    with pytest.raises(RuntimeError, match="'p' sample 0: the engine returned read of 3 tokens, and read 4 since"):
+        play(careless)
 
 
 def test_call_then_answer_keeps_every_array_aligned() -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron import cli
+from ctpo_megatron.base.run_paths import EVALUATION
 from ctpo_megatron.data.tokens import ROUTER_CHOICES
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 from ctpo_megatron.tracking import read_trajectories, recorded_trajectories, records_at, write_trajectories
@@ -76,6 +77,8 @@ def test_further_columns_of_tokens_are_recorded(tmp_path: Path, form: Form) -> N
     expected = [trajectory for group in groups for trajectory in group.trajectories]
     assert recorded_trajectories(path) == expected
     assert ["more" in record for record in read_trajectories(path)] == [True, True, False, False]
+    answers = write_trajectories(tmp_path, 1, groups, decode, folder=EVALUATION, form=form)
+    assert not any("more" in record for record in read_trajectories(answers))  # no run trains on them
     if form == "parquet":
         assert "more" not in records_at(path, [0])[0]  # what readers of a few trajectories have no use for
 
