@@ -143,7 +143,12 @@ def _experts(policy: PolicyConfig, world_size: int, spec: ModelSpec) -> Iterator
     if not spec.num_experts:
         if ep > 1:
             yield _error(policy, "expert_model_parallel_size", "the model has no experts", "set 1")
+        if policy.router_replay:
+            yield _error(policy, "router_replay", "the model has no experts", "set false")
         return
+    if policy.router_replay and spec.num_experts_per_token < 2:
+        message = "needs two experts a token: two equal ones say that none was recorded"
+        yield _error(policy, "router_replay", message, "set false")
     if spec.num_experts % ep:
         message = f"does not divide the model's {spec.num_experts} experts"
         yield _error(policy, "expert_model_parallel_size", message)

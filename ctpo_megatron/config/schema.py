@@ -225,6 +225,10 @@ class PolicyConfig(Section):
         default="none",
         description="what leaves the GPU while trajectories are sampled; all: the parameters too (CUDA only)",
     )
+    router_replay: bool = Field(
+        default=False,
+        description="experts: the trainer sends every token to the experts that the engine sent it to (docs/moe.md)",
+    )
     pad_to_multiple: PositiveInt = Field(
         default=1, description="pad every sequence to a multiple of this many tokens (FP8 layers need 16)"
     )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ctpo_megatron.data.tokens import BY_TURN, PACKED, common_type, further
+from ctpo_megatron.data.tokens import BY_TURN, PACKED, ROUTER_CHOICES, common_type, further
 from ctpo_megatron.data.trajectory import Trajectory
 
 
@@ -110,7 +110,8 @@ class PackedBatch:
     sequence, inside its boundaries, and one masked, unlisted sequence to the micro-batch.
     on_policy: the weights have not been updated since the batch began, so the old log-probs are the log-probs of the
     training pass itself. packed: the original in host memory, from `pack`; None if this is the original.
-    more: further columns of tokens by name, `[N, ...]` of their own types, 0 at alignment.
+    more: further columns of tokens by name, `[N, ...]` of their own types, 0 at alignment. `ROUTER_CHOICES`, hundreds
+    of bytes a token, stays in host memory.
     turn: [N] int16, the turn of each token as in `Trajectory`; None where the loss has no use for it.
     """
 
@@ -163,7 +164,10 @@ class PackedBatch:
             for name in self.__slots__
             if isinstance(value := getattr(self, name), torch.Tensor)
         }
-        more = {name: value.to(device, non_blocking=True) for name, value in self.more.items()}
+        more = {
+            name: value if name == ROUTER_CHOICES else value.to(device, non_blocking=True)
+            for name, value in self.more.items()
+        }
         return replace(self, **tensors, more=more, packed=self.on_host)  # type: ignore[arg-type] # only names of tensors
 
 

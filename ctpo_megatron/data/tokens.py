@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import total_ordering
 from types import MappingProxyType
@@ -40,6 +41,10 @@ BY_TURN = (("turn", np.int16), ("advantages", np.float32))
 """Further columns of packed tokens, where the loss needs to know turns: the turn, and the advantage of the token."""
 _USUAL = {*(TOKEN.names or ()), *(PACKED.names or ()), *(name for name, _ in BY_TURN)}
 NO_COLUMNS: Mapping[str, NDArray[Any]] = MappingProxyType({})
+ROUTER_CHOICES = "router_choices"
+"""A further column, of a mixture of experts: the experts that the engine sent a token to, `[T, layers, choices]`.
+
+uint8, or uint16 above 256 experts. See `recorded`."""
 
 
 def records(length: int, more: Mapping[str, NDArray[Any]] = NO_COLUMNS, **columns: ArrayLike) -> NDArray[np.void]:
@@ -88,6 +93,48 @@ def common_type(kinds: Iterable[np.dtype[np.void]]) -> np.dtype[np.void]:
 def further(tokens: NDArray[np.void]) -> dict[str, NDArray[Any]]:
     """The columns that only some trajectories have, `[T, ...]` each."""
     return {name: tokens[name] for name in tokens.dtype.names or () if name not in _USUAL}
+
+
+def recorded(choices: NDArray[Any]) -> NDArray[np.bool_]:
+    """`[T]`: of which tokens the experts are known, from `ROUTER_CHOICES` `[T, layers, choices >= 2]`.
+
+    A token goes to different experts, so two equal ones, such as the zeros of a token without a record, are none.
+    """
+    known: NDArray[np.bool_] = choices[:, 0, 0] != choices[:, 0, 1]
+    return known
+
+
+def filled(tokens: NDArray[np.void], start: int, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.void]:
+    """A copy with further columns `[n, ...]` of the tokens from `start` on; a new column is 0 elsewhere.
+
+    Raises ValueError as `records` and `joined`, and for rows beyond the tokens.
+    """
+    made = joined([tokens], common_type([tokens.dtype, records(0, {n: v[:0] for n, v in columns.items()}).dtype]))
+    for name, values in columns.items():
+        if start + len(values) > len(made):
+            raise ValueError(f"{len(values)} of {name} from token {start} on, of {len(made)} tokens")
+        made[name][start : start + len(values)] = values
+    return made
+
+
+def to_text(columns: Mapping[str, NDArray[Any]]) -> dict[str, dict[str, Any]]:
+    """Further columns as JSON has them: numpy's name of the type, the shape of a token's value, the bytes in base64."""
+    return {
+        name: {
+            "type": values.dtype.str,
+            "shape": list(values.shape[1:]),
+            "data": base64.b64encode(values.tobytes()).decode(),
+        }
+        for name, values in columns.items()
+    }
+
+
+def of_text(columns: Mapping[str, Mapping[str, Any]], length: int) -> dict[str, NDArray[Any]]:
+    """Inverse of `to_text` for `length` tokens. Raises ValueError, TypeError and KeyError for anything else."""
+    return {
+        name: np.frombuffer(base64.b64decode(each["data"]), np.dtype(each["type"])).reshape(length, *each["shape"])
+        for name, each in columns.items()
+    }
 
 
 def checked(columns: Mapping[str, Sequence[Any]]) -> NDArray[np.void]:

@@ -10,7 +10,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ctpo_megatron.data.tokens import COLUMNS, NO_COLUMNS, Column, checked, joined, records
+from ctpo_megatron.data.tokens import (
+    COLUMNS,
+    NO_COLUMNS,
+    Column,
+    checked,
+    filled,
+    further,
+    joined,
+    of_text,
+    records,
+    to_text,
+)
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.verdict import NoVerdict
 
@@ -118,6 +129,11 @@ class Trajectory:
         made = records(len(token_ids), token_ids=token_ids, weight_version=-1, turn=turn)
         self.tokens = joined([self.tokens, made])
 
+    def fill(self, start: int, columns: Mapping[str, NDArray[Any]]) -> None:
+        """Set further columns, `[n, ...]` each, of the tokens from `start` on. Raises ValueError for rows beyond."""
+        if columns:
+            self.tokens = filled(self.tokens, start, columns)
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -186,15 +202,20 @@ class Trajectory:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A plain-JSON form that `from_json` restores exactly: lists of numbers for the columns of `TOKEN`."""
+        """A plain-JSON form that `from_json` restores exactly: lists of numbers for the columns of `TOKEN`, and further
+        columns, if any, as `more` (`to_text`)."""
         names = ("prompt_id", "sample_index", "seed")
         columns = {name: self.tokens[name].tolist() for name in COLUMNS}
-        return {name: getattr(self, name) for name in names} | columns | self.facts()
+        more = further(self.tokens)
+        rest = {"more": to_text(more)} if more else {}
+        return {name: getattr(self, name) for name in names} | columns | self.facts() | rest
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Trajectory:
         """Inverse of `to_json`. Raises ValueError and KeyError for columns that cannot be what they say."""
-        return cls.of_facts(record, checked(record))
+        tokens = checked(record)
+        more = of_text(record.get("more") or {}, len(tokens))
+        return cls.of_facts(record, filled(tokens, 0, more) if more else tokens)
 
 
 _APART = ("tokens", "no_verdict", "turn_rewards")

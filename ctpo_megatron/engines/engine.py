@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from ctpo_megatron.base.extensions import activate, contain_tasks, shown
 from ctpo_megatron.base.redact import hidden
 from ctpo_megatron.config import engine_count
+from ctpo_megatron.data.tokens import ROUTER_CHOICES
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.logs import path_here, redirect_output
@@ -98,7 +100,8 @@ class RolloutEngine:
         arguments = self._setup.arguments(self._config, self._spec.model_path)
         with _refusals_in_words():
             settings = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=backend), **arguments)
-            self._llm = self._setup.make(settings, self._config.rollout.engine)
+            replay = self._config.policy.router_replay
+            self._llm = self._setup.make(settings, self._config.rollout.engine, router_choices=replay)
         await self._llm.update_weight_version(str(INITIAL_VERSION))
         self._codec = self._make_codec(self._llm.get_tokenizer())
         rollout = self._config.rollout
@@ -254,8 +257,9 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         stops, strings = sorted(self._codec.stop_ids), list(self._tools.stop)
+        replay = self._config.policy.router_replay
 
-        async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int) -> ModelTurn:
+        async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int) -> ModelTurn:
             params = SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -272,6 +276,7 @@ class RolloutEngine:
                 detokenize=bool(strings),
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,
+                routed_experts_prompt_start=start if replay else 0,
             )
             await self._turns.begin(step)
             try:
@@ -283,7 +288,8 @@ class RolloutEngine:
                 self._turns.end()
             if last is None or last.outputs[0].finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"the engine ended a request with {last and last.outputs[0].finish_reason!r}")
-            return _model_turn(last.outputs[0])
+            made = _model_turn(last.outputs[0])
+            return replace(made, computed=_router_choices(last.outputs[0])) if replay else made
 
         return generate
 
@@ -316,6 +322,13 @@ def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     except BaseException as failure:  # of the exception's own methods
         print(f"{shown(error)} (printing it raised {shown(failure)})", file=sys.stderr)
     return GroupFailed(shown(error))
+
+
+def _router_choices(output: Any) -> dict[str, NDArray[Any]]:
+    """`[n, layers, choices]`: the experts of the tokens from `routed_experts_prompt_start` to the last but one."""
+    if output.routed_experts is None:
+        raise RuntimeError("the engine reported no experts: policy.router_replay needs a mixture of experts")
+    return {ROUTER_CHOICES: output.routed_experts}
 
 
 def _model_turn(output: Any) -> ModelTurn:

@@ -75,6 +75,8 @@ class EngineSetup:
             arguments["block_size"] = engine.block_size
         if config.run.profile_steps:
             arguments["profiler_config"] = _profiler(config.run)
+        if config.policy.router_replay:
+            arguments |= self.router_arguments()
         return arguments | self.device_arguments(engine, colocated) | engine.extra  # what the user sets comes last
 
     def device_arguments(self, engine: EngineConfig, colocated: bool) -> dict[str, Any]:
@@ -84,12 +86,19 @@ class EngineSetup:
         """
         return {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": colocated}
 
+    def router_arguments(self) -> dict[str, Any]:
+        """Arguments by which outputs have `routed_experts`. vLLM's model runner v2 alone has them."""
+        return {"enable_return_routed_experts": True}
+
     def concurrent_turns(self, engine: EngineConfig) -> int:
         """Turns that are sampled at once while an earlier batch is in flight (`TurnScheduler`)."""
         return engine.max_num_seqs
 
-    def make(self, arguments: AsyncEngineArgs, engine: EngineConfig) -> AsyncLLMEngine:
-        """The engine; it loads the model. Raises what vLLM raises."""
+    def make(self, arguments: AsyncEngineArgs, engine: EngineConfig, *, router_choices: bool = False) -> AsyncLLMEngine:
+        """The engine; it loads the model. Raises what vLLM raises.
+
+        router_choices: outputs have `routed_experts`. On a GPU `router_arguments` see to that.
+        """
         from vllm.engine.async_llm_engine import AsyncLLMEngine
 
         return AsyncLLMEngine.from_engine_args(arguments)

@@ -29,19 +29,24 @@ class ModelTurn:
 
     rollout_log_probs: nats, under the distribution sampled from (temperature, top-p and top-k applied).
     weight_version: one integer per token. more: further columns of tokens, `[n, ...]` each; they stay with the
-    trajectory up to the micro-batch.
+    trajectory up to the micro-batch. computed: further columns of what the model read, from token `start` of the call
+    on, up to the last sampled token but one.
     """
 
     token_ids: Sequence[int]
     rollout_log_probs: Sequence[float]
     weight_version: Sequence[int]
     more: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    computed: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
 class GenerateTurn(Protocol):
-    """An engine as the episode sees it: exact token ids in, sampled tokens out."""
+    """An engine as the episode sees it: exact token ids in, sampled tokens out.
 
-    def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Awaitable[ModelTurn]: ...
+    start: how many of the tokens have their `computed` columns from an earlier call.
+    """
+
+    def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int) -> Awaitable[ModelTurn]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ class Episode:
         self._tools, self._limits = tools, limits
         self._turn: Turn | None = None
         self._awaits_reply = False
+        self._computed = 0
         length = len(prompt.token_ids)
         trajectory.append_context(prompt.token_ids, 0)
         if length >= limits.max_model_len:
@@ -135,8 +141,8 @@ class Episode:
 
     async def _sample(self, number: int, max_tokens: int, seed: int) -> Sequence[int]:
         """Have the engine continue turn `number`; record and return the tokens."""
-        trajectory = self._trajectory
-        sampled = await self._engine(trajectory.token_ids.copy(), max_tokens=max_tokens, seed=seed)
+        trajectory, start = self._trajectory, self._computed
+        sampled = await self._engine(trajectory.token_ids.copy(), max_tokens=max_tokens, seed=seed, start=start)
         ids = sampled.token_ids
         if not 1 <= len(ids) <= max_tokens:
             raise RuntimeError(
@@ -144,6 +150,14 @@ class Episode:
                 f"tokens, asked for 1 to {max_tokens}"
             )
         trajectory.append_model(ids, sampled.rollout_log_probs, sampled.weight_version, number, sampled.more)
+        self._computed = len(trajectory) - 1  # the model has not read the last token
+        for name, values in sampled.computed.items():
+            if len(values) != self._computed - start:
+                raise RuntimeError(
+                    f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: the engine returned {name} of "
+                    f"{len(values)} tokens, and read {self._computed - start} since the last call"
+                )
+        trajectory.fill(start, sampled.computed)
         return ids
 
     def mentions_call(self, turn: Turn) -> bool:

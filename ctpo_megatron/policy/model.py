@@ -23,6 +23,7 @@ from ctpo_megatron.policy.layers import local_block_spec
 from ctpo_megatron.policy.loss_scale import LossScale
 from ctpo_megatron.policy.parallel import gather_objects
 from ctpo_megatron.policy.replacements import route_with_te
+from ctpo_megatron.policy.router_replay import RouterReplays
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class BuiltModel:
 
     wrapped: the chunks wrapped for data parallelism; gpt: the plain GPTModels in them, in the same order.
     streaming: the last stage returns hidden states, and the loss applies the output layer (`predictions.py`), with the
-    logits of `head_chunk` rows at a time (None: the kernels' default). loss_scale: of float16, None otherwise.
+    logits of `head_chunk` rows at a time (None: the kernels' default). loss_scale: of float16, None otherwise. replays:
+    with `policy.router_replay`.
     """
 
     wrapped: tuple[DistributedDataParallel, ...]
@@ -45,6 +47,7 @@ class BuiltModel:
     streaming: bool
     head_chunk: int | None
     loss_scale: LossScale | None
+    replays: RouterReplays | None = None
 
     @property
     def output_weight(self) -> torch.nn.Parameter:
@@ -122,7 +125,7 @@ def transformer_config(spec: ModelSpec, policy: PolicyConfig) -> TransformerConf
         overlap_p2p_comm=chunks is not None,  # otherwise interleaved stages mix up their messages
         **_recompute(policy, use_te=use_te),
         **spec.family.transformer_options(spec),
-        **(_routing(use_te) if spec.num_experts else {}),
+        **(_routing(use_te, replay=policy.router_replay) if spec.num_experts else {}),
         **device.transformer_flags(te_layers=use_te),
     )
 
@@ -141,9 +144,11 @@ def _recompute(policy: PolicyConfig, *, use_te: bool) -> dict[str, Any]:
     return {}
 
 
-def _routing(use_te: bool) -> dict[str, Any]:
+def _routing(use_te: bool, *, replay: bool) -> dict[str, Any]:
     """How a mixture of experts is trained, in any family."""
     return {
+        "moe_enable_routing_replay": replay,
+        "moe_router_fusion": False,  # the fused choice of experts ignores a replay
         "moe_router_dtype": "fp32",
         # No load-balancing loss: it would change weights without any reward for it.
         "moe_router_load_balancing_type": "none",
@@ -180,7 +185,8 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
     no_sync = [chunk.no_sync for chunk in wrapped]
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     head_chunk = _head_chunk(spec, policy) if streaming else None
-    return BuiltModel(wrapped, tuple(gpt), config, spec, streaming, head_chunk, loss_scale)
+    replays = RouterReplays.install(gpt, policy) if config.moe_enable_routing_replay else None
+    return BuiltModel(wrapped, tuple(gpt), config, spec, streaming, head_chunk, loss_scale, replays)
 
 
 def _head_chunk(spec: ModelSpec, policy: PolicyConfig) -> int | None:

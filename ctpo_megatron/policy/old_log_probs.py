@@ -183,7 +183,7 @@ class OldLogProbs:
         return self._metrics(mini_batches if self._plan == "first update" else mini_batches[:1])
 
     def _metrics(self, known: Sequence[MiniBatch]) -> dict[str, float]:
-        metrics = start_metrics(known, self._layout)
+        metrics = start_metrics(known, self._layout) | self._passes.router_metrics()
         return metrics | apply_correction(known, self._objective, self._layout, self._equal_weights)
 
 

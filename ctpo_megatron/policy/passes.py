@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,15 +35,16 @@ def run_schedule(
     Returns what `loss` kept, one entry per micro-batch, on the last pipeline stage; an empty list on the others.
     """
     chunks = len(model.wrapped)
-    collected: list[Collected] = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, model=model, loss=loss, temperature=temperature),
-        data_iterator=[iter(batches) for _ in range(chunks)] if chunks > 1 else iter(batches),
-        model=list(model.wrapped),
-        num_microbatches=len(batches),
-        seq_length=max(batch.num_tokens for batch in batches),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    with nullcontext() if model.replays is None else model.replays.schedule(training=not forward_only):
+        collected: list[Collected] = get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, model=model, loss=loss, temperature=temperature),
+            data_iterator=[iter(batches) for _ in range(chunks)] if chunks > 1 else iter(batches),
+            model=list(model.wrapped),
+            num_microbatches=len(batches),
+            seq_length=max(batch.num_tokens for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
     return collected
 
 
@@ -57,6 +59,8 @@ def _forward_step(
     batch = next(batches)
     split = ContextSplit.of(batch.on_host.cu_seqlens).to(batch.cu_seqlens.device)
     rules = device.attention_rules(model.config.params_dtype, masked=not split.whole)
+    if model.replays is not None:
+        model.replays.start(batch, split)
     output = module(
         input_ids=split.take(batch.token_ids)[None],
         position_ids=split.take(batch.position_ids)[None],
@@ -107,6 +111,8 @@ class Passes:
         """Store the log-probs of the current weights, without gradient. old: they are the old log-probs, too, and
         entropies are stored."""
         zero = torch.zeros((), device=self._layout.device)
+        for micro in micro_batches:
+            micro.on_policy = old
 
         def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
             return zero, collect(predictions.targets, *predictions.log_probs_and_entropy())
@@ -114,8 +120,6 @@ class Passes:
         # One schedule over all mini-batches: a pipeline fills and drains once.
         with self.memory.in_use(), torch.no_grad():
             kept = run_schedule(self._model, micro_batches, score, temperature=self._temperature, forward_only=True)
-        for micro in micro_batches:
-            micro.on_policy = old
         keep_log_probs(micro_batches, kept)
 
     def accumulate(
@@ -139,6 +143,12 @@ class Passes:
         kept = run_schedule(self._model, micro_batches, loss, temperature=temperature, forward_only=False)
         keep_log_probs(micro_batches, kept)
         return kept
+
+    def router_metrics(self) -> dict[str, float]:
+        """See `RouterReplays.take_metrics`. Without a replay no expert is recorded; empty for a dense model."""
+        if self._model.replays is not None:
+            return self._model.replays.take_metrics()
+        return {"mismatch/router_unrecorded": 1.0} if self._model.spec.num_experts else {}
 
     def over_ranks(
         self, kept: list[Collected], mini_batch: MiniBatch, grad_norm: float = 0.0

@@ -12,7 +12,7 @@ from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig, objective_from_config, read_spec
 from ctpo_megatron.config.schema import CheckpointConfig
-from ctpo_megatron.data import Trajectory
+from ctpo_megatron.data import TokenSequence, Trajectory
 from ctpo_megatron.data.batch import Batch
 from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.objective import (
@@ -36,6 +36,7 @@ from ctpo_megatron.policy.passes import Passes
 from ctpo_megatron.policy.positions import gather_positions
 from ctpo_megatron.policy.predictions import Anchor, LossFunction
 from ctpo_megatron.policy.reports import Diagnostics, Update, gather_diagnostics, summarize_updates
+from ctpo_megatron.policy.router_replay import checked_choices
 from ctpo_megatron.policy.settings import Reinforcement, TrainResult, TrainSettings
 from ctpo_megatron.policy.train_state import TrainState
 
@@ -208,9 +209,12 @@ class Trainer:
         See `checked_sequences` and `make_mini_batches`.
         """
         known: Sequence[Advantage] = [0.0] * len(trajectories) if advantages is None else advantages
-        checked = self.layout.keep_on_rank_zero(
-            lambda: checked_sequences(trajectories, known, self.spec.vocab_size, version, by_turn=by_turn)
-        )
+
+        def check() -> list[TokenSequence]:
+            found = checked_sequences(trajectories, known, self.spec.vocab_size, version, by_turn=by_turn)
+            return checked_choices(found, self.spec) if self.config.router_replay else found
+
+        checked = self.layout.keep_on_rank_zero(check)
         sequences, overall = share_sizes(checked or [], [*map(largest, known)], self.layout)
         return make_mini_batches(
             sequences,
@@ -227,10 +231,10 @@ class Trainer:
     def compute_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Fill `old_log_probs` with the log-probs of the current weights, in the layout that training will use.
 
-        Returns `start_metrics`.
+        Returns `start_metrics`, and `RouterReplays.take_metrics`.
         """
         self._passes.fill_old_log_probs(mini_batches)
-        return start_metrics(mini_batches, self.layout)
+        return start_metrics(mini_batches, self.layout) | self._passes.router_metrics()
 
     def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
         """One optimizer step; `temperature` is used instead of the rollouts' temperature (1 for a supervised loss).

@@ -39,6 +39,7 @@ from ctpo_megatron.preflight.files import (
 )
 from ctpo_megatron.preflight.objective import check_groups, check_objective
 from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
+from ctpo_megatron.preflight.router_replay import check_router_replay
 from ctpo_megatron.preflight.sft_source import check_sft_source
 from ctpo_megatron.preflight.template import check_protocol
 
@@ -234,6 +235,7 @@ TRAINING: tuple[Check[RunContext], ...] = (
     check_batch,
     check_tokens,
     check_engine,
+    check_router_replay,
     check_placement,
     check_cluster,
     check_protocol,

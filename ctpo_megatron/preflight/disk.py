@@ -57,7 +57,14 @@ def checkpoint_bytes(config: Config, spec: ModelSpec) -> float:
     state = model_parameters(spec)[0] * (element + 8 + (4 if config.policy.dtype != "float32" else 0))
     rollout = config.rollout
     ahead = rollout.max_staleness * rollout.prompts_per_step * rollout.samples_per_prompt
-    return state + ahead * expected_tokens(config) * AHEAD_BYTES
+    return state + ahead * expected_tokens(config) * (AHEAD_BYTES + choice_bytes(config, spec))
+
+
+def choice_bytes(config: Config, spec: ModelSpec) -> int:
+    """Of a token whose experts are recorded: one for each layer and choice, two above 256 experts."""
+    if not config.policy.router_replay:
+        return 0
+    return spec.num_layers * spec.num_experts_per_token * (1 if spec.num_experts <= 256 else 2)
 
 
 def expected_tokens(config: Config) -> float:
@@ -68,7 +75,7 @@ def expected_tokens(config: Config) -> float:
 def disk_use(config: Config, spec: ModelSpec, held_out: int | None) -> list[DiskUse]:
     """Everything that grows with steps, and what is as large. held_out: prompts of `data.eval`; None: not known."""
     kept, steps, count = config.checkpoint, config.run.steps, model_parameters(spec)[0]
-    uses = list(_dumps(config, held_out))
+    uses = list(_dumps(config, spec, held_out))
     if kept.every:
         saves = min(kept.keep_last + kept.keep_best + 1, steps // kept.every + 2)
         why = f"{kept.keep_last} of keep_last, {kept.keep_best} of keep_best, one that is written"
@@ -87,7 +94,7 @@ def disk_use(config: Config, spec: ModelSpec, held_out: int | None) -> list[Disk
     return uses
 
 
-def _dumps(config: Config, held_out: int | None) -> Iterator[DiskUse]:
+def _dumps(config: Config, spec: ModelSpec, held_out: int | None) -> Iterator[DiskUse]:
     """Trajectories of steps, and held-out answers."""
     tracking, rollout, tokens = config.tracking, config.rollout, expected_tokens(config)
     form = tracking.trajectory_format
@@ -99,6 +106,11 @@ def _dumps(config: Config, held_out: int | None) -> Iterator[DiskUse]:
         if form == "jsonl":
             key, fix = "tracking.trajectory_format", f"parquet takes {TOKEN_BYTES['parquet']} bytes a token"
         yield DiskUse("trajectories", size, config.run.steps, f"{count:,} trajectories {of_one}", key, fix)
+        if choice := choice_bytes(config, spec):
+            choice = choice * 4 // 3 if form == "jsonl" else choice  # base64
+            why = f"{count:,} trajectories x {tokens:,.0f} tokens x {choice} B"
+            fix = "sample or none writes less"
+            yield DiskUse("experts", count * tokens * choice, config.run.steps, why, "tracking.trajectories", fix)
         dumped, ratio = min(config.run.steps, config.run.steps // tracking.dump_every + 2), RATIO_BYTES[form]
         why = f"{count:,} trajectories x {tokens:,.0f} tokens x {ratio} B"
         yield DiskUse("ratios", count * tokens * ratio, dumped, why, "tracking.dump_every", "a larger one writes less")
@@ -127,7 +139,7 @@ def held_out_prompts(config: Config) -> int | None:
 def disk_table(uses: Sequence[DiskUse]) -> list[TableRow]:
     """Rows (what, size in the end, how it follows), and their sums per step and in all."""
     rows = [(use.what, _shown(use.total), f"{use.count:,} x {_shown(use.each)}: {use.why}") for use in uses]
-    grows = [use for use in uses if use.what in ("trajectories", "ratios", "held-out answers", "logs")]
+    grows = [use for use in uses if use.what in ("trajectories", "experts", "ratios", "held-out answers", "logs")]
     steps = next(use.count for use in uses if use.what == "logs")
     return [
         *rows,

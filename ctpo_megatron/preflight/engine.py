@@ -28,6 +28,7 @@ three more bits."""
 _OWNED = {
     "model": "model.path",
     "kv_cache_memory_bytes": "rollout.engine.kv_cache_mb",
+    "enable_return_routed_experts": "policy.router_replay",
     "seed": "run.seed",
     **{name: f"rollout.engine.{name}" for name in EngineConfig.model_fields if name != "extra"},
 }

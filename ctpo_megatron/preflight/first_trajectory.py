@@ -55,7 +55,7 @@ class _Script:
     def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, end: int) -> None:
         self._turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in texts]
 
-    async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> ModelTurn:
+    async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0) -> ModelTurn:
         ids = self._turns.pop(0)[:max_tokens]
         return ModelTurn(ids, [0.0] * len(ids), [0] * len(ids))
 

@@ -23,6 +23,7 @@ def checks(run: RunData) -> Iterator[Indicator]:
     """Rows of the health section: whether the run could learn, and numbers that should be zero or small."""
     yield from learning_checks(run)
     yield from _mismatch(run)
+    yield from _router(run)
     yield from _noise(run)
     yield from _position_law(run)
     note = "nats in the first mini-batch; above 0.001 the pass for old log-probs and the training pass disagree"
@@ -88,6 +89,21 @@ def _mismatch(run: RunData) -> Iterator[Indicator]:
         yield Indicator(label, value, mean <= rounding, f"{note} at most, unless a weight sync was lost")
     else:
         yield Indicator(label, value, None, "nats; no limit set")
+
+
+def _router(run: RunData) -> Iterator[Indicator]:
+    """Of a mixture of experts, which alone has these metrics."""
+    if not (unrecorded := run.series("mismatch/router_unrecorded")):
+        return
+    label, missing = "Router agreement", max(unrecorded.values)
+    if agreement := run.series("mismatch/router_agreement"):
+        note = "of the choices of experts, in the worst step; the trainer takes the sampler's (policy.router_replay)"
+        if missing:
+            note = f"{missing:.1%} of the tokens of a step had no record and were routed by the trainer"
+        yield Indicator(label, f"{min(agreement.values):.2%}", not missing, note)
+    else:
+        note = "policy.router_replay is off" if not run.setting("policy.router_replay") else "no token had a record"
+        yield Indicator(label, "unknown", None, f"{note}: sampler and trainer may take different experts")
 
 
 def _noise(run: RunData) -> Iterator[Indicator]:

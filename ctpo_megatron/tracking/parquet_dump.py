@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ _CALL = pa.struct(
         ("exec_s", pa.float64()),
     ]
 )
+_MORE = pa.struct([("type", pa.string()), ("shape", pa.list_(pa.int32())), ("data", pa.binary())])
 SCHEMA = pa.schema(
     [
         ("prompt_id", pa.string()),
@@ -56,6 +58,7 @@ SCHEMA = pa.schema(
         *((name, pa.list_(pa.float32())) for name in _TRACES),
         ("segments", pa.list_(_SEGMENT)),
         ("tool_calls", pa.list_(_CALL)),
+        ("more", pa.map_(pa.string(), _MORE)),
         ("other", pa.string()),
     ]
 )
@@ -65,7 +68,7 @@ _REPEATED = ("response_mask", "loss_mask", "weight_version", "turn")
 """Long runs of one number, which a dictionary with run lengths makes tiny."""
 _SPLIT = ("token_ids", "rollout_log_probs", *_TRACES, "segments.list.element.token_chars")
 """Numbers whose bytes of equal weight compress better side by side."""
-_OPTIONAL = {"turn_rewards", "no_verdict", "advantage", "turn_advantages", *_TRACES}
+_OPTIONAL = {"turn_rewards", "no_verdict", "advantage", "turn_advantages", "more", *_TRACES}
 """Fields that a record lacks where the column is null."""
 _GROUP_TOKENS = 1 << 16
 """Tokens of a row group: held in memory as arrays, and read at once to get any of its rows."""
@@ -165,14 +168,14 @@ def _sums(column: pa.ListArray) -> list[int]:
 
 
 def read_rows(path: Path, places: Collection[int]) -> dict[int, Record]:
-    """The records at these places; only their row groups are read. Raises DamagedFileError."""
+    """The records at these places without `more`; only their row groups are read. Raises DamagedFileError."""
     found: dict[int, Record] = {}
     with _opened(path) as file:
-        first = 0
+        first, wanted = 0, [name for name in file.schema_arrow.names if name != "more"]
         for group in range(file.num_row_groups):
             last = first + file.metadata.row_group(group).num_rows
             if any(first <= place < last for place in places):
-                for batch in file.iter_batches(_READ_ROWS, row_groups=[group]):
+                for batch in file.iter_batches(_READ_ROWS, row_groups=[group], columns=wanted):
                     for place in places:
                         if first <= place < first + batch.num_rows:
                             (row,) = batch.slice(place - first, 1).to_pylist()
@@ -199,6 +202,10 @@ def _record(row: dict[str, Any]) -> Record:
         del record["dropped"]
     if "reward_components" in record:
         record["reward_components"] = dict(record["reward_components"])
+    if "more" in record:
+        record["more"] = {
+            name: column | {"data": base64.b64encode(column["data"]).decode()} for name, column in record["more"]
+        }
     for call in record.get("tool_calls", ()):
         call["arguments"] = json.loads(call["arguments"])
     for segment in record.get("segments", ()):
@@ -230,6 +237,8 @@ def _column(field: pa.Field, rows: Sequence[Mapping[str, Any]]) -> pa.Array:
             return pa.array(map(bool, values), field.type)
         case "reward_components":
             return pa.array([[*value.items()] for value in values if value is not None], field.type)
+        case "more":
+            return pa.array([None if not value else [*map(_further, value.items())] for value in values], field.type)
         case "segments":
             flat = [segment for segments in values for segment in segments or ()]
             columns = [_array([segment.get(part.name) for segment in flat], part.type) for part in _SEGMENT]
@@ -238,6 +247,11 @@ def _column(field: pa.Field, rows: Sequence[Mapping[str, Any]]) -> pa.Array:
             calls = [[{**call, "arguments": json.dumps(call["arguments"])} for call in value or ()] for value in values]
             return _texts(calls, field.type)
     return _array(values, field.type)
+
+
+def _further(column: tuple[str, Any]) -> tuple[str, dict[str, Any]]:
+    name, values = column
+    return name, {"type": values.dtype.str, "shape": values.shape[1:], "data": values.tobytes()}
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:

@@ -51,13 +51,16 @@ def write_trajectories(
     """
     path = RunPaths(Path(run_dir)).dump(step, form, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
+    rows = _rows(groups, decode, extra or {}, _as_columns if form == "parquet" else lambda t: t.to_json())
+    if folder != TRAJECTORIES:  # nothing else is trained on
+        rows = ({name: value for name, value in row.items() if name != "more"} for row in rows)
     with aside(path) as written:
         if form == "parquet":
             from ctpo_megatron.tracking.parquet_dump import write_table
 
-            write_table(written, _rows(groups, decode, extra or {}, _as_columns))
+            write_table(written, rows)
         else:
-            write_lines(written, map(rounded_traces, _rows(groups, decode, extra or {}, lambda t: t.to_json())))
+            write_lines(written, map(rounded_traces, rows))
     return path
 
 
@@ -190,10 +193,10 @@ def _rows(
 
 def _as_columns(trajectory: Trajectory) -> Record:
     """Its fields, numbers of tokens as arrays."""
-    from ctpo_megatron.data.tokens import COLUMNS
+    from ctpo_megatron.data.tokens import COLUMNS, further
 
     columns = {name: trajectory.tokens[name] for name in COLUMNS}
-    return {"no_verdict": None} | trajectory.facts() | columns
+    return {"no_verdict": None} | trajectory.facts() | columns | {"more": further(trajectory.tokens)}
 
 
 def rounded_traces(record: Record) -> Record:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ctpo_megatron.data import Trajectory
+from ctpo_megatron.data.tokens import ROUTER_CHOICES
+from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import Advantage
 
 SEQUENCES = 16
@@ -37,6 +39,16 @@ def trajectories(vocab_size: int, seed: int = 0) -> list[Trajectory]:
                 trajectory.append_context(tokens(1, 9), turn)
         result.append(trajectory)
     return result
+
+
+def record_experts(recorded: Iterable[Trajectory], spec: ModelSpec) -> None:
+    """Give every token but each seventh and the last experts at random, other ones than its router would choose."""
+    generator = np.random.default_rng(0)
+    for trajectory in recorded:
+        order = generator.random((len(trajectory), spec.num_layers, spec.num_experts)).argsort(axis=2)
+        choices = order[:, :, : spec.num_experts_per_token].astype(np.uint8)
+        choices[::7] = choices[-1] = 0
+        trajectory.fill(0, {ROUTER_CHOICES: choices})
 
 
 def advantages() -> list[float]:

@@ -15,6 +15,9 @@ CP2 = {"context_parallel_size": 2}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 DISTOPT = {"use_distributed_optimizer": True}
+MICRO = {"micro_batch_tokens": 96}
+REPLAY = {"router_replay": True}
+FULL = {"recompute": "full"}
 
 
 PADDED = {"pad_to_multiple": LONGEST, "micro_batch_tokens": 4 * LONGEST}
@@ -36,6 +39,11 @@ class LayoutCase:
         """Number of processes."""
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         return self.replicas * math.prod(int(self.policy.get(size, 1)) for size in sizes)
+
+    @property
+    def replays(self) -> bool:
+        """Whether every token has recorded experts, drawn at random, which the oracle takes as well."""
+        return bool(self.policy.get("router_replay"))
 
 
 LAYOUTS: dict[str, LayoutCase] = {
@@ -81,7 +89,18 @@ LAYOUTS: dict[str, LayoutCase] = {
         LayoutCase("moe-cp2-ep2", CP2 | EP2, experts=True),
         LayoutCase("moe-tp2-sp-ep2", TP2 | SP | EP2, replicas=2, experts=True),
         LayoutCase("moe-vpp2-ep2", VPP2 | EP2, replicas=2, experts=True),
+        LayoutCase("replay", REPLAY | MICRO, experts=True),
+        LayoutCase("replay-full", REPLAY | MICRO | FULL, experts=True),
+        LayoutCase(
+            "replay-selective", REPLAY | MICRO | {"recompute": "selective", "recompute_modules": ("moe",)}, experts=True
+        ),
+        LayoutCase("replay-ep2", REPLAY | EP2 | MICRO, replicas=2, experts=True),
+        LayoutCase("replay-tp2-sp", REPLAY | TP2 | SP | MICRO, experts=True),
+        LayoutCase("replay-pp2-full", REPLAY | PP2 | MICRO | FULL, experts=True),
+        LayoutCase("replay-vpp2-full", REPLAY | VPP2 | MICRO | FULL, experts=True),
+        LayoutCase("replay-cp2-ep2", REPLAY | CP2 | EP2 | {"micro_batch_tokens": 48}, experts=True),
+        LayoutCase("replay-tp2-sp-ep2-full", REPLAY | TP2 | SP | EP2 | MICRO | FULL, replicas=2, experts=True),
     )
 }
 """All layouts by name. "micro": many small micro-batches instead of few large ones. "padded": every sequence padded to
-the longest."""
+the longest. "replay": in many small micro-batches, too; "full": with full recomputation."""

@@ -15,6 +15,7 @@ from ctpo_megatron.data import Trajectory
 from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.objective import Advantage, PolicyObjective, policy_loss, summarize
 from ctpo_megatron.verify.batch import of_tokens
+from ctpo_megatron.verify.imposed_experts import imposed_experts
 
 SampleKey = tuple[str, int]
 
@@ -50,7 +51,8 @@ class Reference:
     def rows(self, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (nats), `[T]` each, differentiable; 0 where the policy did not sample."""
         ids = torch.tensor(trajectory.token_ids.copy())
-        logits = self._model(ids[None]).logits[0, :-1] / self._temperature
+        with imposed_experts(trajectory):
+            logits = self._model(ids[None]).logits[0, :-1] / self._temperature
         of_vocabulary, sampled = logits.log_softmax(-1), torch.tensor(trajectory.response_mask.copy())
         log_probs = of_vocabulary.gather(1, ids[1:, None]).squeeze(1)
         entropy = -(of_vocabulary.exp() * of_vocabulary).sum(-1)

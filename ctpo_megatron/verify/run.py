@@ -103,8 +103,8 @@ def verify(
     if model is not None and (problems := stored_tensors(model, read_spec(model, family))[1]):
         raise ConfigError(problems)
     disable_progress_bar()
-    for experts in (False, True):
-        chosen = [name for name in layouts if LAYOUTS[name].experts == experts]
+    for experts, replays in ((False, False), (True, False), (True, True)):
+        chosen = [name for name in layouts if (LAYOUTS[name].experts, LAYOUTS[name].replays) == (experts, replays)]
         if chosen:
             with tempfile.TemporaryDirectory(prefix="ctpo-verify-") as name:
                 folder = Path(name)
@@ -116,7 +116,7 @@ def verify(
 def _verify_model(
     folder: Path, model: Path, layouts: Sequence[str], objectives: Sequence[str], family: ModelFamily | None, dtype: str
 ) -> Iterator[LayoutResult]:
-    oracle = _prepare(folder, model, objectives, family, dtype)
+    oracle = _prepare(folder, model, objectives, family, dtype, replays=LAYOUTS[layouts[0]].replays)
     groups: dict[int, list[str]] = defaultdict(list)
     for layout in layouts:
         groups[LAYOUTS[layout].ranks].append(layout)
@@ -142,9 +142,18 @@ def _run_all(folder: Path, ranks: int, layouts: list[str]) -> Iterator[tuple[str
 
 
 def _prepare(
-    folder: Path, model: Path, objectives: Sequence[str], family: ModelFamily | None = None, dtype: str = "float32"
+    folder: Path,
+    model: Path,
+    objectives: Sequence[str],
+    family: ModelFamily | None = None,
+    dtype: str = "float32",
+    *,
+    replays: bool = False,
 ) -> Oracle:
-    trajectories = batch.trajectories(read_spec(model, family).vocab_size)
+    spec = read_spec(model, family)
+    trajectories = batch.trajectories(spec.vocab_size)
+    if replays:
+        batch.record_experts(trajectories, spec)
     reference = Reference(model, TEMPERATURE, family)
     with torch.no_grad():
         for index, trajectory in enumerate(trajectories):

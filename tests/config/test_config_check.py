@@ -339,7 +339,42 @@ def test_layouts_of_experts_and_chunks(config_with: Make, overrides: list[str], 
 def test_good_layouts_of_experts_and_chunks(config_with: Make) -> None:
     pipeline = ("policy.pipeline_model_parallel_size=2", "policy.virtual_pipeline_model_parallel_size=2")
     experts = ("policy.expert_model_parallel_size=2", "policy.context_parallel_size=2")
-    assert found(config_with(*pipeline, *experts), 4, MOE) == []
+    assert found(config_with(*pipeline, *experts, "policy.router_replay=true"), 4, MOE) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cuda", "expected"),
+    [
+        ([], False, "warning: policy.router_replay = false: is off, and the model is a mixture of experts"),
+        (["policy.router_replay=true", "rollout.engine.tensor_parallel_size=2"], False, "needs engines of one worker"),
+        (["policy.router_replay=true"], True, 'rollout.engine.model_runner = "v1": reports no experts'),
+        (
+            [
+                "policy.router_replay=true",
+                "rollout.engine.model_runner=v2",
+                "rollout.engine.extra={enable_prefix_caching: false}",
+            ],
+            True,
+            "rollout.engine.extra.enable_prefix_caching = false: must stay on with policy.router_replay",
+        ),
+        (
+            ["policy.router_replay=true", "rollout.engine.extra={enable_return_routed_experts: true}"],
+            False,
+            "rollout.engine.extra.enable_return_routed_experts = true: is set elsewhere; use policy.router_replay",
+        ),
+    ],
+)
+def test_replay_of_experts(config_with: Make, overrides: list[str], cuda: bool, expected: str) -> None:
+    (text,) = found(config_with(*overrides), spec=MOE, cuda=cuda)
+    assert expected in text
+
+
+def test_replay_of_experts_fits_the_model(config_with: Make) -> None:
+    replay = "policy.router_replay=true"
+    assert "policy.router_replay = true: the model has no experts; set false" in found(config_with(replay))[0]
+    (text,) = found(config_with(replay), spec=replace(MOE, num_experts_per_token=1))
+    assert "policy.router_replay = true: needs two experts a token" in text
+    assert found(config_with(replay, "rollout.engine.model_runner=v2"), spec=MOE, cuda=True) == []
 
 
 def test_all_errors_at_once_with_their_places(base: Path) -> None:
@@ -378,12 +413,13 @@ def test_an_export_replaces_a_model_directory_only(config_with: Make) -> None:
 def test_modules_of_dense_layers_are_not_those_of_experts(config_with: Make) -> None:
     experts = replace(SPEC, num_experts=8, num_experts_per_token=2, moe_intermediate_size=64)
     modules = ["policy.recompute=selective", "policy.recompute_modules=[mlp,moe]"]
-    (text,) = found(config_with(*modules), spec=experts)
+    replay = ("policy.router_replay=true", "rollout.engine.model_runner=v2")
+    (text,) = found(config_with(*modules, replay[0]), spec=experts)
     assert "policy.recompute_modules" in text and "mlp: not in the layers of a mixture of experts" in text
     fused = ["policy.recompute=selective", "policy.recompute_modules=[layernorm,moe_act]", "policy.dtype=bfloat16"]
     engine = ["rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"]
-    assert found(config_with(*fused, *engine), spec=experts, cuda=True) == []
-    (text,) = found(config_with(*fused, *engine, "policy.layer_spec=local"), spec=experts, cuda=True)
+    assert found(config_with(*fused, *engine, *replay), spec=experts, cuda=True) == []
+    (text,) = found(config_with(*fused, *engine, *replay, "policy.layer_spec=local"), spec=experts, cuda=True)
     assert "layernorm and moe_act need Transformer Engine's layers" in text
 
 

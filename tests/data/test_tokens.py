@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from ctpo_megatron.base.run_paths import AHEAD, AHEAD_JSON
 from ctpo_megatron.data import PackingRules, Trajectory, pack, token_sequences
-from ctpo_megatron.data.tokens import TOKEN, common_type
+from ctpo_megatron.data.tokens import ROUTER_CHOICES, TOKEN, common_type, recorded
 from ctpo_megatron.rollouts import encode_ahead, read_ahead
 
 COLUMNS = {
@@ -129,6 +130,49 @@ def test_columns_of_one_name_are_of_one_type() -> None:
     assert common_type([TOKEN, trajectory.tokens.dtype]) == trajectory.tokens.dtype
 
 
+def test_columns_of_tokens_that_the_engine_read_are_filled_in() -> None:
+    trajectory = made()
+    alone = trajectory.tokens
+    trajectory.fill(0, {"experts": experts()})
+    trajectory.fill(4, {"experts": experts()[:1]})
+    found = trajectory.tokens["experts"]
+    assert np.array_equal(found[:3], experts()) and np.array_equal(found[4], experts()[0])
+    assert not found[[3, 5]].any() and trajectory.token_ids == COLUMNS["token_ids"]
+    trajectory.fill(0, {})
+    assert trajectory.tokens["experts"] is not found and alone.dtype == TOKEN  # never changed in place
+    with pytest.raises(ValueError, match="3 of experts from token 4 on, of 6 tokens"):
+        trajectory.fill(4, {"experts": experts()})
+    with pytest.raises(ValueError, match="the column experts is"):
+        trajectory.fill(0, {"experts": experts().astype(np.uint16)})
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+def test_further_columns_are_in_the_json_form(kind: Any) -> None:
+    trajectory = made(experts=experts().astype(kind), scores=np.array([1, 2, 3], np.float16))
+    record = json.loads(json.dumps(trajectory.to_json()))
+    assert Trajectory.from_json(record) == trajectory
+    record["more"]["experts"]["shape"] = [2, 4]
+    with pytest.raises(ValueError, match="cannot reshape"):
+        Trajectory.from_json(record)
+    assert "more" not in made().to_json()
+
+
+def test_a_token_without_a_record_is_none_of_its_experts() -> None:
+    choices = np.array([[[3, 1], [0, 2]], [[0, 0], [0, 0]], [[0, 5], [5, 0]]], np.uint8)
+    assert recorded(choices).tolist() == [True, False, True]
+
+
+def test_router_choices_take_a_byte_each_and_stay_in_host_memory() -> None:
+    trajectory = made()
+    trajectory.fill(0, {ROUTER_CHOICES: np.arange(5 * 2 * 8, dtype=np.uint8).reshape(5, 2, 8)})
+    assert trajectory.tokens.itemsize == 16 + 2 * 8
+    [packed] = pack(token_sequences([trajectory]), None, PackingRules(max_tokens=64))
+    [scored] = pack(token_sequences([made(scores=np.array([1, 2, 3], np.float16))]), None, PackingRules(max_tokens=64))
+    meta = torch.device("meta")
+    assert packed.to(meta).more[ROUTER_CHOICES] is packed.more[ROUTER_CHOICES]
+    assert packed.to(meta).token_ids.device == scored.to(meta).more["scores"].device == meta
+
+
 def ahead(*trajectories: Trajectory) -> dict[str, Any]:
     waiting = {"prompt": "q", "occurrence": 1}
     group = {"prompt": "p", "trajectories": list(trajectories), "report": {"seconds": 0.5}}
@@ -147,7 +191,8 @@ def test_what_is_sampled_ahead_survives_a_checkpoint(tmp_path: Path, more: dict[
     [kept, restored] = found["batches"][0]["groups"][1].pop("trajectories")
     assert found == {**ahead(), "batches": [{"step": 4, "groups": [{"prompt": "q", "occurrence": 1}, {
         "prompt": "p", "report": {"seconds": 0.5}}]}]}  # fmt: skip
-    assert kept == first and restored.to_json() == second.to_json()
+    assert kept == first
+    assert restored.to_json() | {"more": {}} == second.to_json() | {"more": {}}  # a column that one lacks is 0
 
 
 def test_nothing_is_sampled_ahead(tmp_path: Path) -> None:

@@ -100,6 +100,13 @@ CALLED = {
     "vllm.model_executor.models.qwen3.Qwen3ForCausalLM.load_weights": "(weights)",
     "vllm.v1.worker.gpu_worker.Worker.get_model": "()",
     "vllm.distributed.parallel_state.get_tensor_model_parallel_rank": "()",
+    "vllm.forward_context.get_forward_context": "()",
+    f"{LAYERS}.fused_moe.router.base_router.BaseRouter.set_capture_fn": "(capture_fn)",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.get_block_ids": "(request_id)",
+    **{
+        f"vllm.config.model.ModelConfig.{name}": "()"
+        for name in ("get_num_experts", "get_num_experts_per_tok", "get_total_num_hidden_layers")
+    },
 }
 """What we call, or offer instead of `AsyncMPClient` to those who call it, and its arguments without `self`."""
 
@@ -118,14 +125,22 @@ FIELDS = {
 """Classes whose objects are merged or filled field by field: a new field has to be thought of."""
 
 ATTRIBUTES = {
-    CORE: "step_fn scheduler",
+    CORE: "step_fn scheduler vllm_config",
     CLIENT: "resources engine_ranks_managed",
     "vllm.v1.engine.core_client.BackgroundResources": "engine_dead",
-    "vllm.v1.core.sched.scheduler.Scheduler": "requests",
+    "vllm.v1.core.sched.scheduler.Scheduler": "requests kv_cache_manager",
+    "vllm.v1.request.Request": "num_computed_tokens",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "requests kv_cache_config cache_config",
+    "vllm.v1.worker.gpu_input_batch.CachedRequestState": "block_ids num_tokens sampling_params",
+    "vllm.v1.worker.gpu_worker.Worker": "model_runner",
+    "vllm.v1.kv_cache_interface.KVCacheConfig": "num_blocks",
+    "vllm.config.cache.CacheConfig": "block_size",
+    "vllm.forward_context.ForwardContext": "slot_mapping",
+    f"{LAYERS}.fused_moe.runner.moe_runner.MoERunner": "layer_id router",
     "vllm.v1.engine.EngineCoreRequest": "request_id sampling_params",
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": "use_fp64_gumbel logprobs_mode",
     "vllm.ir.op.IrOp": "impls",
-    "vllm.sampling_params.SamplingParams": "output_kind detokenize",
+    "vllm.sampling_params.SamplingParams": "output_kind detokenize routed_experts_prompt_start",
     "vllm.engine.arg_utils.EngineArgs": "kernel_config",
     "vllm.config.kernel.KernelConfig": "ir_op_priority",
     "vllm.config.kernel.IrOpPriorityConfig": "rms_norm fused_add_rms_norm",
@@ -354,7 +369,7 @@ def test_nothing_is_listed_in_vain() -> None:
         ),
         ("from vllm.v1.engine import core\ndef f():\n    setattr(core, 'x', 1)", "3: vllm.v1.engine.core.x"),
         ("import vllm.config as c\nd: object = c\ndel d.Field", "3: vllm.config.Field"),
-        ("from vllm.v1.request import Request", "1: vllm.v1.request.Request"),
+        ("from vllm.v1.outputs import ModelRunnerOutput", "1: vllm.v1.outputs.ModelRunnerOutput"),
         ("from vllm.sampling_params import _private", "1: vllm.sampling_params._private"),
         ("import torch\ntorch.ops._C.other(1)", "2: torch.ops._C.other"),
         ("def f(layer): return layer.cpu_linear, layer.another", "1: .another"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ctpo_megatron.data.prompt import Prompt
@@ -53,7 +55,7 @@ class Engine:
         self.turns = list(turns)
         self.asked: list[tuple[list[int], int, int]] = []
 
-    async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> ModelTurn:
+    async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0) -> ModelTurn:
         self.asked.append((list(token_ids), max_tokens, seed))
         turn = self.turns.pop(0)[:max_tokens]
         n = len(self.asked)
@@ -102,6 +104,28 @@ def test_answer_at_once() -> None:
     assert trajectory.final_text == "ab"
     assert trajectory.token_ids == [5, 6, 1, 2, STOP]
     assert trajectory.response_mask == trajectory.loss_mask == [0, 0, 1, 1, 1]
+
+
+def test_columns_of_what_the_model_read_are_of_the_turn_that_read_it_first() -> None:
+    """The engine reports a row for each token that it has read since the last turn: not for the one sampled last."""
+
+    class Reader(Engine):
+        last = -1
+
+        async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0) -> ModelTurn:
+            made = await super().__call__(token_ids, max_tokens=max_tokens, seed=seed, start=start)
+            read = [*token_ids, *made.token_ids][start : self.last]
+            rows = np.array([[100 * len(self.asked) + token] for token in read], np.int16)
+            return replace(made, computed={"read": rows})
+
+    trajectory = play(Reader([1, 10, STOP], [2, STOP]))
+    assert trajectory.token_ids == [5, 6, 1, 10, STOP, 99, 99, 99, 2, STOP]
+    expected = [105, 106, 101, 110, 200 + STOP, 299, 299, 299, 202, 0]
+    assert trajectory.tokens["read"][:, 0].tolist() == expected
+    careless = Reader([1, 10, STOP], [2, STOP])
+    careless.last = -2
+    with pytest.raises(RuntimeError, match="'p' sample 0: the engine returned read of 3 tokens, and read 4 since"):
+        play(careless)
 
 
 def test_call_then_answer_keeps_every_array_aligned() -> None:

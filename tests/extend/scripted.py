@@ -62,7 +62,7 @@ def played(config: Config, *turns: str, answer: str = "") -> tuple[str, Trajecto
     """The episode in which a model says `turns`: its text after the prompt, and its record."""
     codec, said = Codec(), iter(turns)
 
-    async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int) -> ModelTurn:
+    async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0) -> ModelTurn:
         ids = [*map(ord, next(said)), STOP][:max_tokens]
         return ModelTurn(ids, [-0.5] * len(ids), [1] * len(ids))
 

@@ -68,6 +68,11 @@ def fields_of(name: str) -> set[str]:
     return {ast.unparse(item.target) for item in class_of(name).body if isinstance(item, ast.AnnAssign)}
 
 
+def methods_body(owner: str, name: str) -> ast.FunctionDef:
+    (found,) = [item for item in class_of(owner).body if isinstance(item, ast.FunctionDef) and item.name == name]
+    return found
+
+
 def methods_of(node: ast.ClassDef) -> dict[str, ast.arguments]:
     return {item.name: item.args for item in node.body if isinstance(item, ast.FunctionDef)}
 
@@ -174,3 +179,21 @@ def test_arguments_of_a_gpu_engine_are_vllms() -> None:
     )
     assert set(engine_setup("cuda").arguments(config, "m")) - set(known) == set()
     assert "weight_transfer_config" in known and "enable_sleep_mode" in known
+    replaying = config.model_copy(update={"policy": config.policy.model_copy(update={"router_replay": True})})
+    assert engine_setup("cuda").arguments(replaying, "m")["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" in known
+
+
+def test_experts_are_returned_as_we_read_them() -> None:
+    """`policy.router_replay` on a GPU: the request, the answer, and why `check_router_replay` asks for v2."""
+    assert "routed_experts_prompt_start" in fields_of("vllm.sampling_params.SamplingParams")
+    assert "routed_experts" in fields_of("vllm.outputs.CompletionOutput")
+    refusals = ast.unparse(methods_body("vllm.config.vllm.VllmConfig", "_verify_aux_output_compatibility"))
+    for reason in ("requires Model Runner V2", "only supports MoE models", "requires prefix caching"):
+        assert reason in refusals, reason
+    capturer = class_of("vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCapturer")
+    text = ast.unparse(capturer)
+    assert "'uint8' if num_experts <= 256 else 'uint16'" in text
+    assert "self.shape_per_token = (num_layers, num_experts_per_tok)" in text
+    scheduler = ast.unparse(class_of("vllm.distributed.aux_output_connector.connector.AuxOutputSchedulerConnector"))
+    assert "token_end = request.num_tokens - 1" in scheduler  # the last token was not read

@@ -13,6 +13,7 @@ import pytest
 from ctpo_megatron import cli
 from ctpo_megatron.config import GIB, Config, load_config, read_shapes
 from ctpo_megatron.preflight import RunContext, check_disk, disk_table, disk_use
+from ctpo_megatron.preflight.disk import DiskUse
 from tests.engines.tiny_model import build_tiny_model
 from tests.support.prefork import ROOT
 
@@ -50,6 +51,20 @@ def test_the_sums_of_a_recipe(model: str) -> None:
     sample = {use.what: use for use in disk_use(recipe(model, "tracking.trajectories=sample"), spec, 60)}
     assert sample["trajectories"].total == pytest.approx(305 * (64 * 4512 * 8 + 16384))
     assert "trajectories" not in {use.what for use in disk_use(recipe(model, "tracking.trajectories=none"), spec, 60)}
+
+
+def test_recorded_experts_take_a_byte_for_each_layer_and_choice() -> None:
+    spec = read_shapes(CONFIGS / "models" / "qwen3_30b_a3b.json")
+
+    def uses(*overrides: str) -> dict[str, DiskUse]:
+        return {use.what: use for use in disk_use(recipe("4b", *overrides), spec, 60)}
+
+    replay, ahead = "policy.router_replay=true", "rollout.max_staleness=1"
+    found = uses(replay)
+    assert (found["experts"].count, found["experts"].each) == (305, 4096 * 4512 * 48 * 8)
+    assert uses(replay, JSON_LINES[1])["experts"].each == 4096 * 4512 * 512
+    grown = uses(replay, ahead)["checkpoints"].each - uses(ahead)["checkpoints"].each
+    assert grown == pytest.approx(4096 * 4512 * 48 * 8) and "experts" not in uses()
 
 
 JSON_LINES = ["checkpoint.every=0", "tracking.trajectory_format=jsonl"]

@@ -20,6 +20,8 @@ def over_budget(counts: Mapping[Synchronization, int], passes: Mapping[str, Sequ
         for owner, ours in ((f"ours {case.head}", True), (f"megatron {case.family}", False)):
             found = Counter({s: n for s, n in counts.items() if s.phase == phase and s.ours == ours})
             most = limit(phase, owner, micro_batches, case.dtype)
+            if ours and case.layout.get("router_replay") and "ours with replay" in BUDGET[phase]:
+                most += limit(phase, "ours with replay", micro_batches, case.dtype)
             if found.total() > most:
                 problems.append(f"{phase}, {owner}: {found.total()} for {micro_batches} micro-batches, at most {most}:")
                 problems += [f"  {n} {s.what} at {s.where}" for s, n in found.most_common()]

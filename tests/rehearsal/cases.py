@@ -43,14 +43,15 @@ class Report:
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERTS = {"expert_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
+REPLAY = {"router_replay": True}
 DENSE, MIXTURE = "qwen3-tied", "qwen3-moe"
 
 CASES = (
     Case("torch", 1, MIXTURE, "float32", "logits", True),
     Case("transformer_engine", 2, DENSE, "float32", "logits", True),
-    Case("apex", 2, MIXTURE, "float32", "logits", False, EXPERTS),
+    Case("apex", 2, MIXTURE, "float32", "logits", False, EXPERTS | REPLAY),
     Case("apex", 1, DENSE, "float32", "streaming", True),
-    Case("transformer_engine", 1, MIXTURE, "bfloat16", "streaming", False),
+    Case("transformer_engine", 1, MIXTURE, "bfloat16", "streaming", False, REPLAY),
     Case("apex", 1, MIXTURE, "bfloat16", "logits", True),
     Case("torch", 2, DENSE, "bfloat16", "streaming", False, TENSOR),
     Case("apex", 1, MIXTURE, "float16", "logits", False),

@@ -25,6 +25,7 @@ from ctpo_megatron.policy import (
     policy_gradient,
 )
 from ctpo_megatron.policy.minibatch import MiniBatch
+from ctpo_megatron.verify.batch import record_experts
 from tests.policy import models
 from tests.rehearsal import fused_adam, synchronizations
 from tests.rehearsal.cases import Case, Report
@@ -83,7 +84,10 @@ def _new_policy(case: Case, layout: Any, model: Path) -> Trainer:
 
 
 def _mini_batch(step: int, on: Trainer) -> MiniBatch:
-    found = on.distribute(models.trajectories(8, seed=step), models.advantages(8), size=8)
+    trajectories = models.trajectories(8, seed=step)
+    if on.config.router_replay:
+        record_experts(trajectories, on.spec)
+    found = on.distribute(trajectories, models.advantages(8), size=8)
     return found[0]
 
 

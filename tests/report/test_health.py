@@ -32,6 +32,30 @@ def test_noise_that_never_matters_has_no_number(tmp_path: Path, position: float,
     assert (check.value, check.good) == (shown, good)
 
 
+@pytest.mark.parametrize(
+    ("metrics", "shown", "good", "note"),
+    [
+        ({"mismatch/router_unrecorded": 1.0}, "unknown", None, "policy.router_replay is off"),
+        ({"mismatch/router_unrecorded": 0.0, "mismatch/router_agreement": 0.9876}, "98.76%", True, "in the worst step"),
+        (
+            {"mismatch/router_unrecorded": 0.25, "mismatch/router_agreement": 0.5},
+            "50.00%",
+            False,
+            "25.0% of the tokens",
+        ),
+    ],
+)
+def test_the_agreement_of_routers(
+    tmp_path: Path, metrics: dict[str, float], shown: str, good: bool | None, note: str
+) -> None:
+    check = judged(tmp_path, metrics)["Router agreement"]
+    assert (check.value, check.good) == (shown, good) and note in check.note
+
+
+def test_a_dense_model_has_no_routers(tmp_path: Path) -> None:
+    assert "Router agreement" not in judged(tmp_path, {"mismatch/tokens": 5.0})
+
+
 def test_steps_without_tokens_are_counted_and_not_judged(tmp_path: Path) -> None:
     trained = {"packing/useful_token_fraction": 0.99, "time/update_overhead_fraction": 0.02, "packing/imbalance": 1.01}
     idle = {"packing/useful_token_fraction": 0.0, "time/update_overhead_fraction": 1.0, "packing/imbalance": 1.0}

@@ -8,14 +8,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron import cli
+from ctpo_megatron.base.run_paths import EVALUATION
+from ctpo_megatron.data.tokens import ROUTER_CHOICES
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
-from ctpo_megatron.tracking import recorded_trajectories, write_trajectories
-from ctpo_megatron.tracking.trajectories import trajectory_of
+from ctpo_megatron.tracking import read_trajectories, recorded_trajectories, records_at, write_trajectories
+from ctpo_megatron.tracking.trajectories import Form, trajectory_of
 from tests.support.prefork import ROOT
 from tests.tracking.synthetic_run import decode, make_groups, ratio_fields, write_run
 
@@ -44,7 +47,7 @@ def described(kind: pa.DataType) -> str:
     if pa.types.is_struct(kind):
         return f"struct<{', '.join(field.name for field in kind)}>"
     if pa.types.is_map(kind):
-        return f"map<{kind.key_type}, {kind.item_type}>"
+        return f"map<{kind.key_type}, {described(kind.item_type)}>"
     if pa.types.is_list(kind):
         return f"list<{described(kind.value_type)}>"
     return str(kind)
@@ -63,6 +66,23 @@ def test_the_documented_columns_are_the_written_ones(tmp_path: Path) -> None:
     tokens = lists - of_turns
     text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     assert tokens == set(re.findall(r"^\| `(\w+)` \| list<\w+> \[T\] \|", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_further_columns_of_tokens_are_recorded(tmp_path: Path, form: Form) -> None:
+    """So a replay has the experts that the engine took. Of two groups, the second was sampled without."""
+    groups = make_groups(random.Random(0), prompts=2, samples=2, share_right=0.5)
+    for trajectory in groups[0].trajectories:
+        rows = np.random.default_rng(len(trajectory)).integers(0, 400, (len(trajectory), 3, 2), np.uint16)
+        trajectory.fill(0, {ROUTER_CHOICES: rows})
+    path = write_trajectories(tmp_path, 1, groups, decode, form=form)
+    expected = [trajectory for group in groups for trajectory in group.trajectories]
+    assert recorded_trajectories(path) == expected
+    assert ["more" in record for record in read_trajectories(path)] == [True, True, False, False]
+    answers = write_trajectories(tmp_path, 1, groups, decode, folder=EVALUATION, form=form)
+    assert not any("more" in record for record in read_trajectories(answers))  # no run trains on them
+    if form == "parquet":
+        assert "more" not in records_at(path, [0])[0]  # what readers of a few trajectories have no use for
 
 
 def test_a_recording_of_an_earlier_version_is_replayed_and_written_anew(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ KINDS = list(
     }.values()
 )
 """One preset of those that differ in numbers alone."""
+RECORDED = ("replay-selective", "replay-tp2-sp", "replay-vpp2-full", "replay-cp2-ep2")
 TWO_OBJECTIVES = ("one-micro", "tp2-sp", "vpp2-micro", "dp2-distopt", "moe-ep2")
 
 
@@ -40,6 +41,7 @@ def run_forked(folder: Path, ranks: int, layouts: list[str]) -> str:
     [
         pytest.param(EVERY_OBJECTIVE, KINDS, id="every objective"),
         pytest.param(TWO_OBJECTIVES, ["ctpo", "grpo"], id="two objectives"),
+        pytest.param(RECORDED, ["ctpo"], id="recorded experts"),
         pytest.param(TWO_OBJECTIVES, KINDS, marks=pytest.mark.slow, id="all of both"),
     ],
 )

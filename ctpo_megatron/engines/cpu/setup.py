@@ -50,25 +50,37 @@ class CpuSetup(EngineSetup):
             "max_num_batched_tokens": max(engine.max_model_len, 4096),
         }
 
+    def router_arguments(self) -> dict[str, Any]:
+        """None: vLLM refuses its own on a CPU, and `router_choices` serves there."""
+        return {}
+
     def concurrent_turns(self, engine: EngineConfig) -> int:
         """Fewer than on a GPU, which computes all of `max_num_seqs` at once."""
         return max(1, engine.max_num_seqs // _CONCURRENT_SHARE)
 
-    def make(self, arguments: AsyncEngineArgs, engine: EngineConfig) -> AsyncLLMEngine:
-        """The engine that `apply` chooses, in a process where vLLM is patched for it."""
-        return apply(arguments, engine)(arguments)
+    def make(self, arguments: AsyncEngineArgs, engine: EngineConfig, *, router_choices: bool = False) -> AsyncLLMEngine:
+        """The engine that `apply` chooses, in a process where vLLM is patched for it.
+
+        router_choices: outputs have `routed_experts`. Raises ValueError for several workers.
+        """
+        return apply(arguments, engine, router_choices=router_choices)(arguments)
 
 
-def apply(arguments: AsyncEngineArgs, engine: EngineConfig) -> Callable[[AsyncEngineArgs], AsyncLLMEngine]:
+def apply(
+    arguments: AsyncEngineArgs, engine: EngineConfig, *, router_choices: bool = False
+) -> Callable[[AsyncEngineArgs], AsyncLLMEngine]:
     """Patch vLLM in this process permanently, and return the function that makes an engine of `arguments`.
 
     arguments: changed in place; its `kernel_config` names the kernels. engine: whose `tensor_parallel_size` above 1
     leaves vLLM as it is. Its workers are processes of their own then, which no patch in this process reaches.
+    router_choices: see `CpuSetup.make`.
     """
     # Here, so that environment variables can be set between the import of this module and the import of vLLM.
     from vllm.engine.async_llm_engine import AsyncLLMEngine
 
     if engine.tensor_parallel_size > 1:
+        if router_choices:
+            raise ValueError("policy.router_replay needs rollout.engine.tensor_parallel_size: 1 on a CPU")
         make: Callable[[AsyncEngineArgs], AsyncLLMEngine] = AsyncLLMEngine.from_engine_args
         return make
 
@@ -82,7 +94,7 @@ def apply(arguments: AsyncEngineArgs, engine: EngineConfig) -> Callable[[AsyncEn
     use_kernel_for_norms(arguments)
     draw_ahead()
     take_log_probs_of_many_tokens()
-    return partial(in_process_engine, threads=engine.threads)
+    return partial(in_process_engine, threads=engine.threads, router_choices=router_choices)
 
 
 def give_way_to_engines() -> None:
