@@ -49,3 +49,11 @@ SECRET_TIMEOUT_S = 10.0
 """For a connection to the weight server to send the secret."""
 ACCEPT_PAUSE_S = 0.2
 """After a connection that could not be accepted."""
+MEETING_S = 5.0
+"""For an engine to get the memory in which it shares weights with its neighbours."""
+MEETING_POLL_S = 0.1
+"""One attempt to get it, or to give it to a neighbour."""
+LATE_NEIGHBOUR_S = 30.0
+"""How long weights stay for a neighbour that has not begun to take them."""
+NEIGHBOUR_POLL_S = 0.005
+"""How often an engine looks for buckets that its neighbours have fetched."""
