@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -111,7 +112,7 @@ class Host(NodeMemory):
                     peer, _ = self._listener.accept()
                 except TimeoutError:
                     continue
-                with peer:
+                with peer, suppress(ConnectionError):  # a neighbour that has ended
                     if _user_of(peer) == os.geteuid():
                         socket.send_fds(peer, [b"\0"], [self._descriptor])
                         given += 1
@@ -128,7 +129,7 @@ def meet(name: str, sizes: Sequence[int], receivers: int) -> NodeMemory:
     while time.monotonic() < deadline:
         try:
             with socket.socket(socket.AF_UNIX) as peer:
-                peer.settimeout(MEETING_POLL_S)
+                peer.settimeout(MEETING_S)
                 peer.connect(address)
                 if (user := _user_of(peer)) != os.geteuid():
                     raise NoMeetingError(f"user {user} has the name under which receivers of this node meet")
