@@ -59,7 +59,7 @@ class _Tensor:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Sending:
     """What this rank sends of a tensor. needed: whether a rank of its tensor-parallel group sends something of it."""
 
     tensor: _Tensor
@@ -79,7 +79,7 @@ def cut(shard: Sequence[Rows], row_bytes: Sequence[int], replica: int, replicas:
     return found
 
 
-def _pieces(model: BuiltModel, layout: Layout) -> list[list[_Piece]]:
+def _pieces(model: BuiltModel, layout: Layout) -> list[list[_Sending]]:
     """One list for each parameter of this rank."""
     experts_each = model.spec.num_experts // layout.ep_size
     tensors = [
@@ -87,18 +87,20 @@ def _pieces(model: BuiltModel, layout: Layout) -> list[list[_Piece]]:
         for entry in entries(model)
         for number, name in enumerate(entry.names(experts_each, layout.ep_rank))
     ]
-    found: dict[tuple[int, int], _Piece] = {}
+    found: dict[tuple[int, int], _Sending] = {}
     for per_expert in (False, True):
         members = [tensor for tensor in tensors if tensor.entry.mapping.per_expert == per_expert]
         found |= _shared_out(members, model.spec, _replica(per_expert=per_expert))
-    by_parameter: dict[int, list[_Piece]] = {}
+    by_parameter: dict[int, list[_Sending]] = {}
     for tensor in tensors:
         parameter = id(tensor.entry.parameter)
         by_parameter.setdefault(parameter, []).append(found[parameter, tensor.number])
     return list(by_parameter.values())
 
 
-def _shared_out(tensors: Sequence[_Tensor], spec: ModelSpec, replica: tuple[int, int]) -> dict[tuple[int, int], _Piece]:
+def _shared_out(
+    tensors: Sequence[_Tensor], spec: ModelSpec, replica: tuple[int, int]
+) -> dict[tuple[int, int], _Sending]:
     """By parameter and number; all tensors are of the same ranks."""
     if not tensors:
         return {}
@@ -108,7 +110,7 @@ def _shared_out(tensors: Sequence[_Tensor], spec: ModelSpec, replica: tuple[int,
     ]
     needed = [any(rows.first < rows.end for rows in of_tensor) for of_tensor in zip(*of_ranks, strict=True)]
     return {
-        (id(tensor.entry.parameter), tensor.number): _Piece(tensor, own, wanted)
+        (id(tensor.entry.parameter), tensor.number): _Sending(tensor, own, wanted)
         for tensor, own, wanted in zip(tensors, of_ranks[group.rank()], needed, strict=True)
     }
 
@@ -136,7 +138,7 @@ def export_share(model: BuiltModel, layout: Layout) -> Iterator[tuple[TensorRows
                     yield from _sent(piece, part, model.spec)
 
 
-def _sent(piece: _Piece, part: torch.Tensor, spec: ModelSpec) -> Iterator[tuple[TensorRows, torch.Tensor]]:
+def _sent(piece: _Sending, part: torch.Tensor, spec: ModelSpec) -> Iterator[tuple[TensorRows, torch.Tensor]]:
     """part: of this rank."""
     tensor, own = piece.tensor, piece.own
     if tensor.entry.mapping.dim == 0:
