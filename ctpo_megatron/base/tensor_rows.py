@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class TensorRows(NamedTuple):
-    """Rows `first` to `first + count` of a tensor under its Hugging Face name.
+    """Rows `first` to `first + rows` of a tensor under its Hugging Face name.
 
     shape, dtype: of the whole tensor. The rows of a vector or a scalar are its numbers.
     """
@@ -19,7 +19,7 @@ class TensorRows(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     first: int
-    count: int
+    rows: int
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorRows:
@@ -34,7 +34,7 @@ class TensorRows(NamedTuple):
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape of these rows alone."""
-        return (self.count, *self.shape[1:]) if self.shape else ()
+        return (self.rows, *self.shape[1:]) if self.shape else ()
 
 
 def rows_of(shape: tuple[int, ...]) -> int:

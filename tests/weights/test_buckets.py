@@ -21,9 +21,9 @@ def shared_out(tensors: list[torch.Tensor], cuts: list[list[int]], ranks: int) -
     parts: list[list[tuple[TensorRows, torch.Tensor]]] = [[] for _ in range(ranks)]
     for number, (tensor, places) in enumerate(zip(tensors, cuts, strict=True)):
         whole = TensorRows.whole(f"layers.{number // 2}.{number}", tuple(tensor.shape), tensor.dtype)
-        bounds = sorted({0, whole.count, *(place for place in places if place < whole.count)})
+        bounds = sorted({0, whole.rows, *(place for place in places if place < whole.rows)})
         for at, (first, end) in enumerate(itertools.pairwise(bounds)):
-            rows = whole._replace(first=first, count=end - first)
+            rows = whole._replace(first=first, rows=end - first)
             parts[(number + at) % ranks].append((rows, tensor[first:end]))
     memories = [WeightMemory() for _ in range(ranks)]
     for memory, of_rank in zip(memories, parts, strict=True):

@@ -205,7 +205,7 @@ def test_other_tensors_than_were_announced_are_refused() -> None:
     for given, message in (
         ([(whole, tensor.bfloat16())], rf"{name} torch.bfloat16\[50, 8\], as .* comes where .*{name}"),
         ([(whole, tensor[1:])], rf"{name} torch.float32\[49, 8\], as .* comes where .*{name}"),
-        ([(whole._replace(first=1, count=49), tensor[1:])], "first=1, count=49.* comes where .*first=0, count=50"),
+        ([(whole._replace(first=1, rows=49), tensor[1:])], "first=1, rows=49.* comes where .*first=0, rows=50"),
         ([(whole._replace(name="other"), tensor)], "other torch.float32"),
         ([(whole, tensor), (whole._replace(name="another"), tensor)], "another .* comes where None"),
         ([], f"{name} was announced, but did not come"),

@@ -57,7 +57,7 @@ class FetchMessage:
     receivers: processes on its node that fetch. meeting: a name where these meet, which no other update has.
     """
 
-    shares: list[tuple[str, int, Sequence[Sequence[Any]]]]
+    shares: Sequence[tuple[str, int, Sequence[Sequence[Any]]]]
     secret: str = field(repr=False)
     version: int
     bucket_bytes: int

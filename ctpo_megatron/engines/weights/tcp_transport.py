@@ -56,7 +56,7 @@ class WeightMemory:
         self._parts, entries, end = list(parts), [], 0
         for part in self._parts:
             start = aligned(end)
-            dtype, size = str(part.dtype).removeprefix("torch."), part.count * part.row_bytes
+            dtype, size = str(part.dtype).removeprefix("torch."), part.rows * part.row_bytes
             entries.append(Entry(part.name, dtype, tuple(part.shape), part.first * part.row_bytes, start, size))
             end = start + size
         with self._progress:
