@@ -33,7 +33,7 @@ from ctpo_megatron.engines.weights.tcp_transport import WeightMemory, WeightServ
 GOAL = 1.3
 """Time of four engines against one, at most."""
 RECEIVERS = (1, 2, 4)
-LINKS_GBIT_S = (0.0, 10.0)
+LINKS_GBIT_S = (0.0, 10.0, 1.0)
 """0: loopback as it is."""
 _TENSOR_MIB, _BUCKET_BYTES, _PAGE = 4, 16 << 20, 4096
 

@@ -78,13 +78,13 @@ def memories() -> list[str]:
     return [target for link in links if link.is_symlink() and "ctpo-weights" in (target := os.readlink(link))]
 
 
-LINK_GBIT_S = 2.0
-"""One copy of 256 MiB takes a second, far more than the CPUs need for four receivers."""
+LINK_GBIT_S = 1.0
+"""One copy of 256 MiB takes two seconds, far more than the CPUs need for four receivers."""
 
 
 def test_four_receivers_take_hardly_longer_than_one() -> None:
     """Over a link that is slower than this machine, busy as it may be; each byte passes it once."""
-    found = ranks.run(node_weights.job, 256, (1, 4), 5, LINK_GBIT_S, ranks=5)[0]
+    found = ranks.run(node_weights.job, 256, (1, 4), 3, LINK_GBIT_S, ranks=5)[0]
     assert {number for sent in found["sent"].values() for number in sent} == {256 << 20}
     seconds = found["seconds"]
     ratios = [four / one for one, four in zip(seconds[1], seconds[4], strict=True)]
