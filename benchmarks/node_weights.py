@@ -39,7 +39,7 @@ _TENSOR_MIB, _BUCKET_BYTES, _PAGE = 4, 16 << 20, 4096
 
 
 class LinkedMemory(WeightMemory):
-    """Behind a link of so many Gbit/s (0: no limit); `requested`: bytes that were sent or are about to be."""
+    """Behind a link of `link_gbit_s` (0: no limit). requested: bytes that were sent or are about to be."""
 
     def __init__(self, link_gbit_s: float = 0.0) -> None:
         super().__init__()
