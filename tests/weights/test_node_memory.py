@@ -77,18 +77,11 @@ def memories() -> list[str]:
     return [target for link in links if link.is_symlink() and "ctpo-weights" in (target := os.readlink(link))]
 
 
-LINK_GBIT_S = 1.0
-"""One copy of 256 MiB takes two seconds, far more than the CPUs need for four receivers."""
-
-
-def test_four_receivers_take_hardly_longer_than_one() -> None:
-    """Over a link that is slower than this machine, busy as it may be; each byte passes it once."""
-    found = ranks.run(node_weights.job, 256, (1, 4), 3, LINK_GBIT_S, ranks=5)[0]
-    assert {number for sent in found["sent"].values() for number in sent} == {256 << 20}
-    seconds = found["seconds"]
-    print(f"seconds for 256 MiB over {LINK_GBIT_S:g} Gbit/s: {seconds}")
-    # Of the shortest rounds: other programs on this machine only add to them.
-    assert min(seconds[4]) <= node_weights.GOAL * min(seconds[1])
+def test_every_byte_is_fetched_once_for_four_receivers() -> None:
+    """As for one. Time is not compared here: `benchmarks.node_weights` does that, on a machine without other work."""
+    found = ranks.run(node_weights.job, 64, (1, 4), 2, ranks=5)[0]
+    print(f"seconds for 64 MiB over loopback: {found['seconds']}")
+    assert found["sent"] == {1: [64 << 20] * 2, 4: [64 << 20] * 2}
 
 
 @pytest.fixture
