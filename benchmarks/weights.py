@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from benchmarks.kernels import report
+from ctpo_megatron.base.tensor_rows import TensorRows
 from ctpo_megatron.engines.weights.checksums import Checksums
-from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Share, fetched
+from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, FetchMessage, fetched
 from ctpo_megatron.engines.weights.tcp_transport import WeightMemory, WeightServer
 
 GOAL = 3.0
@@ -57,8 +58,8 @@ class Receiver:
 
         return sum(touch(torch.from_numpy(array)) for array in ray.get(boxed[0]).values())
 
-    def take_tcp(self, share: Share, secret: bytes, version: int, bucket_bytes: int) -> float:
-        return sum(touch(tensor) for _, tensor in fetched([share], secret, version, bucket_bytes, 120.0))
+    def take_tcp(self, message: FetchMessage) -> float:
+        return sum(touch(tensor) for _, tensor in fetched(message))
 
     def node(self) -> str:
         import ray
@@ -72,14 +73,14 @@ def sides(receiver: Any, tensors: dict[str, torch.Tensor], bucket_bytes: int) ->
 
     secret = secrets.token_bytes(SECRET_BYTES)
     server, memory, versions = WeightServer(HOST, secret, 120.0), WeightMemory(), itertools.count()
-    shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    rows = [TensorRows.whole(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
 
     def tcp(checksums: Checksums | None = None) -> float:
-        memory.plan(shapes, next(versions))
+        memory.plan(rows, next(versions))
         server.serve(memory)
-        share = Share(*server.address, memory.entries)
-        taken = receiver.take_tcp.remote(share, secret, memory.version, bucket_bytes)
-        memory.fill(tensors.items(), checksums)
+        shares: Any = [(*server.address, memory.entries)]
+        taken = receiver.take_tcp.remote(FetchMessage(shares, secret.hex(), memory.version, bucket_bytes, 120.0))
+        memory.fill(zip(rows, tensors.values(), strict=True), checksums)
         return float(ray.get(taken))
 
     def objects() -> float:

@@ -43,9 +43,11 @@ WALKS = {
         objective/surrogate.py objective/trust_region.py objective/aggregation.py objective/fused.py
     """,
     "weights -> engines": """
-        policy/trainer.py policy/hf.py run/ranks.py run/controller.py rollouts/rollouts.py engines/pool.py
+        policy/trainer.py policy/hf.py policy/hf_share.py base/tensor_rows.py
+        run/ranks.py run/controller.py rollouts/rollouts.py engines/pool.py
         engines/updates.py engines/handle.py engines/engine.py engines/weights/offer.py
         engines/weights/file.py base/tensor_file.py engines/weights/tcp.py engines/weights/tcp_transport.py
+        engines/weights/buckets.py engines/weights/node_memory.py engines/weights/together.py
         engines/weights/checksums.py engines/weights/engine_checksums.py engines/weights/vllm.py
         engines/weights/receiver.py
         engines/cpu/packed_weights.py

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from ctpo_megatron.base.tensor_rows import TensorRows
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Group, PromptRules, prepare, read_prompts
 from ctpo_megatron.engines import EnginePool, Sampling
@@ -92,12 +93,14 @@ class _Sender:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._tensors.items()
 
-    own_weights = weights
+    def own_weights(self) -> Iterator[tuple[TensorRows, torch.Tensor]]:
+        yield from zip(self.own_weight_rows(), self._tensors.values(), strict=True)
+
+    def own_weight_rows(self) -> list[TensorRows]:
+        return [TensorRows.whole(*shape) for shape in self.weight_shapes()]
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()]
-
-    own_weight_shapes = weight_shapes
 
     def offer(self, version: int) -> WeightOffer:
         self._offer = self._transport.offer(self, version)

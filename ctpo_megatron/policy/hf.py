@@ -49,7 +49,7 @@ class ModelParameter:
         return group
 
 
-def _entries(model: BuiltModel) -> Iterator[ModelParameter]:
+def entries(model: BuiltModel) -> Iterator[ModelParameter]:
     """All parameters of this rank. Raises KeyError naming a parameter without a Hugging Face counterpart."""
     spec, family = model.spec, model.spec.family
     ends, in_layer = _by_name(family.ends(spec), spec), _by_name(family.layer(spec), spec)
@@ -109,7 +109,7 @@ def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
         layout.on_rank_zero(lambda: _check_tied(files, stored[family.head].shape[0], family, directory))
     experts_each = spec.num_experts // layout.ep_size
     broken: list[str] = []
-    for entry in _entries(model):
+    for entry in entries(model):
         names = entry.names(experts_each, layout.ep_rank)
         tensors = [files.read(name) for name in names]
         shards = entry.mapping.shard(tensors, spec, entry.group.size())
@@ -160,41 +160,14 @@ def export(
         yield from _relay_stage(number, stage if layout.pp_rank == number else iter(()), layout)
 
 
-def export_share(model: BuiltModel, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (HF name, full tensor) that this rank is to send, one at a time; every tensor is sent by one rank only.
-
-    The first rank of a tensor-parallel group sends its gathered shards, and the first of several replicas. Each
-    pipeline stage and expert-parallel rank sends its own tensors. All ranks must iterate to the end.
-    """
-    for entry in _entries(model):
-        sends = _sends(entry)
-        names = entry.names(model.spec.num_experts // layout.ep_size, layout.ep_rank)
-        for name, part in zip(names, entry.mapping.unshard(entry.parameter.detach(), model.spec), strict=True):
-            tensor = _joined(part, entry, model.spec)
-            if sends:
-                yield name, tensor
-            del tensor
-
-
 Declared = list[tuple[str, tuple[int, ...], torch.dtype]]
-
-
-def declare_share(model: BuiltModel, layout: Layout) -> Declared:
-    """HF name, shape and dtype of all that `export_share` yields on this rank, in its order; not collective."""
-    experts_each = model.spec.num_experts // layout.ep_size
-    return [
-        (name, shape, entry.parameter.dtype)
-        for entry in _entries(model)
-        if _sends(entry)
-        for name, shape in zip(entry.names(experts_each, layout.ep_rank), entry.mapping.shapes, strict=True)
-    ]
 
 
 def declare(model: BuiltModel, layout: Layout) -> Declared:
     """HF name, shape and dtype of all that `export` yields, in its order, on every rank. No tensor is gathered."""
     experts_each = model.spec.num_experts // layout.ep_size
     of_stage: Declared = []
-    for entry in _entries(model):
+    for entry in entries(model):
         ranks = range(layout.ep_size) if entry.mapping.per_expert else [layout.ep_rank]
         names = [entry.names(experts_each, ep_rank) for ep_rank in ranks]
         for number, shape in enumerate(entry.mapping.shapes):
@@ -205,18 +178,7 @@ def declare(model: BuiltModel, layout: Layout) -> Declared:
     return [tensor for stage in stages for tensor in stage]
 
 
-def _sends(entry: ModelParameter) -> bool:
-    """Whether this rank sends the tensors of a parameter."""
-    return entry.group.rank() == 0 and _is_first_replica(entry.mapping)
-
-
-def _is_first_replica(mapping: ParamMapping) -> bool:
-    if mapping.per_expert:
-        return int(mpu.get_expert_data_parallel_rank()) == 0
-    return int(mpu.get_data_parallel_rank(with_context_parallel=True)) == 0
-
-
-def _joined(part: torch.Tensor, entry: ModelParameter, spec: ModelSpec) -> torch.Tensor:
+def joined(part: torch.Tensor, entry: ModelParameter, spec: ModelSpec) -> torch.Tensor:
     """An HF tensor, joined from the parts on the ranks of its tensor-parallel group."""
     tensor = _join(part, entry.mapping.dim, entry.group)
     return tensor[: spec.vocab_size] if entry.mapping.padded else tensor
@@ -225,7 +187,7 @@ def _joined(part: torch.Tensor, entry: ModelParameter, spec: ModelSpec) -> torch
 def _stage_tensors(
     model: BuiltModel, layout: Layout, value: Callable[[torch.nn.Parameter], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for entry in _entries(model):
+    for entry in entries(model):
         yield from _full(entry, value(entry.parameter), model.spec, layout)
 
 
@@ -236,7 +198,7 @@ def _full(
     mapping, experts_each = entry.mapping, spec.num_experts // layout.ep_size
     names = [entry.names(experts_each, ep_rank) for ep_rank in range(layout.ep_size)]
     for number, part in enumerate(mapping.unshard(value, spec)):
-        tensor = _joined(part, entry, spec)
+        tensor = joined(part, entry, spec)
         if not mapping.per_expert or layout.ep_size == 1:
             yield names[0][number], tensor
         else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state as mpu
 
+from ctpo_megatron.base.tensor_rows import TensorRows
 from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig, objective_from_config, read_spec
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import TokenSequence, Trajectory
@@ -24,7 +25,7 @@ from ctpo_megatron.objective import (
     warm_up_kernels,
     window_metrics,
 )
-from ctpo_megatron.policy import checkpoint, device, hf
+from ctpo_megatron.policy import checkpoint, device, hf, hf_share
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.hf_directory import write_directory
 from ctpo_megatron.policy.minibatch import MiniBatch, checked_sequences, largest, make_mini_batches, share_sizes
@@ -291,14 +292,14 @@ class Trainer:
         with self._memory.weights_complete():
             yield from hf.export(self._model, self.layout)
 
-    def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The part of `weights` that this rank is to send; each tensor is sent by one rank. Iterate to the end."""
+    def own_weights(self) -> Iterator[tuple[TensorRows, torch.Tensor]]:
+        """The part of `weights` that this rank is to send; each row is sent by one rank. Iterate to the end."""
         with self._memory.weights_complete():
-            yield from hf.export_share(self._model, self.layout)
+            yield from hf_share.export_share(self._model, self.layout)
 
-    def own_weight_shapes(self) -> hf.Declared:
-        """Name, shape and dtype of `own_weights`, in their order; not collective."""
-        return hf.declare_share(self._model, self.layout)
+    def own_weight_rows(self) -> list[TensorRows]:
+        """What `own_weights` yields, in its order, without the numbers; not collective."""
+        return hf_share.declare_share(self._model, self.layout)
 
     def weight_shapes(self) -> hf.Declared:
         """Name, shape and dtype of all `weights`, in their order, on every rank. No weight is moved."""

@@ -27,6 +27,7 @@ from ctpo_megatron.config import (
     Sources,
     Split,
     TrackingConfig,
+    choose_transport,
     engine_count,
     free_memory,
     model_parameters,
@@ -108,12 +109,27 @@ def _sizes(context: RunContext, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _host_bytes(context: RunContext, spec: ModelSpec, weights: float) -> float:
-    """What the trainer's ranks of a node and its engines hold between steps, on a CPU."""
+    """What the trainer's ranks of a node and its engines hold between steps, and while weights travel, on a CPU."""
     config, job = context.config, context.job
     rank = peak_memory(spec, Split.of(config.policy, job.world_size)).while_sampling("none")
     engines = 0 if config.rollout.replay else engine_count(config)
     cache = CpuCache.of(config, spec, free_memory()).mb * 2**20
-    return rank * (job.node_ranks or job.world_size) + engines * (weights + cache)
+    ranks = job.node_ranks or job.world_size
+    return rank * ranks + engines * (weights + cache) + _travelling_bytes(config, spec, ranks / job.world_size)
+
+
+def _travelling_bytes(config: Config, spec: ModelSpec, of_ranks: float) -> float:
+    """The trainer's copy for the engines, and memory in which a node's engines receive it. of_ranks: part of all ranks
+    that is on this node."""
+    weights = model_parameters(spec)[0] * ELEMENT_BYTES[config.policy.dtype]
+    if config.rollout.replay:
+        return 0.0
+    in_cluster = bool(os.environ.get(ADDRESS))
+    if choose_transport(config.rollout.weights, config.placement, "cpu", cluster=in_cluster) == "file":
+        return weights
+    here = -(-engine_count(config) // config.cluster.nodes)
+    shared = here * config.rollout.engine.tensor_parallel_size > 1
+    return weights * (of_ranks + shared)
 
 
 def _sandbox(sandbox: SandboxConfig, rollout: RolloutConfig, cluster: ClusterConfig) -> str:

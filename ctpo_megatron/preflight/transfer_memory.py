@@ -1,7 +1,7 @@
 """GPU memory that is taken only while weights travel from the trainer to the engines. No torch.
 
 Follows vLLM 0.32 (`distributed/weight_transfer/packed_tensor.py`, `model_executor/model_loader/reload`) and
-`policy/hf.py`. `tests/rehearsal/test_transfer.py` counts the same bytes while both sides run.
+`policy/hf.py`, `policy/hf_share.py`. `tests/rehearsal/test_transfer.py` counts the same bytes while both sides run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TransferMemory:
             # former one while it makes the next.
             copies = 2 if gathered else 1
             return cls(copies * (2 * bucket + large), 4 * bucket + large + loaded)
-        return cls(gathered, loaded)
+        return cls(_gathered_columns(config, spec) if chosen == "tcp" else gathered, loaded)
 
 
 def _gathered(config: Config, spec: ModelSpec, largest: int) -> int:
@@ -54,6 +54,15 @@ def _gathered(config: Config, spec: ModelSpec, largest: int) -> int:
         return 0
     of_layer = max(prod(shape) for row in spec.family.layer(spec) for shape in row.shapes)
     return largest + 2 * ELEMENT_BYTES[policy.dtype] * of_layer
+
+
+def _gathered_columns(config: Config, spec: ModelSpec) -> int:
+    """Over tcp only matrices that are cut by columns are joined, in two copies; they are in host memory before the
+    next one."""
+    if config.policy.tensor_model_parallel_size == 1:
+        return 0
+    cut = (row for row in spec.family.layer(spec) if row.dim not in (None, 0))
+    return 2 * ELEMENT_BYTES[config.policy.dtype] * max((prod(shape) for row in cut for shape in row.shapes), default=0)
 
 
 def _loaded(config: Config, spec: ModelSpec) -> int:

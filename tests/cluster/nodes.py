@@ -96,6 +96,10 @@ class Cable:
                 _ip("-n", self.namespace, "addr", "add", address, "dev", interface)
             _ip("-n", self.namespace, "link", "set", interface, "up")
 
+    def reach_all(self) -> None:
+        """Other addresses of this host can be reached from there, too."""
+        _ip("-n", self.namespace, "route", "add", "default", "via", self.here)
+
     def unplug(self) -> None:
         """Nothing passes any more, and nobody is told."""
         _ip("link", "set", self._end, "down")

@@ -227,6 +227,13 @@ def test_tensors_wait_in_an_engine_until_their_layer_is_complete() -> None:
     assert TransferMemory.of(config, padded) == TransferMemory(embedding, 3 * embedding)
 
 
+def test_tcp_gathers_only_matrices_that_are_cut_by_columns() -> None:
+    weights: dict[str, Any] = {"rollout": {"weights": {"transport": "tcp"}}}
+    for ranks, gathered in ((1, 0), (2, 2 * 2 * 2560 * 9728)):
+        config = readme(**weights, policy={"tensor_model_parallel_size": ranks})
+        assert TransferMemory.of(config, MODELS["Qwen3-4B"]).trainer == gathered
+
+
 def test_the_head_is_counted_with_as_many_rows_of_logits_as_the_trainer_takes() -> None:
     """Of Qwen3-4B: 1024 on GPUs of 43 GiB, 4096 on those of 80; `policy.head_chunk_tokens` is what it is."""
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from ctpo_megatron.base.tensor_rows import TensorRows
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
@@ -83,10 +84,11 @@ class Source:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._state.items()
 
-    own_weights = weights
+    def own_weights(self) -> Iterator[tuple[TensorRows, torch.Tensor]]:
+        yield from zip(self.own_weight_rows(), self._state.values(), strict=True)
 
-    def own_weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._state.items()]
+    def own_weight_rows(self) -> list[TensorRows]:
+        return [TensorRows.whole(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._state.items()]
 
 
 class Sender:

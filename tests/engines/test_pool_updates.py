@@ -8,7 +8,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from ctpo_megatron.base.stop import Cancelled
 from ctpo_megatron.data import Group
 from ctpo_megatron.engines import EngineError, Sampling
-from ctpo_megatron.engines.weights import WeightOffer
+from ctpo_megatron.engines.weights import WeightOffer, tcp_transport
 from ctpo_megatron.engines.weights.checksums import Checksums
 from ctpo_megatron.rollouts import Request
 from ctpo_megatron.rollouts.request import tick
@@ -49,6 +50,20 @@ def test_an_update_reaches_experts(users_stage: Stage) -> None:
     assert stats["sync_gb_per_s"] == stats["sync_bytes"] / 1e9 / stats["sync_s"]
     assert [name for name in stats if name.startswith("sync_by_")] == ["sync_by_tcp"]
     assert stats["sync_by_tcp"] == stats["sync_bytes"] / size
+
+
+@contextmanager
+def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many bytes this process sends to engines, request by request."""
+    sent, send = list[int](), tcp_transport._send
+
+    def counting(peer: socket.socket, content: memoryview) -> None:
+        sent.append(len(content))
+        send(peer, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tcp_transport, "_send", counting)
+        yield sent
 
 
 EXPERT = "model.layers.1.mlp.experts.2."
@@ -195,12 +210,18 @@ def test_an_engine_that_comes_up_in_an_update_takes_the_new_weights(shared_ray: 
 
 
 @pytest.mark.slow
-def test_no_update_waits_for_an_engine_that_is_replaced(shared_ray: None, tmp_path: Path) -> None:
-    """The new one gets the weights of the time when it is up."""
-    stage = Stage(tmp_path, engines=2)
+def test_no_update_waits_for_an_engine_that_is_replaced(
+    shared_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one gets the weights of the time when it is up. Before, both are received once."""
+    stage = Stage(tmp_path, engines=2, weights={"transport": "tcp"})
     fleet = stage.fleet
     try:
-        stage.sync(0.01)
+        fleet.wait_ready()
+        with sent_bytes(monkeypatch) as sent:
+            stage.sync(0.01)
+        size = sum(tensor.nbytes for tensor in stage.state().values())
+        assert size <= sum(sent) <= 1.1 * size  # and what is between tensors
         psutil.Process(ray.get(fleet.engines[1].ready_ref)[0]).kill()
         for stage.version in (2, 3):  # it dies in the first, and starts in the second
             stage.send(stage.state(), stage.version)

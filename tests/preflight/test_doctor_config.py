@@ -54,6 +54,18 @@ def test_a_good_configuration(folder: Path) -> None:
     assert wanted.host_bytes > 2 * wanted.weight_bytes + (64 << 20)
 
 
+def test_a_copy_of_the_weights_and_memory_of_engines_that_share_are_counted(folder: Path) -> None:
+    """Bytes beyond what two engines take over `file`, where one copy lies in shared memory."""
+    engines, cache = "rollout.engines=2", "rollout.engine.kv_cache_mb=64"
+    _, by_file = checked(engines, cache)
+    for override, copies in (("rollout.engines=2", 2), ("rollout.engines=1", 1)):
+        _, wanted = checked(override, cache, "rollout.weights.transport=tcp")
+        _, alone = checked(override, cache)
+        assert wanted.host_bytes - alone.host_bytes == pytest.approx((copies - 1) * wanted.weight_bytes)
+    _, replayed = checked(engines, cache, "rollout.replay=recording")
+    assert by_file.host_bytes - replayed.host_bytes == pytest.approx(3 * by_file.weight_bytes + 2 * (64 << 20))
+
+
 def test_every_fault_of_tokenizer_and_template_is_named(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder / "model")
     found, _ = checked()

@@ -13,6 +13,7 @@ from ctpo_megatron.engines.weights.checksums import (
     differences,
     sampled_checksum,
     sampled_columns,
+    total_of,
 )
 
 MATRIX = torch.randn(130, 200, generator=torch.Generator().manual_seed(0))
@@ -39,6 +40,15 @@ def test_shards_add_up_in_the_engines_precision(dtype: torch.dtype) -> None:
     for cut in ((130, 200), (13, 200), (130, 50), (26, 25)):
         assert differences(parts_of(MATRIX.to(dtype), *cut), sums) == ([], [])
     assert differences([], sums) == ([], ["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_several_ranks_add_up(dtype: torch.dtype) -> None:
+    for tensor in (MATRIX, MATRIX[:, 0], MATRIX.view(130, 10, 20)):
+        of_ranks = [Checksums(3, dtype) for _ in range(3)]
+        for checksums, first, end in zip(of_ranks, (0, 7, 100), (7, 100, 130), strict=True):
+            checksums.add("w", tensor[first:end], row=first)
+        assert total_of(checksums.sums for checksums in of_ranks) == sums_of(tensor, dtype)
 
 
 def changed(what: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.policy import Trainer, device, hf
+from ctpo_megatron.policy import Trainer, device, hf, hf_share
 from ctpo_megatron.policy.device_memory import DeviceMemory
 
 pytestmark = pytest.mark.slow  # vLLM takes eight seconds to import
@@ -94,7 +94,7 @@ def test_every_stream_of_the_producer_reads_after_the_gather(method: str, monkey
         (torch.accelerator, "current_device_index", lambda: 0),
         (device, "synchronize", streams.synchronize),
         (hf, "export", export),
-        (hf, "export_share", export),
+        (hf_share, "export_share", export),
     ):
         monkeypatch.setattr(owner, name, stand_in)
     packed_tensor._get_streams.cache_clear()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Share, fetched, plan
+from ctpo_megatron.base.tensor_rows import TensorRows
+from ctpo_megatron.engines.weights.buckets import Entry, Share, plan
+from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, FetchMessage, fetched
 from ctpo_megatron.engines.weights.tcp_transport import WeightMemory, WeightServer, _Strangers
 from tests.support.deadlines import scaled
 
@@ -35,22 +39,33 @@ def server() -> Iterator[WeightServer]:
     server.close()
 
 
-def plan_of(tensors: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+def held(tensors: dict[str, torch.Tensor], version: int = 4, memory: WeightMemory | None = None) -> WeightMemory:
+    """Memory with a copy of whole tensors."""
+    memory, parts = memory or WeightMemory(), rows(tensors)
+    memory.plan(parts, version)
+    memory.fill(zip(parts, tensors.values(), strict=True))
+    return memory
 
 
-def share(server: WeightServer, names: list[str], version: int = 4) -> Share:
-    memory, tensors = WeightMemory(), {name: TENSORS[name] for name in names}
-    memory.plan(plan_of(tensors), version)
-    memory.fill(tensors.items())
+def rows(tensors: dict[str, torch.Tensor]) -> list[TensorRows]:
+    return [TensorRows.whole(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+
+
+def share(server: WeightServer, names: list[str]) -> Share:
+    memory = held({name: TENSORS[name] for name in names})
     server.serve(memory)
     return Share(*server.address, memory.entries)
 
 
-def fetch(
+def message(
     shares: list[Share], *, secret: bytes = SECRET, version: int = 4, bucket_bytes: int = 100, timeout_s: float = 5
-):
-    return dict(fetched(shares, secret, version, bucket_bytes, scaled(timeout_s)))
+) -> FetchMessage:
+    fields = [(each.host, each.port, each.entries) for each in shares]
+    return FetchMessage(fields, secret.hex(), version, bucket_bytes, scaled(timeout_s))
+
+
+def fetch(shares: list[Share], **settings: Any) -> dict[str, torch.Tensor]:
+    return dict(fetched(message(shares, **settings)))
 
 
 def serving() -> list[threading.Thread]:
@@ -79,21 +94,18 @@ def test_the_next_version_takes_the_memory_over(server: WeightServer) -> None:
     memory = WeightMemory()
     for version, count in enumerate((3, 6, 1)):
         tensors = {name: TENSORS[name] + version for name in list(TENSORS)[:count]}
-        memory.plan(plan_of(tensors), version)
-        memory.fill(tensors.items())
-        server.serve(memory)
+        server.serve(held(tensors, version, memory))
         found = fetch([Share(*server.address, memory.entries)], version=version)
         assert found.keys() == set(list(TENSORS)[:count])
-        assert [entry[4] for entry in memory.entries] == [tensor.nbytes for tensor in found.values()]
+        assert [entry.size for entry in memory.entries] == [tensor.nbytes for tensor in found.values()]
         assert all(torch.equal(tensor, TENSORS[name] + version) for name, tensor in found.items())
     memory.close()
 
 
 def test_a_forked_process_does_not_get_the_copy() -> None:
-    memory, big = WeightMemory(), {"big": torch.zeros(1 << 20)}
-    memory.plan(plan_of(big), 1)
-    memory.fill(big.items())
-    address = torch.frombuffer(memory.content(0, big["big"].nbytes), dtype=torch.float32).data_ptr()
+    big = torch.zeros(1 << 20)
+    memory = held({"big": big})
+    address = torch.frombuffer(memory.content(0, big.nbytes), dtype=torch.float32).data_ptr()
     smaps = Path("/proc/self/smaps").read_text()
     flags = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([a-z ]+)$", smaps, re.M | re.S)
     (found,) = [names.split() for first, end, names in flags if int(first, 16) <= address < int(end, 16)]
@@ -110,13 +122,13 @@ def test_an_engine_that_has_everything_leaves_without_a_word(
 
 
 def test_an_engine_fetches_what_is_there_while_the_rest_is_copied(server: WeightServer) -> None:
-    memory, first, *rest = WeightMemory(), *TENSORS
-    memory.plan(plan_of(TENSORS), 4)
+    memory, (first, *rest) = WeightMemory(), TENSORS
+    memory.plan(rows(TENSORS), 4)
     server.serve(memory)
     arrived, found = threading.Event(), {}
 
     def engine() -> None:
-        for name, tensor in fetched([Share(*server.address, memory.entries)], SECRET, 4, 1, scaled(5)):
+        for name, tensor in fetched(message([Share(*server.address, memory.entries)], bucket_bytes=1)):
             found[name] = tensor
             arrived.set()
 
@@ -129,7 +141,7 @@ def test_an_engine_fetches_what_is_there_while_the_rest_is_copied(server: Weight
 
     thread = threading.Thread(target=engine)
     thread.start()
-    memory.fill(copied())
+    memory.fill(zip(rows(TENSORS), (tensor for _, tensor in copied()), strict=True))
     thread.join(scaled(10))
     assert found.keys() == TENSORS.keys() and all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
 
@@ -142,14 +154,12 @@ def test_the_next_bucket_comes_while_one_is_used(server: WeightServer) -> None:
             asked.append(first)
             return super().content(first, size)
 
-    memory, names = Watched(), list(TENSORS)
-    memory.plan(plan_of(TENSORS), 4)
-    memory.fill(TENSORS.items())
+    memory, names = held(TENSORS, memory=Watched()), list(TENSORS)
     server.serve(memory)
-    coming = fetched([Share(*server.address, memory.entries)], SECRET, 4, 1, scaled(5))
+    coming = fetched(message([Share(*server.address, memory.entries)], bucket_bytes=1))
     assert next(coming)[0] == names[0]
     wait_until(lambda: len(asked) == 2)
-    assert sorted(asked) == [entry[3] for entry in memory.entries[:2]]  # each over a connection of its own
+    assert sorted(asked) == [entry.first for entry in memory.entries[:2]]  # each over a connection of its own
     server.serve(None)
     name, tensor = next(coming)
     assert name == names[1] and torch.equal(tensor, TENSORS[name])
@@ -160,7 +170,7 @@ def test_the_next_bucket_comes_while_one_is_used(server: WeightServer) -> None:
 def test_a_rank_that_does_not_go_on_copying_is_named() -> None:
     server, memory = WeightServer("127.0.0.1", SECRET, 0.3), WeightMemory()
     try:
-        memory.plan(plan_of(TENSORS), 4)
+        memory.plan(rows(TENSORS), 4)
         server.serve(memory)
         with pytest.raises(ConnectionError, match=r"version 4: (closed by the other side|timed out)"):
             fetch([Share(*server.address, memory.entries)])
@@ -174,12 +184,12 @@ def test_a_bucket_takes_no_more_memory_than_it_carries(server: WeightServer) -> 
 
 
 def test_memory_of_a_bucket_is_used_again_once_nobody_uses_it(server: WeightServer) -> None:
-    memory, tensors = WeightMemory(), {f"layers.{n}": torch.full((1024,), float(n)) for n in range(40)}
-    memory.plan(plan_of(tensors), 4)
-    memory.fill(tensors.items())
+    tensors = {f"layers.{n}": torch.full((1024,), float(n)) for n in range(40)}
+    memory = held(tensors)
     server.serve(memory)
     kept, places = {}, set()
-    for number, (name, tensor) in enumerate(fetched([Share(*server.address, memory.entries)], SECRET, 4, 4096, 5.0)):
+    coming = fetched(message([Share(*server.address, memory.entries)], bucket_bytes=4096))
+    for number, (name, tensor) in enumerate(coming):
         assert torch.equal(tensor, tensors[name])
         places.add(tensor.data_ptr())
         if number % 10 == 0:
@@ -191,15 +201,18 @@ def test_memory_of_a_bucket_is_used_again_once_nobody_uses_it(server: WeightServ
 
 def test_other_tensors_than_were_announced_are_refused() -> None:
     memory, (name, tensor) = WeightMemory(), next(iter(TENSORS.items()))
+    (whole,) = rows({name: tensor})
     for given, message in (
-        ({name: tensor.bfloat16()}, rf"{name} bfloat16\[50, 8\] comes where \('{name}', 'float32', \(50, 8\)"),
-        ({"other": tensor}, "other float32"),
-        ({name: tensor, "another": tensor}, "another .* comes where None"),
-        ({}, f"{name} was announced, but did not come"),
+        ([(whole, tensor.bfloat16())], rf"{name} torch.bfloat16\[50, 8\], as .* comes where .*{name}"),
+        ([(whole, tensor[1:])], rf"{name} torch.float32\[49, 8\], as .* comes where .*{name}"),
+        ([(whole._replace(first=1, rows=49), tensor[1:])], "first=1, rows=49.* comes where .*first=0, rows=50"),
+        ([(whole._replace(name="other"), tensor)], "other torch.float32"),
+        ([(whole, tensor), (whole._replace(name="another"), tensor)], "another .* comes where None"),
+        ([], f"{name} was announced, but did not come"),
     ):
-        memory.plan(plan_of({name: tensor}), 4)
+        memory.plan([whole], 4)
         with pytest.raises(ValueError, match=message):
-            memory.fill(given.items())
+            memory.fill(given)
 
 
 def test_several_engines_fetch_at_once(server: WeightServer) -> None:
@@ -222,8 +235,6 @@ def test_layers_come_one_after_another_from_all_ranks(server: WeightServer) -> N
         layers = [int(name.split(".")[2]) for name in found if "layers" in name]
         assert layers == sorted(layers) and found.keys() == TENSORS.keys()
         assert [name for name in found if "layers" not in name] == ["model.embed_tokens.weight", "scalar"]
-        buckets = plan(shares, 1 << 20)
-        assert [bucket.share for bucket in buckets] == [0, 1, 0, 1]  # both parts of layer 0, both of layer 1
         assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     finally:
         other.close()
@@ -232,8 +243,9 @@ def test_layers_come_one_after_another_from_all_ranks(server: WeightServer) -> N
 def test_a_bucket_has_a_size(server: WeightServer) -> None:
     offered = share(server, list(TENSORS))
     buckets = plan([offered], 100)
-    assert [len(bucket.entries) for bucket in buckets] == [1, 2, 1, 3]
-    assert all(bucket.size <= 100 or len(bucket.entries) == 1 for bucket in buckets)
+    assert [len(bucket.tensors) for bucket in buckets] == [1, 2, 1, 3]
+    assert all(bucket.size <= 100 or len(bucket.tensors) == 1 for bucket in buckets)
+    assert [len(bucket.pieces) for bucket in buckets] == [1, 1, 1, 1]  # one request fetches all of a bucket
 
 
 def test_who_does_not_know_the_secret_gets_nothing(server: WeightServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -301,10 +313,10 @@ def test_a_version_that_is_not_there_is_refused(server: WeightServer) -> None:
 def test_a_rank_that_is_late_or_gone_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = mute.getsockname()
-        offered = Share(*address, [("a", "float32", (1,), 0, 4)])
+        offered = Share(*address, [Entry("a", "float32", (1,), 0, 0, 4)])
         began = time.monotonic()
         with pytest.raises(ConnectionError, match=rf"weights of 127\.0\.0\.1:{address[1]}, version 4: timed out"):
-            dict(fetched([offered], SECRET, 4, 100, 0.3))
+            dict(fetched(dataclasses.replace(message([offered]), timeout_s=0.3)))
         assert time.monotonic() - began < scaled(5)
     with pytest.raises(ConnectionError, match=rf"weights of 127\.0\.0\.1:{address[1]}: .*refused"):
         fetch([offered])
@@ -315,10 +327,7 @@ def test_a_receiver_that_stops_reading_is_left(caplog: pytest.LogCaptureFixture)
     server = WeightServer("127.0.0.1", SECRET, 0.3)
     try:
         big = {"big": torch.zeros(16 << 20)}  # more than the buffers of a connection
-        memory = WeightMemory()
-        memory.plan(plan_of(big), 1)
-        memory.fill(big.items())
-        server.serve(memory)
+        server.serve(held(big, 1))
         with socket.create_connection(server.address) as peer:
             peer.sendall(SECRET + (1).to_bytes(8) + bytes(8) + big["big"].nbytes.to_bytes(8))
             peer.recv(1)

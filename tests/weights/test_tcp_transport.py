@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from ctpo_megatron.base.addresses import address_toward, is_own
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport
 from ctpo_megatron.engines.weights.checksums import Checksums
-from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, FetchMessage, Share, fetched
+from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, FetchMessage, fetched
 from ctpo_megatron.engines.weights.tcp_transport import TcpOffer
 from tests.engines.pool_helpers import OneRank, Source
 
@@ -26,16 +26,16 @@ class Engines:
     def __init__(self) -> None:
         self.message: dict[str, Any] = {}
 
-    def tell(self, message: dict[str, Any]) -> None:
-        self.message = message
+    nodes = ("a node",)
+
+    def tell(self, message: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:
+        self.message = message | own[0]
 
     def take(self, offer: WeightOffer) -> dict[str, torch.Tensor]:
         """What arrives; it has the checksums of the offer."""
         arriving = Checksums(offer.version, torch.float32)
-        message = FetchMessage(**self.message)
-        shares = [Share(*share) for share in message.shares]
-        more = bytes.fromhex(message.secret), message.version, message.bucket_bytes, message.timeout_s
-        taken = {name: tensor.clone() for name, tensor in arriving.watch(fetched(shares, *more))}
+        coming = arriving.watch(fetched(FetchMessage(**self.message)))
+        taken = {name: tensor.clone() for name, tensor in coming}
         assert arriving.sums == offer.sums
         return taken
 
@@ -74,6 +74,34 @@ def test_the_secret_is_not_shown(sent: Any) -> None:
     for shown in (repr(sent), repr(sent.message)):
         assert "version=3" in shown
         assert sent.secret.hex() not in shown and repr(sent.secret) not in shown
+
+
+def test_engines_are_told_their_number_and_their_neighbours() -> None:
+    """Of four engines on three nodes, each with two workers that fetch."""
+
+    class Four:
+        nodes = ("a", "b", "c", "b")
+
+        def __init__(self) -> None:
+            self.told: list[FetchMessage] = []
+
+        def tell(self, message: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:
+            self.told += [FetchMessage(**message | each) for each in own]
+
+    facts = EngineFacts(torch.float32, "127.0.0.1", "tcp", workers=2)
+    transport = open_transport(OneRank(), facts, TransportSettings(64 << 10, 60.0))
+    updates = [Four(), Four()]
+    offer = transport.offer(Source(TENSORS), 1)
+    for update in updates:
+        told: Any = update
+        offer.begin(told)
+    transport.close()
+    for update in updates:
+        assert [(each.number, each.of, each.receivers) for each in update.told] == [
+            (0, 4, 2), (1, 4, 4), (2, 4, 2), (3, 4, 4)
+        ]  # fmt: skip
+    first, second = ({each.meeting for each in update.told} for update in updates)
+    assert len(first) == len(second) == 1 and first != second  # an engine that starts later meets no one
 
 
 def test_addresses_of_this_machine() -> None:

@@ -40,8 +40,6 @@ class Source:
         yield from TENSORS.items()
         self.passes += 1
 
-    own_weights = weights
-
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()]
 

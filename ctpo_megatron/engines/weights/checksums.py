@@ -145,8 +145,8 @@ class Checksums:
             yield name, tensor
             del tensor  # or it would stay while the next one is gathered
 
-    def add(self, name: str, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
-        """Sum a whole tensor of any device; of more than two dimensions, the first are its rows.
+    def add(self, name: str, tensor: torch.Tensor, into: torch.Tensor | None = None, row: int = 0) -> None:
+        """Sum a whole tensor of any device, or its rows from `row`; the first of more than two dimensions are rows.
 
         into: where it is copied to on the way, of the same shape and dtype.
         """
@@ -161,12 +161,27 @@ class Checksums:
                 targets[number].copy_(block)
             lines.add(number, block)
             torch.index_select(block, 1, columns, out=places[number])
-        self._pending[name] = (lines.total(0), sampled_checksum(sampled, columns, dtype=self.dtype))
+        self._pending[name] = (lines.total(row), sampled_checksum(sampled, columns, row, dtype=self.dtype))
 
     @property
     def sums(self) -> Sums:
         """By tensor name."""
         return {name: (int(whole), int(sampled)) for name, (whole, sampled) in self._pending.items()}
+
+
+def total_of(parts: Iterable[Sums]) -> Sums:
+    """Sums of whole tensors, from the sums of their rows on several ranks."""
+    totals: dict[str, tuple[int, int]] = {}
+    for sums in parts:
+        for name, found in sums.items():
+            whole, sampled = totals.get(name, (0, 0))
+            totals[name] = (_wrapped(whole + found[0]), _wrapped(sampled + found[1]))
+    return totals
+
+
+def _wrapped(total: int) -> int:
+    """As int64 holds it."""
+    return (total + _MODULUS // 2) % _MODULUS - _MODULUS // 2
 
 
 @dataclass(frozen=True)

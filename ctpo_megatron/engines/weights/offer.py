@@ -16,6 +16,7 @@ from ctpo_megatron.config import Transport, WeightsConfig
 if TYPE_CHECKING:
     import torch
 
+    from ctpo_megatron.base.tensor_rows import TensorRows
     from ctpo_megatron.engines.updates import PendingUpdate
     from ctpo_megatron.engines.weights.checksums import Sums
 
@@ -28,11 +29,11 @@ class WeightSource(Protocol):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor), one at a time, on every rank; collective, iterated to the end."""
 
-    def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of `weights` that this rank is to send: each is of one rank. Collective, iterated to the end."""
+    def own_weights(self) -> Iterator[tuple[TensorRows, torch.Tensor]]:
+        """The rows of `weights` that this rank is to send: each is of one rank. Collective, iterated to the end."""
 
-    def own_weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Name, shape and dtype of what `own_weights` yields, in its order; not collective."""
+    def own_weight_rows(self) -> list[TensorRows]:
+        """What `own_weights` yields, in its order, without the numbers; not collective."""
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of all `weights`, in their order, on every rank. Collective; no weight is moved."""

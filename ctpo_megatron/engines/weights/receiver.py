@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from ctpo_megatron.engines.weights.engine_checksums import kept_parts
-from ctpo_megatron.engines.weights.tcp import FetchMessage, Share, fetched
+from ctpo_megatron.engines.weights.tcp import FetchMessage, fetched
 
 FILE, TCP = "ctpo_file", "ctpo_tcp"
 """Names of the backends."""
@@ -96,9 +96,7 @@ class TcpEngine(CheckpointEngine[TcpUpdateInfo]):
 
     def tensors(self, update_info: TcpUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         """As they arrive; raises ConnectionError naming the address of the rank that is late or gone."""
-        shares = [Share(*share) for share in update_info.shares]
-        secret, timeout_s = bytes.fromhex(update_info.secret), update_info.timeout_s
-        return fetched(shares, secret, update_info.version, update_info.bucket_bytes, timeout_s)
+        return fetched(update_info)
 
 
 class WorkerExtension:

@@ -7,129 +7,157 @@ rank has not copied yet is sent as soon as it is there. There is no encryption; 
 from __future__ import annotations
 
 import itertools
+import logging
 import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ctpo_megatron.engines.weights.buckets import Bucket, Entry, Piece, Share, dtype_of, plan, rotated
+from ctpo_megatron.engines.weights.node_memory import NodeMemory, NoMeetingError, meet
+from ctpo_megatron.engines.weights.together import SharedWork
+
 SECRET_BYTES = 32
 Buffer = npt.NDArray[np.uint8]
-Entry = tuple[str, str, tuple[int, ...], int, int]
-"""Name, dtype (as torch names it), shape, first byte, bytes."""
-
-ALIGNED = 64
-"""Every tensor begins at a multiple of this many bytes."""
+Contents = Iterator[tuple[int, Buffer]]
+"""Numbers of buckets with their bytes."""
+_Peers = Sequence["_Peer"]
+"""A connection to the rank of each share."""
+_Fetch = Callable[[int], Buffer]
+"""Fetches the bucket of this number."""
 
 REQUEST = struct.Struct("!QQQ")
 STREAMS = 2
 """Connections of an engine to a rank, which take turns. One would be as slow as the thread that sends."""
 _PORTION = 1 << 20
 """Bytes for which a receiver is woken: to wake it for every packet costs the sender time."""
+_ASKED = 64
+"""Pieces of a bucket that are asked for before the first of them is read."""
+_PATIENCE = 1 / 8
+"""Of the time for an update: how long an engine waits for a bucket that a neighbour on its node has begun to fetch."""
 
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank serves, and where."""
-
-    host: str
-    port: int
-    entries: Sequence[Entry]
+log = logging.getLogger(__name__)
 
 
 @dataclass
 class FetchMessage:
-    """What an engine needs in order to fetch. shares: fields of each `Share`. secret: in hexadecimal digits."""
+    """What an engine needs in order to fetch.
 
-    shares: list[tuple[str, int, Sequence[Entry]]]
+    shares: fields of each `Share`. secret: in hexadecimal digits. number, of: of the engine, among all that fetch.
+    receivers: processes on its node that fetch. meeting: a name where these meet, which no other update has.
+    """
+
+    shares: Sequence[tuple[str, int, Sequence[Sequence[Any]]]]
     secret: str = field(repr=False)
     version: int
     bucket_bytes: int
     timeout_s: float
+    number: int = 0
+    of: int = 1
+    receivers: int = 1
+    meeting: str = ""
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Consecutive tensors of one share, which are fetched together."""
+def fetched(message: FetchMessage) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor on the CPU) of all shares; buckets arrive while the one before is used.
 
-    share: int
-    entries: list[Entry]
-
-    @property
-    def first(self) -> int:
-        return self.entries[0][3]
-
-    @property
-    def end(self) -> int:
-        return self.entries[-1][3] + self.entries[-1][4]
-
-    @property
-    def size(self) -> int:
-        return self.end - self.first
-
-
-def plan(shares: Sequence[Share], bucket_bytes: int) -> list[Bucket]:
-    """All tensors in buckets of `bucket_bytes` at most, or of one tensor, layer by layer, of each rank in its order.
-
-    vLLM keeps tensors of a layer until it has all of them, which may come from several ranks. A rank may still be
-    copying, in its order; what is of no layer comes where it stands.
+    Several receivers of a node fetch each bucket once, and share it. timeout_s: of every operation on a connection.
+    Raises ConnectionError naming the address of a rank that is late or gone, does not have this version, or refuses the
+    secret. Raises ValueError where the shares are not the whole of each tensor.
     """
-    order: list[tuple[int, int, Entry]] = []
-    for number, share in enumerate(shares):
-        layer = -1
-        for entry in share.entries:
-            layer = _layer(entry[0], layer)
-            order.append((layer, number, entry))
-    order.sort(key=lambda item: (item[0], item[1], item[2][3]))
-    buckets: list[Bucket] = []
-    for _, number, entry in order:
-        last = buckets[-1] if buckets else None
-        follows = last is not None and last.share == number and 0 <= entry[3] - last.end < ALIGNED
-        if last is not None and follows and entry[3] + entry[4] - last.first <= bucket_bytes:
-            last.entries.append(entry)
-        else:
-            buckets.append(Bucket(number, [entry]))
-    return buckets
-
-
-def fetched(
-    shares: Sequence[Share], secret: bytes, version: int, bucket_bytes: int, timeout_s: float
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on the CPU) of all shares; a bucket arrives while the one before is used.
-
-    timeout_s: deadline of every operation on a connection. Raises ConnectionError naming the address of a rank that is
-    late or gone, does not have this version, or refuses the secret.
-    """
+    shares = [Share(host, port, [Entry(*entry) for entry in entries]) for host, port, entries in message.shares]
+    buckets = plan(shares, message.bucket_bytes)
+    order = rotated(buckets, message.number, message.of)
     with ExitStack() as stack:
+        memory = _node_memory(message, buckets)
+        if memory is not None:
+            stack.callback(memory.close)  # once no thread writes to it any more
         pool = stack.enter_context(ThreadPoolExecutor(STREAMS, thread_name_prefix="weights"))
-        streams: list[list[_Peer]] = [[] for _ in range(STREAMS)]
-        for stream in streams:
-            for share in shares:
-                stream.append(stack.enter_context(_Peer(share, secret, version, timeout_s)))
-        buckets = plan(shares, bucket_bytes)
-        buffers = _Buffers(min(bucket_bytes, max((bucket.size for bucket in buckets), default=0)))
-        coming: deque[tuple[Bucket, Future[torch.Tensor]]] = deque()
-        for bucket, peers in zip(buckets, itertools.cycle(streams), strict=False):
-            coming.append((bucket, pool.submit(peers[bucket.share].fetch, bucket, buffers)))
-            if len(coming) == STREAMS:  # the connection that is next has nothing to do
-                yield from _tensors(*coming.popleft())
-        while coming:
-            yield from _tensors(*coming.popleft())
+        streams = [[stack.enter_context(_Peer(share, message)) for share in shares] for _ in range(STREAMS)]
+        buffers = _Buffers(min(message.bucket_bytes, max((bucket.size for bucket in buckets), default=0)))
+
+        def fetch(number: int, peers: _Peers) -> Buffer:
+            content = buffers.take(buckets[number].size)
+            _fetch(buckets[number], peers, content.data)
+            return content
+
+        fetches = [partial(fetch, peers=peers) for peers in streams]
+        if memory is None:
+            contents = _alone(order, fetches, pool)
+        else:
+            contents = _together(memory, order, fetches, pool, message.timeout_s * _PATIENCE)
+        yield from itertools.chain.from_iterable(itertools.starmap(partial(_tensors, buckets), contents))
 
 
-def _tensors(bucket: Bucket, content: Future[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    data = content.result()
-    for name, dtype_name, shape, first, size in bucket.entries:
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        start = first - bucket.first
-        yield name, data[start : start + size].view(dtype).view(shape)
+def _tensors(buckets: Sequence[Bucket], number: int, content: Buffer) -> Iterator[tuple[str, torch.Tensor]]:
+    data = torch.from_numpy(content)
+    for name, dtype, shape, place, size in buckets[number].tensors:
+        yield name, data[place : place + size].view(dtype_of(dtype)).view(shape)
+
+
+def _node_memory(message: FetchMessage, buckets: Sequence[Bucket]) -> NodeMemory | None:
+    """Memory for all receivers of this node; None for a single one."""
+    if message.receivers == 1 or not buckets:
+        return None
+    try:
+        return meet(message.meeting, [bucket.size for bucket in buckets], message.receivers)
+    except NoMeetingError as error:
+        log.warning("weights %d are fetched by each engine of this node: %s", message.version, error)
+        return None
+
+
+def _alone(order: Sequence[int], fetches: Sequence[_Fetch], pool: Executor) -> Contents:
+    """The buckets, of which each stream fetches one ahead."""
+    coming: deque[tuple[int, Future[Buffer]]] = deque()
+    for number, fetch in zip(order, itertools.cycle(fetches), strict=False):
+        coming.append((number, pool.submit(fetch, number)))
+        if len(coming) == len(fetches):  # the connections that are next have nothing to do
+            yield _arrived(*coming.popleft())
+    while coming:
+        yield _arrived(*coming.popleft())
+
+
+def _together(
+    memory: NodeMemory, order: Sequence[int], fetches: Sequence[_Fetch], pool: Executor, patience_s: float
+) -> Contents:
+    """The buckets, each fetched here or by a neighbour."""
+    work = SharedWork(memory, order, patience_s)
+    for number in work.complete(pool, [partial(_for_all, memory, fetch) for fetch in fetches]):
+        yield number, memory.content(number)
+
+
+def _for_all(memory: NodeMemory, fetch: _Fetch, number: int) -> None:
+    memory.write(number, fetch(number).data)
+
+
+def _arrived(number: int, content: Future[Buffer]) -> tuple[int, Buffer]:
+    return number, content.result()
+
+
+def _fetch(bucket: Bucket, peers: _Peers, into: memoryview) -> None:
+    """Its bytes, from all ranks that hold some."""
+    asked: deque[Piece] = deque()
+    for piece in bucket.pieces:
+        peers[piece.share].ask(piece)
+        asked.append(piece)
+        if len(asked) == _ASKED:  # a rank that is sending reads no more than fits in a buffer
+            _take(asked.popleft(), peers, into)
+    for piece in asked:
+        _take(piece, peers, into)
+
+
+def _take(piece: Piece, peers: _Peers, into: memoryview) -> None:
+    peers[piece.share].take(into[piece.place : piece.place + piece.size])
 
 
 class _Buffers:
@@ -155,12 +183,12 @@ class _Buffers:
 class _Peer:
     """An engine's connection to one rank."""
 
-    def __init__(self, share: Share, secret: bytes, version: int, timeout_s: float) -> None:
-        self._version = version
+    def __init__(self, share: Share, message: FetchMessage) -> None:
+        self._version = message.version
         self._name = f"weights of {share.host}:{share.port}"
         try:
-            self._socket = socket.create_connection((share.host, share.port), timeout=timeout_s)
-            self._socket.sendall(secret)
+            self._socket = socket.create_connection((share.host, share.port), timeout=message.timeout_s)
+            self._socket.sendall(bytes.fromhex(message.secret))
         except OSError as error:
             raise ConnectionError(f"{self._name}: {error}") from error
 
@@ -172,15 +200,22 @@ class _Peer:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a fetch whose result is not needed any more
         self._socket.close()
 
-    def fetch(self, bucket: Bucket, buffers: _Buffers) -> torch.Tensor:
-        """Its bytes."""
-        content = buffers.take(bucket.size)
+    def ask(self, piece: Piece) -> None:
+        """Have it sent."""
+        with self._named():
+            self._socket.sendall(REQUEST.pack(self._version, piece.first, piece.size))
+
+    def take(self, into: memoryview) -> None:
+        """Fill `into` with the bytes of the oldest request that is still open."""
+        with self._named():
+            receive(self._socket, into, _PORTION)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
         try:
-            self._socket.sendall(REQUEST.pack(self._version, bucket.first, bucket.size))
-            receive(self._socket, content.data, _PORTION)
+            yield
         except OSError as error:
             raise ConnectionError(f"{self._name}, version {self._version}: {error}") from error
-        return torch.from_numpy(content)
 
 
 def receive(peer: socket.socket, into: memoryview, portion: int = 1) -> None:
@@ -194,8 +229,3 @@ def receive(peer: socket.socket, into: memoryview, portion: int = 1) -> None:
         if count == 0:
             raise ConnectionError(f"closed by the other side, {len(into)} bytes short")
         into = into[count:]
-
-
-def _layer(name: str, default: int) -> int:
-    """Number of the layer that a tensor is of; `default` of those in none."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), default)

@@ -1,4 +1,4 @@
-"""The transport over TCP: every rank holds a copy of what it owns and serves it; rank zero tells the engines.
+"""The transport over TCP: every rank holds a copy of its part and serves it; rank zero tells the engines.
 
 There is no encryption; the network has to be private.
 """
@@ -22,19 +22,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ctpo_megatron.base.addresses import own_address
+from ctpo_megatron.base.tensor_rows import TensorRows
 from ctpo_megatron.engines.timeouts import ACCEPT_PAUSE_S, REFUSALS_S, SECRET_TIMEOUT_S
-from ctpo_megatron.engines.weights.checksums import Checksums, Sums
+from ctpo_megatron.engines.weights.buckets import Entry, Share, aligned
+from ctpo_megatron.engines.weights.checksums import Checksums, Sums, total_of
 from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
-from ctpo_megatron.engines.weights.tcp import (
-    ALIGNED,
-    REQUEST,
-    SECRET_BYTES,
-    STREAMS,
-    Entry,
-    FetchMessage,
-    Share,
-    receive,
-)
+from ctpo_megatron.engines.weights.tcp import REQUEST, SECRET_BYTES, STREAMS, FetchMessage, receive
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines.updates import PendingUpdate
@@ -60,13 +53,15 @@ class WeightMemory:
         self._filled = 0
         self.version = -1
         self.entries: list[Entry] = []
+        self._parts: list[TensorRows] = []
 
-    def plan(self, shapes: Iterable[tuple[str, tuple[int, ...], torch.dtype]], version: int) -> None:
-        """From now on there is space for these tensors of `version`, instead of the former."""
-        entries, end = [], 0
-        for name, shape, dtype in shapes:
-            start, size = -(-end // ALIGNED) * ALIGNED, torch.Size(shape).numel() * dtype.itemsize
-            entries.append((name, str(dtype).removeprefix("torch."), tuple(shape), start, size))
+    def plan(self, parts: Iterable[TensorRows], version: int) -> None:
+        """From now on there is space for these parts of tensors of `version`, instead of the former."""
+        self._parts, entries, end = list(parts), [], 0
+        for part in self._parts:
+            start = aligned(end)
+            dtype, size = str(part.dtype).removeprefix("torch."), part.rows * part.row_bytes
+            entries.append(Entry(part.name, dtype, tuple(part.shape), part.first * part.row_bytes, start, size))
             end = start + size
         with self._progress:
             self.version, self.entries, self._filled = version, entries, 0
@@ -78,28 +73,28 @@ class WeightMemory:
             with suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
 
-    def fill(self, named_tensors: Iterable[tuple[str, torch.Tensor]], checksums: Checksums | None = None) -> None:
-        """Copy the planned tensors (of any device and layout) in that order; each can be had once it is there.
+    def fill(self, tensors: Iterable[tuple[TensorRows, torch.Tensor]], checksums: Checksums | None = None) -> None:
+        """Copy the planned parts (of any device and layout) in that order; each can be had once it is there.
 
         checksums: takes them in on the way. Raises ValueError when one is not as planned, or missing.
         """
-        planned = iter(self.entries)
-        for name, tensor in named_tensors:
-            entry = next(planned, None)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if entry is None or entry[:3] != (name, dtype, tuple(tensor.shape)):
-                raise ValueError(f"weights: {name} {dtype}{list(tensor.shape)} comes where {entry} was announced")
-            place = self._place(entry, tensor.dtype)
+        planned = iter(zip(self._parts, self.entries, strict=True))
+        for part, tensor in tensors:
+            expected, entry = next(planned, (None, None))
+            if entry is None or part != expected or (tensor.dtype, tensor.shape) != (part.dtype, part.part_shape):
+                given = f"{part.name} {tensor.dtype}{list(tensor.shape)}"
+                raise ValueError(f"weights: {given}, as {part}, comes where {expected} was announced")
+            place = self._place(entry, tensor)
             if checksums is None:
                 place.copy_(tensor.detach())
             else:
-                checksums.add(name, tensor, place)
+                checksums.add(part.name, tensor, place, part.first)
             with self._progress:
-                self._filled = entry[3] + entry[4]
+                self._filled = entry.first + entry.size
                 self._progress.notify_all()
             del tensor  # or it would stay while the next one is gathered
         if (missing := next(planned, None)) is not None:
-            raise ValueError(f"weights: {missing[0]} was announced, but did not come")
+            raise ValueError(f"weights: {missing[0].name} was announced, but did not come")
 
     def wait_for(self, version: int, end: int, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for the bytes before `end` of `version`; returns whether they are there."""
@@ -115,11 +110,11 @@ class WeightMemory:
         """Release the memory, but for what is being sent."""
         self._map = mmap.mmap(-1, mmap.PAGESIZE)
 
-    def _place(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
-        shape = torch.Size(entry[2])
-        if not entry[4]:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=shape.numel(), offset=entry[3]).view(shape)
+    def _place(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
+        if not entry.size:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        place = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=entry.first)
+        return place.view(tensor.shape)
 
 
 class _Strangers:
@@ -254,12 +249,16 @@ def _send(peer: socket.socket, content: memoryview) -> None:
 
 @dataclass
 class TcpOffer:
-    """A `WeightOffer` that all ranks serve, of which some may still be copied; each rank closes its own."""
+    """A `WeightOffer` that all ranks serve, of which some may still be copied; each rank closes its own.
+
+    workers: processes of an engine that fetch.
+    """
 
     version: int
     shares: Sequence[Share]
     secret: bytes = field(repr=False)
     settings: TransportSettings
+    workers: int
     memory: WeightMemory = field(repr=False)
     source: WeightSource = field(repr=False)
     ranks: Ranks = field(repr=False)
@@ -270,26 +269,30 @@ class TcpOffer:
 
     def __post_init__(self) -> None:
         entries = [entry for share in self.shares for entry in share.entries]
-        self.names = frozenset(entry[0] for entry in entries)
-        self.size = sum(entry[4] for entry in entries)
+        self.names = frozenset(entry.name for entry in entries)
+        self.size = sum(entry.size for entry in entries)
 
     @property
     def message(self) -> FetchMessage:
-        """What an engine receives."""
+        """What an engine receives that fetches alone."""
         shares = [(share.host, share.port, share.entries) for share in self.shares]
         return FetchMessage(
             shares, self.secret.hex(), self.version, self.settings.bucket_bytes, self.settings.timeout_s
         )
 
     def begin(self, update: PendingUpdate) -> None:
-        """See `WeightOffer`; engines may connect before there is anything to fetch."""
-        update.tell(vars(self.message))
+        """See `WeightOffer`; engines may connect before there is anything to fetch. Neighbours on a node share."""
+        nodes = update.nodes
+        meeting = secrets.token_hex(16)
+        places = [
+            {"number": number, "receivers": nodes.count(node) * self.workers} for number, node in enumerate(nodes)
+        ]
+        update.tell(vars(self.message) | {"of": len(nodes), "meeting": meeting}, places)
 
     def transfer(self) -> None:
-        """Copy what this rank owns, and exchange the checksums. Returns while engines still fetch."""
+        """Copy what this rank sends, and exchange the checksums. Returns while engines still fetch."""
         self.memory.fill(self.source.own_weights(), self.checksums)
-        for sums in self.ranks.gather(self.checksums.sums):
-            self.sums.update(sums)
+        self.sums.update(total_of(self.ranks.gather(self.checksums.sums)))
 
     def end(self) -> None:
         """The copy stays."""
@@ -299,7 +302,7 @@ class TcpOffer:
 
 
 class TcpTransport:
-    """For engines on any node. A copy of what a rank owns stays in its node's memory until the next version."""
+    """For engines on any node. A copy of what a rank sends stays in its node's memory until the next version."""
 
     def __init__(self, ranks: Ranks, facts: EngineFacts, settings: TransportSettings) -> None:
         """Agree on a secret, and begin to serve; collective. Ranks that are not on the node of `settings.address` serve
@@ -313,7 +316,7 @@ class TcpTransport:
     def offer(self, source: WeightSource, version: int) -> TcpOffer:
         """See `WeightTransport`. The former version cannot be fetched any more."""
         began = time.monotonic()
-        self._memory.plan(source.own_weight_shapes(), version)
+        self._memory.plan(source.own_weight_rows(), version)
         self._server.serve(self._memory)
         shares = self._ranks.gather(Share(*self._server.address, self._memory.entries))
         return TcpOffer(
@@ -321,6 +324,7 @@ class TcpTransport:
             [share for share in shares if share.entries],
             self._secret,
             self._settings,
+            self._facts.workers,
             self._memory,
             source,
             self._ranks,
