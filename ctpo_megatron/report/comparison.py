@@ -11,7 +11,7 @@ from typing import Any
 
 from ctpo_megatron.report.accuracies import SourceComparison, compare_accuracies
 from ctpo_megatron.report.comparison_table import UNKNOWN, notes_of_accuracies
-from ctpo_megatron.report.cost import Cost
+from ctpo_megatron.report.cost import StepCost
 from ctpo_megatron.report.group_notes import notes_of
 from ctpo_megatron.report.groups import RunGroup, groups_of, run_name, shown
 from ctpo_megatron.report.run_data import RunData
@@ -22,7 +22,7 @@ from ctpo_megatron.tracking import duration
 SECONDS, SAMPLES, TOKENS, MFU = "seconds a step", "samples/s", "tokens/s", "MFU of the update"
 TRAINER_WAITS, ENGINES_WAIT = "trainer waits", "engines wait"
 COST_FORMS = {SECONDS: ".3g", SAMPLES: ".3g", TOKENS: ".3s", TRAINER_WAITS: ".0%", ENGINES_WAIT: ".0%", MFU: ".1%"}
-"""Columns of what a step costs (`Cost`)."""
+"""Columns of what a step costs (`StepCost`)."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _results(run: RunData) -> dict[str, float]:
         "tokens": summary.tokens,
         "time": summary.wall_s,
     }
-    if (cost := Cost.of(run)) is not None:
+    if (cost := StepCost.of(run)) is not None:
         found |= {
             SECONDS: cost.step_s,
             SAMPLES: cost.samples_per_s,

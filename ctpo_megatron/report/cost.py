@@ -31,7 +31,7 @@ class PhaseCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class StepCost:
     """Of the RL steps of a run. step_s: wall seconds of a step, mean. phases: largest first, they add up to it.
 
     samples_per_s: trajectories that were sampled for training. tokens_per_s: prompts and observations included.

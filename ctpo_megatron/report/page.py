@@ -15,7 +15,7 @@ from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report.charts import Chart
 from ctpo_megatron.report.comparison import Comparison, page_values
-from ctpo_megatron.report.cost import Cost
+from ctpo_megatron.report.cost import StepCost
 from ctpo_megatron.report.figures import Figure, figures_of, write_figures
 from ctpo_megatron.report.health import checks, rank_memory
 from ctpo_megatron.report.page_data import bundle, chart_json
@@ -87,7 +87,7 @@ def _of_run(run: RunData, figures: Sequence[Figure]) -> dict[str, Any]:
         "left_out": list(left_out(run, panels(run), drawn)),
         "checks": list(checks(run)),
         "rank_memory": rank_memory(run),
-        "cost": Cost.of(run),
+        "cost": StepCost.of(run),
         "facts": list(facts(run)),
         "config": yaml.safe_dump(redacted(run.config), sort_keys=False),
         "run_name": run.directory,

@@ -11,7 +11,7 @@ import pytest
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report import Comparison, RunData, cost_table, write_comparison, write_report
-from ctpo_megatron.report.cost import REST, Cost
+from ctpo_megatron.report.cost import REST, StepCost
 
 
 def write(run: Path, steps: list[dict[str, Any]], rows: str = "") -> RunData:
@@ -39,7 +39,7 @@ STEPS = [
 
 
 def test_phases_add_up_to_the_step(tmp_path: Path) -> None:
-    cost = Cost.of(write(tmp_path / "run", STEPS))
+    cost = StepCost.of(write(tmp_path / "run", STEPS))
     assert cost is not None and cost.engines_idle is None
     assert (cost.step_s, cost.samples_per_s, cost.tokens_per_s) == (15.0, 32 / 15, 1000 / 15)
     found = {each.name: each.seconds for each in cost.phases}
@@ -51,8 +51,8 @@ def test_phases_add_up_to_the_step(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_step_has_no_cost(tmp_path: Path) -> None:
-    assert Cost.of(write(tmp_path / "run", STEPS[:1])) is None
-    assert Cost.of(write(tmp_path / "other", [])) is None
+    assert StepCost.of(write(tmp_path / "run", STEPS[:1])) is None
+    assert StepCost.of(write(tmp_path / "other", [])) is None
 
 
 def test_engines_wait_while_nothing_is_in_flight_during_rl_steps(tmp_path: Path) -> None:
