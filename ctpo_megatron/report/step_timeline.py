@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.base.run_paths import RunPaths, step_in, step_name
 from ctpo_megatron.report.axes import Axis
 from ctpo_megatron.report.charts import Chart, Curve, Span, timeline
 from ctpo_megatron.report.metric_charts import PHASE_COLOURS
@@ -43,14 +43,14 @@ def step_timeline(directory: Path) -> Chart | None:
     steps = [step for step, files in found.items() if "rank 0" in files]
     if not steps or not (ranges := {row: list(_ranges(path)) for row, path in found[max(steps)].items()}):
         return None
-    whole = [each for each in ranges["rank 0"] if each.kind == f"step_{max(steps):06d}"]
+    whole = [each for each in ranges["rank 0"] if each.kind == step_name(max(steps))]
     if not whole:
         return None
     spans = [
         replace(each, row=row, start=max(0.0, each.start - whole[0].start), end=each.end - whole[0].start)
         for row in sorted(ranges, key=_place)
         for each in joined(ranges[row], (whole[0].end - whole[0].start) * _FINEST)
-        if each.end > whole[0].start and not each.kind.startswith("step_")
+        if each.end > whole[0].start and step_in(each.kind) is None
     ]
     kinds = [Curve(kind, (), (), colour) for kind, colour in _COLOURS.items() if any(s.kind == kind for s in spans)]
     spec = timeline(spans, kinds, Axis("seconds", low=0.0))
