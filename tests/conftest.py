@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import signal
 import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -99,6 +100,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """
     if item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """pytest-xdist cannot send half characters, which tests put into logs."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.hookimpl(trylast=True)
