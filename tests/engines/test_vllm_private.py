@@ -56,6 +56,7 @@ PATCHED = {
 }
 """What we replace, and its arguments without `self`: ours take the same."""
 
+PROFILE = "(is_start=..., profile_prefix=..., delay_iterations=..., max_iterations=...)"
 CALLED = {
     CORE: "(vllm_config, executor_class, log_stats, executor_fail_callback=..., include_finished_set=...)",
     f"{CORE}.abort_requests": "(request_ids)",
@@ -67,6 +68,7 @@ CALLED = {
     f"{CORE}.pause_scheduler": "(mode=..., clear_cache=...)",
     f"{CORE}.post_step": "(model_executed)",
     f"{CORE}.preprocess_add_request": "(request)",
+    f"{CORE}.profile": PROFILE,
     f"{CORE}.resume_scheduler": "()",
     f"{CORE}.set_weight_version": "(weight_version)",
     f"{CORE}.shutdown": "()",
@@ -80,6 +82,7 @@ CALLED = {
     f"{CLIENT}.get_weight_version_async": "()",
     f"{CLIENT}.is_scheduler_paused_async": "()",
     f"{CLIENT}.pause_scheduler_async": "(mode=..., clear_cache=...)",
+    f"{CLIENT}.profile_async": PROFILE,
     f"{CLIENT}.resume_scheduler_async": "()",
     f"{CLIENT}.set_weight_version_async": "(weight_version)",
     f"{CLIENT}.shutdown": "(timeout=...)",
