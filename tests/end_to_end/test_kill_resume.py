@@ -164,6 +164,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued_from(fold
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
 
 
+@pytest.mark.slow
 def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Path) -> None:
     run = folder / "runs" / "discarded"
     shutil.copytree(whole, run)
@@ -371,6 +372,7 @@ def test_rl_from_the_sft_of_another_run_is_bit_for_bit_that_runs_own(folder: Pat
     assert start != end  # RL has changed weights
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_starts_again_from_its_own_sft(folder: Path, tuned: Path) -> None:
     settings = (*SFT, "run.name=again", "run.resume=auto", "checkpoint.every=0")
     killed = train(folder, *settings, kill_at=("update", 7))  # the first of RL

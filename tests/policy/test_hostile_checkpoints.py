@@ -183,6 +183,7 @@ def test_a_manifest_of_endless_depth_is_refused(tmp_path: Path) -> None:
         checkpoint_files.read_marker(hostile)
 
 
+@pytest.mark.slow  # what it reads is read by the tests above
 def test_export_runs_nothing_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
     hostile = unpacked("0.16.1", tmp_path)
     in_metadata(hostile, Call(os.system, f"touch {tmp_path / 'made'}"))

@@ -128,7 +128,7 @@ LAYOUTS = {
 }
 
 
-USUAL = ("one", "pp2", "dp2-distopt", "moe-ep2")
+USUAL = ("one", "dp2-distopt", "moe-ep2")
 """Of `make test`."""
 
 

@@ -27,7 +27,7 @@ DAPO, GSPO = ObjectiveConfig(preset="dapo"), ObjectiveConfig(preset="gspo")
         pytest.param(
             Case("torch", 1, DENSE, "bfloat16", "streaming", True), [CORRECTED, DAPO, GSPO], WHOLE, marks=SLOW
         ),
-        (Case("torch", 1, DENSE, "bfloat16", "logits", True), [CORRECTED, DAPO], WHOLE),
+        pytest.param(Case("torch", 1, DENSE, "bfloat16", "logits", True), [CORRECTED, DAPO], WHOLE, marks=SLOW),
         pytest.param(Case("torch", 2, DENSE, "bfloat16", "streaming", True, TENSOR), [CTPO], STREAMING, marks=SLOW),
         (Case("torch", 2, DENSE, "bfloat16", "streaming", True, CONTEXT), [CTPO], WHOLE),
     ],

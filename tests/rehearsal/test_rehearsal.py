@@ -27,7 +27,11 @@ def test_every_pair_of_choices_is_rehearsed() -> None:
         assert not missing, missing
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.slow if (c.dtype, c.ranks) == ("float16", 2) else ()) for c in CASES],
+    ids=lambda case: case.name,
+)
 def test_training_on_pretended_gpus(case: Case, models_dir: Path, tmp_path: Path) -> None:
     """Save at step 0, update, save, update; the same again from both checkpoints; offload, export, weights out."""
     reports = ranks.run(start.rehearse, case, models_dir, tmp_path, ranks=case.ranks, pretend_cuda=True)

@@ -102,8 +102,10 @@ def runnable(level: str, attack: Attack) -> bool:
 
 
 GROUPS = {level: pytest.mark.xdist_group(f"sandbox-{letter}") for level, letter in zip(LEVELS, "ABCDE", strict=True)}
+BREADTH = {level: [pytest.mark.slow] for level in (LEVELS[1], LEVELS[4])}
+"""Of `make test-slow`: B has the walls of A but the users, and E has limits alone."""
 CASES = [
-    pytest.param(level, attack, id=f"{level}-{attack.name}", marks=GROUPS[level])
+    pytest.param(level, attack, id=f"{level}-{attack.name}", marks=[GROUPS[level], *BREADTH.get(level, ())])
     for level in LEVELS
     for attack in ATTACKS
     if runnable(level, attack)

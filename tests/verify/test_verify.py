@@ -39,7 +39,8 @@ def run_forked(folder: Path, ranks: int, layouts: list[str]) -> str:
 @pytest.mark.parametrize(
     ("layouts", "objectives"),
     [
-        pytest.param(EVERY_OBJECTIVE, KINDS, id="every objective"),
+        pytest.param(EVERY_OBJECTIVE[1:], KINDS, id="every objective"),
+        pytest.param(EVERY_OBJECTIVE, KINDS, marks=pytest.mark.slow, id="every objective, whole and cut"),
         pytest.param(TWO_OBJECTIVES, ["ctpo", "grpo"], id="two objectives"),
         pytest.param(RECORDED, ["ctpo"], id="recorded experts"),
         pytest.param(TWO_OBJECTIVES, KINDS, marks=pytest.mark.slow, id="all of both"),
