@@ -74,7 +74,7 @@ def is_complete(found: dict[str, torch.Tensor]) -> bool:
 def memories() -> list[str]:
     """Memory of this kind that this process holds open."""
     links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-    return [target for link in links if link.is_symlink() and "ctpo-weights" in (target := os.readlink(link))]
+    return [target for link in links if link.is_symlink() and "memfd:ctpo-weights" in (target := os.readlink(link))]
 
 
 def test_every_byte_is_fetched_once_for_four_receivers() -> None:
