@@ -257,7 +257,11 @@ def settings(size: Size, variant: Mapping[str, Any], longest: int = LONGEST) -> 
             "model": {"path": "."},
             "data": {"train": ["."]},
             "rollout": rollout,
-            "policy": {"mini_batch_prompts": min(32, size.prompts), "micro_batch_tokens": longest + 512},
+            "policy": {
+                "dtype": "bfloat16",
+                "mini_batch_prompts": min(32, size.prompts),
+                "micro_batch_tokens": longest + 512,
+            },
             "placement": {"mode": "colocated" if size.shared else "disaggregated"},
         }
     )
