@@ -1,0 +1,412 @@
+"""Engines that take simulated time: a pool for the product's scheduler, with episodes of recorded lengths.
+
+An engine decodes all its sequences at once; a decoding step takes a fixed time and a little more for each of them.
+Prefill stops decoding. A sequence leaves the engine while its tool runs. No sequence is preempted for want of cache.
+"""
+
+from __future__ import annotations
+
+import heapq
+import io
+import itertools
+import math
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from ray.exceptions import RayActorError
+
+from benchmarks.simulated_time import Clock
+from ctpo_megatron.config import RolloutConfig
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.engines import GroupOutcome, GroupTask, pool_stats
+
+FIRST_ID, LAST_ID = 257, 7_000
+"""Token ids that trajectories are made of."""
+OBSERVATION_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of one engine. step_s, sequence_s: of a decoding step, and more for each sequence in it.
+
+    start_s: a new process until it serves. update_s: new weights. sleep_s: to sleep or wake. tool_s: mean of a call.
+    """
+
+    step_s: float
+    sequence_s: float
+    prefill_token_s: float
+    update_s: float
+    sleep_s: float = 5.0
+    start_s: float = 60.0
+    tool_s: float = 0.5
+
+
+class Workload:
+    """Episodes by prompt: one to four turns, whose model tokens together have a length that was recorded.
+
+    groups: `[prompts, samples]` recorded lengths, scaled to a mean of `mean_tokens` and cut at `longest`. A prompt has
+    the lengths of one recorded group for good, so that its last responses tell something of the next ones.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], mean_tokens: float, longest: int, prompts: int) -> None:
+        lengths = np.array(groups, dtype=np.float64)
+        for _ in range(50):  # the cut lowers the mean
+            lengths *= mean_tokens / np.minimum(lengths, longest).mean()
+        self._lengths = np.maximum(4, np.minimum(lengths, longest)).astype(np.int64)
+        self._rng = np.random.default_rng(0)
+        context = tuple(self._ids(150).tolist())
+        self.prompts = [
+            Prompt(f"p{n}", "math", ({"role": "user", "content": "q"},), str(n), context) for n in range(prompts)
+        ]
+        self._numbers = {prompt.id: n for n, prompt in enumerate(self.prompts)}
+
+    def _ids(self, count: int) -> Any:
+        return self._rng.integers(FIRST_ID, LAST_ID, count)
+
+    def turns(self, prompt: Prompt, seed: str) -> list[int]:
+        """Model tokens of each turn of one episode."""
+        rng = random.Random(seed)
+        length = int(rng.choice(self._lengths[self._numbers[prompt.id] % len(self._lengths)]))
+        turns = rng.randint(1, 4)
+        return [max(1, length // turns)] * turns
+
+    def trajectory(self, episode: _Episode) -> Trajectory:
+        """What the engine would answer."""
+        prompt = episode.prompt
+        made = Trajectory(prompt.id, episode.sample, seed=episode.sample, finish_reason="answer")
+        made.append_context(prompt.token_ids, 0)
+        for turn, (count, versions) in enumerate(zip(episode.turns, episode.versions, strict=True), 1):
+            made.append_model(self._ids(count), -self._rng.exponential(0.4, count), versions, turn)
+            if turn < len(episode.turns):
+                made.append_context(self._ids(OBSERVATION_TOKENS), turn)
+                call = ToolCall(turn, "code_interpreter", {"code": "print(1)"}, "success", "1\n", 0.2, 0.1)
+                made.tool_calls.append(call)
+        right = self._rng.random() < 0.5
+        made.final_text = f"hence \\boxed{{{self._numbers[prompt.id] + int(right)}}}"
+        return made
+
+
+@dataclass
+class _Episode:
+    prompt: Prompt
+    sample: int
+    step: int
+    turns: list[int]
+    reference: Reference
+    turn: int = 0
+    versions: list[Any] = field(default_factory=list)
+    began: float = 0.0
+    """Tokens that the engine had decoded for every sequence when this turn began."""
+
+    @property
+    def context(self) -> int:
+        """Tokens before this turn."""
+        return len(self.prompt.token_ids) + sum(self.turns[: self.turn]) + self.turn * OBSERVATION_TOKENS
+
+
+@dataclass(eq=False)
+class Reference:
+    """Of a group in flight; see `ray.ObjectRef`."""
+
+    left: int = 0
+    done: bool = False
+    cancelled: bool = False
+    error: Exception | None = None
+    episodes: list[_Episode] = field(default_factory=list)
+    done_at: float = math.inf
+
+
+class Engine:
+    """One engine, as the scheduler sees an `EngineHandle`."""
+
+    def __init__(self, index: int, clock: Clock, speed: Speed, seats: int, workload: Workload) -> None:
+        self.index, self.name, self.log_path = index, f"engine {index}", Path(f"engine_{index}.log")
+        self.live, self.parked, self.starting = True, False, False
+        self.launches, self.deadline, self.ready_ref = 1, math.inf, Reference()
+        self.version = 0
+        self.busy_s = 0.0
+        self._clock, self._speed, self._seats, self._workload = clock, speed, seats, workload
+        self._numbers = itertools.count()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._running: list[tuple[float, int, _Episode]] = []
+        self._queue: list[tuple[int, int, _Episode]] = []
+        self._references: set[Reference] = set()
+        self._decoded, self._at = 0.0, self._clock.now
+        self._updates: list[tuple[float, int]] = [(0.0, self.version)]
+        self._alarm = object()
+
+    def submit(self, task: GroupTask) -> Reference:
+        """Begin a group."""
+        with self._clock.free():
+            self._catch_up()
+            reference = Reference(left=len(task.samples))
+            self._references.add(reference)
+            for sample in task.samples:
+                turns = self._workload.turns(task.prompt, f"{task.prompt.id}/{task.step}/{sample}/{task.occurrence}")
+                episode = _Episode(task.prompt, sample, task.step, turns, reference)
+                reference.episodes.append(episode)
+                self._enqueue(episode, len(task.prompt.token_ids))
+            self._plan()
+        return reference
+
+    def _enqueue(self, episode: _Episode, context: int) -> None:
+        if not self._running:
+            self._at = max(self._at, self._clock.now)
+        self._at += context * self._speed.prefill_token_s
+        heapq.heappush(self._queue, (episode.step, next(self._numbers), episode))
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._queue and len(self._running) < self._seats:
+            _, number, episode = heapq.heappop(self._queue)
+            if not episode.reference.cancelled:
+                episode.began = self._decoded
+                tokens = episode.turns[episode.turn]
+                heapq.heappush(self._running, (self._decoded + tokens, number, episode))
+
+    def _step_s(self) -> float:
+        return self._speed.step_s + len(self._running) * self._speed.sequence_s
+
+    def _catch_up(self) -> None:
+        """Decode until now. `_at`: until when it has; later than now while it prefills or takes weights."""
+        while self._running:
+            finish, _, episode = self._running[0]
+            ends = self._at + (finish - self._decoded) * self._step_s()
+            if ends > self._clock.now:
+                break
+            heapq.heappop(self._running)
+            self.busy_s += ends - self._at
+            self._at, self._decoded = ends, finish
+            self._end_turn(episode)
+            self._admit()
+        if self._clock.now > self._at:
+            if self._running:
+                self._decoded += (self._clock.now - self._at) / self._step_s()
+                self.busy_s += self._clock.now - self._at
+            self._at = self._clock.now
+
+    def _end_turn(self, episode: _Episode) -> None:
+        count = episode.turns[episode.turn]
+        starts, versions = zip(*self._updates, strict=True)
+        places = np.searchsorted(starts, episode.began + np.arange(count), side="right") - 1
+        episode.versions.append(np.array(versions)[places])
+        episode.turn += 1
+        if episode.turn < len(episode.turns):
+            seconds = random.expovariate(1.0 / self._speed.tool_s)
+            launch = self.launches
+            self._clock.at(self._at + seconds, lambda: self._resume(episode, launch))
+            return
+        reference = episode.reference
+        reference.left -= 1
+        if not reference.left:
+            self._end(reference)
+
+    def _resume(self, episode: _Episode, launch: int) -> None:
+        if launch == self.launches and not episode.reference.cancelled:
+            self._catch_up()
+            self._enqueue(episode, OBSERVATION_TOKENS)
+            self._plan()
+
+    def _end(self, reference: Reference, error: Exception | None = None) -> None:
+        reference.done, reference.error, reference.done_at = True, error, self._at
+        self._references.discard(reference)
+
+    def _plan(self) -> None:
+        """Look again when the next turn ends."""
+        self._alarm = alarm = object()
+        if self._running:
+            ends = self._at + (self._running[0][0] - self._decoded) * self._step_s()
+            self._clock.at(ends, lambda: self._wake(alarm))
+
+    def _wake(self, alarm: object) -> None:
+        if alarm is self._alarm:
+            self._catch_up()
+            self._plan()
+
+    def take_stock(self) -> None:
+        """Have `busy_s` up to now."""
+        self._catch_up()
+
+    def cancel(self, reference: Reference) -> None:
+        """End a group that nobody waits for any more."""
+        with self._clock.free():
+            self._catch_up()
+            reference.cancelled = True
+            self._references.discard(reference)
+            self._running = [entry for entry in self._running if entry[2].reference is not reference]
+            heapq.heapify(self._running)
+            self._admit()
+            self._plan()
+
+    def take_weights(self, version: int) -> None:
+        """Stop decoding for as long as an update takes; then the tokens in flight are computed again."""
+        self._catch_up()
+        self.version = version
+        self._updates.append((self._decoded, version))
+        again = sum(episode.context + self._decoded - episode.began for _, _, episode in self._running)
+        self._at = max(self._at, self._clock.now) + self._speed.update_s + again * self._speed.prefill_token_s
+        self._plan()
+
+    def die(self) -> None:
+        """All that is in flight is lost."""
+        self._catch_up()
+        for reference in list(self._references):
+            self._end(reference, RayActorError())
+        self._reset()
+
+    def launch(self) -> None:
+        """Begin a new process."""
+        self.launches += 1
+        self.live, self.starting, self.ready_ref = False, True, Reference()
+        self._reset()
+        self._clock.at(self._clock.now + self._speed.start_s, self._started)
+
+    def _started(self) -> None:
+        self.ready_ref.done = True
+
+    def admit(self) -> None:
+        """Serve from now on."""
+        self.live, self.starting = True, False
+
+    def kill(self) -> None:
+        """It is dead already."""
+        self.live = False
+
+    def responds(self) -> bool:
+        """Whether it is alive."""
+        return self.live
+
+    def take_finished(self) -> list[Trajectory]:
+        """Nothing: no request of a training run is early."""
+        return []
+
+    def forget_finished(self) -> None:
+        """Nothing was asked."""
+
+
+class Pool:
+    """The stand-in for an `EnginePool`: its lock, its engines and its accounts."""
+
+    def __init__(self, settings: RolloutConfig, clock: Clock, speed: Speed, workload: Workload, count: int) -> None:
+        self.settings, self.lock, self._clock, self._speed = settings, clock.lock(), clock, speed
+        seats = settings.engine.max_num_seqs
+        self.engines = [Engine(index, clock, speed, seats, workload) for index in range(count)]
+        self.load: Counter[int] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.occupancy = SimpleNamespace(add=lambda engine, trajectories: None)
+        self.is_asleep = False
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """All fit."""
+
+    def check_start(self) -> None:
+        """All have started."""
+
+    def wait_ready(self) -> SimpleNamespace:
+        """What `Controller` has to know of them."""
+        return SimpleNamespace(dtype="bfloat16", transport="simulated")
+
+    def send(self, trainer: Any, version: int) -> None:
+        """Give all engines new weights."""
+        with self._clock.free():
+            for engine in self.engines:
+                engine.take_weights(version)
+        self._clock.sleep(self._speed.update_s)
+
+    def finish_update(self) -> bool:
+        """Nothing is pending after `send`."""
+        return True
+
+    def sleep(self, level: int) -> None:
+        """Leave the GPUs to the trainer."""
+        self.is_asleep = True
+        self._clock.sleep(self._speed.sleep_s)
+
+    def wake(self) -> None:
+        """Take the GPUs again."""
+        self.is_asleep = False
+        self._clock.sleep(self._speed.sleep_s)
+
+    def register_started(self) -> None:
+        """Admit engines whose new process is up; they have the current weights."""
+        for engine in self.engines:
+            if engine.starting and engine.ready_ref.done:
+                engine.admit()
+
+    def restart(self, engine: Engine) -> None:
+        """Begin a new process for an engine that died."""
+        self.counts["engine_restarts"] += 1
+        engine.kill()
+        engine.launch()
+
+    def note_occupancy(self) -> None:
+        """Not recorded."""
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the last call."""
+        stats = pool_stats(self.counts)
+        self.counts.clear()
+        return stats
+
+
+class Ray:
+    """What the scheduler uses of Ray, in simulated time. get_s: Ray's own CPU time for the answer of a group."""
+
+    def __init__(self, clock: Clock, pool: Pool, workload: Workload, get_s: float) -> None:
+        self._clock, self._workload, self._get_s = clock, workload, get_s
+        self._engines = pool.engines
+        self.last_done = 0.0
+
+    def wait(
+        self, references: Collection[Reference], num_returns: int = 1, timeout: float = math.inf
+    ) -> tuple[list[Reference], list[Reference]]:
+        if timeout > 0:
+            until = self._clock.monotonic() + timeout
+            self._clock.wait(until, lambda: any(reference.done for reference in references))
+        ready = [reference for reference in references if reference.done]
+        return ready[:num_returns], ready[num_returns:]
+
+    def get(self, reference: Reference, timeout: float) -> GroupOutcome:
+        """Unpickles a group as Ray does, with buffers out of band."""
+        if reference.error is not None:
+            raise reference.error
+        self.last_done = max(self.last_done, reference.done_at)
+        with self._clock.free():
+            buffers: list[pickle.PickleBuffer] = []
+            sink = io.BytesIO()
+            group = [self._workload.trajectory(episode) for episode in reference.episodes]
+            pickle.Pickler(sink, protocol=5, buffer_callback=buffers.append).dump(GroupOutcome(group))
+            answer, blobs = sink.getvalue(), [bytes(buffer.raw()) for buffer in buffers]
+            reference.episodes.clear()
+        self._clock.sleep(self._get_s)
+        outcome: GroupOutcome = pickle.loads(answer, buffers=blobs)
+        return outcome
+
+    def cancel(self, reference: Reference, force: bool) -> None:
+        for engine in self._engines:
+            engine.cancel(reference)
+
+
+def faults(clock: Clock, pool: Pool, every_s: float, seed: int = 0) -> Callable[[], None]:
+    """Let an engine die after every `every_s` seconds on average; call the result once to begin."""
+    rng = random.Random(seed)
+
+    def strike() -> None:
+        rng.choice(pool.engines).die()
+        plan()
+
+    def plan() -> None:
+        clock.at(clock.now + rng.expovariate(1.0 / every_s), strike)
+
+    return plan
