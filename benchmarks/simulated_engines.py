@@ -239,7 +239,7 @@ class Engine:
         self._catch_up()
 
     def cancel(self, reference: Reference) -> None:
-        """End a group that nobody waits for any more."""
+        """Stop sampling a group, whose result is not needed."""
         with self._clock.free():
             self._catch_up()
             reference.cancelled = True

@@ -25,14 +25,14 @@ class Findings:
 
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
-    usable: bool = False
-    """Whether the parts that the configuration names are there: tools, parser and reward decide how data are read."""
 
-    def take(self, check: Callable[[], Iterable[Problem]]) -> bool:
-        """Run a check that returns warnings; what it raises is a problem, so that all are found at once. Whether it
-        raised nothing."""
+    def take(self, check: Callable[[], Iterable[Problem] | None]) -> bool:
+        """Run a check, which may return warnings; returns whether it passed.
+
+        What it raises is kept as problems, so that all are found at once.
+        """
         try:
-            self.warnings += check()
+            self.warnings += check() or ()
         except ConfigError as error:
             self.problems += error.problems
             return False
@@ -44,32 +44,28 @@ class Findings:
             raise ConfigError(self.problems)
 
 
-def check_start(
+def check_start(config: Config, sources: Sources, job: Job, *, cuda: bool, disk: bool = True) -> Findings:
+    """Configuration and users' parts, as every start checks them. disk: and whether what is written fits here."""
+    found = _check_configuration(config, sources, job, cuda=cuda, disk=disk)
+    found.take(partial(check_extensions, config, sources))
+    return found
+
+
+def _check_configuration(
     config: Config,
     sources: Sources,
     job: Job,
     *,
     cuda: bool,
+    disk: bool,
     gpu_gib: float | None = None,
     shapes: ModelSpec | None = None,
-    disk: bool = True,
 ) -> Findings:
-    """Configuration and users' parts, as every start checks them. disk: and whether what is written fits here.
-
-    gpu_gib, shapes: see `validate`.
-    """
     found = Findings()
     valid = found.take(lambda: validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib, shapes=shapes))
     if disk and valid:
         found.take(lambda: warnings_of(check_disk(RunContext(config, spec_for(config))), sources))
-    found.take(partial(_users_parts, found, config, sources))
     return found
-
-
-def _users_parts(found: Findings, config: Config, sources: Sources) -> list[Problem]:
-    check_extensions(config, sources)
-    found.usable = True
-    return []
 
 
 def check_dry(
@@ -82,10 +78,13 @@ def check_dry(
     shapes: ModelSpec | None = None,
     rows: int | None = ROWS,
 ) -> tuple[Findings, DataCheck]:
-    """As `check_start`, with data and libraries. rows: of each file; None: all of them."""
+    """As `check_start`, with data and libraries. rows: of each file; None: all of them.
+
+    gpu_gib, shapes: see `validate`.
+    """
     disk = shapes is None  # else the machine of the run is another
-    found = check_start(config, sources, job, cuda=cuda, gpu_gib=gpu_gib, shapes=shapes, disk=disk)
-    if not found.usable:
+    found = _check_configuration(config, sources, job, cuda=cuda, disk=disk, gpu_gib=gpu_gib, shapes=shapes)
+    if not found.take(partial(check_extensions, config, sources)):  # tools and parser decide how data are read
         return found, DataCheck(not_checked="parts that it names cannot be used")
     data = DataCheck(not_checked="--shapes") if shapes else check_data(config, rows)
     placed = [place(problem, sources) for problem in data.problems]

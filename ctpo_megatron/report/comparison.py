@@ -47,12 +47,16 @@ class Comparison:
         return compare_accuracies(self.groups)
 
     @cached_property
+    def results(self) -> list[tuple[RunGroup, list[dict[str, float]]]]:
+        """Each group with the results of its runs by name."""
+        return [(group, [_results(run) for run in group.runs]) for group in self.groups]
+
+    @cached_property
     def costs(self) -> list[tuple[str, dict[str, tuple[str, str]]]]:
         """Label of each group, and by column the mean of its runs and, where they differ, their range."""
-        found = [(group.label, [_results(run) for run in group.runs]) for group in self.groups]
         return [
-            (label, {name: _cell([values.get(name) for values in runs], form) for name, form in COST_FORMS.items()})
-            for label, runs in found
+            (group.label, {name: _cell([each.get(name) for each in found], form) for name, form in COST_FORMS.items()})
+            for group, found in self.results
         ]
 
     @cached_property
@@ -74,7 +78,7 @@ class GroupRow:
 def page_values(compared: Comparison) -> dict[str, Any]:
     """Values of the template for several runs. Raises DamagedFileError."""
     runs, groups, found = compared.runs, compared.groups, compared.accuracies
-    columns = _columns(runs)
+    columns = _columns(compared.results)
     rows = [
         GroupRow(
             group.label,
@@ -82,10 +86,10 @@ def page_values(compared: Comparison) -> dict[str, Any]:
             [(run_name(run), str(run.setting("run.seed", "?"))) for run in group.runs],
             [
                 *(_accuracy(source, group.label) for source in found),
-                *(_cell([values.get(name) for values in map(_results, group.runs)], form) for name, form in columns),
+                *(_cell([values.get(name) for values in results], form) for name, form in columns),
             ],
         )
-        for place, group in enumerate(groups)
+        for place, (group, results) in enumerate(compared.results)
     ]
     pairs = [difference for source in found for difference in source.differences]
     return {
@@ -129,9 +133,9 @@ def _results(run: RunData) -> dict[str, float]:
     return {name: value.end if isinstance(value, Change) else value for name, value in known.items()}
 
 
-def _columns(runs: Sequence[RunData]) -> list[tuple[str, str]]:
+def _columns(results: Sequence[tuple[RunGroup, Sequence[dict[str, float]]]]) -> list[tuple[str, str]]:
     """Names of the results that any run has, each with its format."""
-    names = dict.fromkeys(name for run in runs for name in _results(run))
+    names = dict.fromkeys(name for _, found in results for values in found for name in values)
     forms = {"tool use": ".0%", "RL steps": ",.0f", "tokens": ".3s", "time": "time", **COST_FORMS}
     return [(name, forms.get(name, ".3f")) for name in names]
 

@@ -32,7 +32,7 @@ class OverlongPenalty:
     def apply(self, groups: Sequence[Group]) -> None:
         """Add the penalty to the reward of every trajectory that was judged, and to its components.
 
-        Where turns have rewards, the last one bears it: that turn reached the length.
+        With rewards by turn it is added to the last turn, which reached the limit.
         """
         for trajectory in itertools.chain.from_iterable(group.trajectories for group in groups):
             if trajectory.no_verdict is not None:

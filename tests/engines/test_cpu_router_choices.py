@@ -1,4 +1,4 @@
-"""The experts that a CPU engine reports are those that the model of transformers takes, whoever computed a token."""
+"""A CPU engine reports the experts that the model of transformers takes, also for tokens of the prefix cache."""
 
 from __future__ import annotations
 

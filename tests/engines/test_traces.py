@@ -26,7 +26,7 @@ def test_an_engine_writes_a_trace_of_each_step(half_stage: Stage, caplog: pytest
         half_stage.fleet.begin_trace(step)
         half_stage.generate(half_stage.prompts(2), step=step)
         half_stage.fleet.end_trace()
-        half_stage.generate(half_stage.prompts(2), step=9)  # nobody records
+        half_stage.generate(half_stage.prompts(2), step=9)  # outside of a trace
     files = sorted(folder.glob("*.json.gz"))  # on a CPU vLLM writes a table of the operators as well
     assert [path.name[:20] for path in files] == ["step_000003_engine_0", "step_000004_engine_0"] and not caplog.records
     for path in files:

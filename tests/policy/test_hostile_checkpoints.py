@@ -1,4 +1,4 @@
-"""Checkpoints that somebody made to have code run: every file of one, and every way that loads it."""
+"""Hostile checkpoints run no code: every file of one, on every path that loads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A receiver of a node that begins to fetch and does not go on, in a process of its own."""
+"""A receiver in a process of its own that claims a bucket and stalls."""
 
 from __future__ import annotations
 
