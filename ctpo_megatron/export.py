@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
+from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.base.run_paths import MARKER, RunPaths
 from ctpo_megatron.config import (
     ELEMENT_BYTES,
@@ -86,15 +85,18 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
         return resolve(exported, model, output, family_for(config.model, config.extensions.path))
     target = output or paths.checkpoint_export(checkpoint)
     model = model or Path(config.model.path)
+    trained = config.model.model_copy(update={"path": str(model)})
     request = _request(checkpoint, model, target, family_for(config.model, config.extensions.path), config.policy.dtype)
     try:
-        exported_chat_template(config.model)
-    except (OSError, TokenizerError) as error:
+        exported_chat_template(trained)
+    except OSError as error:
         fix = "export from the folder that the run was started in"
         raise ConfigError(
             [Problem("model.chat_template", "not found from here", fix, config.model.chat_template)]
         ) from error
-    return replace(request, trained=config.model)
+    except TokenizerError as error:
+        raise ConfigError([Problem("model.path", str(error), value=str(model))]) from error
+    return replace(request, trained=trained)
 
 
 def _request_outside_a_run(
@@ -196,6 +198,6 @@ def _check_prompt(directory: Path, trained: ModelConfig) -> Finding:
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], keywords: Mapping[str, Any]) -> Any:
     """The text; or why the template refuses the conversation, as one may refuse a system prompt."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **keywords)
-    except TemplateError as error:
+        return apply_chat_template(tokenizer, messages, add_generation_prompt=True, **keywords)
+    except Exception as error:  # a template may raise anything
         return error

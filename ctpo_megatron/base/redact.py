@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 HIDDEN = "***"
@@ -38,6 +39,7 @@ _SHORTEST = 6  # a shorter value of a variable would hide parts of ordinary word
 _SHORTEST_PART = 12  # within a value that is stored, and read again
 
 
+@cache
 def is_secret(name: str) -> bool:
     """Whether a key, an argument or a variable of this name probably holds a secret."""
     return bool(_SECRET.search(name)) and not _HARMLESS.search(name)
@@ -55,7 +57,7 @@ def concealed(value: Any, name: str = "") -> Any:
 
 
 def conceals(value: Any) -> bool:
-    """Whether `concealed` has left something out of this value."""
+    """Whether `concealed` has replaced this value, or a login or a secret of an address in it."""
     return isinstance(value, str) and (value == HIDDEN or f"://{HIDDEN}@" in value or f"={HIDDEN}" in value)
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.base.terminal import Terminal
+from ctpo_megatron.config import Problem
 
 
 def print_table(title: str, header: tuple[str, str, str], rows: Sequence[tuple[str, str, str]]) -> None:
@@ -54,3 +55,9 @@ def _shown(cell: str | int | float) -> str:
     if isinstance(cell, float):
         return f"{cell:,.4f}" if cell == 0 or 1e-3 <= abs(cell) < 1e5 else f"{cell:.1e}"
     return f"{cell:,}" if isinstance(cell, int) else cell
+
+
+def print_warnings(warnings: Sequence[Problem]) -> None:
+    """A line each."""
+    for problem in warnings:
+        say(f"warning: {problem}", error=True)

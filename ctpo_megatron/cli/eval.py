@@ -14,8 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ctpo_megatron.base.printable import log_to_terminal, say
+from ctpo_megatron.base.printable import log_to_terminal
 from ctpo_megatron.base.signals import ENDING, heeded
+from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import Config, Sources
@@ -86,8 +87,7 @@ def _check(config: Config, sources: Sources) -> None:
         raise UsageError("nothing to evaluate on: give --data FILE")
     if problems := run_checks(START_CHECKS, None):
         raise UsageError(str(problems[0]))
-    for warning in validate_sampling(config, cuda=torch_has_cuda(), sources=sources):
-        say(f"warning: {warning}", error=True)
+    print_warnings(validate_sampling(config, cuda=torch_has_cuda(), sources=sources))
     check_extensions(config, sources)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ctpo_launchers import LaunchError, environment, launch
+from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.cli.train import print_warnings
 from ctpo_megatron.config import ConfigError, Job, load_with_sources
 from ctpo_megatron.preflight import check_dry, has_cuda_device
 

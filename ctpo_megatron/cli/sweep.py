@@ -9,10 +9,9 @@ import sys
 from collections import Counter
 from contextlib import suppress
 
-from ctpo_megatron.base.printable import say
 from ctpo_megatron.base.run_paths import SweepPaths
 from ctpo_megatron.cli.compare import show_comparison
-from ctpo_megatron.cli.console import print_table
+from ctpo_megatron.cli.console import print_table, print_warnings
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import ConfigError, Job, Problem, world_size
 from ctpo_megatron.preflight import ROWS, has_cuda_device
@@ -70,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("starts the ranks of each run itself: start it without torchrun, with --ranks N")
     sweep = plan(args.config, read_grid(args.grid, [*args.overrides, *args.unknown]), args.sft)
     job = Job(args.ranks, args.ranks if args.ranks > 1 else None)
-    warnings = _checked(sweep, job, args.dry_run)
-    for warning in warnings:
-        say(f"warning: {warning}", error=True)
+    print_warnings(_checked(sweep, job, args.dry_run))
     if args.dry_run:
         _print_plan(sweep)
         return 0

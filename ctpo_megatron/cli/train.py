@@ -8,14 +8,13 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 
 from ctpo_megatron.base.cuda_environment import order_kernels
 from ctpo_megatron.base.printable import log_to_terminal, say
 from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.base.redact import redacted_words
-from ctpo_megatron.cli.console import print_table
+from ctpo_megatron.cli.console import print_table, print_warnings
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import (
@@ -24,7 +23,6 @@ from ctpo_megatron.config import (
     CpuCache,
     DataConfig,
     Job,
-    Problem,
     RolloutConfig,
     Sources,
     Split,
@@ -172,7 +170,7 @@ def _dry_run(
     if cuda:
         speeds = Speeds(tuple(args.mfu), tuple(args.decode) if args.decode else None, args.peak_tflops)
         print_table(DURATION_TITLE, ("", "range", "from"), duration_table(config, spec, job.world_size, speeds))
-    if not cuda:
+    else:
         _print_cache(config, spec)
     _print_data(data, args.full)
     _play_first(config, data, sources)
@@ -184,12 +182,6 @@ def _resume_command(args: argparse.Namespace) -> str:
     program = "torchrun ... -m ctpo_megatron.train" if "TORCHELASTIC_RUN_ID" in os.environ else "ctpo train"
     kept = [text for text in [*args.overrides, *args.unknown] if not text.startswith(_OF_ONE_START)]
     return f"{program} {shlex.join(redacted_words([args.config, *kept, 'run.resume=auto']))}"
-
-
-def print_warnings(warnings: Sequence[Problem]) -> None:
-    """A line each."""
-    for problem in warnings:
-        say(f"warning: {problem}", error=True)
 
 
 def _shapes(args: argparse.Namespace) -> ModelSpec | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from ctpo_megatron.base.extensions import activate, contain_tasks, shown
-from ctpo_megatron.base.redact import hidden
+from ctpo_megatron.base.printable import say
 from ctpo_megatron.config import engine_count
 from ctpo_megatron.data.tokens import ROUTER_CHOICES
 from ctpo_megatron.data.tool_call import ToolCall
@@ -318,9 +317,9 @@ def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     if type(error).__name__ == "EngineDeadError":
         return EngineDied(str(error))
     try:
-        print(hidden("".join(traceback.format_exception(error))), file=sys.stderr)  # into our log
+        say("".join(traceback.format_exception(error)), error=True)  # into our log
     except BaseException as failure:  # of the exception's own methods
-        print(f"{shown(error)} (printing it raised {shown(failure)})", file=sys.stderr)
+        say(f"{shown(error)} (printing it raised {shown(failure)})", error=True)
     return GroupFailed(shown(error))
 
 

@@ -119,7 +119,7 @@ class EngineHandle:
         except Exception as error:  # whatever the engine's constructor raised, Ray passes on as its own type
             if self._begun_again(error):
                 return False
-            raise EngineError(f"{self.name} did not start: {_reason(error)}; log: {self.log_path}") from error
+            raise EngineError(f"{self.name} did not start: {reason(error)}; log: {self.log_path}") from error
         return True
 
     def retry_start(self, error: BaseException | str) -> None:
@@ -239,7 +239,7 @@ class EngineHandle:
         ray.kill(self._actor, no_restart=True)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """What was raised in an engine's process, in one line; the end of what Ray says where that did not travel."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     lines = [line.strip() for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]

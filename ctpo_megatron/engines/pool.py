@@ -303,7 +303,8 @@ class EnginePool:
     def begin_trace(self, step: int) -> None:
         """Have vLLM's profiler record from now on. An engine that cannot is named in the log."""
         with self.lock:
-            self._traces = Traces(self._engines, step)
+            live = [engine for engine in self._engines if engine.live]
+        self._traces = Traces(live, step)  # without the lock: groups are submitted meanwhile
 
     def end_trace(self) -> None:
         """Have the engines write what was recorded since `begin_trace`; likewise."""

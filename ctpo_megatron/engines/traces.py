@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from ctpo_megatron.base.run_paths import step_name
-from ctpo_megatron.engines.handle import EngineHandle
+from ctpo_megatron.engines.handle import EngineHandle, reason
 from ctpo_megatron.engines.timeouts import TRACE_S
 
 log = logging.getLogger(__name__)
@@ -23,13 +23,18 @@ class Traces:
     """
 
     def __init__(self, engines: Sequence[EngineHandle] = (), step: int = 0) -> None:
+        launches = {each: each.launches for each in engines}
         calls = {each: each.call("start_profile", f"{step_name(step)}_engine_{each.index}") for each in engines}
-        self._engines = _answered(calls, "begin its trace")
+        self._engines = {each: launches[each] for each in _answered(calls, "begin its trace")}
 
     def end(self) -> None:
         """Write the traces: `profile/step_%06d_engine_%d_...` of the run directory, on the node of the engine."""
-        _answered({each: each.call("stop_profile") for each in self._engines}, "write its trace")
-        self._engines = []
+        for engine, launches in self._engines.items():
+            if engine.launches != launches:
+                log.warning("%s was replaced in a step that is traced; its trace is lost", engine.name)
+        same = [engine for engine, launches in self._engines.items() if engine.launches == launches]
+        _answered({each: each.call("stop_profile") for each in same}, "write its trace")
+        self._engines = {}
 
 
 def _answered(calls: dict[EngineHandle, Any], what: str) -> list[EngineHandle]:
@@ -44,5 +49,5 @@ def _answered(calls: dict[EngineHandle, Any], what: str) -> list[EngineHandle]:
             ray.get(reference)
             answered.append(engine)
         except RayError as error:
-            log.warning("%s did not %s: %s; log: %s", engine.name, what, error, engine.log_path)
+            log.warning("%s did not %s: %s; log: %s", engine.name, what, reason(error), engine.log_path)
     return answered

@@ -155,7 +155,7 @@ def _literal(value: Any) -> str:
         return "{" + ", ".join(f"{_literal(str(key))}: {_literal(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_literal, value)) + "]"
-    return "none" if value is None else json.dumps(value)
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, offered: Sequence[Schema]) -> None:

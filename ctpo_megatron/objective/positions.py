@@ -176,7 +176,9 @@ def position_stats(
         of_loss = torch.where(trained if ratios.ends is None else model, advantage, 0.0)
         clipped = surrogate(ratios, LossTokens(current, reference, of_loss, model, trained, layout), objective)
         flags = [clipped.high, clipped.low, clipped.dual]
-    numbers = [ratios.position, layout.sequence_id, advantage, prefix_sum(ratios.d, layout), ratios.d, x]
+    # With ratios at the ends of turns the bounds follow the gain of the turn, which is what its ratio multiplies.
+    gain = advantage if ratios.ends is None else ratios.ends.at_end(ratios.ends.gain(advantage))
+    numbers = [ratios.position, layout.sequence_id, gain, prefix_sum(ratios.d, layout), ratios.d, x]
     numbers += [trained, *flags, torch.zeros_like(x) if entropy is None else entropy, model]
     # One copy to the host, because each copy waits for the device; so does a selection by a mask on the device.
     on_host = torch.stack([values.double() for values in numbers]).cpu().numpy()
@@ -187,10 +189,10 @@ def position_stats(
 def _summed(
     table: NDArray[np.float64], sequences: int, with_entropy: bool, objective: PolicyObjective | None
 ) -> PositionStats:
-    position, sequence, advantage, prefix, d, x, trained, high, low, dual, entropy = table
-    sign = np.where(advantage > 0, 0, np.where(advantage < 0, 1, 2))
+    position, sequence, gain, prefix, d, x, trained, high, low, dual, entropy = table
+    sign = np.where(gain > 0, 0, np.where(gain < 0, 1, 2))
     cell = sign * BINS + bin_of(position.astype(np.int64))
-    loss, up, down = trained > 0, (trained > 0) & (advantage > 0), (trained > 0) & (advantage < 0)
+    loss, up, down = trained > 0, (trained > 0) & (gain > 0), (trained > 0) & (gain < 0)
     root = np.sqrt(position)
     other = np.zeros_like(x) if objective is None or objective.is_prefix_ratio else x
     ratio = np.exp(np.minimum(prefix, LOG_RATIO_CAP))

@@ -89,7 +89,7 @@ def surrogate(ratios: TokenRatios, tokens: LossTokens, objective: PolicyObjectiv
     log_ratio = capped(torch.where(tokens.trained, ratios.log_ratio, 0.0), LOG_RATIO_CAP)
     match objective.clip_mode:
         case "log_power" | "ratio":
-            return _clipped(log_ratio, ratios.reach, tokens.advantage, objective)
+            return _clipped(log_ratio, ratios.position, tokens.advantage, objective)
         case "detached_ratio":
             return _detached(log_ratio, tokens, objective)
         case "sigmoid":

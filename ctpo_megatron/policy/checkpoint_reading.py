@@ -98,21 +98,21 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, whose operations can 
             raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!r}") from None
 
     def load_reduce(self) -> None:
-        *_, called, arguments = self.stack
+        called, arguments = self.stack[-2:]
         of = _CALLED.get(called) if isinstance(called, type | FunctionType) else None
         if of is None or [type(value) for value in arguments] != [of]:
             raise pickle.UnpicklingError(f"it calls {_kind(called)} with {len(arguments)} values")
         self._do(pickle.REDUCE)
 
     def load_newobj(self) -> None:
-        *_, made, arguments = self.stack
+        made, arguments = self.stack[-2:]
         if not any(made is allowed for allowed in _CLASSES) or arguments != ():
             raise pickle.UnpicklingError(f"it makes an object of {_kind(made)}")
         self._do(pickle.NEWOBJ)
 
     def load_build(self) -> None:
         # Of an object: classes and functions, which are the process's own, would keep what a file writes into them.
-        *_, filled, state = self.stack
+        filled, state = self.stack[-2:]
         if type(filled) is TensorProperties:
             good = type(state) is tuple and [type(value) for value in state] == _PROPERTIES
         else:

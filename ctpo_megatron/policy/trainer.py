@@ -133,9 +133,9 @@ class Trainer:
                 pack_skipped=dumped,
                 by_turn=rl.knows_turns,
             )
-            metrics = old_log_probs.before_updates(mini_batches)
             if skipped := [micro for mini_batch in mini_batches for micro in mini_batch.skipped_micro_batches]:
                 self._passes.score(skipped, old=True)
+            metrics = old_log_probs.before_updates(mini_batches)  # of the passes so far, also over what is skipped
         with rl.phases.phase("update"):
             updates: list[Update] = []
             for mini_batch in mini_batches:

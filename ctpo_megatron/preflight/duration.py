@@ -22,7 +22,7 @@ _STEP = 0.004
 """Seconds of a decoding step, besides reading weights and cache."""
 
 Range = tuple[float, float]
-"""Fastest and slowest."""
+"""Two ends: of times the fastest first, of speeds the slowest."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,14 @@ def duration_table(config: Config, spec: ModelSpec, ranks: int, speeds: Speeds) 
     flops = count * passes * spec.forward_flops(tokens, round(response))
     train = _range(flops / (ranks * speeds.peak_tflops * 1e12), speeds.mfu)
     rates, why = _decoding(config, spec, count / engines, tokens, speeds)
-    sample = _range(count * response / engines, rates)
+    sample = _range(count * response / engines, rates) if rollout.replay is None else (0.0, 0.0)
     ahead = rollout.max_staleness > 0
     step = tuple(max(pair) if ahead else sum(pair) for pair in zip(train, sample, strict=True))
     many = f"{count:,} trajectories x {tokens:,} tokens"
+    sampling = ("sampling", _text(sample), f"{engines} engines, {why}; without the tail of the longest answers")
     return [
         ("training", _text(train), f"{many}, {passes} passes, {ranks} GPUs at {_percent(speeds.mfu)} MFU"),
-        ("sampling", _text(sample), f"{engines} engines, {why}; without the tail of the longest answers"),
+        *([sampling] if rollout.replay is None else []),
         ("a step", _text(step), "the longer of both (max_staleness > 0)" if ahead else "one after the other"),
         ("the run", _text([seconds * config.run.steps for seconds in step]), f"{config.run.steps} steps"),
     ]

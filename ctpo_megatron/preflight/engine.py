@@ -48,7 +48,7 @@ _RUNS_CODE = {
     "scheduler_cls": "a class instead of vLLM's scheduler",
     "logits_processors": "classes that are imported by name",
     "io_processor_plugin": "a plugin of vLLM",
-    "tool_parser_plugin": "a file of Python",
+    "model_class_overrides": "classes that are imported by name",
     "reasoning_parser_plugin": "a file of Python",
 }
 """vLLM's arguments that name code, or a place of code."""

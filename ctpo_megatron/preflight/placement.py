@@ -57,6 +57,10 @@ def _ranks(context: RunContext) -> Iterator[Problem]:
     of_node = wanted or job.node_ranks
     if wanted is not None and job.node_ranks not in (None, wanted):
         message = f"but {job.node_ranks} trainer ranks run here"
+    elif of_node is not None and job.node_ranks == of_node and job.world_size != of_node * nodes:
+        message = f"but {job.world_size} trainer ranks, {of_node} a node, run on other than {nodes} nodes"
+        yield context.error("cluster.nodes", message, f"start torchrun with --nnodes {nodes}, or correct cluster.nodes")
+        return
     elif of_node is not None and job.world_size != of_node * nodes:
         where = "here" if nodes == 1 else f"on {nodes} nodes (cluster.nodes)"
         message = f"but {job.world_size} trainer ranks run {where}"

@@ -13,14 +13,16 @@ KEY = "policy.router_replay"
 def check_router_replay(context: RunContext) -> Iterator[Problem]:
     """`check_parallel` has the demands on the model."""
     spec, config = context.spec, context.config
-    if spec is None or not spec.num_experts:
+    if spec is None or spec.num_experts_per_token < 2:  # of one expert a token nothing can be recorded
         return
     if not config.policy.router_replay:
         message = (
             "is off, and the model is a mixture of experts: sampler and trainer choose differently where two experts "
             "are nearly level, and their log-probs are then of different experts (docs/moe.md)"
         )
-        yield context.warning(KEY, message, "set true" + (", and rollout.engine.model_runner: v2" * context.cuda))
+        yield context.warning(
+            KEY, message, f"set true{', and rollout.engine.model_runner: v2' if context.cuda else ''}"
+        )
     elif config.rollout.replay is None:
         yield from _engines(context)
 

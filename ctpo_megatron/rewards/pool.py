@@ -122,7 +122,7 @@ class _Workers:
     def __init__(self, pool: ProcessPool) -> None:
         self.pool = pool
         self._lock, self._pending, self._moved = threading.Lock(), 0, time.monotonic()
-        self._frozen = False
+        self.frozen = False
 
     def schedule(self, chunk: _Chunk, timeout_s: float, limit_s: float) -> ProcessFuture[list[Scored]]:
         """Raises RuntimeError when the pool is broken."""
@@ -142,10 +142,10 @@ class _Workers:
         """Whether results can be expected: one came within this time, or there was nothing to do."""
         with self._lock:
             idle_s = time.monotonic() - self._moved if self._pending else 0.0
-        if idle_s > patience_s and not self._frozen:
-            self._frozen = True
+        if idle_s > patience_s and not self.frozen:
+            self.frozen = True
             log.warning("no reward worker did anything for %.0f s, was one of them frozen? They are replaced", idle_s)
-        return not self._frozen and bool(self.pool.active)
+        return not self.frozen and bool(self.pool.active)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,9 @@ class RewardPool:
         """Replace the pool: pebble's breaks when an idle process ends, or when none can be started."""
         if self._closed:
             raise RuntimeError("the reward workers were stopped")
-        log.warning("the reward workers are gone, was one of them killed? Starting %d new ones", self._config.workers)
+        if not self._workers.frozen:  # or `active` has said so
+            log.warning("the reward workers are gone, was one of them killed?")
+        log.warning("starting %d new reward workers", self._config.workers)
         _stop(self._workers.pool)
         self._workers = _Workers(self._make())
 

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import io
 import json
 import os
 import re
 import signal
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +95,8 @@ def start(routes: Routes, search_path: Sequence[str], log_path: Path | None) -> 
         with log_path.open("ab", buffering=0) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a worker is killed in the end, with what it holds back
+            sys.stdout.reconfigure(line_buffering=True)
     with contextlib.suppress(Exception):  # the first task raises it again, for its caller
         _ = _setup.functions
 

@@ -23,7 +23,7 @@ from ctpo_megatron.theory.random_walk import (
 from ctpo_megatron.theory.study import Study, StudySettings, study
 from ctpo_megatron.theory.tables import TheoryTable
 from ctpo_megatron.theory.tree import RATIOS, Paths, Tree, log_softmax, relative_bias
-from ctpo_megatron.theory.turns import BASELINES, WEIGHTS, TwoTurns
+from ctpo_megatron.theory.turns import TwoTurns
 from ctpo_megatron.theory.variance import (
     chi_squared,
     equal_factors,
@@ -35,9 +35,7 @@ from ctpo_megatron.theory.variance import (
 )
 
 __all__ = [
-    "BASELINES",
     "RATIOS",
-    "WEIGHTS",
     "Autoregressive",
     "CorrelatedWalk",
     "Counterexample",

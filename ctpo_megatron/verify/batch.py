@@ -46,7 +46,7 @@ def record_experts(recorded: Iterable[Trajectory], spec: ModelSpec) -> None:
     generator = np.random.default_rng(0)
     for trajectory in recorded:
         order = generator.random((len(trajectory), spec.num_layers, spec.num_experts)).argsort(axis=2)
-        choices = order[:, :, : spec.num_experts_per_token].astype(np.uint8)
+        choices = order[:, :, : spec.num_experts_per_token].astype(np.min_scalar_type(spec.num_experts - 1))
         choices[::7] = choices[-1] = 0
         trajectory.fill(0, {ROUTER_CHOICES: choices})
 

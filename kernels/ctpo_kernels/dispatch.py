@@ -120,9 +120,9 @@ def compiling(tensor: torch.Tensor) -> bool:
 
 
 def refuse_compiled(name: str, value: bool, effect: str) -> None:
-    """Raises RuntimeError when `value` is set: a compiled graph must not have the side effect it requests."""
+    """Raises RuntimeError when `value` is set, which a compiled graph cannot serve: `effect` says why."""
     if value:
-        raise RuntimeError(f"{name} cannot be compiled: it {effect}. Omit it, or call outside of torch.compile")
+        raise RuntimeError(f"{name} cannot be compiled: it {effect}. Call outside of torch.compile, or do without it")
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:

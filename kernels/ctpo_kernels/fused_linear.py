@@ -120,7 +120,7 @@ def fused_linear_ctpo(
 
         main_grad = "adds to weight.main_grad in the forward pass"
         dispatch.refuse_compiled("accumulate_into_main_grad=True", accumulate_into_main_grad, main_grad)
-        dispatch.refuse_compiled("gradient_scale", gradient_scale != 1, "changes what the forward pass rounds")
+        dispatch.refuse_compiled("gradient_scale", gradient_scale != 1, "is no argument of the compiled operator")
         options = (cp_group, sequence_parallel, skip_zero_tiles, skip_clipped, entropy_coef, return_entropy)
         return ops_loss.compiled_fused(hidden, weight, labels, tensors, spec, head, options, shape)
     # The sweep fills in the log-probs chunk by chunk.

@@ -181,7 +181,7 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
             raise HTTPException(503, str(error), headers={"retry-after": "1"}) from error
         except RunFault as error:
             detail = f"the sandbox could not carry out the run: {error}"
-            raise HTTPException(503, detail, headers={FAULT_HEADER: error.over}) from error
+            raise HTTPException(503, detail, headers={FAULT_HEADER: error.over} if error.over else None) from error
         if finished is None:
             raise HTTPException(_CLIENT_CLOSED_REQUEST, _CLIENT_GONE)
         metrics.finished(finished, verdict(finished))

@@ -18,7 +18,7 @@ from ctpo_sandbox.program import finish, run_main
 
 SETUP_DONE = b"\0"
 _STANDARD_FILES = 3
-_WORKER_FILES = 256  # more than a worker ever opens
+_WORKER_FILES = 256  # more than a worker has open when it forks
 _SETUP_FAILED = 70
 _REPORT_FAILED = 1
 
@@ -62,7 +62,13 @@ def prepare_child(
 
 def entering(directory: str) -> list[Step]:
     """Steps of a run before the others, that depend on its directory."""
-    return [partial(os.chdir, os.fsencode(directory)), partial(sys.path.insert, 0, os.path.realpath(directory))]
+    # In the child: in a worker, the C library would keep the values of all runs.
+    named = partial(os.environ.update, HOME=directory, TMPDIR=directory, PWD=directory)
+    return [
+        partial(os.chdir, os.fsencode(directory)),
+        partial(sys.path.insert, 0, os.path.realpath(directory)),
+        named,
+    ]
 
 
 def become_snippet(child: PreparedChild, enter: list[Step]) -> NoReturn:

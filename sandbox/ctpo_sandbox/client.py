@@ -171,7 +171,7 @@ class SandboxClient:
     def _blamed(self, reason: str) -> ExecutionResult:
         """The result of a program over which servers fail, while they run others."""
         self.stats.blamed += 1
-        text = f"[killed because the sandbox fails over this program again and again, and over no other: {reason}]\n"
+        text = f"[killed because the sandbox fails over this program, but ran a harmless one: {reason}]\n"
         return ExecutionResult("runtime_error", "", text, 0.0)
 
     async def _attempt(self, server: Server, body: bytes, timeout_s: float) -> ExecutionResult | _Failed:

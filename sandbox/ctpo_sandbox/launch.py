@@ -184,11 +184,12 @@ def start_configured_server(settings: ServerSettings, log_path: Path) -> Sandbox
     if server.health["level"] == "seccomp" and os.geteuid() != 0:
         from ctpo_sandbox import libc  # of Linux, as the server is
 
-        libc.hide()
-        _log.warning(
-            "sandbox level D: programs run as this user and may open its files. This process is hidden from /proc, so "
-            "no debugger can attach"
+        hidden = (
+            "This process is hidden from /proc: no debugger can attach, and it leaves no core dump"
+            if libc.hide()
+            else "On Linux before 5.14 they may open the memory of this process through /proc, too"
         )
+        _log.warning("sandbox level D: programs run as this user and may open its files. %s", hidden)
     return server
 
 

@@ -31,7 +31,7 @@ def execution_url(root: str) -> str:
 
 def without_login(url: str) -> str:
     """For messages: an address may hold a name and a password."""
-    return re.sub(r"://[^/@,]*@", "://***@", url)
+    return re.sub(r"://[^/]*@", "://***@", url)
 
 
 class Connections(aiohttp.TCPConnector):

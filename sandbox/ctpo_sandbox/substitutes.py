@@ -117,11 +117,12 @@ def _replace(name: str, function: Callable[..., None]) -> None:
 
 def _without_effect(call: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(call)
-    def changed(path: Any, *arguments: Any, **options: Any) -> None:
+    def changed(*arguments: Any, **options: Any) -> None:
         try:
-            return call(path, *arguments, **options)
+            return call(*arguments, **options)
         except PermissionError as error:
             refused = error
+        path: Any = arguments[0] if arguments else options.get("path", options.get("fd"))
         where = {name: options[name] for name in ("dir_fd", "follow_symlinks") if name in options}
         os.stat(path, **where)  # what is not there is an error
         if not _is_own(path, **where):

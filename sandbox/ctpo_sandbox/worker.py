@@ -48,8 +48,7 @@ class ForkServer:
         path = self._work.path
         if path != self._path:
             self._path, self._enter = path, entering(path)
-            os.environ.update(HOME=path, TMPDIR=path, PWD=path)  # for the run
-            substitutes.own_directory(path)
+            substitutes.own_directory(os.path.realpath(path))
         ruleset = self._confinement.ruleset(path)
         files, run_timeout_s = self._next_request()
         try:
@@ -85,15 +84,16 @@ class ForkServer:
         try:
             killed_for = self._watch.wait(child, run_timeout_s)
         finally:
-            if self._confinement.may_kill_itself:  # then it may have children
+            if self._confinement.may_fork:
                 _kill_group(child)
             _, status, usage = os.wait4(child, 0)
             wall_s = time.monotonic() - started
         setup = self._setup_report()
         exit_code = os.waitstatus_to_exitcode(status)
+        if exit_code != -signal.SIGKILL:  # it ended by itself meanwhile
+            killed_for = ""
         if not killed_for and (killed_for := checked(self._work.excess_left)):
             exit_code = -signal.SIGKILL  # a program may end before its files are counted
-        killed_for = killed_for if exit_code == -signal.SIGKILL else ""
         cpu_s = usage.ru_utime + usage.ru_stime
         cpu_limit_fired = _cpu_limit_fired(exit_code, cpu_s, cpu_limit_s)
         return ChildOutcome(

@@ -111,7 +111,8 @@ def test_gpus_of_engines_are_those_of_every_node() -> None:
         (
             Job(16, 4),
             {"cluster": {"nodes": 2}},
-            "placement.trainer_gpus = 4: but 16 trainer ranks run on 2 nodes (cluster.nodes); start 4 ranks a node",
+            "cluster.nodes = 2: but 16 trainer ranks, 4 a node, run on other than 2 nodes; "
+            "start torchrun with --nnodes 2",
         ),
         (
             Job(4),
@@ -121,7 +122,7 @@ def test_gpus_of_engines_are_those_of_every_node() -> None:
         (
             Job(8, 8),
             {"cluster": {"nodes": 2}, "placement": {"trainer_gpus": None}},
-            "placement.trainer_gpus = null: but 8 trainer ranks run on 2 nodes (cluster.nodes); start 8 ranks a node",
+            "cluster.nodes = 2: but 8 trainer ranks, 8 a node, run on other than 2 nodes",
         ),
         (
             Job(4),

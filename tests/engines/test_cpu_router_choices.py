@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
@@ -52,13 +53,16 @@ async def _play(root: Path) -> None:
     core: Any = llm.engine_core
     number, cached = iter(range(1000)), []
 
-    async def generate(prompt: list[int], length: int, start: int = 0) -> tuple[list[int], NDArray[Any], int]:
+    async def generate(
+        prompt: list[int], length: int, start: int = 0, stop: str = ""
+    ) -> tuple[list[int], NDArray[Any], int]:
         """All tokens, the reported experts, and how many tokens were sampled before an update."""
         params = SamplingParams(
             max_tokens=length,
             seed=next(number),
             ignore_eos=True,
-            detokenize=False,
+            stop=list(stop),
+            detokenize=bool(stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
             routed_experts_prompt_start=start,
         )
@@ -80,6 +84,12 @@ async def _play(root: Path) -> None:
     second, experts, _ = await generate([*first, *OTHER], 10, len(first) - 1)
     assert np.array_equal(experts, taken(model, second)[len(first) - 1 :])
     assert cached[-1] >= 64
+
+    # Stop strings, which vLLM's frontend finds: the engine core does not know that the request has ended.
+    tasks = [asyncio.create_task(generate(PROMPT, 200, i, stop=ascii_lowercase)) for i in range(4)]
+    for start, (ids, experts, _) in enumerate(await asyncio.gather(*tasks)):
+        assert len(PROMPT) + 1 < len(ids) < len(PROMPT) + 200
+        assert np.array_equal(experts, taken(model, ids)[start:])
 
     # One prompt for all samples, one after another in the cache, and more requests than it can hold.
     tasks = [asyncio.create_task(generate(PROMPT if i % 2 else OTHER, 60 + i)) for i in range(24)]
@@ -108,7 +118,7 @@ async def _play(root: Path) -> None:
         assert np.array_equal(experts[:read], taken(model, ids)[:read])
         assert np.array_equal(experts[read:], taken(updated, ids)[read:])
         assert not np.array_equal(experts[:read], taken(updated, ids)[:read])
-    assert not core._choices._kept
+    assert not core._choices._kept and not core._choices._given
 
 
 def _load(core: Any, directory: Path, pack_again: Any) -> None:

@@ -67,7 +67,11 @@ def test_every_token_has_the_log_prob_of_the_version_that_it_is_stamped_with(sta
     models, original = {stage.version: copy.deepcopy(stage.model)}, copy.deepcopy(stage.model.state_dict())
     stage.flag.write_text("hang")
     turns, done = queued(stage, 4, step=20), dict[Hashable, Group]()
-    for _ in range(3):  # the first finds sampling in the middle of a turn, the last finds everybody at the tool
+    called, deadline = stage.flag.with_name("called"), time.monotonic() + scaled(60)
+    called.unlink(missing_ok=True)
+    for sent in range(3):  # the first finds sampling in the middle of a turn, the last finds trajectories at the tool
+        while sent == 2 and not called.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
         done |= dict(tick(turns, 0.01).groups)
         with stage.fleet.lock:
             stage.sync(0.02)

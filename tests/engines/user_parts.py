@@ -33,7 +33,7 @@ class ScriptedPython:
     """Stands in for the sandbox: prints 1, until the file `flag` says otherwise.
 
     A number: unavailable that many times. "bug", "own error", "stray task": raises what no tool should raise. "hang":
-    no answer while it says so.
+    no answer while it says so, and a file "called" beside the flag.
     """
 
     schema = PythonTool.schema
@@ -43,6 +43,7 @@ class ScriptedPython:
 
     async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
         while (text := self._flag.read_text() if self._flag.exists() else "0") == "hang":
+            self._flag.with_name("called").touch()
             await asyncio.sleep(0.1)
         if text == "stray task":
             self._stray = asyncio.ensure_future(_interrupt())

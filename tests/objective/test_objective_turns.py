@@ -18,6 +18,7 @@ from ctpo_megatron.objective import (
     batch_advantages,
     merge,
     policy_loss,
+    position_stats,
     summarize,
     token_diagnostics,
     turn_advantages,
@@ -192,3 +193,15 @@ def test_equal_totals_may_differ_by_turn():
 def test_what_has_no_verdict_is_compared_with_nothing():
     found = turn_advantages([[[1.0, 1.0], None, [0.0]], [None, [2.0]]], AdvantageConfig(kind="rloo"))
     assert found == [(1.0, 1.0), None, (-1.0,), None, None]
+
+
+def test_statistics_by_position_have_the_sign_of_a_turns_own_gain():
+    """The bound is chosen by it: the first turn loses by itself, although its return to go is above the baseline."""
+    one = torch.ones(4)
+    turn, advantages = torch.tensor([1, 1, 2, 2]), torch.tensor([0.5, 0.5, 1.5, 1.5])
+    d = torch.tensor([-0.4, -0.4, 0.4, 0.4])
+    bounds = torch.tensor([0, 4])
+    found = position_stats(d - 1, -one, advantages, one, one, at_ends(), bounds, turn=turn)
+    gained, lost = found.column("n_loss")[0], found.column("n_loss")[1]
+    assert (gained.sum(), lost.sum()) == (2, 2)
+    assert found.column("clip_low")[1].sum() == 2 and found.column("clip_low")[0].sum() == 0

@@ -61,7 +61,10 @@ def test_the_latest_step_of_rank_zero_is_taken(tmp_path: Path) -> None:
     assert bars(tmp_path) == {"rank 0": [("publish", 0.0, 1.0)]}
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"no JSON"), gzip.compress(b"{}"), b""])
+DAMAGED = {"no gzip": b"no gzip", "no JSON": gzip.compress(b"no JSON"), "no trace": gzip.compress(b"{}"), "empty": b""}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_trace_is_left_out_and_said(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, RANK.format(0), [("step_000004", 0.0, 2.0), ("time/publish", 0.0, 1.0)])
     (RunPaths(tmp_path).profile / RANK.format(1)).write_bytes(content)

@@ -42,7 +42,7 @@ def misbehaving(trajectory: Any, prompt: Any) -> Any:
     if text == "half a character":
         raise ValueError("\ud800\x1b]0;title\x07")
     if text == "print":
-        print("\x1b]0;title\x07", flush=True)
+        print("\x1b]0;title\x07")
         os.write(2, b"\x1b[2J")
         return 1.0
     if text == "fork" and os.fork():

@@ -102,7 +102,7 @@ def runnable(level: str, attack: Attack) -> bool:
 
 
 GROUPS = {level: pytest.mark.xdist_group(f"sandbox-{letter}") for level, letter in zip(LEVELS, "ABCDE", strict=True)}
-BREADTH = {level: [pytest.mark.slow] for number, level in enumerate(LEVELS) if number in (1, 4)}
+BREADTH = {level: [pytest.mark.slow] for level in ("namespaces-user", "none")}
 """Of `make test-slow`: B has the walls of A but the users, and E has limits alone."""
 CASES = [
     pytest.param(level, attack, id=f"{level}-{attack.name}", marks=[GROUPS[level], *BREADTH.get(level, ())])

@@ -42,6 +42,7 @@ class RouterChoices:
         # One row more: vLLM gives rows without a token the slot -1.
         self._by_slot = np.zeros((slots + 1, *shape), np.uint8 if experts <= 256 else np.uint16)
         self._kept: dict[str, NDArray[Any]] = {}
+        self._given: dict[str, int] = {}
         routers = {each.layer_id: each.router for each in worker.get_model().modules() if isinstance(each, MoERunner)}
         if set(routers) != set(range(shape[0])) or not all(isinstance(each, BaseRouter) for each in routers.values()):
             known = sorted(routers)
@@ -63,17 +64,19 @@ class RouterChoices:
         self._by_slot[slots[: len(experts)].numpy(), layer] = experts.numpy()
 
     def give_to(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """Set `routed_experts` of the requests that have ended in the step, `[n, layers, choices]`.
+        """Set `routed_experts` of requests that have ended in the step, `[n, layers, choices]`.
 
         Of the tokens from `routed_experts_prompt_start` on, without the last, which was not read. Their blocks are
-        free, but no step has used them again.
+        free, but no step has used them again. A request with stop strings gets a part in each step, since
+        the core does not know its last one: vLLM's frontend finds the string, and joins the parts.
         """
         for output in outputs:
-            if output.finish_reason is None:
+            name, request = output.request_id, self._runner.requests[output.request_id]
+            if output.finish_reason is None and not request.sampling_params.stop:
                 continue
-            request = self._runner.requests[output.request_id]
-            rows = self._rows(output.request_id, request.block_ids[0], request.num_tokens - 1)
-            output.routed_experts = rows[request.sampling_params.routed_experts_prompt_start :]
+            start = self._given.get(name, request.sampling_params.routed_experts_prompt_start)
+            self._given[name] = end = request.num_tokens - 1
+            output.routed_experts = self._rows(name, request.block_ids[0], end)[start:]
         self._forget()
 
     def keep(self) -> None:
@@ -94,8 +97,9 @@ class RouterChoices:
         return rows
 
     def _forget(self) -> None:
-        for name in self._kept.keys() - self._requests.keys():
-            del self._kept[name]
+        for of_requests in (self._kept, self._given):
+            for name in of_requests.keys() - self._requests.keys():
+                del of_requests[name]
 
 
 def _itself(worker: Any) -> Any:

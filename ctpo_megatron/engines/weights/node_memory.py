@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import logging
 import mmap
 import os
 import socket
@@ -25,6 +26,8 @@ import numpy.typing as npt
 
 from ctpo_megatron.engines.timeouts import LATE_NEIGHBOUR_S, MEETING_POLL_S, MEETING_S
 from ctpo_megatron.engines.weights.buckets import aligned
+
+log = logging.getLogger(__name__)
 
 _CREDENTIALS = struct.Struct("3i")
 """Of the process at the other end of a Unix socket: process, user, group."""
@@ -102,22 +105,29 @@ class Host(NodeMemory):
         self._over.set()
 
     def _give(self) -> None:
+        try:
+            with self._listener:
+                self._give_to_neighbours()
+        except OSError as error:  # neighbours that have not got it fetch for themselves
+            log.warning("weights: received weights cannot be given to engines of this node: %s", error)
+        finally:
+            self._over.wait()  # closing any descriptor of the memory would give up this process's claims
+            super().close()
+
+    def _give_to_neighbours(self) -> None:
         given, until = 0, float("inf")
-        with self._listener:
-            self._listener.settimeout(MEETING_POLL_S)
-            while given < self._neighbours and time.monotonic() < until:
-                if self._over.is_set():
-                    until = min(until, time.monotonic() + LATE_NEIGHBOUR_S)
-                try:
-                    peer, _ = self._listener.accept()
-                except TimeoutError:
-                    continue
-                with peer, suppress(ConnectionError):  # a neighbour that has ended
-                    if _user_of(peer) == os.geteuid():
-                        socket.send_fds(peer, [b"\0"], [self._descriptor])
-                        given += 1
-        self._over.wait()  # closing any descriptor of the memory would give up this process's claims
-        super().close()
+        self._listener.settimeout(MEETING_POLL_S)
+        while given < self._neighbours and time.monotonic() < until:
+            if self._over.is_set():
+                until = min(until, time.monotonic() + LATE_NEIGHBOUR_S)
+            try:
+                peer, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            with peer, suppress(ConnectionError):  # a neighbour that has ended
+                if _user_of(peer) == os.geteuid():
+                    socket.send_fds(peer, [b"\0"], [self._descriptor])
+                    given += 1
 
 
 def meet(name: str, sizes: Sequence[int], receivers: int) -> NodeMemory:
@@ -139,6 +149,10 @@ def meet(name: str, sizes: Sequence[int], receivers: int) -> NodeMemory:
         except (ConnectionError, TimeoutError):
             if (host := _host(address, sizes, receivers)) is not None:
                 return host
+        except NoMeetingError:
+            raise
+        except OSError as error:  # no descriptor or memory left, a full backlog, or it is not permitted
+            raise NoMeetingError(str(error)) from error
     raise NoMeetingError(f"no answer of the receiver that meets its neighbours, in {MEETING_S:g} s")
 
 

@@ -12,9 +12,9 @@ import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from ctpo_megatron.engines.weights.together import SharedWork
 
 SECRET_BYTES = 32
 Buffer = npt.NDArray[np.uint8]
-Contents = Iterator[tuple[int, Buffer]]
+Contents = Generator[tuple[int, Buffer], None, None]
 """Numbers of buckets with their bytes."""
 _Peers = Sequence["_Peer"]
 """A connection to the rank of each share."""
@@ -96,6 +96,7 @@ def fetched(message: FetchMessage) -> Iterator[tuple[str, torch.Tensor]]:
             contents = _alone(order, fetches, pool)
         else:
             contents = _together(memory, order, fetches, pool, message.timeout_s * _PATIENCE)
+        stack.enter_context(closing(contents))  # before the pool, whose threads wait for more until then
         yield from itertools.chain.from_iterable(itertools.starmap(partial(_tensors, buckets), contents))
 
 

@@ -282,11 +282,9 @@ class TcpOffer:
 
     def begin(self, update: PendingUpdate) -> None:
         """See `WeightOffer`; engines may connect before there is anything to fetch. Neighbours on a node share."""
-        nodes = update.nodes
+        nodes, receivers = update.nodes, Counter(update.nodes)
         meeting = secrets.token_hex(16)
-        places = [
-            {"number": number, "receivers": nodes.count(node) * self.workers} for number, node in enumerate(nodes)
-        ]
+        places = [{"number": number, "receivers": receivers[node] * self.workers} for number, node in enumerate(nodes)]
         update.tell(vars(self.message) | {"of": len(nodes), "meeting": meeting}, places)
 
     def transfer(self) -> None:
