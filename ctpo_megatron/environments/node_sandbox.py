@@ -35,7 +35,7 @@ def not_installed(url: str) -> list[str]:
     """
     import httpx
 
-    from ctpo_sandbox.client import authorization
+    from ctpo_sandbox.variables import authorization
 
     try:
         # Ten seconds: it answers at once, unless its node is overloaded.
@@ -57,7 +57,7 @@ def node_sandbox_problem() -> Problem | None:
     """Why this node's sandbox cannot be used; sends it a request."""
     import httpx
 
-    from ctpo_sandbox.client import authorization
+    from ctpo_sandbox.variables import authorization
 
     try:
         url = node_sandbox_url()

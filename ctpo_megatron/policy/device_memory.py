@@ -27,10 +27,16 @@ class DeviceMemory:
         self._released = False
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """A context in which everything is on the device and megatron-core can be called. Does not nest."""
+    def on_device(self) -> Iterator[None]:
+        """A context in which everything is on the device, for passes of the model. Does not nest."""
         with device.scope():
             self._reclaim()
+        yield
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """As `on_device`, and all of megatron-core can be called."""
+        with self.on_device(), device.scope():
             yield
 
     @contextmanager

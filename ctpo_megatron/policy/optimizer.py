@@ -167,11 +167,13 @@ class OptimizerSteps:
     ) -> Gradient:
         """Run the passes of a step. Neither weights nor optimizer state change."""
         clock = Clock(mini_batch.work.packing_s)
-        with self._passes.memory.in_use():
-            self.optimizer.zero_grad()
+        with self._passes.memory.on_device():
+            with device.scope():
+                self.optimizer.zero_grad()
             with clock.busy():
                 collected = self._passes.accumulate(mini_batch, loss_function, temperature)
-                norm = gradient_norm(self.optimizer)
+                with device.scope():
+                    norm = gradient_norm(self.optimizer)
         return Gradient(mini_batch, collected, norm, clock)
 
     def apply(self, gradient: Gradient) -> Update:

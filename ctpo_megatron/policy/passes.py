@@ -118,7 +118,7 @@ class Passes:
             return zero, collect(predictions.targets, *predictions.log_probs_and_entropy())
 
         # One schedule over all mini-batches: a pipeline fills and drains once.
-        with self.memory.in_use(), torch.no_grad():
+        with self.memory.on_device(), torch.no_grad():
             kept = run_schedule(self._model, micro_batches, score, temperature=self._temperature, forward_only=True)
         keep_log_probs(micro_batches, kept)
 
@@ -168,7 +168,7 @@ class Passes:
     def logits(self, mini_batch: MiniBatch, count: int) -> list[torch.Tensor]:
         """Logits `[T, V]` (float32, on the CPU) of the `count` sequences of a mini-batch, on every rank."""
         nothing = torch.zeros((), device=self._layout.device)
-        with self.memory.in_use(), torch.no_grad():
+        with self.memory.on_device(), torch.no_grad():
             kept = run_schedule(
                 self._model,
                 mini_batch.micro_batches,

@@ -1,7 +1,8 @@
 """Functions of megatron-core that are replaced: one row each, with the cause and the reason, and the substitutes.
 
 megatron-core assumes CUDA, Transformer Engine and a fused Adam in a few dozen call sites. A row applies wherever
-its cause holds. The mode `CudaRequestsToCpu` redirects what then still asks for CUDA (arguments of torch calls).
+its cause holds. The mode `CudaRequestsToCpu` redirects what then still asks for CUDA (arguments of torch calls), but
+in passes of the model: these make too many calls that do not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils
 from torch.distributed.checkpoint import default_planner, filesystem
@@ -72,6 +74,7 @@ def _replacements() -> tuple[_Replacement, ...]:
         _Replacement(
             "no CUDA", "torch.cuda", "synchronize", do_nothing, "variable-length pipelines and checkpoints call it"
         ),
+        _Replacement("no CUDA", schedules.__name__, "torch", TorchOfSchedules(), "counts tokens on CUDA"),
         _Replacement("no CUDA", random, "_get_cuda_rng_state", rng_state, "activation recompute saves the stream"),
         _Replacement(
             "no CUDA", random, "_set_cuda_rng_state", set_rng_state, "activation recompute restores the stream"
@@ -234,6 +237,17 @@ class CudaRequestsToCpu(TorchFunctionMode):
         if func is torch.Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.", 1)
         return result
+
+
+class TorchOfSchedules:
+    """What megatron-core's schedules have for `torch`: the module, whose `zeros` are on the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *size: Any, device: object = None, **how: Any) -> torch.Tensor:
+        """`torch.zeros` on the CPU, whatever device is named."""
+        return torch.zeros(*size, device=_CPU, **how)
 
 
 def current_device() -> torch.device:

@@ -253,11 +253,12 @@ class Trainer:
 
         Nothing is updated. The gradients are those that `update` passes to its optimizer.
         """
-        with self._memory.in_use():
+        with self._memory.on_device():
             collected = self._passes.accumulate(mini_batch, loss_function)
             stats, *_ = self._passes.over_ranks(collected, mini_batch)
             if self.config.use_distributed_optimizer:
-                gather_gradient_shards(self._model)
+                with device.scope():
+                    gather_gradient_shards(self._model)
         scale = self._model.gradient_scale
         return stats, hf.export(self._model, self.layout, value=lambda parameter: _main_gradient(parameter) / scale)
 

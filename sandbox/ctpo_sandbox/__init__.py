@@ -7,10 +7,25 @@
 The contract, the limits and what is not enforced: docs/sandbox.md.
 """
 
-from ctpo_sandbox.client import ClientStats, ExecutionResult, SandboxClient
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ctpo_sandbox.errors import SandboxStartError, SandboxUnavailable
-from ctpo_sandbox.launch import SandboxServer, start_configured_server, start_server
 from ctpo_sandbox.records import Limits
+
+if TYPE_CHECKING:
+    from ctpo_sandbox.client import ClientStats, ExecutionResult, SandboxClient
+    from ctpo_sandbox.launch import SandboxServer, start_configured_server, start_server
+
+_MODULES = {
+    "ClientStats": "client",
+    "ExecutionResult": "client",
+    "SandboxClient": "client",
+    "SandboxServer": "launch",
+    "start_configured_server": "launch",
+    "start_server": "launch",
+}
+"""What the server itself does not need, as it would load the HTTP clients."""
 
 __all__ = [
     "ClientStats",
@@ -23,3 +38,10 @@ __all__ = [
     "start_configured_server",
     "start_server",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a front-door name."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

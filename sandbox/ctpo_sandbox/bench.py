@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
-from ctpo_sandbox.client import SandboxClient, authorization
+from ctpo_sandbox.client import SandboxClient
 from ctpo_sandbox.errors import SandboxUnavailable
 from ctpo_sandbox.servers import base_urls
 from ctpo_sandbox.timeouts import BENCH_FIRST_RUN_S
+from ctpo_sandbox.variables import authorization
 
 SNIPPETS = {
     "print": "print(1 + 1)",

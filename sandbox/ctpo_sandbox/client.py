@@ -16,7 +16,7 @@ from ctpo_sandbox.errors import SandboxUnavailable
 from ctpo_sandbox.records import WALL_FACTOR
 from ctpo_sandbox.servers import Connections, Server, Servers, base_urls, execution_url, without_login
 from ctpo_sandbox.timeouts import CONNECT_TIMEOUT_S, HEALTH_ATTEMPT_TIMEOUT_S, QUEUE_ALLOWANCE_S
-from ctpo_sandbox.variables import FAULT_HEADER, TOKEN, TOKEN_FILE, shared_token
+from ctpo_sandbox.variables import FAULT_HEADER, TOKEN, TOKEN_FILE, authorization
 
 _STATUSES = ("success", "timeout", "runtime_error")
 _RETRIED_CODES = (429, 500, 502, 503, 504)
@@ -54,12 +54,6 @@ class _Failed(NamedTuple):
     reason: str
     pause_s: float | None = None
     over: str = ""
-
-
-def authorization(token: str | None = None) -> dict[str, str]:
-    """Headers with the given token, or with the token of the environment; none without either. Raises ValueError."""
-    token = token or shared_token()
-    return {"authorization": f"Bearer {token}"} if token else {}
 
 
 class SandboxClient:

@@ -18,11 +18,11 @@ from typing import Any, Protocol, Self
 
 import httpx
 
-from ctpo_sandbox.client import authorization
 from ctpo_sandbox.errors import SandboxStartError
 from ctpo_sandbox.records import Limits, option
 from ctpo_sandbox.supervise import Restarter, environment
 from ctpo_sandbox.timeouts import GROUP_GRACE_S, RESTART_PAUSES_S, START_POLL_S, STOP_TIMEOUT_S
+from ctpo_sandbox.variables import authorization
 
 _LOG_LINES = 20
 _log = logging.getLogger("ctpo_sandbox.launch")

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import httpx
 
-from ctpo_sandbox.client import SandboxClient, authorization
+from ctpo_sandbox.client import SandboxClient
 from ctpo_sandbox.timeouts import SMOKE_TIMEOUT_S
+from ctpo_sandbox.variables import authorization
 
 
 @dataclass(frozen=True)

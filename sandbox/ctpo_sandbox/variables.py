@@ -27,6 +27,12 @@ def shared_token() -> str | None:
     return _from_environment(TOKEN, fix="write the server's token into it", private=True)
 
 
+def authorization(token: str | None = None) -> dict[str, str]:
+    """Headers with the given token, or with the token of the environment; none without either. Raises ValueError."""
+    token = token or shared_token()
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
 def _from_environment(variable: str, *, fix: str, private: bool = False) -> str | None:
     """The value of `variable`, else the content of the file named by `<variable>_FILE`; None without either.
 

@@ -346,13 +346,15 @@ def test_rows_that_are_lists(own: Path) -> None:
     )
 
 
-def test_a_dry_run_of_a_resume_looks_at_the_stored_rows(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_a_resume_looks_at_the_stored_rows(
+    own: Path, sandbox_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def dry_run(*overrides: str) -> tuple[int, str]:
         config(own)
         status = cli.main(["train", "own.yaml", "--dry-run", "run.root=.", "run.name=run", *overrides])
         return status, capsys.readouterr().err
 
-    given = ["run.resume=true", "rollout.engine.dtype=float32"]
+    given = ["run.resume=true", "rollout.engine.dtype=float32", f"sandbox.url={sandbox_url}"]
     first = Admission.of(config(own), own / "run").training()
     assert dry_run(*given)[0] == 0
     template = own / "model" / "chat_template.jinja"

@@ -26,8 +26,11 @@ def write(path: Path, *rows: Any) -> None:
 
 
 @pytest.fixture
-def own(toolmath: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model of its own, which shows its tools, two data files and a configuration."""
+def own(toolmath: Path, sandbox_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model of its own, which shows its tools, two data files and a configuration.
+
+    Its programs run on a server that tests share; `sandbox.url=null` has a dry run start one.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ctpo_megatron.cli.train.has_cuda_device", lambda: False)
     for name in ("WORLD_SIZE", "RANK"):
@@ -43,6 +46,7 @@ def own(toolmath: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
         "policy: {micro_batch_tokens: 1024}\n"
         "rollout:\n  prompts_per_step: 16\n  max_response_tokens: 100\n"
         "  engine: {max_model_len: 512, kv_cache_mb: 64, dtype: float32}\n"
+        f"sandbox: {{url: '{sandbox_url}'}}\n"
     )
     return tmp_path
 

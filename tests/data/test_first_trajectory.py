@@ -27,9 +27,12 @@ def folder(own: Path) -> Path:  # noqa: F811
     return own
 
 
-@pytest.mark.parametrize("parser", ["hermes", "fenced"])
-def test_call_output_answer_and_reward(parser: str) -> None:
-    found = first(f"rollout.tool_parser={parser}")
+@pytest.mark.parametrize(
+    "overrides", [["rollout.tool_parser=hermes", "sandbox.url=null"], ["rollout.tool_parser=fenced"]]
+)
+def test_call_output_answer_and_reward(overrides: list[str]) -> None:
+    """In a sandbox that the dry run starts, and in one that it finds."""
+    found = first(*overrides)
     assert found.problems == []
     assert [title for title, _ in found.parts] == ["model", "output", "model", "reward"]
     call, output, answer, reward = (text for _, text in found.parts)
@@ -37,12 +40,12 @@ def test_call_output_answer_and_reward(parser: str) -> None:
     assert reward == "1.0 for the ground truth in a box, 0.0 for no answer"
 
 
-@pytest.mark.parametrize("overrides", [["rollout.tools=[]"], ["rollout.max_turns=1"]])
+@pytest.mark.parametrize("overrides", [["rollout.tools=[]", "sandbox.url=null"], ["rollout.max_turns=1"]])
 def test_nothing_is_called_where_nothing_can_be(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def none(**_: object) -> None:
         raise AssertionError("no sandbox is needed")
 
-    if overrides == ["rollout.tools=[]"]:
+    if "rollout.tools=[]" in overrides:
         monkeypatch.setattr("ctpo_sandbox.start_server", none)
     found = first(*overrides)
     assert found.problems == []
@@ -67,7 +70,7 @@ def test_no_sandbox_is_a_doubt_that_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         raise SandboxStartError("no isolation that satisfies --require landlock")
 
     monkeypatch.setattr("ctpo_sandbox.start_server", refused)
-    (problem,) = first().problems
+    (problem,) = first("sandbox.url=null").problems
     assert problem.severity == "warning" and "no sandbox starts here: no isolation" in str(problem)
 
 

@@ -9,14 +9,17 @@ import subprocess
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import moe_utils
 
 from ctpo_megatron.base.installed import te_trouble
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
 from ctpo_megatron.policy import Trainer, capabilities, destroy_distributed, device, init_distributed, replacements
+from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
 from tests.policy import models, scenario
 from tests.policy.jobs import run_job
@@ -249,3 +252,16 @@ def test_a_rank_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.max_ranks() == 2
     with pytest.raises(RuntimeError, match=r"rank 2 of this node has no GPU: 2 are visible; start at most 2"):
         device.local_device(2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="requests for CUDA are redirected where there is none")
+def test_passes_are_outside_of_the_mode_that_redirects_requests_for_cuda() -> None:
+    """The mode looks at every call of torch. The one request of the schedules is answered without it."""
+    untouched: Any = None
+    memory = DeviceMemory(PolicyConfig(), untouched)
+    with memory.in_use():
+        assert torch.zeros((), device="cuda").device == torch.device("cpu")
+    with memory.on_device(), pytest.raises(AssertionError, match="not compiled with CUDA"):
+        torch.zeros((), device="cuda")
+    counter = replacements.TorchOfSchedules().zeros([], dtype=torch.int, device="cuda")
+    assert (counter.device, counter.dtype, counter.shape) == (torch.device("cpu"), torch.int32, ())

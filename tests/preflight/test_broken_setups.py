@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.data.conftest import toolmath
+from tests.data.conftest import sandbox_url, toolmath
 from tests.data.test_data_check import TOOLS, dry_run, own, row, write
 
-__all__ = ["own", "toolmath"]
+__all__ = ["own", "sandbox_url", "toolmath"]
 
 Change = Callable[[Path], object]
 NAMES_A_BOX = "Answer in \\boxed{}."

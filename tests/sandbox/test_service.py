@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ctpo_sandbox import SandboxClient, SandboxServer, SandboxStartError, SandboxUnavailable, start_server
-from ctpo_sandbox.client import authorization
+from ctpo_sandbox.variables import authorization
 from tests.sandbox.sandbox_http import HTTP, health, post
 from tests.support.deadlines import scaled
 
