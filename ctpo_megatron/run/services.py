@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.base.stop import Stop
+from ctpo_megatron.base.stop import StopRequest
 from ctpo_megatron.config import Config, Job, Placement, RewardConfig, RolloutConfig, node_ranks, world_size
 from ctpo_megatron.data import PromptSampler
 from ctpo_megatron.engines import EnginePool, check_tokenizer, open_engines
@@ -31,7 +31,7 @@ class Services:
 
 
 @contextmanager
-def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) -> Iterator[Services]:
+def start_services(config: Config, directory: Path, phases: Phases, stop: StopRequest) -> Iterator[Services]:
     """Start sandbox, engines and scorers, and read the prompts; the engines load in the background.
 
     stop: checked while engines start and groups are sampled. Raises DataError for bad prompts, TokenizerError for a

@@ -16,6 +16,7 @@ from typing import Literal, Self
 import torch.distributed as dist
 
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.base.stop import TRY_AGAIN
 from ctpo_megatron.policy import RankZero, pending_collectives
 from ctpo_megatron.run.stall import Place, StackFile, describe, main_thread_line
 from ctpo_megatron.run.timeouts import HEARTBEAT_S, STACKS_BEATS
@@ -23,8 +24,8 @@ from ctpo_megatron.tracking import Heartbeat, Progress
 
 log = logging.getLogger(__name__)
 
-END_STATUS = 75
-"""Exit status of a run that is ended because it stalled (EX_TEMPFAIL: a retry may succeed)."""
+END_STATUS = TRY_AGAIN
+"""Exit status of a run that is ended because it stalled."""
 _STALL, _END = "stall", "end"
 
 
