@@ -58,6 +58,8 @@ def stop_poll(deadline: float, stop: Stop, what: str) -> float:
 EXIT_STATUS = 128 + signal.SIGTERM
 TRY_AGAIN = 75
 """Exit status of a run that a fault has ended which another start may not meet (EX_TEMPFAIL)."""
+BEGUN = "the run had begun: after step"
+"""How the note begins of an exception that has ended a run which has trained."""
 _STDERR = 2
 _ONE_PRESS_S = 1.0  # a launcher may pass on the Ctrl-C that the terminal has sent to this process, too
 # Ignore repeated signals for this long while shutting down; after that, assume the SystemExit was swallowed and raise
