@@ -73,6 +73,7 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
         with report.stage("rl"), trainer.stop_deferred():
             trainer.prepare_rl()
             run.restore(checkpoint)
+            services.record_data()
             with run.saved_at_least():
                 reinforce(run, trainer, controller)
             if not run.end():

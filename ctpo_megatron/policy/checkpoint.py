@@ -12,12 +12,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -42,7 +43,7 @@ from ctpo_megatron.policy.train_state import FORMAT, TrainState, weight_shards
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.05
+_POLL_S, _LOOK_S = 0.05, 10.0
 _CUT_SHORT = ("PytorchStreamWriter failed", "inline_container", "No space left", "Disk quota", "File too large")
 """In errors of torch's writers or of the system: the file could not be written to its end."""
 _NO_RESULTS = "results_queue should not be empty"
@@ -60,6 +61,7 @@ class Writer:
         self._timeout_s = timeout_s
         self._queue = AsyncCallsQueue()
         self._aside = Path()
+        self._look_again = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attached")
         self._attached: list[Future[None]] = []
         atexit.register(self._abandon)
@@ -113,6 +115,7 @@ class Writer:
                 self._queue.maybe_finalize_async_calls(blocking=False)
             if not wait or not self._queue.get_num_unfinalized_calls():
                 return
+            self._look_at(process)
             time.sleep(_POLL_S)
         late = CheckpointWriteError(
             f"the processes that write a checkpoint are not done after {self._timeout_s:g} s (policy.timeout_minutes); "
@@ -120,6 +123,21 @@ class Writer:
         )
         late.late = True
         raise late
+
+    def _look_at(self, writer: Any) -> None:
+        """Name a process that writes and is stopped, and end one that waits for a child that was killed."""
+        if writer is None or time.monotonic() < self._look_again:
+            return
+        self._look_again = time.monotonic() + _LOOK_S
+        with suppress(psutil.NoSuchProcess):
+            writing = psutil.Process(writer.pid)
+            for each in (writing, *writing.children(recursive=True)):
+                if each.status() == psutil.STATUS_STOPPED:
+                    log.warning("process %d, which writes a checkpoint, is stopped: kill -CONT %d", each.pid, each.pid)
+                elif each is not writing and (number := _killed_by(each)):
+                    name = signal.Signals(number).name
+                    log.warning("process %d, which wrote a checkpoint, was ended by %s", each.pid, name)
+                    writing.kill()  # it would wait for ever
 
     def _abandon(self) -> None:
         """At exit: a save that cannot be completed any more is useless and must not keep the job alive."""
@@ -214,6 +232,15 @@ def _named_failure(aside: Path, writer: Any = None) -> Iterator[None]:
         )
         failed.full = full
         raise failed from error
+
+
+def _killed_by(process: psutil.Process) -> int:
+    """The signal that has ended a child that nobody has waited for yet; 0: it lives, or ended by itself."""
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[-1]) & 0x7F if fields[0] == b"Z" else 0
 
 
 def _ended(writer: Any) -> str:

@@ -41,6 +41,7 @@ class Persistence:
         self._config, self._trainer, self._rollouts, self._report = config, trainer, rollouts, report
         self._root, self._directory = directory, RunPaths(directory).checkpoints
         self._saved: int | None = None
+        self._first = 0
 
     def find(self) -> Path | None:
         """The checkpoint to continue from: `checkpoint.load`, else the newest of a run that is resumed, else none.
@@ -145,9 +146,12 @@ class Persistence:
         state = self._trainer.load(checkpoint)
         _check_version(checkpoint, state, "rollouts")
         self._trainer.set_schedule(state["step"] / max(1, self._config.run.steps))  # an evaluation alone has none
-        if checkpoint.resolve().parent == self._directory.resolve():
+        own = checkpoint.resolve().parent == self._directory.resolve()
+        self._first = state.get("first_step", state["step"]) if own else state["step"]
+        if own:
             self._saved = state["step"]
         self._rewind(checkpoint, state)
+        self._report.warn_of_lost(self._first, state["step"])
         done: int = state["step"]
         return done
 
@@ -200,6 +204,7 @@ class Persistence:
             "weights_version": self._trainer.version,
             "rollouts": self._rollouts.state_dict(),
             "metrics": self._report.latest,
+            "first_step": self._first,
         }
 
     def _score(self, step: int) -> float | None:

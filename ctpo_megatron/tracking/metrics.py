@@ -18,6 +18,7 @@ from ctpo_megatron.tracking.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
+_MEND = ": take the line out, and a resume says which steps are missing"
 NONFINITE, FAILURES = "tracking/nonfinite", "tracking/failures"
 
 
@@ -142,9 +143,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 log.warning("%s: the last line is incomplete (the run was interrupted); left out", path)
                 break
-            raise DamagedFileError(f"{path}, line {number}, is damaged (no JSON: {error})") from error
+            raise DamagedFileError(f"{path}, line {number}, is damaged (no JSON: {error}){_MEND}") from error
         if not isinstance(record, dict) or "step" not in record:
-            raise DamagedFileError(f"{path}, line {number}, is damaged (no object with a `step`)")
+            raise DamagedFileError(f"{path}, line {number}, is damaged (no object with a `step`){_MEND}")
         records.append(record)
     return records
 
