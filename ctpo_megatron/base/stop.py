@@ -78,8 +78,8 @@ class StopSignal:
     """Whether this process is to stop. Outside of `deferred` it stops at once, by SystemExit, so that engines and
     sandbox are closed.
 
-    Set by SIGTERM, SIGUSR1, Ctrl-C (SIGINT) and a terminal that is closed (SIGHUP), by a fault (`ask`) and by the clock
-    when `grace_s` seconds are left of a job that ends at `job_end` (seconds since the epoch). Within `deferred` the
+    Set by SIGTERM, SIGUSR1, Ctrl-C (SIGINT), a terminal that is closed (SIGHUP), and by a fault (`ask`). The clock sets
+    it when `grace_s` seconds are left of a job that ends at `job_end` (seconds since the epoch). Within `deferred` the
     state may be saved first, for at most `grace_s` seconds; a second Ctrl-C ends that. status: exit status of a process
     that was stopped.
     """

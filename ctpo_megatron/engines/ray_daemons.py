@@ -53,7 +53,7 @@ def children_end_soon() -> Iterator[None]:
 class RayDaemons:
     """Watches the GCS and the raylet of the Ray that this process has started, or the GCS of one that it has joined.
 
-    lost: why Ray cannot start another engine any more, or "". head: why the run cannot go on, or "".
+    lost: why Ray cannot start another engine any more, or "". head: why the run cannot continue, or "".
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class RayDaemons:
             self.head = self.lost = f"Ray's GCS (process {pid}) died"
         elif not self.lost:
             self.lost = f"Ray's raylet (process {pid}) died"
-            log.warning("%s: the engines go on, but none of them can be replaced any more", self.lost)
+            log.warning("%s: the engines continue, but none of them can be replaced any more", self.lost)
 
     def _last_seen(self, before: float) -> float:
         host, _, port = self._address.rpartition(":")

@@ -240,7 +240,7 @@ class RayRuntime:
 
     @property
     def head_lost(self) -> str:
-        """Why the engines cannot go on; "" while they can."""
+        """Why the engines cannot continue; "" while they can."""
         return "" if self._daemons is None else self._daemons.head
 
     def close(self) -> None:

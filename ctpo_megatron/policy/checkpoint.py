@@ -235,7 +235,7 @@ def _named_failure(aside: Path, writer: Any = None) -> Iterator[None]:
 
 
 def _killed_by(process: psutil.Process) -> int:
-    """The signal that has ended a child that nobody has waited for yet; 0: it lives, or ended by itself."""
+    """The signal that has ended a child whose parent has not waited for it yet; 0: it lives, or ended by itself."""
     try:
         fields = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

@@ -222,7 +222,7 @@ class RankZero:
             logger.warning("%s: is it frozen, or its machine? The run waits for it, %g s at most", news, self._frozen_s)
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether the process of a rank is known to be gone: only those of this machine are seen."""
+        """Whether the process of a rank is known to be gone; a process of another machine is never."""
         host, pid = self._places[rank]
         if host != socket.gethostname():
             return False

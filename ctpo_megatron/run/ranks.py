@@ -289,7 +289,7 @@ class TrainerGroup:
         if shares_gpus(self._config.placement, self._config.rollout):
             self.trainer.empty_cache()
 
-    # Every rank fails to write at the same point, and goes on: rank zero decides what follows.
+    # Every rank fails to write at the same point, and continues: rank zero decides what follows.
     # State, score and attached files are rank zero's: the other ranks save their shares of the model.
     @_on_all_ranks(gpus=True, others=lambda directory, step, _state, settings, *_: (directory, step, {}, settings))
     def save(

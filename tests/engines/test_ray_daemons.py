@@ -68,4 +68,4 @@ def test_engines_answer_without_a_raylet_and_ray_prints_nothing(seconds: float) 
     assert lost == f"Ray's raylet (process {pid}) died" and heard == []
     assert isinstance(noticed_s, float) and noticed_s < scaled(1)
     assert answers
-    assert printed == f"{lost}: the engines go on, but none of them can be replaced any more\n"
+    assert printed == f"{lost}: the engines continue, but none of them can be replaced any more\n"
