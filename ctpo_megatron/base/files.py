@@ -12,8 +12,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -123,6 +121,8 @@ def write_json(path: Path, content: Any, *, durable: bool = False, patient: bool
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises DamagedFileError where there is none."""
+    import yaml  # `ctpo --help` needs the rest of this module alone
+
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
