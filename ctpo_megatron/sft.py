@@ -49,7 +49,8 @@ def fine_tune(
             stopping = trainer.stop_agreed()
             if stopping or (every and step % every == 0):
                 persistence.save_sft(step, order)
-            trainer.finish_save(wait=stopping or step == sft.steps)
+            if (failed := trainer.finish_save(wait=stopping or step == sft.steps)) is not None:
+                raise failed
             if stopping:
                 break
         if not stopping:

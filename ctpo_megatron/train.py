@@ -73,7 +73,9 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
         with report.stage("rl"), trainer.stop_deferred():
             trainer.prepare_rl()
             run.restore(checkpoint)
-            reinforce(run, trainer, controller)
+            services.record_data()
+            with run.saved_at_least():
+                reinforce(run, trainer, controller)
             if not run.end():
                 return stop.leave()
         if config.export.enabled:

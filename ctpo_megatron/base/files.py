@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a disk or a quota that has no room, for now."""
+FULL_S, FULL_PAUSE_S = 300.0, 5.0
+"""How long a write is tried again on a full disk, and the pause between two attempts, in seconds."""
 
 
 class DamagedFileError(ValueError):
@@ -29,6 +34,25 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def patiently(write: Callable[[], T], path: Path | None) -> T:
+    """The result of `write`, which is called again for `FULL_S` while the disk is full; that is said once.
+
+    path: what it writes, where its errors may not say so. Raises OSError.
+    """
+    deadline, said = time.monotonic() + FULL_S, False
+    while True:
+        try:
+            with nullcontext() if path is None else naming(path):
+                return write()
+        except OSError as error:
+            if error.errno not in FULL or time.monotonic() > deadline:
+                raise
+            if not said:
+                said = True
+                log.warning("%s: it is tried again for %.0f s; free space there (df -h)", error, FULL_S)
+            time.sleep(FULL_PAUSE_S)
 
 
 @contextmanager
@@ -60,20 +84,45 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str, *, durable: bool = False) -> Path:
-    """Write text as UTF-8, whole or not at all; see `aside`. Returns `path`."""
-    with aside(path, durable=durable) as written:
-        written.write_text(text, encoding="utf-8")
+def append_text(path: Path, text: str) -> None:
+    """Append text as UTF-8, whole or not at all; see `patiently`. Raises OSError, naming the file."""
+    size = path.stat().st_size if path.exists() else 0
+
+    def write() -> None:
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError:
+            if path.exists():
+                os.truncate(path, size)
+            raise
+
+    patiently(write, path)
+
+
+def write_text(path: Path, text: str, *, durable: bool = False, patient: bool = True) -> Path:
+    """Write text as UTF-8, whole or not at all; see `aside` and, where it is `patient`, `patiently`. Returns `path`."""
+
+    def write() -> None:
+        with aside(path, durable=durable) as written:
+            written.write_text(text, encoding="utf-8")
+
+    if patient:
+        patiently(write, path)
+    else:
+        write()
     return path
 
 
-def write_json(path: Path, content: Any, *, durable: bool = False) -> Path:
-    """Write indented JSON, whole or not at all; see `aside`. Returns `path`. Raises ValueError at NaN and infinity."""
-    return write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n", durable=durable)
+def write_json(path: Path, content: Any, *, durable: bool = False, patient: bool = True) -> Path:
+    """Write indented JSON; see `write_text`. Returns `path`. Raises ValueError at NaN and infinity."""
+    return write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n", durable=durable, patient=patient)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises DamagedFileError where there is none."""
+    import yaml  # `ctpo --help` needs the rest of this module alone
+
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

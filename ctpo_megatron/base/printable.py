@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections.abc import Iterable
 
 from ctpo_megatron.base.redact import hidden
 
@@ -51,3 +52,14 @@ class PrintableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
         return printable(hidden(super().format(record)), lines=True)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers as `0, 2-7`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -23,12 +23,22 @@ class Stop(Protocol):
         """Whether this process is to stop; local. May raise what ends the run, such as a lost rank."""
 
 
+class StopRequest(Stop, Protocol):
+    """A stop that can be requested, too."""
+
+    def ask(self, cause: str) -> None:
+        """This process is to stop for a cause that another start mends; from any thread."""
+
+
 class NeverStop:
     """For callers that never stop early."""
 
     def is_set(self) -> bool:
         """See `Stop`."""
         return False
+
+    def ask(self, cause: str) -> None:
+        """See `StopRequest`; the caller raises what has happened."""
 
 
 class Cancelled(Exception):
@@ -46,6 +56,10 @@ def stop_poll(deadline: float, stop: Stop, what: str) -> float:
 
 
 EXIT_STATUS = 128 + signal.SIGTERM
+TRY_AGAIN = 75
+"""Exit status of a run that a fault has ended which another start may not meet (EX_TEMPFAIL)."""
+BEGUN = "the run had begun: after step"
+"""How the note begins of an exception that has ended a run which has trained."""
 _STDERR = 2
 _ONE_PRESS_S = 1.0  # a launcher may pass on the Ctrl-C that the terminal has sent to this process, too
 # Ignore repeated signals for this long while shutting down; after that, assume the SystemExit was swallowed and raise
@@ -56,7 +70,7 @@ _CLOSING_S = 60.0
 class Gathers(Protocol):
     """The ranks of a job: `Layout`."""
 
-    def gather(self, value: bool) -> list[bool]:
+    def gather(self, value: int) -> list[int]:
         """Every rank's value, on every rank; collective."""
 
 
@@ -64,10 +78,10 @@ class StopSignal:
     """Whether this process is to stop. Outside of `deferred` it stops at once, by SystemExit, so that engines and
     sandbox are closed.
 
-    Set by SIGTERM, SIGUSR1, Ctrl-C (SIGINT) and a terminal that is closed (SIGHUP). The clock sets it, too, when
-    `grace_s` seconds are left of a job that ends at `job_end` (seconds since the epoch). Within `deferred` the state
-    may be saved first, for at most `grace_s` seconds; a second Ctrl-C ends that. status: exit status of a process that
-    was stopped.
+    Set by SIGTERM, SIGUSR1, Ctrl-C (SIGINT), a terminal that is closed (SIGHUP), and by a fault (`ask`). The clock sets
+    it when `grace_s` seconds are left of a job that ends at `job_end` (seconds since the epoch). Within `deferred` the
+    state may be saved first, for at most `grace_s` seconds; a second Ctrl-C ends that. status: exit status of a process
+    that was stopped.
     """
 
     def __init__(self, grace_s: float, job_end: float | None = None) -> None:
@@ -89,15 +103,27 @@ class StopSignal:
 
     def agreed(self, ranks: Gathers) -> bool:
         """Whether any rank is to stop; then it is set on all of them. Collective."""
-        if any(ranks.gather(self.is_set())) and not self.is_set():
-            self._set_by, self._set_at = "another rank", time.monotonic()
-            _alarm_in(self._grace_s)
+        if any(ranks.gather(self.is_set())):
+            rank_zeros = ranks.gather(self.status)[0]  # which alone may be asked to stop for a fault
+            if not self.is_set():
+                self._set_by, self._set_at, self.status = "another rank", time.monotonic(), rank_zeros
+                _alarm_in(self._grace_s)
         return self.is_set()
+
+    def ask(self, cause: str) -> None:
+        """See `StopRequest`. Outside of `deferred` nothing follows until it begins: what runs there may not need it."""
+        if self._set_by:
+            return
+        self._set_by, self._set_at, self.status = cause, time.monotonic(), TRY_AGAIN
+        if self._deferring:
+            self._announce()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Let the caller check `is_set` and `agreed`, and save before it ends."""
         self._deferring = True
+        if self._set_by:  # `ask` came before
+            self._announce()
         try:
             yield
         finally:
@@ -117,7 +143,7 @@ class StopSignal:
             self._exit("Ctrl-C again: stopping now, without a checkpoint", 128 + number)
 
     def _on_alarm(self, _number: int, _frame: FrameType | None) -> None:
-        if not self._set_by:
+        if not (self._set_by and self._deferring):
             return self._set("the job's end", EXIT_STATUS)
         late = f"not done within {self._grace_s:g} s of {self._set_by} (checkpoint.grace_s)"
         self._exit(f"{late}; leaving without a checkpoint", self.status)
@@ -128,8 +154,11 @@ class StopSignal:
         if self._set_by:
             return
         self._set_by, self._set_at, self.status = by, time.monotonic(), status
+        self._announce()
+
+    def _announce(self) -> None:
         _alarm_in(self._grace_s)
-        _say(f"{by}: a checkpoint follows, within {self._grace_s:g} s (checkpoint.grace_s)")
+        _say(f"{self._set_by}: a checkpoint follows, within {self._grace_s:g} s (checkpoint.grace_s)")
 
     def _exit(self, line: str, status: int) -> None:
         """Raise SystemExit, unless one is on its way: engines and sandbox are being closed then."""

@@ -10,7 +10,9 @@ import sys
 import traceback
 from collections.abc import Mapping
 
+from ctpo_megatron.base.files import FULL
 from ctpo_megatron.base.printable import say
+from ctpo_megatron.base.stop import BEGUN, TRY_AGAIN
 
 # Module (already imported if its error was raised) -> names of exceptions.
 _USER_ERRORS = {  # their message is all the user needs
@@ -30,6 +32,14 @@ _FAILED_ELSEWHERE = {  # in another rank or an engine, whose log the message nam
     "ctpo_megatron.policy": ("RankZeroError", "RankLost"),
     "ctpo_megatron.engines": ("EngineError",),
 }
+_PASSING = {  # of a run that has trained: another start may not meet them
+    "ctpo_megatron.policy": ("CheckpointWriteError", "RankLost"),
+    "ctpo_megatron.engines": ("EngineError",),
+    "ctpo_megatron.rollouts": ("TooManyQuarantined",),
+    "ctpo_sandbox": ("SandboxUnavailable",),
+}
+_PASSES = {*FULL, errno.EIO, errno.ESTALE}
+"""Error numbers of the file system that are gone with their cause."""
 _OF_THE_MACHINE = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE),
     *(errno.ENOTDIR, errno.EISDIR),
@@ -43,7 +53,26 @@ class UsageError(Exception):
 
 
 def report_error(error: Exception, verb: str) -> int:
-    """Print an error that ended a verb; returns the exit status."""
+    """Print an error that ended a verb; returns the exit status.
+
+    2: only the user can mend the cause. TRY_AGAIN: a run that has trained was ended by what may pass. 1: all else.
+    """
+    status, cause = _report(error, verb), error
+    if _is_one_of(error, {"ctpo_megatron.policy": ("RankZeroError",)}) and isinstance(error.__cause__, Exception):
+        cause = error.__cause__  # every rank ends with the status of rank zero
+        status = 2 if _is_one_of(cause, _USER_ERRORS) else status
+    return TRY_AGAIN if _passes(cause) else status
+
+
+def _passes(error: Exception) -> bool:
+    begun = any(note.startswith(BEGUN) for note in getattr(error, "__notes__", ()))
+    if _is_one_of(error, {"ctpo_megatron.policy": ("CheckpointWriteError",)}):
+        return True  # nothing is written before a run trains
+    full = isinstance(error, OSError) and error.errno in _PASSES
+    return begun and (full or _is_one_of(error, _PASSING))
+
+
+def _report(error: Exception, verb: str) -> int:
     if isinstance(error, UsageError):
         say(f"ctpo {verb}: {error}", error=True)
         return 2
@@ -102,15 +131,19 @@ def _refused(error: Exception) -> str:
     said = named and isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE
     if full := _no_space(error):
         advice = "free space where it writes, in /tmp or in /dev/shm (df -h), and start it again"
-        return f"{error if said else full}; {advice}"
+        earlier = full is not cause and full.filename is not None
+        return f"{full if earlier or not said else error}; {advice}"
     return str(error) if said else ""
 
 
 def _no_space(error: BaseException | None) -> OSError | None:
-    """The disk-full error behind an error, if any: writes during cleanup fail, too."""
-    while error is not None and not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+    """The first disk-full error behind an error, if any: writes during cleanup fail, too."""
+    found = None
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL and (found is None or error.filename is not None):
+            found = error
         error = error.__cause__ or error.__context__
-    return error
+    return found
 
 
 def _is_one_of(error: Exception, kinds_of: Mapping[str, tuple[str, ...]]) -> bool:

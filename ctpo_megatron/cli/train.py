@@ -14,6 +14,7 @@ from ctpo_megatron.base.cuda_environment import order_kernels
 from ctpo_megatron.base.printable import log_to_terminal, say
 from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.base.redact import redacted_words
+from ctpo_megatron.base.stop import TRY_AGAIN
 from ctpo_megatron.cli.console import print_table, print_warnings
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
@@ -60,7 +61,7 @@ from ctpo_megatron.preflight import (
 )
 from ctpo_sandbox.arguments import positive
 
-_STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+_STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT, TRY_AGAIN)
 _HEAD = 2000
 """Characters of the prompt that a dry run shows."""
 _OF_ONE_START = ("run.resume=", "run.overwrite=", "run.deadline=", "data.rerender=")

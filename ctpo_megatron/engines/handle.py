@@ -144,7 +144,9 @@ class EngineHandle:
         """Launch it once more if its process died, or its node: Ray notices that late, and begins engines there."""
         if not engine_died(error) or (not self._lost_node(error) and self._begun == _STARTS):
             return False
-        log.warning("%s died while it started (%s); it is begun again. Log: %s", self.name, error, self.log_path)
+        log.warning(
+            "%s died while it started (%s); it is begun again. Log: %s", self.name, reason(error), self.log_path
+        )
         self.kill()
         self._launch()
         return True

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.base.run_paths import LogPaths
-from ctpo_megatron.base.stop import Stop
+from ctpo_megatron.base.stop import StopRequest
 from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, SandboxConfig, spec_for
 from ctpo_megatron.engines.pool import EnginePool
 from ctpo_megatron.environments import node_sandbox
@@ -30,7 +30,7 @@ def check_tokenizer(config: Config, tokens: int) -> None:
 
 @contextmanager
 def open_engines(
-    config: Config, logs: Path, *, placement: Placement | None, stop: Stop | None = None
+    config: Config, logs: Path, *, placement: Placement | None, stop: StopRequest | None = None
 ) -> Iterator[EnginePool]:
     """Engines with the weights of `model.path`, which load in the background, and the sandbox that they need.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import ray
 
 from ctpo_megatron.base.run_paths import LogPaths, RunPaths
-from ctpo_megatron.base.stop import Cancelled, NeverStop, Stop, stop_poll
+from ctpo_megatron.base.stop import Cancelled, NeverStop, StopRequest, stop_poll
 from ctpo_megatron.config import (
     ClusterConfig,
     Config,
@@ -55,7 +55,8 @@ class EnginePool:
     log_dir: None: `logs` in the run directory.
     placement: whose the GPUs of this node are; None without any, or where Ray may have all.
     cluster: of RAY_ADDRESS, where the engines run; None: they run on this node.
-    stop: ends every wait of the pool, with Cancelled.
+    stop: ends every wait of the pool, with Cancelled. It is asked to when Ray has lost what engines need; without one
+    the pool raises EngineError then.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class EnginePool:
         log_dir: Path | None = None,
         placement: Placement | None = None,
         cluster: ClusterConfig | None = None,
-        stop: Stop | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         log_dir = (log_dir or RunPaths(config.run.directory).logs.folder).resolve()
         # Absolute, as engines may run in other folders.
@@ -104,7 +105,7 @@ class EnginePool:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = None if self._placement is None else self._placement.engine_devices(visible)
         cpus, limit = self._count * self.settings.engine.threads, self.settings.start_timeout_s
-        self._runtime = RayRuntime(cpus, self._launch, gpus, self._cluster, limit)
+        self._runtime = RayRuntime(cpus, self._launch, gpus, self._cluster, limit, self._stop.ask)
 
     def _launch(self, gpus: float) -> None:
         device: Device = "cuda" if gpus > 0 else "cpu"
@@ -345,17 +346,28 @@ class EnginePool:
             self._runtime.close()
             self._runtime = None
 
-    def restart(self, engine: EngineHandle) -> None:
-        """Begin a new process for an engine."""
+    def restart(self, engine: EngineHandle, why: object = "it died") -> None:
+        """Begin a new process for an engine. Raises EngineError, or has the run stop, where Ray cannot start one."""
         self.counts["engine_restarts"] += 1
         engine.kill()
+        if self._runtime is not None and (lost := self._runtime.lost):
+            engine.park()
+            return self._end(f"{engine.name} cannot be replaced ({why}), as {lost}")
+        log.warning("%s is replaced: %s; log: %s", engine.name, why, engine.log_path)
         engine.launch()
+
+    def _end(self, why: str) -> None:
+        self._stop.ask(why)
+        if not self._stop.is_set():
+            raise EngineError(why)
 
     def register_started(self) -> None:
         """Finish an update that is over, and register restarted engines that are up.
 
-        Raises EngineError when one failed or is late, and as `finish_update`.
+        Raises EngineError when one failed or is late, or Ray's GCS is gone, and as `finish_update`.
         """
+        if self._runtime is not None and (lost := self._runtime.head_lost):
+            return self._end(lost)
         if self._update is not None and self._update.is_over:
             self.finish_update()
         for engine in self._engines:

@@ -29,6 +29,7 @@ from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN,
 from ctpo_megatron.base.signals import action_kept, children_spared
 from ctpo_megatron.base.stop import NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig
+from ctpo_megatron.engines.ray_daemons import OF_DRIVER, OF_PRIVATE, RayDaemons, children_end_soon
 from ctpo_megatron.engines.tasks import EngineError
 from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, NODE_POLL_S, RAY_CLOSE_S
 
@@ -36,10 +37,7 @@ _LAST_PORT = 65535
 _OBJECT_STORE_BYTES = 256 << 20
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OF_CLUSTER = {**QUIET, AUTH_MODE: "disabled"}
-_OF_PRIVATE = {
-    **QUIET,
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # how long orphaned agents linger after a killed driver
-}
+_OF_PRIVATE = {**QUIET, **OF_PRIVATE}
 
 log = logging.getLogger(__name__)
 
@@ -165,12 +163,13 @@ def join(cluster: ClusterConfig, deadline: float) -> None:
     address = os.environ[ADDRESS]
     await_head(address, deadline)
     try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address=cluster.node_address,
-        )
+        with _variables(OF_DRIVER):
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=cluster.node_address,
+            )
     except (ConnectionError, RuntimeError, RayError) as error:
         cause = error.__cause__ or error
         where = cluster.node_address or "any of this machine's addresses"
@@ -195,16 +194,19 @@ class RayRuntime:
         gpus: str | None = None,
         cluster: ClusterConfig | None = None,
         timeout_s: float = 60.0,
+        head_lost: Callable[[str], None] = lambda why: None,
     ) -> None:
         """gpus: what a private Ray sees, as in `CUDA_VISIBLE_DEVICES`; None: all GPUs of this process.
 
         cluster: the cluster of RAY_ADDRESS, to be joined within `timeout_s`; None starts a private Ray.
+        head_lost: called with the reason, by a thread, once Ray's GCS is gone; see `lost` for the raylet.
         """
-        self._cpus, self._then, self._gpus = cpus, then, gpus
+        self._cpus, self._then, self._gpus, self._head_lost = cpus, then, gpus, head_lost
         self._cluster, self._deadline = cluster, time.monotonic() + timeout_s
         self._temp: Path | None = None
         self._owner = False
         self._error: BaseException | None = None
+        self._daemons: RayDaemons | None = None
         self._up, self._closing = threading.Event(), threading.Event()
         self._keeper = threading.Thread(target=self._run, name="ray-keeper", daemon=True)
         self._keeper.start()
@@ -231,8 +233,20 @@ class RayRuntime:
         if self._error is not None:
             raise self._error
 
+    @property
+    def lost(self) -> str:
+        """Why Ray cannot start another engine any more; "" while it can."""
+        return "" if self._daemons is None else self._daemons.lost
+
+    @property
+    def head_lost(self) -> str:
+        """Why the engines cannot continue; "" while they can."""
+        return "" if self._daemons is None else self._daemons.head
+
     def close(self) -> None:
         """Shut Ray down if this object started or joined it. Idempotent."""
+        if self._daemons is not None and not self._closing.is_set():
+            self._daemons.close()
         self._closing.set()
         self._keeper.join(RAY_CLOSE_S)
 
@@ -240,11 +254,15 @@ class RayRuntime:
         try:
             with action_kept(signal.SIGTERM):  # Ray would print a trace of C++ before the run's own message
                 self._connect()
+            if self._owner:
+                self._daemons = RayDaemons()
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             self._then(float(resources.get("GPU", 0.0)))
         except BaseException as error:  # raised by `wait` and `is_up`
             self._error = error
         self._up.set()
+        if self._daemons is not None:
+            self._daemons.watch(self._head_lost)
         self._closing.wait()
         self._disconnect()
 
@@ -263,9 +281,9 @@ class RayRuntime:
         self._temp = Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))
         count = None if self._gpus is None else len(self._gpus.split(","))
         # Only Ray's processes see the change: this one read CUDA_VISIBLE_DEVICES when it initialized CUDA.
-        changes = {_VISIBLE: self._gpus, **_token(self._temp)}
+        changes = {_VISIBLE: self._gpus, **_token(self._temp), **OF_DRIVER}
         # A signal to the process group must spare Ray's head: the trainer needs it until it has saved its state.
-        with _variables(changes, without=of_this_rank()), children_spared():
+        with _variables(changes, without=of_this_rank()), children_spared(), children_end_soon():
             ray.init(
                 address="local",
                 num_cpus=self._cpus,

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from ctpo_megatron.base.stop import Cancelled, Stop, stop_poll
-from ctpo_megatron.engines.handle import EngineHandle
+from ctpo_megatron.engines.handle import EngineHandle, reason
 from ctpo_megatron.engines.tasks import EngineError, UpdateReport
 from ctpo_megatron.engines.weights import WeightOffer
 from ctpo_megatron.engines.weights.file import checkpoint_names
@@ -81,7 +81,8 @@ class PendingUpdate:
 
     def fail(self, engine: EngineHandle, why: BaseException | str) -> None:
         """The engine has not taken the offer; it is replaced."""
-        log.warning("%s is replaced, it did not take weights %d: %s", engine.name, self.offer.version, why)
+        what = reason(why) if isinstance(why, BaseException) else why  # Ray's errors are pages of traceback
+        log.warning("%s did not take weights %d: %s", engine.name, self.offer.version, what)
         self.failed[engine] = why
 
     @property
@@ -227,7 +228,7 @@ class WeightClient:
                 try:
                     answers.append((engine, ray.get(reference)))
                 except RayError as error:
-                    self._update.fail(engine, f"{method}: {error}")
+                    self._update.fail(engine, f"{method}: {reason(error)}")
         return answers
 
     def _arrives(self, method: str, engine: EngineHandle, reference: Any) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron import __version__
+from ctpo_megatron.base.files import write_json
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, ModelConfig, RewardConfig
 from ctpo_megatron.data import Cell, Prompt, PromptRules, PromptSet, RowSet, StoredRows, read_prompts
@@ -73,8 +74,13 @@ def usable(found: PromptSet, directory: Path | None = None) -> list[Prompt]:
     """
     say(found)
     if directory is not None:
-        RunPaths(directory).data.write_text(json.dumps(_record(found), indent=1) + "\n", encoding="utf-8")
+        write_record(found, directory)
     return found.prompts
+
+
+def write_record(found: PromptSet, directory: Path) -> None:
+    """Write `<directory>/data.json`: the rows of the files, and those that were left out."""
+    write_json(RunPaths(directory).data, _record(found))
 
 
 def say(found: RowSet) -> None:

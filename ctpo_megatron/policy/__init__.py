@@ -32,7 +32,7 @@ from ctpo_megatron.base.installed import hide_broken_te
 
 hide_broken_te()
 
-from ctpo_megatron.policy.checkpoint_files import CheckpointError, discard_checkpoints
+from ctpo_megatron.policy.checkpoint_files import CheckpointError, CheckpointWriteError, discard_checkpoints
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.checkpoint_files import read_marker as read_checkpoint_marker
 from ctpo_megatron.policy.device import capabilities, max_ranks, peak_flops
@@ -54,6 +54,7 @@ from ctpo_megatron.policy.trainer import Trainer
 
 __all__ = [
     "CheckpointError",
+    "CheckpointWriteError",
     "Diagnostics",
     "Layout",
     "MiniBatch",

@@ -8,15 +8,17 @@ import logging
 import multiprocessing
 import pickle
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -33,7 +35,7 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import checkpoint_files as files
 from ctpo_megatron.policy import megatron_versions
-from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
+from ctpo_megatron.policy.checkpoint_files import CheckpointError, CheckpointWriteError, Marker
 from ctpo_megatron.policy.checkpoint_reading import read_description, refused_as_one
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
@@ -41,7 +43,7 @@ from ctpo_megatron.policy.train_state import FORMAT, TrainState, weight_shards
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.05
+_POLL_S, _LOOK_S = 0.05, 10.0
 _CUT_SHORT = ("PytorchStreamWriter failed", "inline_container", "No space left", "Disk quota", "File too large")
 """In errors of torch's writers or of the system: the file could not be written to its end."""
 _NO_RESULTS = "results_queue should not be empty"
@@ -59,6 +61,7 @@ class Writer:
         self._timeout_s = timeout_s
         self._queue = AsyncCallsQueue()
         self._aside = Path()
+        self._look_again = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attached")
         self._attached: list[Future[None]] = []
         atexit.register(self._abandon)
@@ -78,15 +81,15 @@ class Writer:
         run_state: JSON-serializable state of the driver; rank 0's is kept, as are its `score` (see
         `checkpoint.keep_best`) and `attached`, further files by name, whose content a thread makes meanwhile. With
         `config.asynchronous` a copy of this process writes while training continues. A later call of `finish` or `save`
-        then completes the checkpoint and deletes older ones. Raises CheckpointError when a file could not be written,
-        now or by an earlier save in the background.
+        then completes the checkpoint and deletes older ones. Raises CheckpointWriteError when a file could not be
+        written, now or by an earlier save in the background.
         """
         self.finish()
         _start_results_queue()
         aside: Path = self._layout.on_rank_zero(lambda: files.begin(directory, step))
         self._aside = aside
         # 0.16 writes the state that is neither model nor optimizer now, with torch.save.
-        with _named_failure(aside, RuntimeError):
+        with _named_failure(aside):
             content = state.shards(is_loading=False) | state.unsharded(self._layout)
             request = megatron_versions.begin_save(content, aside, dict(FORMAT))
         settings = {**state.settings, **model_settings(state.model.spec)}
@@ -103,19 +106,38 @@ class Writer:
     def finish(self, *, wait: bool = True) -> None:
         """Complete the background save, if there is one; without `wait`, only if it is done.
 
-        Raises CheckpointError when it fails or is late.
+        Raises CheckpointWriteError when it fails or is late; after a failure another save may begin.
         """
+        process = self._queue.async_calls[0].async_caller.process if self._queue.async_calls else None
         # Count polls instead of seconds: all ranks must stop waiting at the same poll.
         for _ in range(max(1, round(self._timeout_s / _POLL_S))):
-            with _named_failure(self._aside):
+            with _named_failure(self._aside, process):
                 self._queue.maybe_finalize_async_calls(blocking=False)
             if not wait or not self._queue.get_num_unfinalized_calls():
                 return
+            self._look_at(process)
             time.sleep(_POLL_S)
-        raise CheckpointError(
+        late = CheckpointWriteError(
             f"the processes that write a checkpoint are not done after {self._timeout_s:g} s (policy.timeout_minutes); "
             f"is the file system of {self._aside.parent} stuck, or was one of them killed (out of memory)?"
         )
+        late.late = True
+        raise late
+
+    def _look_at(self, writer: Any) -> None:
+        """Name a process that writes and is stopped, and end one that waits for a child that was killed."""
+        if writer is None or time.monotonic() < self._look_again:
+            return
+        self._look_again = time.monotonic() + _LOOK_S
+        with suppress(psutil.NoSuchProcess):
+            writing = psutil.Process(writer.pid)
+            for each in (writing, *writing.children(recursive=True)):
+                if each.status() == psutil.STATUS_STOPPED:
+                    log.warning("process %d, which writes a checkpoint, is stopped: kill -CONT %d", each.pid, each.pid)
+                elif each is not writing and (number := _killed_by(each)):
+                    name = signal.Signals(number).name
+                    log.warning("process %d, which wrote a checkpoint, was ended by %s", each.pid, name)
+                    writing.kill()  # it would wait for ever
 
     def _abandon(self) -> None:
         """At exit: a save that cannot be completed any more is useless and must not keep the job alive."""
@@ -180,29 +202,53 @@ def _start_results_queue() -> None:
 
 
 @contextmanager
-def _named_failure(aside: Path, *also: type[Exception]) -> Iterator[None]:
-    """Delete `aside` and raise CheckpointError with a plain reason when writing a checkpoint into it fails."""
+def _named_failure(aside: Path, writer: Any = None) -> Iterator[None]:
+    """Delete `aside` and raise CheckpointWriteError with a plain reason when writing a checkpoint into it fails.
+
+    writer: the process of this rank that writes.
+    """
     directory = aside.parent
-    kinds: tuple[type[BaseException], ...] = (OSError, DistributedWriteError, *also)
+    kinds: tuple[type[BaseException], ...] = (OSError, DistributedWriteError, RuntimeError)
     try:
         yield
     except kinds as error:
+        reason = str(error)
         if isinstance(error, DistributedWriteError):
             # The exception's text is the tracebacks of all ranks.
             reason = "; ".join(f"rank {rank}: {found[0]}" for rank, found in error.failures.items())
-        else:
-            reason = str(error)
-        if any(text in reason for text in _CUT_SHORT):
+        full = any(text in reason for text in _CUT_SHORT)
+        if isinstance(error, RuntimeError) and not full:
+            raise  # of a collective, as when another rank is gone
+        if full:
             reason = "a file could not be written to its end: the disk is full, or a quota or limit is reached"
         elif _NO_RESULTS in reason:
-            reason = "a process that writes ended before its end; was it killed (out of memory)?"
+            reason = f"{_ended(writer)} before its end; was it killed (out of memory)?"
         free = shutil.disk_usage(directory).free
         files.discard(aside)
-        raise CheckpointError(
+        failed = CheckpointWriteError(
             f"a checkpoint could not be written to {directory}: {reason}; "
             f"{free / 2**30:.1f} GiB were free there, and what was written of it is deleted "
             "(checkpoint.keep_last and keep_best decide how many checkpoints stay)"
-        ) from error
+        )
+        failed.full = full
+        raise failed from error
+
+
+def _killed_by(process: psutil.Process) -> int:
+    """The signal that has ended a child whose parent has not waited for it yet; 0: it lives, or ended by itself."""
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[-1]) & 0x7F if fields[0] == b"Z" else 0
+
+
+def _ended(writer: Any) -> str:
+    """Which process ended, and how, as far as this rank knows."""
+    if writer is None or not writer.exitcode:
+        return "a process that writes ended"
+    how = f"status {writer.exitcode}" if writer.exitcode > 0 else signal.Signals(-writer.exitcode).name
+    return f"the process that writes it ({writer.pid}) ended by {how}"
 
 
 def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:

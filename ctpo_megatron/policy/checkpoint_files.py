@@ -29,6 +29,15 @@ class CheckpointError(Exception):
     """A checkpoint cannot be used; the message names the file or tensor, the problem and what to do."""
 
 
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint could not be written; another attempt may succeed.
+
+    full: the disk, or a quota, has no room. late: the writers are not done, and nothing else can be written meanwhile.
+    """
+
+    full = late = False
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """Size of a file, and its 128-bit digest in hexadecimal."""

@@ -32,6 +32,10 @@ class StopOrLostRank:
         self.layout.check_ranks()
         return self.stop.is_set()
 
+    def ask(self, cause: str) -> None:
+        """See `StopRequest`."""
+        self.stop.ask(cause)
+
 
 class Controller:
     """Rollouts and evaluation of a run, in the order that the weights and the GPUs need. Lives on rank zero.

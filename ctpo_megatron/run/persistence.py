@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base.files import DamagedFileError
+from ctpo_megatron.base.files import FULL_PAUSE_S, FULL_S, DamagedFileError
 from ctpo_megatron.base.run_paths import AHEAD, RunPaths
 from ctpo_megatron.base.run_paths import SFT_CHECKPOINTS as _SFT
 from ctpo_megatron.config import Config, SftConfig, SftRecord, has_sft_record, read_sft_record
-from ctpo_megatron.policy import CheckpointError, discard_checkpoints, latest_checkpoint, read_checkpoint_marker
+from ctpo_megatron.policy import (
+    CheckpointError,
+    CheckpointWriteError,
+    discard_checkpoints,
+    latest_checkpoint,
+    read_checkpoint_marker,
+)
 from ctpo_megatron.rollouts import Rollouts, encode_ahead, read_ahead
 from ctpo_megatron.run.directory import take_over, written_by_another_version
 from ctpo_megatron.run.ranks import TrainerGroup
@@ -34,6 +41,7 @@ class Persistence:
         self._config, self._trainer, self._rollouts, self._report = config, trainer, rollouts, report
         self._root, self._directory = directory, RunPaths(directory).checkpoints
         self._saved: int | None = None
+        self._first = 0
 
     def find(self) -> Path | None:
         """The checkpoint to continue from: `checkpoint.load`, else the newest of a run that is resumed, else none.
@@ -111,7 +119,8 @@ class Persistence:
     def save_sft(self, step: int, order: Mapping[str, Any]) -> None:
         """Checkpoint the trainer after `step` SFT steps over batches in this order."""
         settings = self._config.checkpoint.model_copy(update={"keep_best": 0})
-        self._trainer.save(self._directory / _SFT, step, {"step": step, "order": dict(order)}, settings)
+        state = {"step": step, "order": dict(order)}
+        _until_written(lambda: self._trainer.save(self._directory / _SFT, step, state, settings))
 
     def finish_sft(self) -> None:
         """Keep the model after SFT: RL starts from it again when the run is resumed, and in other runs (`sft.from`)."""
@@ -137,34 +146,54 @@ class Persistence:
         state = self._trainer.load(checkpoint)
         _check_version(checkpoint, state, "rollouts")
         self._trainer.set_schedule(state["step"] / max(1, self._config.run.steps))  # an evaluation alone has none
-        if checkpoint.resolve().parent == self._directory.resolve():
+        own = checkpoint.resolve().parent == self._directory.resolve()
+        self._first = state.get("first_step", state["step"]) if own else state["step"]
+        if own:
             self._saved = state["step"]
         self._rewind(checkpoint, state)
+        self._report.warn_of_lost(self._first, state["step"])
         done: int = state["step"]
         return done
 
     def save(self, done: int) -> None:
-        """Checkpoint the trainer and the state of the run after `done` steps."""
+        """Checkpoint the trainer and the state of the run after `done` steps.
+
+        A full disk is waited for, and a process that dies while it writes is replaced. Raises CheckpointWriteError.
+        """
+        _until_written(lambda: self._save(done))
+
+    def save_again(self, done: int, failed: CheckpointWriteError) -> None:
+        """The same after a save in the background has `failed`; returns when it is complete."""
+        if failed.late:
+            raise failed
+        log.warning("%s. The state after step %d is saved instead", failed, done)
+        _until_written(lambda: self._save(done) or self._trainer.finish_save())
+
+    def _save(self, done: int) -> CheckpointWriteError | None:
         with self._report.phase("checkpoint"):
             settings, state = self._config.checkpoint, self._state(done)
             ahead = state["rollouts"].pop("ahead", None)  # a file of its own, encoded by a thread
             attached = {} if ahead is None else {AHEAD: partial(encode_ahead, ahead)}
             self._report.flush()  # a resume from this checkpoint must find the lines of all its steps
-            self._trainer.save(self._directory, done, state, settings, self._score(done), attached)
+            failed = self._trainer.save(self._directory, done, state, settings, self._score(done), attached)
             self._trainer.release()
+            if failed is not None:
+                return failed
             # Once RL has a complete checkpoint, no resume returns to SFT.
             if latest_checkpoint(self._directory) is not None:
                 self._drop_sft()
         self._saved = done
         self._report.log(done, {})
+        return None
 
     def ensure_saved(self, done: int) -> None:
         """Make sure that a complete checkpoint of these steps exists."""
         self._report.timer.metrics()  # of a step that was cut short, they belong to no line
-        self._trainer.finish_save()  # of an earlier step, or of this one: it must be complete before the process ends
-        if self._saved != done:
-            self.save(done)
-            self._trainer.finish_save()
+        # Of an earlier step, or of this one: it must be complete before the process ends.
+        if (failed := self._trainer.finish_save()) is not None:
+            self.save_again(done, failed)
+        elif self._saved != done:
+            _until_written(lambda: self._save(done) or self._trainer.finish_save())
 
     def _drop_sft(self) -> None:
         shutil.rmtree(self._directory / _SFT, ignore_errors=True)
@@ -175,6 +204,7 @@ class Persistence:
             "weights_version": self._trainer.version,
             "rollouts": self._rollouts.state_dict(),
             "metrics": self._report.latest,
+            "first_step": self._first,
         }
 
     def _score(self, step: int) -> float | None:
@@ -220,6 +250,20 @@ class Persistence:
                 ", ".join(path.name for path in reversed(renamed)),
             )
         self._report.discard(after, record)
+
+
+def _until_written(write: Callable[[], CheckpointWriteError | None]) -> None:
+    """Write a checkpoint, again for `FULL_S` while the disk is full, and twice at most where writers die."""
+    deadline, tries = time.monotonic() + FULL_S, 0
+    while (failed := write()) is not None:
+        tries += 1
+        if failed.late or (time.monotonic() > deadline if failed.full else tries > 1):
+            raise failed
+        limit = f"for {FULL_S:.0f} s" if failed.full else "once"
+        if tries == 1:
+            log.warning("%s. It is tried again %s", failed, limit)
+        if failed.full:
+            time.sleep(FULL_PAUSE_S)
 
 
 _ORDERED_BY = {

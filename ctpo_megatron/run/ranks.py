@@ -24,7 +24,16 @@ from ctpo_megatron.engines.weights import (
     open_transport,
 )
 from ctpo_megatron.environments.tokenizer import exported_chat_template
-from ctpo_megatron.policy import Layout, Trainer, TrainResult, TrainSettings, summarize_updates, supervised
+from ctpo_megatron.policy import (
+    CheckpointWriteError,
+    Layout,
+    RankZeroError,
+    Trainer,
+    TrainResult,
+    TrainSettings,
+    summarize_updates,
+    supervised,
+)
 from ctpo_megatron.run.watchdog import Watchdog
 from ctpo_megatron.tracking import Phases
 
@@ -280,6 +289,7 @@ class TrainerGroup:
         if shares_gpus(self._config.placement, self._config.rollout):
             self.trainer.empty_cache()
 
+    # Every rank fails to write at the same point, and continues: rank zero decides what follows.
     # State, score and attached files are rank zero's: the other ranks save their shares of the model.
     @_on_all_ranks(gpus=True, others=lambda directory, step, _state, settings, *_: (directory, step, {}, settings))
     def save(
@@ -290,14 +300,14 @@ class TrainerGroup:
         settings: CheckpointConfig,
         score: float | None = None,
         attached: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
-    ) -> None:
-        """See `Trainer.save`."""
-        self.trainer.save(directory, step, state, settings, score, attached)
+    ) -> CheckpointWriteError | None:
+        """See `Trainer.save`; returns why the checkpoint, or the one before it, could not be written."""
+        return _failure(lambda: self.trainer.save(directory, step, state, settings, score, attached))
 
     @_on_all_ranks()
-    def finish_save(self, *, wait: bool = True) -> None:
-        """See `Trainer.finish_save`."""
-        self.trainer.finish_save(wait=wait)
+    def finish_save(self, *, wait: bool = True) -> CheckpointWriteError | None:
+        """See `Trainer.finish_save`; returns why the checkpoint could not be written."""
+        return _failure(lambda: self.trainer.finish_save(wait=wait))
 
     @_on_all_ranks(gpus=True)
     def load(self, checkpoint: Path) -> dict[str, Any]:
@@ -313,6 +323,17 @@ class TrainerGroup:
     def export(self, directory: Path) -> None:
         """See `Trainer.export`."""
         self.trainer.export(directory, exported_chat_template(self._config.model))
+
+
+def _failure(write: Callable[[], object]) -> CheckpointWriteError | None:
+    try:
+        write()
+    except CheckpointWriteError as error:
+        return error
+    except RankZeroError as error:  # of its part in a save
+        if not isinstance(error.__cause__, CheckpointWriteError | OSError):
+            raise
+    return None
 
 
 def _of_rank_zero() -> Command:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from ctpo_megatron.base.printable import ranges
 from ctpo_megatron.base.run_paths import EVALUATION, SFT_METRICS, TRAJECTORIES, RunPaths
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
@@ -41,6 +42,7 @@ from ctpo_megatron.tracking import (
     read_metrics,
     sft_metrics,
     throughput_metrics,
+    trajectory_files,
     write_trajectories,
 )
 
@@ -210,6 +212,17 @@ class Reporter:
         self._positions.truncate_after(after)
         self._decline = decline_of(read_metrics(self._directory), self._prompts)
         self.progress.step = max(after, 0)
+
+    def warn_of_lost(self, first: int, last: int) -> None:
+        """Say of which steps the run has lost what it wrote. first, last: those that it has begun with and done."""
+        there = {record["step"] for record in read_metrics(self._directory)}
+        if lost := [step for step in range(first, last + 1) if step not in there]:
+            log.warning(
+                "warning: %s has lost its lines of steps %s: sums over the run leave them out",
+                *(RunPaths(self._directory).metrics, ranges(lost)),
+            )
+        if self._config.trajectories != "none" and last > first and not trajectory_files(self._directory):
+            log.warning("warning: %s has lost its trajectories, of steps up to %d", self._directory, last)
 
     def finish(self) -> None:
         """Write the report and print the summary."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ctpo_megatron.base.stop import Cancelled, StopSignal
+from ctpo_megatron.base.stop import BEGUN, Cancelled, StopSignal
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Batch
-from ctpo_megatron.policy import TrainResult
+from ctpo_megatron.policy import CheckpointWriteError, TrainResult
 from ctpo_megatron.run.controller import Controller
 from ctpo_megatron.run.persistence import Persistence
 from ctpo_megatron.run.ranks import TrainerGroup
@@ -103,7 +104,7 @@ class Run:
             return
         if self.saves:
             self._persistence.save(step)
-        self._trainer.finish_save(wait=False)
+        self._keep(self._trainer.finish_save(wait=False))
 
     def _evaluate(self) -> None:
         if self.evaluates:
@@ -120,8 +121,35 @@ class Run:
             self._controller.end_evaluation()
             self._persistence.ensure_saved(self.done)
             return False
-        self._trainer.finish_save()
+        self._keep(self._trainer.finish_save())
         return True
+
+    def _keep(self, failed: CheckpointWriteError | None) -> None:
+        """Save once more, and wait, where a save in the background has failed."""
+        if failed is not None:
+            self._persistence.save_again(self.done, failed)
+
+    @contextmanager
+    def saved_at_least(self) -> Iterator[None]:
+        """Within, a failure that is not a refusal of the run gets a note (`BEGUN`); one to write a file a checkpoint.
+
+        That is where the run has trained, now or before a resume.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.done:
+                error.add_note(f"{BEGUN} {self.done}")
+                if isinstance(error, OSError):
+                    self._save_after(error)
+            raise
+
+    def _save_after(self, error: OSError) -> None:
+        log.error("the run ends after step %d, and is saved first: %s", self.done, error)
+        try:
+            self._persistence.ensure_saved(self.done)
+        except (OSError, CheckpointWriteError) as failed:
+            log.error("%s", failed)
 
     @property
     def evaluates(self) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.base.stop import Stop
+from ctpo_megatron.base.stop import StopRequest
 from ctpo_megatron.config import Config, Job, Placement, RewardConfig, RolloutConfig, node_ranks, world_size
 from ctpo_megatron.data import PromptSampler
 from ctpo_megatron.engines import EnginePool, check_tokenizer, open_engines
-from ctpo_megatron.environments.prompts import usable
+from ctpo_megatron.environments.prompts import usable, write_record
 from ctpo_megatron.policy import capabilities
 from ctpo_megatron.preflight import Admission
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
@@ -28,10 +29,12 @@ class Services:
     evaluation: Evaluation
     pool: EnginePool | None = None
     """The engines; None for a recording."""
+    record_data: Callable[[], None] = lambda: None
+    """Writes `data.json`; for when nothing refuses a resume any more."""
 
 
 @contextmanager
-def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) -> Iterator[Services]:
+def start_services(config: Config, directory: Path, phases: Phases, stop: StopRequest) -> Iterator[Services]:
     """Start sandbox, engines and scorers, and read the prompts; the engines load in the background.
 
     stop: checked while engines start and groups are sampled. Raises DataError for bad prompts, TokenizerError for a
@@ -48,7 +51,7 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) 
         if not replayed:  # first: engines load while prompts are read and scorers start
             placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
             pool = stack.enter_context(open_engines(config, logs.folder, placement=placement, stop=stop))
-        train = usable(admission.training(), directory)
+        train = usable(found := admission.training())
         held_out = [] if replayed or not config.data.eval else usable(admission.held_out())
         prompts = PromptSampler(train, config.run.seed, config.data.shuffle, rerendered=config.data.rerender)
         training, evaluating = _replay(config.rollout) if pool is None else _schedulers(pool)
@@ -58,7 +61,8 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) 
         settings = RolloutSettings.of(config)
         rollouts = Rollouts(settings, training, scoring, prompts, stop, phases)
         evaluation = Evaluation(config.eval, evaluating, Scorer(scorers), held_out, stop, phases)
-        yield Services(stack.enter_context(rollouts), stack.enter_context(evaluation), pool)
+        record = partial(write_record, found, directory)
+        yield Services(stack.enter_context(rollouts), stack.enter_context(evaluation), pool, record)
 
 
 def _overlong_penalty(reward: RewardConfig, rollout: RolloutConfig) -> OverlongPenalty | None:

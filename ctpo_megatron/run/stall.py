@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ctpo_megatron.base.printable import ranges
+
 _PATH_PARTS = 3
 """As much of a path as tells files apart."""
 
@@ -115,10 +117,4 @@ def _joined(ranks: Sequence[int], names: Sequence[str]) -> str:
     """`rank 1 (process 77 on host)`, or `ranks 0, 2-7`."""
     if len(ranks) == 1:
         return names[ranks[0]]
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return f"ranks {', '.join(str(r[0]) if len(r) == 1 else f'{r[0]}-{r[-1]}' for r in runs)}"
+    return f"ranks {ranges(ranks)}"

@@ -16,24 +16,27 @@ from typing import Literal, Self
 import torch.distributed as dist
 
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.base.stop import TRY_AGAIN
 from ctpo_megatron.policy import RankZero, pending_collectives
 from ctpo_megatron.run.stall import Place, StackFile, describe, main_thread_line
-from ctpo_megatron.run.timeouts import HEARTBEAT_S, STACKS_BEATS
+from ctpo_megatron.run.stopped import StoppedProcesses
+from ctpo_megatron.run.timeouts import CHILDREN_BEATS, HEARTBEAT_S, STACKS_BEATS
 from ctpo_megatron.tracking import Heartbeat, Progress
 
 log = logging.getLogger(__name__)
 
-END_STATUS = 75
-"""Exit status of a run that is ended because it stalled (EX_TEMPFAIL: a retry may succeed)."""
+END_STATUS = TRY_AGAIN
+"""Exit status of a run that is ended because it stalled."""
 _STALL, _END = "stall", "end"
 
 
 class Watchdog:
     """`with Watchdog(...)` on every rank of a job watches the block.
 
-    After `timeout_s` seconds without progress of any rank (None: never) every rank dumps its Python stacks into
-    `stalls/` of the run directory, and rank zero logs where each rank is. This is done once until there is progress
-    again. Then the run continues, or with `end` all ranks exit at once with END_STATUS.
+    Processes of the run that are stopped are named (`StoppedProcesses`). After `timeout_s` seconds without progress of
+    any rank (None: never) every rank dumps its Python stacks into `stalls/` of the run directory, and rank zero logs
+    where each rank is. This is done once until there is progress again. Then the run continues, or with `end` all ranks
+    exit at once with END_STATUS.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Watchdog:
         self._stalled = False
         self._seen: dict[int, tuple[int, float, float]] = {}
         self._warned = False
+        self._stopped = StoppedProcesses()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -86,6 +90,8 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._beats += 1
+        if self._beats % CHILDREN_BEATS == 0:
+            self._stopped.check()
         if self._timeout_s is None:
             return self._write("running", self._progress.idle_s)
         # Armed again at every beat, so it fires only where this thread cannot run: C code keeps Python's lock.

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from ctpo_megatron.base.files import patiently
+
 log = logging.getLogger(__name__)
 
 FAILURES = "tracking/dump_failures"
@@ -73,7 +75,7 @@ class DumpWriter:
     def _measured(self, write: Callable[[], Path]) -> Path:
         began = time.thread_time()
         try:
-            return write()
+            return patiently(write, None)
         finally:
             with self._lock:
                 self._cpu_s += time.thread_time() - began

@@ -31,7 +31,7 @@ class Heartbeat:
 
     def write(self, directory: Path) -> None:
         """Replace the file of a run directory atomically."""
-        write_json(RunPaths(directory).heartbeat, asdict(self))
+        write_json(RunPaths(directory).heartbeat, asdict(self), patient=False)
 
 
 def read_heartbeat(directory: Path) -> Heartbeat | None:

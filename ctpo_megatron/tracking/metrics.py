@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ctpo_megatron.base.files import DamagedFileError, naming, write_text
+from ctpo_megatron.base.files import DamagedFileError, append_text, naming, patiently, write_text
 from ctpo_megatron.base.run_paths import METRICS, discarded
 from ctpo_megatron.tracking.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
+_MEND = ": take the line out, and a resume says which steps are missing"
 NONFINITE, FAILURES = "tracking/nonfinite", "tracking/failures"
 
 
@@ -86,7 +89,8 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        with nullcontext() if error is None else suppress(OSError):  # the first error says what happened
+            self.close()
 
     def _open_after(self, records: list[dict[str, Any]]) -> None:
         """Open the file, which has these records, to append to it."""
@@ -98,17 +102,26 @@ class MetricsWriter:
     def _append(self, step: int, record: Mapping[str, Any]) -> None:
         self._last = {"step": step, **{name: record[name] for name in sorted(record) if name != "step"}}
         self._last_offset = self._file.tell()
-        with naming(self.path):
+        patiently(self._write_last, self.path)
+
+    def _write_last(self) -> None:
+        """Write the last line, or nothing of it."""
+        try:
             self._file.write(_line(self._last))
             self._file.flush()
+        except OSError:
+            with suppress(OSError):  # what the buffer holds goes with the file
+                self._file.close()
+            os.truncate(self.path, self._last_offset)
+            self._file = self.path.open("a", encoding="utf-8")
+            raise
 
 
 def set_aside_after(path: Path, step: int) -> list[dict[str, Any]]:
     """Move the lines beyond `step` of a file of records to the end of its `discarded` one; returns the others."""
     found = _read(path)
     if beyond := [_line(line) for line in found if line["step"] > step]:
-        with discarded(path).open("a", encoding="utf-8") as file:
-            file.writelines(beyond)
+        append_text(discarded(path), "".join(beyond))
     kept = [line for line in found if line["step"] <= step]
     _write_aside(path, kept)
     return kept
@@ -130,9 +143,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 log.warning("%s: the last line is incomplete (the run was interrupted); left out", path)
                 break
-            raise DamagedFileError(f"{path}, line {number}, is damaged (no JSON: {error})") from error
+            raise DamagedFileError(f"{path}, line {number}, is damaged (no JSON: {error}){_MEND}") from error
         if not isinstance(record, dict) or "step" not in record:
-            raise DamagedFileError(f"{path}, line {number}, is damaged (no object with a `step`)")
+            raise DamagedFileError(f"{path}, line {number}, is damaged (no object with a `step`){_MEND}")
         records.append(record)
     return records
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base.files import naming
+from ctpo_megatron.base.files import append_text
 from ctpo_megatron.base.run_paths import POSITIONS
 from ctpo_megatron.tracking.metrics import read_metrics, set_aside_after
 
@@ -24,8 +24,7 @@ class PositionsWriter:
         """records: mini-batch (`first`, `last`, `all`) -> `PositionStats.record`. Raises OSError, naming the file."""
         each = ({"step": step, "mini_batch": of} | dict(record) for of, record in records.items())
         lines = (json.dumps(record, separators=(",", ":")) + "\n" for record in each)
-        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
+        append_text(self.path, "".join(lines))
 
     def truncate_after(self, step: int) -> None:
         """Set aside the lines beyond `step`, which a run resumed from that step will write again."""

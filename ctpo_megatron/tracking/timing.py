@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ import psutil
 
 from ctpo_megatron.base.files import read_note, write_json
 from ctpo_megatron.base.run_paths import RunPaths
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -80,7 +83,10 @@ class PhaseTimer:
     def _save(self) -> None:
         if self._path is None:
             return
-        write_json(self._path, {name: asdict(total) for name, total in self.stages.items()})
+        try:
+            write_json(self._path, {name: asdict(total) for name, total in self.stages.items()}, patient=False)
+        except OSError as error:  # it may be why the run ends, which another error says
+            log.warning("the times of the stages could not be written: %s", error)
 
 
 class Progress:

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import logging
+import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from ctpo_megatron.base.printable import PrintableFormatter
 from ctpo_megatron.base.run_paths import RunPaths
 
+log = logging.getLogger(__name__)
 _FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+
+
+class _Handler(logging.FileHandler):
+    """Says once that it cannot write, where Python's own prints a traceback for every line."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            return super().handleError(record)
+        if not self._failed:
+            self._failed = True
+            log.warning("warning: lines of %s are lost: %s", self.baseFilename, error)
+
+    def close(self) -> None:
+        with suppress(OSError):  # what could not be written is tried again
+            super().close()
 
 
 class TrainLog:
@@ -18,7 +39,7 @@ class TrainLog:
     def __init__(self, directory: Path) -> None:
         path = RunPaths(directory).logs.train
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._handler = logging.FileHandler(path, encoding="utf-8")
+        self._handler = _Handler(path, encoding="utf-8")
         self._handler.setFormatter(PrintableFormatter(_FORMAT, "%Y-%m-%dT%H:%M:%S%z"))
         # Not in the hierarchy of loggers: the display has already shown these lines on the terminal.
         self._shown = logging.Logger("shown", logging.INFO)

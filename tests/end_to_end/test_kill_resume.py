@@ -183,6 +183,29 @@ def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Pat
     assert records(run, "positions.jsonl") == records(whole, "positions.jsonl")
 
 
+def test_a_resume_says_which_lines_are_lost(folder: Path, whole: Path) -> None:
+    run = folder / "runs" / "lost"
+    shutil.copytree(whole, run)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(lines[0] + lines[3])
+    shutil.rmtree(run / "trajectories")
+    resumed = train(folder, "run.name=lost", "run.resume=true", f"run.steps={STEPS}")
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert "runs/lost/metrics.jsonl has lost its lines of steps 1-2: sums over the run leave them out" in resumed.stderr
+    assert f"runs/lost has lost its trajectories, of steps up to {STEPS}" in resumed.stderr
+
+
+def test_a_refused_resume_leaves_the_record_of_the_data(folder: Path, whole: Path) -> None:
+    run = folder / "runs" / "refused"
+    shutil.copytree(whole, run)
+    before = (run / "data.json").read_bytes()
+    refused = train(
+        folder, "run.name=refused", "run.resume=true", f"run.steps={STEPS + 1}", "data.train=[task/heldout.parquet]"
+    )
+    assert refused.returncode == 2, refused.stderr[-4000:]
+    assert (run / "data.json").read_bytes() == before
+
+
 # Every step scores four groups, updates twice, and saves once. Before the first: one more save, and two log lines.
 @pytest.mark.parametrize(
     ("point", "count", "overrides"),

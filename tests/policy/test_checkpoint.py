@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -26,8 +27,10 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     CheckpointError,
+    CheckpointWriteError,
     Layout,
     Trainer,
+    checkpoint,
     destroy_distributed,
     init_distributed,
     policy_gradient,
@@ -220,9 +223,45 @@ def test_a_writer_that_cannot_write_is_reported(layout: Layout, folder: Path, tm
     policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
     (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
     process.kill()
-    with pytest.raises(CheckpointError, match=r"a checkpoint could not be written.*was it killed \(out of memory\)"):
+    how = rf"the process that writes it \({process.pid}\) ended by SIGKILL before its end"
+    with pytest.raises(CheckpointWriteError, match=f"could not be written.*{how}; was it killed"):
         policy.finish_save()
     assert list(tmp_path.glob("step_*")) == []
+    policy.save(tmp_path, 1, {"step": 1})  # another one may begin
+    assert list(tmp_path.glob("step_*"))
+
+
+def test_a_part_of_a_writer_that_is_killed_ends_the_save_soon(
+    layout: Layout,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With 0.16 the writer waits for its child, whatever becomes of it."""
+    monkeypatch.setattr(checkpoint, "_LOOK_S", 0.2)
+    policy = make(layout, folder / "qwen3-tied")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            FileSystemWriterAsync, "write_preloaded_data", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        )
+        with pytest.raises(CheckpointWriteError, match="was it killed"):
+            policy.save(tmp_path, 1, {"step": 1})
+    assert RELEASE >= (0, 19) or "which wrote a checkpoint, was ended by SIGKILL" in caplog.text
+    policy.save(tmp_path, 1, {"step": 1})
+
+
+def test_a_writer_that_is_frozen_is_named(
+    layout: Layout, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint, "_LOOK_S", 0.2)
+    policy = make(layout, folder / "qwen3-tied")
+    policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
+    (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
+    os.kill(process.pid, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (process.pid, signal.SIGCONT)).start()
+    policy.finish_save()
+    assert f"process {process.pid}, which writes a checkpoint, is stopped: kill -CONT {process.pid}" in caplog.text
 
 
 def test_a_writer_that_hangs_is_discarded_and_does_not_outlive_the_job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -9,23 +10,27 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from ctpo_megatron.base.stop import TRY_AGAIN
 from ctpo_megatron.policy import RankLost, RankZeroError
 from ctpo_megatron.policy.rank_zero import RankZero
 
 Play = Callable[[RankZero, int], Any]
 RANKS = 3
 DEADLINE_S = 120
+FROZEN_S = 12.0
 
 
-def _rank(rank: int, port: int, play: Play, leave_s: float, answers: Any, answered: Any) -> None:
+def _rank(rank: int, port: int, play: Play, leave_s: float, answers: Any, answered: Any, collective_s: float) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
-    bridge = RankZero(beat_s=0.2, lost_after_s=3.0, leave_s=leave_s)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=collective_s))
+    bridge = RankZero(beat_s=0.2, lost_after_s=3.0, leave_s=leave_s, frozen_s=FROZEN_S)
     try:
         answers.put((rank, os.getpid(), play(bridge, rank)))
     except (RankLost, RankZeroError, ValueError) as error:
@@ -36,20 +41,27 @@ def _rank(rank: int, port: int, play: Play, leave_s: float, answers: Any, answer
     os._exit(0)
 
 
-def play_on_ranks(play: Play, dying: int | None = None, leave_s: float = 2.0) -> tuple[dict[int, Any], list[int]]:
-    """Answers of the ranks that live, by rank, and the process ids of all."""
+def play_on_ranks(
+    play: Play, dying: int | None = None, leave_s: float = 2.0, *, ending: int = 0
+) -> tuple[dict[int, Any], list[int]]:
+    """Answers of the ranks that live, by rank, and the process ids of all.
+
+    ending: ranks that end instead of answering, with a status; of collectives that take as long as they like.
+    """
     context = multiprocessing.get_context("fork")
     answers, answered = context.Queue(), context.Event()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [
-        context.Process(target=_rank, args=(rank, port, play, leave_s, answers, answered)) for rank in range(RANKS)
-    ]
+    rest = play, leave_s, answers, answered, 4.0 * DEADLINE_S if ending else 2.0
+    ranks = [context.Process(target=_rank, args=(rank, port, *rest)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     try:
-        found = [answers.get(timeout=DEADLINE_S) for _ in range(RANKS - (dying is not None))]
+        found = [answers.get(timeout=DEADLINE_S) for _ in range(RANKS - (dying is not None) - ending)]
+        if ending:
+            wait([process.sentinel for rank, process in enumerate(ranks) if rank != dying], timeout=DEADLINE_S)
+            found = [(rank, 0, process.exitcode) for rank, process in enumerate(ranks)]
     finally:
         answered.set()
         for process in ranks:
@@ -97,6 +109,76 @@ def test_a_rank_that_dies_while_rank_zero_samples_is_named() -> None:
     name = f"rank 1 (process {processes[1]} on {socket.gethostname()}) gave no sign of life for"
     assert isinstance(answers[0], RankLost) and str(answers[0]).startswith(name)
     assert name in str(answers[2])
+
+
+class Warnings(logging.Handler):
+    """What a rank has logged since this was made."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("ctpo_megatron").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def frozen(seconds: float) -> None:
+    """Stop this process, which another one lets go on."""
+    pid = os.getpid()
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_is_frozen_is_named_and_welcome_when_it_is_back(who: int) -> None:
+    def play(bridge: RankZero, rank: int) -> tuple[list[str], str]:
+        said = Warnings()
+        bridge.run(lambda: None)
+        if rank == who:
+            frozen(6.0)
+        until = time.monotonic() + 9.0
+        while time.monotonic() < until:
+            bridge.check()
+            time.sleep(0.05)
+        return said.lines, bridge.run(lambda: "on")
+
+    answers, processes = play_on_ranks(play)
+    assert {on for _, on in answers.values()} == {"on"}
+    witness = 1 if who == 0 else 0
+    named, back = answers[witness][0]
+    name = f"rank {who} (process {processes[who]} on {socket.gethostname()})"
+    assert named.startswith(f"{name} gave no sign of life for 3 s: is it frozen") and "12 s at most" in named
+    assert back.startswith(f"{name} is back after ")
+
+
+def test_a_rank_that_stays_frozen_is_lost() -> None:
+    def play(bridge: RankZero, rank: int) -> float:
+        bridge.run(lambda: None)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(RankLost, match=r"rank 1 .*gave no sign of life for"):
+            while True:
+                bridge.check()
+                time.sleep(0.05)
+        return time.monotonic() - began
+
+    answers, _ = play_on_ranks(play, dying=1)
+    assert all(FROZEN_S - 1 < seconds < 3 * FROZEN_S for seconds in answers.values())
+
+
+def test_a_collective_with_a_rank_that_stays_frozen_ends() -> None:
+    def play(bridge: RankZero, rank: int) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.zeros(1))
+
+    statuses, _ = play_on_ranks(play, dying=1, ending=2)
+    assert TRY_AGAIN in (statuses[0], statuses[2])  # the first that ends
 
 
 def test_rank_zero_that_dies_is_named_by_all() -> None:

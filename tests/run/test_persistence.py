@@ -9,8 +9,9 @@ import pytest
 
 from ctpo_megatron import __version__
 from ctpo_megatron.config import Config, ConfigError, SftRecord
-from ctpo_megatron.policy import CheckpointError, checkpoint_files
+from ctpo_megatron.policy import CheckpointError, CheckpointWriteError, checkpoint_files
 from ctpo_megatron.run import Persistence
+from ctpo_megatron.run import persistence as module
 from tests.tracking.synthetic_run import make_config
 
 
@@ -155,3 +156,44 @@ def test_a_checkpoint_without_what_this_version_needs_is_of_another_one(tmp_path
         (run / "environment.json").unlink()
         assert f"{message}, and version {__version__}" in refused(path)
     assert "new one (run.name=other), with the run's export as model.path" in refused(path)
+
+
+class Disk:
+    """A trainer whose saves of SFT fail with these, one after another, and then succeed."""
+
+    def __init__(self, *failures: CheckpointWriteError) -> None:
+        self._failures, self.saves = list(failures), 0
+
+    def save(self, *_: object) -> CheckpointWriteError | None:
+        self.saves += 1
+        return self._failures.pop(0) if self._failures else None
+
+
+def failure(**traits: bool) -> CheckpointWriteError:
+    failed = CheckpointWriteError("a checkpoint could not be written")
+    vars(failed).update(traits)
+    return failed
+
+
+def test_a_save_is_tried_until_the_disk_has_room_and_once_more_where_a_process_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "FULL_PAUSE_S", 0.01)
+
+    def saves(*failures: CheckpointWriteError) -> int:
+        disk = Disk(*failures)
+        persistence(make_config(tmp_path), disk).save_sft(1, {})
+        return disk.saves
+
+    assert saves() == 1
+    assert saves(*(failure(full=True) for _ in range(5))) == 6
+    assert [record.getMessage() for record in caplog.records] == [
+        "a checkpoint could not be written. It is tried again for 300 s"
+    ]
+    assert saves(failure()) == 2
+    for last in ((failure(), failure()), (failure(late=True),)):
+        with pytest.raises(CheckpointWriteError):
+            saves(*last)
+    monkeypatch.setattr(module, "FULL_S", 0.0)
+    with pytest.raises(CheckpointWriteError):
+        saves(*(failure(full=True) for _ in range(5)))

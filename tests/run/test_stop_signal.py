@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,11 +84,18 @@ def test_what_is_asked_again_does_not_interrupt_the_end(
 class Ranks:
     """All ranks of a job, as a stop signal asks them: `others` are the values of the others."""
 
-    def __init__(self, *others: bool) -> None:
+    def __init__(self, *others: int) -> None:
         self._others = others
 
-    def gather(self, value: bool) -> list[bool]:
+    def gather(self, value: int) -> list[int]:
         return [value, *self._others]
+
+
+class LastRank(Ranks):
+    """The same for the last rank."""
+
+    def gather(self, value: int) -> list[int]:
+        return [*self._others, value]
 
 
 def test_all_ranks_stop_when_one_is_to_stop() -> None:
@@ -98,6 +106,40 @@ def test_all_ranks_stop_when_one_is_to_stop() -> None:
         assert 59 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60  # its own grace, not that of the job's end
         send(signal.SIGTERM)  # no news
     assert stop.leave() == 143
+
+
+def test_a_fault_that_asks_saves_and_ends_with_the_status_of_one_that_passes(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stop = StopSignal(grace_s=60)
+    with stop.deferred():
+        thread = threading.Thread(target=stop.ask, args=("Ray's GCS (process 7) died",))
+        thread.start()
+        thread.join()
+        assert stop.is_set() and 59 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
+        stop.ask("and more")
+        send(signal.SIGTERM)  # no news
+    assert stop.leave() == 75
+    assert capfd.readouterr().err == (
+        "Ray's GCS (process 7) died: a checkpoint follows, within 60 s (checkpoint.grace_s)\n"
+    )
+
+
+def test_a_fault_before_there_is_something_to_save_is_said_when_there_is(capfd: pytest.CaptureFixture[str]) -> None:
+    stop = StopSignal(grace_s=60, job_end=time.time() + 3600)
+    stop.ask("Ray's GCS (process 7) died")
+    assert stop.is_set() and capfd.readouterr().err == ""
+    assert signal.getitimer(signal.ITIMER_REAL)[0] > 3000  # the job's end still counts
+    with stop.deferred():
+        assert "died: a checkpoint follows" in capfd.readouterr().err
+    assert stop.leave() == 75
+
+
+def test_the_other_ranks_have_the_status_of_rank_zero() -> None:
+    stop = StopSignal(grace_s=60)
+    with stop.deferred():
+        assert stop.agreed(LastRank(75))
+    assert stop.leave() == 75
 
 
 def test_a_second_ctrl_c_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:

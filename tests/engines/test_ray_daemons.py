@@ -1,0 +1,71 @@
+"""Ray's own processes die: the driver's process goes on, hears of it at once, and Ray prints nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.deadlines import scaled
+
+_DRIVER = """
+import json, logging, os, signal, sys, time
+import ray
+from ctpo_megatron.engines.ray_runtime import RayRuntime
+logging.basicConfig(format="%(message)s")
+killed, seconds = sys.argv[1], float(sys.argv[2])
+heard = []
+runtime = RayRuntime(1, lambda gpus: None, head_lost=lambda why: heard.append((time.monotonic(), why)))
+runtime.wait(float(sys.argv[3]))
+class Engine:
+    def answer(self): return bytes(20 << 20)
+engine = ray.remote(Engine).options(num_cpus=1).remote()
+ray.get(engine.answer.remote())
+pid = ray._private.worker._global_node.all_processes[killed][0].process.pid
+os.kill(pid, signal.SIGKILL)
+began = time.monotonic()
+while not runtime.lost and time.monotonic() < began + float(sys.argv[3]): time.sleep(0.001)
+noticed_s = time.monotonic() - began
+answers = 0
+while time.monotonic() < began + seconds:
+    time.sleep(0.5)
+    answers += len(ray.get(engine.answer.remote(), timeout=60)) == 20 << 20
+runtime.close()
+print(json.dumps([pid, noticed_s, runtime.lost, [why for _, why in heard], answers]))
+"""
+
+
+def _killed(kind: str, seconds: float) -> tuple[list[object], str]:
+    """What the driver of a private Ray says `seconds` after one of its processes was killed, and what was printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", _DRIVER, kind, str(seconds), str(scaled(60))],
+        capture_output=True,
+        text=True,
+        timeout=seconds + scaled(120),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+LONG = pytest.param(20.0, marks=pytest.mark.slow)
+"""Longer than Ray's own limits, of 10 to 15 s."""
+
+
+@pytest.mark.parametrize("seconds", [1.0, LONG])
+def test_a_driver_outlives_its_gcs(seconds: float) -> None:
+    (pid, noticed_s, lost, heard, answers), printed = _killed("gcs_server", seconds)
+    assert lost == f"Ray's GCS (process {pid}) died" and heard == [lost]
+    assert isinstance(noticed_s, float) and noticed_s < scaled(1)
+    assert answers and printed == ""
+
+
+@pytest.mark.parametrize("seconds", [1.0, LONG])
+def test_engines_answer_without_a_raylet_and_ray_prints_nothing(seconds: float) -> None:
+    (pid, noticed_s, lost, heard, answers), printed = _killed("raylet", seconds)
+    assert lost == f"Ray's raylet (process {pid}) died" and heard == []
+    assert isinstance(noticed_s, float) and noticed_s < scaled(1)
+    assert answers
+    assert printed == f"{lost}: the engines continue, but none of them can be replaced any more\n"
