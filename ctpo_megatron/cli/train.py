@@ -58,9 +58,13 @@ from ctpo_megatron.preflight import (
     torch_cuda,
     warnings_of,
 )
+from ctpo_sandbox import temporary
 from ctpo_sandbox.arguments import positive
+from ctpo_sandbox.libc import die_with_parent
 
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Variable that torchrun gives its ranks."""
 _HEAD = 2000
 """Characters of the prompt that a dry run shows."""
 _OF_ONE_START = ("run.resume=", "run.overwrite=", "run.deadline=", "data.rerender=")
@@ -145,6 +149,10 @@ def run(args: argparse.Namespace) -> int:
         print_warnings(found.warnings)
     log_to_terminal()
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
+    temporary.sweep()
+    temporary.name_semaphores()
+    if _TORCHRUN in os.environ:  # or it would stay when torchrun is killed
+        die_with_parent(os.getppid(), signal.SIGTERM)
     from ctpo_megatron.train import main
 
     try:
@@ -179,7 +187,7 @@ def _dry_run(
 
 def _resume_command(args: argparse.Namespace) -> str:
     """The command that resumes the run; options of torchrun are unknown here."""
-    program = "torchrun ... -m ctpo_megatron.train" if "TORCHELASTIC_RUN_ID" in os.environ else "ctpo train"
+    program = "torchrun ... -m ctpo_megatron.train" if _TORCHRUN in os.environ else "ctpo train"
     kept = [text for text in [*args.overrides, *args.unknown] if not text.startswith(_OF_ONE_START)]
     return f"{program} {shlex.join(redacted_words([args.config, *kept, 'run.resume=auto']))}"
 

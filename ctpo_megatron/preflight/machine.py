@@ -34,6 +34,7 @@ from ctpo_megatron.environments.node_sandbox import (
 from ctpo_megatron.preflight.check import Check, MachineContext, Wanted
 from ctpo_megatron.preflight.disk import disk_problem
 from ctpo_megatron.preflight.timeouts import CONNECT_TIMEOUT_S, SANDBOX_START_TIMEOUT_S
+from ctpo_sandbox import temporary
 from ctpo_sandbox.libraries import absent
 
 GIB = 1 << 30
@@ -149,8 +150,8 @@ def check_sandbox(context: MachineContext) -> list[Problem]:
         from ctpo_sandbox import Limits, SandboxStartError, start_server
     except ImportError as error:
         return [Problem("sandbox", f"does not import: {error}", extra="sandbox", severity=bad)]
-    with tempfile.TemporaryDirectory() as folder:
-        log = LogPaths(Path(folder)).sandbox
+    with temporary.folder("ctpo-check-") as folder:
+        log = LogPaths(folder).sandbox
         try:
             with start_server(
                 slots=1,
