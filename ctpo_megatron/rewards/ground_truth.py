@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -18,6 +19,7 @@ from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.layout import as_one_number, plain, word_set
 from ctpo_megatron.rewards.math import score_math
 from ctpo_megatron.rewards.reading import Formula, Quantity, Reading, Wording, is_date, leaves, read
+from ctpo_sandbox.libc import die_with_parent
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import RewardConfig
@@ -177,4 +179,5 @@ def _is_ours(prompt: Prompt, config: RewardConfig) -> bool:
 
 
 def _start() -> None:
+    die_with_parent(os.getppid(), signal.SIGKILL)
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides its warning that timeouts are off
