@@ -21,6 +21,7 @@ from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import Config, Sources
 from ctpo_megatron.preflight import START_CHECKS, Admission, check_extensions, run_checks, validate_sampling
+from ctpo_sandbox import temporary
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     config, sources = read_config(target, _overrides(args), visible_gpus())
     _check(config, sources)
     data = "-".join(Path(file).stem for file in config.data.eval)
+    temporary.sweep()
+    temporary.note_multiprocessing()
     output = args.output or Path("evaluations", f"{args.model.resolve().name}-{data}")
     outcome = _evaluate(config, output, args, of_run=target.config is not None)
     _print(outcome)

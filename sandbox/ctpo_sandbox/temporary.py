@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import process as processes
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from ctpo_sandbox.remove import remove_tree, remove_whole
@@ -152,18 +153,25 @@ def folder(prefix: str, parent: str | Path | None = None) -> Iterator[Path]:
     try:
         yield path
     finally:
-        remove_tree(str(path))
-        forget(path)
+        _give_back(path)
 
 
-def name_semaphores() -> None:
-    """Note the semaphores that multiprocessing makes from now on, in this process and its children.
+def note_multiprocessing() -> None:
+    """Note the semaphores and sockets that multiprocessing makes from now on, in this process and its children.
 
-    Its resource tracker removes them at the end, unless it is killed as well.
+    multiprocessing removes them at the end, unless its resource tracker is killed as well.
     """
     mark = f"ctpo-{os.getpid()}-{secrets.token_hex(4)}"
     note(_SEMAPHORES / f"sem.{mark}*")
-    processes.current_process()._config["semprefix"] = f"/{mark}"  # type: ignore[attr-defined]
+    sockets = new_folder("ctpo-")  # a short name, as paths of sockets have to be short
+    processes.current_process()._config.update(semprefix=f"/{mark}", tempdir=str(sockets))  # type: ignore[attr-defined]
+    # The priority of multiprocessing's own: its helpers are told to end through these sockets.
+    Finalize(None, _give_back, args=(sockets,), exitpriority=-100)
+
+
+def _give_back(path: Path) -> None:
+    remove_tree(str(path))
+    forget(path)
 
 
 def sweep() -> list[str]:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +18,13 @@ from tests.support import children
 from tests.support.deadlines import scaled
 
 MAKES = """
-import multiprocessing, os, sys, time
+import multiprocessing, os, sys, tempfile, time
+from multiprocessing.connection import Listener
 from ctpo_sandbox import temporary
-place = sys.argv[1]
-temporary.name_semaphores()
+place = tempfile.tempdir = sys.argv[1]
+temporary.note_multiprocessing()
 lock = multiprocessing.get_context("spawn").Lock()
+listener = Listener(family="AF_UNIX")
 folder = temporary.new_folder("ctpo-test-", place)
 (folder / "deep" / "er").mkdir(parents=True)
 (folder / "deep" / "er" / "file").write_text("x")
@@ -36,6 +37,8 @@ temporary.forget(gone)
 os.write(1, f"made {multiprocessing.process.current_process()._config['semprefix']}\\n".encode())
 time.sleep(600)
 """
+MADE = 3
+"""Names in its place, of which one is the folder of multiprocessing's sockets."""
 FORKS = """
 if os.fork() == 0:
     os.write(1, f"{os.getpid()}\\n".encode())
@@ -45,7 +48,8 @@ time.sleep(0.5)
 """
 FILLS = """
 import contextlib, os, sys, time
-end = time.monotonic() + 1
+print(flush=True)
+end = time.monotonic() + 0.7
 while time.monotonic() < end:
     with contextlib.suppress(OSError):
         os.mkdir(f"{sys.argv[1]}/{time.monotonic_ns()}")
@@ -88,10 +92,10 @@ def names(place: Path) -> list[str]:
 def test_what_a_killed_process_made_goes_with_the_next_start(tmp_path: Path) -> None:
     with maker(tmp_path) as (process, lines):
         pass
-    assert len(names(tmp_path)) == 2 and len(semaphores(lines)) == 1  # a kill leaves them
+    assert len(names(tmp_path)) == MADE and len(semaphores(lines)) == 1  # a kill leaves them
     swept = temporary.sweep()
     assert names(tmp_path) == [] and semaphores(lines) == []
-    assert len([path for path in swept if path.startswith(str(tmp_path))]) == 2
+    assert len([path for path in swept if path.startswith(str(tmp_path))]) == MADE
     assert os.listdir("/etc")
     assert not list(temporary.ledgers().glob(f"{process.pid}-*"))
 
@@ -104,7 +108,7 @@ def test_what_a_living_process_made_stays(tmp_path: Path) -> None:
         with maker(there) as (_, others):
             pass
         temporary.sweep()
-        assert (len(names(here)), len(semaphores(lines))) == (2, 1)
+        assert (len(names(here)), len(semaphores(lines))) == (MADE, 1)
         assert (names(there), semaphores(others)) == ([], [])
 
 
@@ -142,7 +146,7 @@ def test_a_ledger_that_was_cleaned_away_is_written_again(tmp_path: Path) -> None
     then = "temporary._Process.ledger.path.unlink(); temporary.new_folder('ctpo-late-', place)"
     with maker(tmp_path, then):
         pass
-    assert len(names(tmp_path)) == 3
+    assert len(names(tmp_path)) == MADE + 1
     temporary.sweep()
     assert names(tmp_path) == []
 
@@ -172,9 +176,9 @@ def test_what_a_dying_process_still_fills_is_waited_for(tmp_path: Path) -> None:
     """As Ray's last processes do, which outlive the trainer by moments."""
     with maker(tmp_path):
         pass
-    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    filler = subprocess.Popen([sys.executable, "-c", FILLS, str(folder)])
-    time.sleep(0.3)
+    (folder,) = (path for path in tmp_path.glob("ctpo-test-*") if path.is_dir())
+    filler = subprocess.Popen([sys.executable, "-c", FILLS, str(folder)], stdout=subprocess.PIPE)
+    assert filler.stdout is not None and filler.stdout.readline()
     temporary.sweep()
     assert filler.wait(scaled(10)) == 0
     assert names(tmp_path) == []
