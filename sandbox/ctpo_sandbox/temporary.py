@@ -165,7 +165,7 @@ def note_multiprocessing() -> None:
     note(_SEMAPHORES / f"sem.{mark}*")
     sockets = new_folder("ctpo-")  # a short name, as paths of sockets have to be short
     processes.current_process()._config.update(semprefix=f"/{mark}", tempdir=str(sockets))  # type: ignore[attr-defined]
-    # The priority of multiprocessing's own: its helpers are told to end through these sockets.
+    # The priority of multiprocessing's own: its helpers end by messages through these sockets.
     Finalize(None, _give_back, args=(sockets,), exitpriority=-100)
 
 

@@ -98,8 +98,9 @@ def _starts(process: psutil.Process | None, module: str) -> bool:
 
 
 def _is_writer(process: psutil.Process) -> bool:
-    """A fork of the trainer."""
-    return _command(process) == _command(process.parent())
+    """A fork of the trainer, or of one that it made."""
+    command = _command(process)
+    return "quickstart.yaml" in command and command == _command(process.parent())
 
 
 def _is_agent_of_ray(process: psutil.Process) -> bool:
