@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     _check(config, sources)
     data = "-".join(Path(file).stem for file in config.data.eval)
     temporary.sweep()
-    temporary.note_multiprocessing()
+    temporary.move_in()
     output = args.output or Path("evaluations", f"{args.model.resolve().name}-{data}")
     outcome = _evaluate(config, output, args, of_run=target.config is not None)
     _print(outcome)

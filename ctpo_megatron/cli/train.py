@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     log_to_terminal()
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
     temporary.sweep()
-    temporary.note_multiprocessing()
+    temporary.move_in()
     if _TORCHRUN in os.environ:  # or it would stay when torchrun is killed
         die_with_parent(os.getppid(), signal.SIGTERM)
     from ctpo_megatron.train import main

@@ -166,7 +166,10 @@ class _PickledQueue:
         self._queue.put(pickle.dumps(results))
 
     def get_nowait(self) -> Any:
-        return pickle.loads(self._queue.get_nowait())
+        try:
+            return pickle.loads(self._queue.get_nowait())
+        except EOFError as error:  # an OSError, as where it went before the connection was made
+            raise ConnectionResetError("the process that collects results of writers is gone; killed?") from error
 
 
 def _start_results_queue() -> None:

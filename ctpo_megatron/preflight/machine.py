@@ -40,8 +40,9 @@ from ctpo_sandbox.libraries import absent
 GIB = 1 << 30
 _OPEN_FILES = (1024, 65536)
 """Fewer are not enough for Ray and an engine; Ray advises the second."""
-_LONGEST = 107 - len("/c0ffee00-0000-4000-8000-c0ffee000000")
-"""Longest folder of Unix sockets, given the length of vLLM's socket names; multiprocessing's are shorter."""
+_LONGEST = 107 - len("/ctpo-c0ffeec0ffee/c0ffee00-0000-4000-8000-c0ffee000000")
+"""Longest temporary directory, given the folder of a run in it and vLLM's socket names; multiprocessing's are shorter.
+"""
 NODE = "node"
 """In place of a least isolation: the node of a cluster has a sandbox that runs already."""
 

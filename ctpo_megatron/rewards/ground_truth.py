@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import re
-import signal
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -15,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from pebble import ProcessExpired, ProcessPool
 
 from ctpo_megatron.rewards import expressions
-from ctpo_megatron.rewards.fork_server import fork_server
+from ctpo_megatron.rewards.fork_server import end_with_trainer, fork_server
 from ctpo_megatron.rewards.layout import as_one_number, plain, word_set
 from ctpo_megatron.rewards.math import score_math
 from ctpo_megatron.rewards.reading import Formula, Quantity, Reading, Wording, is_date, leaves, read
-from ctpo_sandbox.libc import die_with_parent
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import RewardConfig
@@ -179,5 +177,5 @@ def _is_ours(prompt: Prompt, config: RewardConfig) -> bool:
 
 
 def _start() -> None:
-    die_with_parent(os.getppid(), signal.SIGKILL)
+    end_with_trainer()
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides its warning that timeouts are off

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ctpo_megatron.base.extensions import ExtensionError, activate, end_copy_of, load, shown
 from ctpo_megatron.base.signals import ENDING
 from ctpo_megatron.data.verdict import NoVerdict
+from ctpo_megatron.rewards.fork_server import end_with_trainer
 from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward
-from ctpo_sandbox.libc import die_with_parent
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.prompt import Prompt
@@ -90,8 +90,7 @@ def start(routes: Routes, search_path: Sequence[str], log_path: Path | None) -> 
     # Needed here as well: an already running fork server does not pass on the blocked signals.
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
-    # The fork server ends with the trainer; a worker in the middle of a function that hangs would outlive both.
-    die_with_parent(os.getppid(), signal.SIGKILL)
+    end_with_trainer()
     _setup = _Setup(routes, search_path)
     if log_path is not None:
         log_path.parent.mkdir(parents=True, exist_ok=True)

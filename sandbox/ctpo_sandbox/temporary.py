@@ -4,9 +4,9 @@ The ledger of a process is a file that it keeps locked. The kernel gives that lo
 process id would not do: another process may have got it since, or may be in another container.
 """
 
-import atexit
 import contextlib
 import fcntl
+import getpass
 import glob
 import logging
 import os
@@ -99,7 +99,6 @@ class _Process:
 
 
 os.register_at_fork(after_in_child=_Process.forget)
-atexit.register(_Process.close)
 
 
 def note(name: str | Path) -> None:
@@ -111,6 +110,8 @@ def note(name: str | Path) -> None:
         try:
             if _Process.ledger is None:
                 _Process.ledger = _Ledger()
+                # After everything of multiprocessing's, and so after what is noted.
+                Finalize(None, _Process.close, exitpriority=-200)
             if isinstance(_Process.ledger, _Ledger):
                 _Process.ledger.add(str(name))
         except OSError as error:
@@ -156,17 +157,21 @@ def folder(prefix: str, parent: str | Path | None = None) -> Iterator[Path]:
         _give_back(path)
 
 
-def note_multiprocessing() -> None:
-    """Note the semaphores and sockets that multiprocessing makes from now on, in this process and its children.
+def move_in() -> None:
+    """Note all that this process and its children make from now on in the temporary directory, and their semaphores.
 
-    multiprocessing removes them at the end, unless its resource tracker is killed as well.
+    The directory is a folder of its own from then on, in the environment as well. Libraries leave files there that
+    nobody else removes. Compiled kernels stay where the next process finds them.
     """
     mark = f"ctpo-{os.getpid()}-{secrets.token_hex(4)}"
     note(_SEMAPHORES / f"sem.{mark}*")
-    sockets = new_folder("ctpo-")  # a short name, as paths of sockets have to be short
-    processes.current_process()._config.update(semprefix=f"/{mark}", tempdir=str(sockets))  # type: ignore[attr-defined]
-    # The priority of multiprocessing's own: its helpers end by messages through these sockets.
-    Finalize(None, _give_back, args=(sockets,), exitpriority=-100)
+    processes.current_process()._config["semprefix"] = f"/{mark}"  # type: ignore[attr-defined]
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    place = new_folder("ctpo-")  # short, as paths of sockets have to be
+    place.chmod(0o711)  # runs of the sandbox have other users, and their folders below
+    tempfile.tempdir = os.environ["TMPDIR"] = str(place)
+    # The priority of multiprocessing's own: its helpers end by messages through sockets there.
+    Finalize(None, _give_back, args=(place,), exitpriority=-100)
 
 
 def _give_back(path: Path) -> None:

@@ -6,6 +6,7 @@ So what a run leaves behind is all that is there. Made of the kernel's namespace
 from __future__ import annotations
 
 import fcntl
+import getpass
 import os
 import shlex
 import shutil
@@ -23,6 +24,8 @@ from tests.support.prefork import ROOT
 WORK = Path("/tmp/work")
 """The run's own files, in memory."""
 _FOLDERS = (Path("/tmp"), Path("/dev/shm"))
+_CACHE = Path("/tmp", f"torchinductor_{getpass.getuser()}")
+"""Of torch, for the next start."""
 _MOUNTED = "mount -t tmpfs -o mode=1777 tmpfs /tmp && mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
@@ -84,7 +87,7 @@ def there() -> Left:
         if process.pid not in ours and process.info["status"] != psutil.STATUS_ZOMBIE
     }
     ledgers = Path(f"/tmp/ctpo-ledgers-{os.geteuid()}")
-    paths = {path for folder in _FOLDERS for path in folder.iterdir()} - {WORK, ledgers}
+    paths = {path for folder in _FOLDERS for path in folder.iterdir()} - {WORK, ledgers, _CACHE}
     paths |= set(ledgers.iterdir()) if ledgers.exists() else set()
     return Left(processes, frozenset(map(str, paths)))
 

@@ -19,12 +19,11 @@ from tests.support.deadlines import scaled
 
 MAKES = """
 import multiprocessing, os, sys, tempfile, time
-from multiprocessing.connection import Listener
 from ctpo_sandbox import temporary
 place = tempfile.tempdir = sys.argv[1]
-temporary.note_multiprocessing()
+temporary.move_in()
 lock = multiprocessing.get_context("spawn").Lock()
-listener = Listener(family="AF_UNIX")
+of_a_library = tempfile.mkdtemp()
 folder = temporary.new_folder("ctpo-test-", place)
 (folder / "deep" / "er").mkdir(parents=True)
 (folder / "deep" / "er" / "file").write_text("x")
@@ -38,7 +37,7 @@ os.write(1, f"made {multiprocessing.process.current_process()._config['semprefix
 time.sleep(600)
 """
 MADE = 3
-"""Names in its place, of which one is the folder of multiprocessing's sockets."""
+"""Names in its place, of which one is the folder of what libraries make."""
 FORKS = """
 if os.fork() == 0:
     os.write(1, f"{os.getpid()}\\n".encode())
@@ -53,6 +52,7 @@ end = time.monotonic() + 0.7
 while time.monotonic() < end:
     with contextlib.suppress(OSError):
         os.mkdir(f"{sys.argv[1]}/{time.monotonic_ns()}")
+    time.sleep(0.01)
 """
 ENDS = "from ctpo_sandbox import temporary as t\nwith t.folder('ctpo-test-') as f: print(f, t._Process.ledger.path)"
 
