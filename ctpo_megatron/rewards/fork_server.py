@@ -33,7 +33,7 @@ def fork_server(*, math: bool) -> BaseContext:
 def end_with_trainer() -> None:
     """For a worker: end when the fork server does, even in the middle of a function that hangs.
 
-    That ends when nobody holds a pipe any more that workers get, too: this one lets go of it, which leaves the trainer.
+    That ends when no process holds its pipe any more. Workers get the pipe, too, so this one lets go of it.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]

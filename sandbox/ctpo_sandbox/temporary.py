@@ -161,7 +161,7 @@ def move_in() -> None:
     """Note all that this process and its children make from now on in the temporary directory, and their semaphores.
 
     The directory is a folder of its own from then on, in the environment as well. Libraries leave files there that
-    nobody else removes. Compiled kernels stay where the next process finds them.
+    no other process removes. Compiled kernels stay where the next process finds them.
     """
     mark = f"ctpo-{os.getpid()}-{secrets.token_hex(4)}"
     note(_SEMAPHORES / f"sem.{mark}*")
