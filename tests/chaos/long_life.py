@@ -31,8 +31,13 @@ from tests.support.prefork import ROOT
 
 SAMPLES, PROMPTS, SAVES_EVERY = 4, 4, 5
 SETTINGS = (
-    *("run.root=runs", "run.resume=auto", "prepare.directory=runs/task", "prepare.train_prompts=1024"),
-    *("prepare.heldout_prompts=16", f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}"),
+    *("run.root=runs", "run.resume=auto", "prepare.directory=runs/task", "prepare.seed=0"),
+    *(
+        "prepare.train_prompts=1024",
+        "prepare.heldout_prompts=16",
+        f"rollout.prompts_per_step={PROMPTS}",
+        f"rollout.samples_per_prompt={SAMPLES}",
+    ),
     *(f"policy.mini_batch_prompts={PROMPTS}", "policy.threads=1", "rollout.max_staleness=1"),
     *("rollout.partial=continue", "rollout.engines=2", "reward.workers=2", "eval.every=0"),
     *("eval.before_training=false", f"checkpoint.every={SAVES_EVERY}", "checkpoint.keep_last=2"),
@@ -228,6 +233,8 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     given = _parser().parse_args()
+    if given.steps % SAVES_EVERY:
+        sys.exit(f"--steps {given.steps}: a checkpoint has the accounts, so give a multiple of {SAVES_EVERY}")
     if given.inside:
         sys.exit(main(given))
     if reason := machine.reason_against():
