@@ -50,6 +50,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         return 0
 
     module.main = main  # type: ignore[attr-defined]
+    # A run moves to a folder of its own there; the tests after this one stay where they were.
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
     monkeypatch.setitem(sys.modules, "ctpo_megatron.train", module)
     return module
 

@@ -85,6 +85,7 @@ class _Process:
 
     lock = threading.Lock()
     ledger: _Ledger | bool | None = None
+    moved_in = False
 
     @classmethod
     def forget(cls) -> None:
@@ -161,8 +162,11 @@ def move_in() -> None:
     """Note all that this process and its children make from now on in the temporary directory, and their semaphores.
 
     The directory is a folder of its own from then on, in the environment as well. Libraries leave files there that
-    no other process removes. Compiled kernels stay where the next process finds them.
+    no other process removes. Compiled kernels stay where the next process finds them. A second call does nothing.
     """
+    if _Process.moved_in:
+        return
+    _Process.moved_in = True
     mark = f"ctpo-{os.getpid()}-{secrets.token_hex(4)}"
     note(_SEMAPHORES / f"sem.{mark}*")
     processes.current_process()._config["semprefix"] = f"/{mark}"  # type: ignore[attr-defined]
