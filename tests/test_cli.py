@@ -37,6 +37,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "first.yaml").write_text(CONFIG)
+    # A run moves to a folder of its own there; the tests after this one stay where they were.
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
     return tmp_path
 
 
@@ -50,9 +53,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         return 0
 
     module.main = main  # type: ignore[attr-defined]
-    # A run moves to a folder of its own there; the tests after this one stay where they were.
-    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
-    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
     monkeypatch.setitem(sys.modules, "ctpo_megatron.train", module)
     return module
 

@@ -57,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns 0 when every prompt was evaluated, 1 when some were left out."""
     from ctpo_megatron.evaluate import find_target, read_config
 
+    temporary.sweep()
+    temporary.move_in()
     target = find_target(args.model, args.config)
     config, sources = read_config(target, _overrides(args), visible_gpus())
     _check(config, sources)
     data = "-".join(Path(file).stem for file in config.data.eval)
-    temporary.sweep()
-    temporary.move_in()
     output = args.output or Path("evaluations", f"{args.model.resolve().name}-{data}")
     outcome = _evaluate(config, output, args, of_run=target.config is not None)
     _print(outcome)

@@ -133,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
     if problem := rank_problem(planned=args.dry_run) or next(iter(here), None):
         raise UsageError(str(problem))  # not a ConfigError, which only rank 0 shows
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
+    if not args.dry_run:
+        _settle()
     if not args.dry_run and config.policy.tensor_model_parallel_size > 1 and torch_cuda():
         order_kernels()  # before anything asks CUDA for its devices
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
@@ -149,10 +151,6 @@ def run(args: argparse.Namespace) -> int:
         print_warnings(found.warnings)
     log_to_terminal()
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
-    temporary.sweep()
-    temporary.move_in()
-    if _TORCHRUN in os.environ:  # or it would stay when torchrun is killed
-        die_with_parent(os.getppid(), signal.SIGTERM)
     from ctpo_megatron.train import main
 
     try:
@@ -163,6 +161,14 @@ def run(args: argparse.Namespace) -> int:
         with suppress(OSError):  # the terminal may be closed
             print(f"continue with: {_resume_command(args)}", file=sys.stderr)
     return status
+
+
+def _settle() -> None:
+    """Before anything imports a library that makes temporary files."""
+    temporary.sweep()
+    temporary.move_in()
+    if _TORCHRUN in os.environ:  # or this rank would stay when torchrun is killed
+        die_with_parent(os.getppid(), signal.SIGTERM)
 
 
 def _dry_run(
