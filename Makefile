@@ -2,6 +2,7 @@
 # make test         fresh machine -> .venv -> the CPU test suite
 # make test-cluster several nodes on this one: a Slurm, and Ray nodes in network namespaces (needs root); INSTALL=1
 #                  installs Debian's packages of Slurm where they are missing
+# make test-long-life  a run of 600 steps to which 60 faults happen, beside runs that are left alone (45 minutes, root)
 # make test-kernels the sandbox on Debian's kernels 5.10, 6.1 and 6.12, in QEMU (needs root, x86-64); INSTALL=1 installs it
 # make test-browser the pages in Debian's chromium, also on phones, and what axe-core says of them
 # make coverage     the lines that the light half of the suite runs
@@ -33,7 +34,7 @@ FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 VERSION := $(if $(FOUND_PYTHON),$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
 LOCK := requirements/cpu-$(or $(VERSION),none).txt
 
-.PHONY: quickstart test test-processes test-light coverage test-slow test-browser test-cluster test-kernels test-gpu mutation newest bench-kernels bench-guard gpu-first-hour lint lint-containers locks clean
+.PHONY: quickstart test test-processes test-light coverage test-slow test-browser test-cluster test-long-life test-kernels test-gpu mutation newest bench-kernels bench-guard gpu-first-hour lint lint-containers locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -84,6 +85,10 @@ test-cluster: $(INSTALLED)
 test-kernels: $(INSTALLED)
 	@$(BIN)/python -m tests.machines.packages $(if $(INSTALL),--install)
 	$(BIN)/python -m pytest -m machine tests/machines $(ARGS)
+
+# Processes, network, /tmp and /dev/shm of its own: needs root. ARGS="--steps 60 --faults 8 --minutes 8" for a short form.
+test-long-life: $(INSTALLED)
+	$(BIN)/python -m tests.chaos.long_life $(ARGS)
 
 mutation: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m tests.mutations $(ARGS)

@@ -175,6 +175,19 @@ def test_no_import_goes_upwards(name: str) -> None:
     assert wrong == []
 
 
+def test_the_time_of_day_is_read_in_one_place() -> None:
+    """Tests move it there (`tests/chaos`); durations do not depend on it."""
+    clock, reads = PACKAGE / "base" / "clock.py", re.compile(r"\btime\.time\(")
+    wrong = [
+        show(path, number, line)
+        for folder in (PACKAGE, SEPARATE["ctpo_launchers"])
+        for path in modules_of(folder)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if reads.search(line) and path != clock
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("package", BESIDE)
 def test_a_package_beside_the_trainer_imports_only_what_it_may(package: str) -> None:
     allowed = (package, *BESIDE[package])

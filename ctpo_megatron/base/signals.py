@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import select
 import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -53,3 +56,14 @@ def children_spared() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with(process: int) -> None:
+    """Have this process killed when another one ends, which need not be its parent, and may have ended already."""
+
+    def wait() -> None:
+        with suppress(ProcessLookupError):
+            select.select([os.pidfd_open(process)], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with", daemon=True).start()

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Protocol
 
+from ctpo_megatron.base import clock
 from ctpo_megatron.base.signals import heeded
 
 STOP_POLL_S = 0.5  # how often a waiting thread checks the stop signal
@@ -95,7 +96,7 @@ class StopSignal:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_alarm)
         if job_end is not None:
-            _alarm_in(job_end - grace_s - time.time())
+            _alarm_in(job_end - grace_s - clock.now())
 
     def is_set(self) -> bool:
         """Whether this process is to stop; local."""

@@ -21,6 +21,7 @@ from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import Config, Sources
 from ctpo_megatron.preflight import START_CHECKS, Admission, check_extensions, run_checks, validate_sampling
+from ctpo_sandbox import temporary
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns 0 when every prompt was evaluated, 1 when some were left out."""
     from ctpo_megatron.evaluate import find_target, read_config
 
+    temporary.sweep()
+    temporary.move_in()
     target = find_target(args.model, args.config)
     config, sources = read_config(target, _overrides(args), visible_gpus())
     _check(config, sources)

@@ -59,9 +59,13 @@ from ctpo_megatron.preflight import (
     torch_cuda,
     warnings_of,
 )
+from ctpo_sandbox import temporary
 from ctpo_sandbox.arguments import positive
+from ctpo_sandbox.libc import die_with_parent
 
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT, TRY_AGAIN)
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Variable that torchrun gives its ranks."""
 _HEAD = 2000
 """Characters of the prompt that a dry run shows."""
 _OF_ONE_START = ("run.resume=", "run.overwrite=", "run.deadline=", "data.rerender=")
@@ -130,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
     if problem := rank_problem(planned=args.dry_run) or next(iter(here), None):
         raise UsageError(str(problem))  # not a ConfigError, which only rank 0 shows
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
+    if not args.dry_run:
+        _settle()
     if not args.dry_run and config.policy.tensor_model_parallel_size > 1 and torch_cuda():
         order_kernels()  # before anything asks CUDA for its devices
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
@@ -158,6 +164,14 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
+def _settle() -> None:
+    """Before anything imports a library that makes temporary files."""
+    temporary.sweep()
+    temporary.move_in()
+    if _TORCHRUN in os.environ:  # or this rank would stay when torchrun is killed
+        die_with_parent(os.getppid(), signal.SIGTERM)
+
+
 def _dry_run(
     args: argparse.Namespace, config: Config, sources: Sources, job: Job, cuda: bool, shapes: ModelSpec | None
 ) -> int:
@@ -180,7 +194,7 @@ def _dry_run(
 
 def _resume_command(args: argparse.Namespace) -> str:
     """The command that resumes the run; options of torchrun are unknown here."""
-    program = "torchrun ... -m ctpo_megatron.train" if "TORCHELASTIC_RUN_ID" in os.environ else "ctpo train"
+    program = "torchrun ... -m ctpo_megatron.train" if _TORCHRUN in os.environ else "ctpo train"
     kept = [text for text in [*args.overrides, *args.unknown] if not text.startswith(_OF_ONE_START)]
     return f"{program} {shlex.join(redacted_words([args.config, *kept, 'run.resume=auto']))}"
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from ctpo_megatron.base.extensions import activate, contain_tasks, shown
 from ctpo_megatron.base.printable import say
+from ctpo_megatron.base.signals import end_with
 from ctpo_megatron.config import engine_count
 from ctpo_megatron.data.tokens import ROUTER_CHOICES
 from ctpo_megatron.data.tool_call import ToolCall
@@ -57,6 +58,8 @@ class RolloutEngine:
         self._log = path_here(spec, index)
         redirect_output(self._log)
         leave_out_expected()
+        if spec.driver is not None:  # Ray ends its workers by a raylet that may be gone
+            end_with(spec.driver)
         self._setup = engine_setup(spec.device)
         os.environ.update(self._setup.environment(spec.config.rollout.engine))
         if spec.transport == "ipc":  # handles of GPU memory travel pickled, from our trainer to our engine

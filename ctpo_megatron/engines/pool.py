@@ -73,7 +73,8 @@ class EnginePool:
         # Absolute, as engines may run in other folders.
         model = config.model.model_copy(update={"path": str(Path(config.model.path).absolute())})
         run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})
-        self._spec = EngineSpec(config.model_copy(update={"model": model, "run": run}), sandbox_url, log_dir)
+        absolute = config.model_copy(update={"model": model, "run": run})
+        self._spec = EngineSpec(absolute, sandbox_url, log_dir, driver=None if cluster else os.getpid())
         self.settings, self._count = config.rollout, engine_count(config)
         self._placement = placement
         self._cluster = cluster

@@ -11,7 +11,6 @@ import secrets
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -32,6 +31,7 @@ from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.engines.ray_daemons import OF_DRIVER, OF_PRIVATE, RayDaemons, children_end_soon
 from ctpo_megatron.engines.tasks import EngineError
 from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, NODE_POLL_S, RAY_CLOSE_S
+from ctpo_sandbox import temporary
 
 _LAST_PORT = 65535
 _OBJECT_STORE_BYTES = 256 << 20
@@ -278,7 +278,7 @@ class RayRuntime:
             join(self._cluster, self._deadline)
             return
         # Unix socket paths are limited to about 100 characters, so TMPDIR is not used.
-        self._temp = Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))
+        self._temp = temporary.new_folder("ctpo-ray-", "/tmp")
         count = None if self._gpus is None else len(self._gpus.split(","))
         # Only Ray's processes see the change: this one read CUDA_VISIBLE_DEVICES when it initialized CUDA.
         changes = {_VISIBLE: self._gpus, **_token(self._temp), **OF_DRIVER}
@@ -302,7 +302,10 @@ class RayRuntime:
             else:
                 _shut_down()
         for _ in range(20):  # for a second: Ray's last processes may still write to the folder
-            if self._temp is None or not self._temp.exists():
+            if self._temp is None:
+                break
+            if not self._temp.exists():
+                temporary.forget(self._temp)
                 break
             shutil.rmtree(self._temp, ignore_errors=True)
             time.sleep(0.05)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from ctpo_megatron.base import clock
 from ctpo_megatron.data.tool_call import TOOL_STATUSES
 from ctpo_megatron.engines.timeouts import OCCUPANCY_REPEAT_S, OCCUPANCY_ROW_S
 
@@ -48,7 +48,7 @@ class Occupancy:
 
     def note(self, engines: int) -> None:
         """Write a row of the first `engines` engines when it has changed, or is old; called often."""
-        row, now = tuple(self._in_flight[engine] for engine in range(engines)), time.time()
+        row, now = tuple(self._in_flight[engine] for engine in range(engines)), clock.now()
         # Written at once: the next call may follow a whole training step later, and the old row would stay until then.
         turned = any(row) != any(self._row)
         if not turned and now < self._written + (OCCUPANCY_ROW_S if row != self._row else OCCUPANCY_REPEAT_S):

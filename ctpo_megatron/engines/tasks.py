@@ -21,7 +21,7 @@ class EngineSpec:
     """What every engine of a pool is made from.
 
     sandbox_url: None: that of the engine's own node. log_mark: tells an engine on a cluster whether its node sees
-    `log_dir` (`rollout.logs`).
+    `log_dir` (`rollout.logs`). driver: the process that engines of a private Ray end with; None: Ray is a cluster's.
     """
 
     config: Config
@@ -30,6 +30,7 @@ class EngineSpec:
     device: Device = "cpu"
     transport: Transport = "file"
     log_mark: str = ""
+    driver: int | None = None
 
     @property
     def model_path(self) -> str:

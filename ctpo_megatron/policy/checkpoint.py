@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import logging
 import multiprocessing
+import os
 import pickle
 import shutil
 import signal
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.managers import SyncManager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +43,7 @@ from ctpo_megatron.policy.checkpoint_reading import read_description, refused_as
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.policy.train_state import FORMAT, TrainState, weight_shards
+from ctpo_sandbox.libc import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -176,29 +180,40 @@ def _attach(path: Path, content: Callable[[], bytes]) -> None:
 class _PickledQueue:
     """Megatron's queue of results, with values sent as bytes, so that its process need not import torch to unpickle."""
 
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
+    def __init__(self, queue: Any, process: BaseProcess) -> None:
+        self._queue, self.process = queue, process
 
     def put(self, results: Any) -> None:
         self._queue.put(pickle.dumps(results))
 
     def get_nowait(self) -> Any:
-        return pickle.loads(self._queue.get_nowait())
+        try:
+            return pickle.loads(self._queue.get_nowait())
+        except EOFError as error:  # an OSError, as where it went before the connection was made
+            raise ConnectionResetError("the process that collects results of writers is gone; killed?") from error
 
 
 def _start_results_queue() -> None:
-    """Start megatron's results queue, one process for all saves, so that it survives a signal to the whole job."""
+    """Start the queue that megatron's writers report to, unless it is there: one process for all saves.
+
+    It survives a signal to the whole job, and ends with this process.
+    """
+    queue = filesystem_async._results_queue
+    if isinstance(queue, _PickledQueue):
+        if queue.process.is_alive():
+            return
+        log.warning("the process that collects what checkpoint writers report is gone, was it killed? Another starts")
     others = multiprocessing.active_children()
+    manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
     try:
         with children_spared():
-            queue = megatron_versions.write_results_queue()
-        if not isinstance(queue, _PickledQueue):
-            filesystem_async._results_queue = _PickledQueue(queue)
+            manager.start(die_with_parent, (os.getpid(), signal.SIGKILL))
     finally:
-        for child in multiprocessing.active_children():
-            if child not in others:
-                # At exit multiprocessing would wait forever for a queue that was interrupted during its start.
-                atexit.register(child.kill)
+        started = [child for child in multiprocessing.active_children() if child not in others]
+        for child in started:
+            # At exit multiprocessing would wait forever for a queue that was interrupted during its start.
+            atexit.register(child.kill)
+    filesystem_async._results_queue = _PickledQueue(manager.Queue(), *started)
 
 
 @contextmanager

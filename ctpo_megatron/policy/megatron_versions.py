@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import os
+import signal
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+from megatron.core.dist_checkpointing.strategies import common
 from torch import load as torch_load
 from torch.distributed import checkpoint as torch_checkpoint
+
+from ctpo_sandbox.libc import die_with_parent
 
 VERSION = importlib.metadata.version("megatron-core")
 """The installed release, such as `0.19.2`."""
@@ -41,17 +45,23 @@ COMMON_STATE = "common_state"
 """Key of the state that is neither model nor optimizer in checkpoints of 0.19; 0.16 writes it to a file."""
 
 
-def write_results_queue() -> Any:
-    """Megatron's queue of what checkpoint writers report; starts its process at the first call."""
-    name = "get_write_results_queue" if _IS_0_19 else "_get_write_results_queue"
-    return getattr(filesystem_async, name)()
-
-
 def begin_save(state: dict[str, Any], folder: Path, content: dict[str, Any]) -> Any:
-    """Megatron's request to write a checkpoint, to be scheduled. content: says what it holds. Collective."""
+    """Megatron's request to write a checkpoint, to be scheduled. content: says what it holds. Collective.
+
+    The processes that write end with this one: a later start may write to the same folder.
+    """
     # By default 0.19 writes by the package nvidia-resiliency-ext.
     ours = {"async_strategy": "mcore"} if _IS_0_19 else {}
-    return dist_checkpointing.save(state, str(folder), async_sharded_save=True, content_metadata=content, **ours)
+    request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, content_metadata=content, **ours)
+    if request.async_fn is None:
+        return request
+    return request._replace(async_fn=partial(_write_and_end_with, os.getpid(), request.async_fn))
+
+
+def _write_and_end_with(trainer: int, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    die_with_parent(trainer, signal.SIGKILL)
+    os.register_at_fork(after_in_child=partial(die_with_parent, os.getpid(), signal.SIGKILL))  # one for each file
+    write(*arguments, **options)
 
 
 def load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:

@@ -6,12 +6,10 @@ All parts are the run's own, but for the model: its turns come from a script.
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.extensions import ExtensionError, activate
@@ -29,6 +27,7 @@ from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec,
 from ctpo_megatron.environments.tokenizer import TokenizerError
 from ctpo_megatron.environments.toolbox import Toolbox, example_call
 from ctpo_megatron.preflight.timeouts import FIRST_CALL_TIMEOUT_S, SANDBOX_START_TIMEOUT_S
+from ctpo_sandbox import temporary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,13 +112,13 @@ def _sandbox(config: Config) -> Iterator[str]:
         from ctpo_sandbox import Limits, SandboxStartError, start_server
     except ImportError as error:
         raise _NoSandbox(f"the sandbox does not import: {error}") from error
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary.folder("ctpo-check-") as folder:
         try:
             server = start_server(
                 slots=1,
                 limits=Limits.of(config.sandbox),
                 start_timeout_s=SANDBOX_START_TIMEOUT_S,
-                log_path=LogPaths(Path(folder)).sandbox,
+                log_path=LogPaths(folder).sandbox,
                 require=config.sandbox.require,
                 tiers=["stdlib"],
             )

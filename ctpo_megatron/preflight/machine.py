@@ -34,13 +34,15 @@ from ctpo_megatron.environments.node_sandbox import (
 from ctpo_megatron.preflight.check import Check, MachineContext, Wanted
 from ctpo_megatron.preflight.disk import disk_problem
 from ctpo_megatron.preflight.timeouts import CONNECT_TIMEOUT_S, SANDBOX_START_TIMEOUT_S
+from ctpo_sandbox import temporary
 from ctpo_sandbox.libraries import absent
 
 GIB = 1 << 30
 _OPEN_FILES = (1024, 65536)
 """Fewer are not enough for Ray and an engine; Ray advises the second."""
-_LONGEST = 107 - len("/c0ffee00-0000-4000-8000-c0ffee000000")
-"""Longest folder of Unix sockets, given the length of vLLM's socket names; multiprocessing's are shorter."""
+_LONGEST = 107 - len("/ctpo-c0ffeec0ffee/c0ffee00-0000-4000-8000-c0ffee000000")
+"""Longest temporary directory, given the folder of a run in it and vLLM's socket names; multiprocessing's are shorter.
+"""
 NODE = "node"
 """In place of a least isolation: the node of a cluster has a sandbox that runs already."""
 
@@ -149,8 +151,8 @@ def check_sandbox(context: MachineContext) -> list[Problem]:
         from ctpo_sandbox import Limits, SandboxStartError, start_server
     except ImportError as error:
         return [Problem("sandbox", f"does not import: {error}", extra="sandbox", severity=bad)]
-    with tempfile.TemporaryDirectory() as folder:
-        log = LogPaths(Path(folder)).sandbox
+    with temporary.folder("ctpo-check-") as folder:
+        log = LogPaths(folder).sandbox
         try:
             with start_server(
                 slots=1,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ctpo_megatron.base import clock
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE
 from ctpo_megatron.config import Config, Job, Placement, Problem, engine_count, passed
 from ctpo_megatron.environments.factory import needs_sandbox
@@ -91,7 +91,7 @@ def _findings(wanted: Mapping[str, Any]) -> list[Problem]:
 
 
 def _now() -> float:
-    return time.time()
+    return clock.now()
 
 
 def _answer(ray: Any, reference: Any) -> list[Problem]:
@@ -126,9 +126,9 @@ def _clock(ray: Any, name: str, node: Mapping[str, Any]) -> Problem:
     """The shortest of a few round trips tells most."""
     task, trips = _on(ray, _now, node), []
     for _ in range(3):
-        before = time.time()
+        before = clock.now()
         there = ray.get(task.remote(), timeout=NODE_TIMEOUT_S)
-        trips.append((time.time() - before, there - (before + time.time()) / 2))
+        trips.append((clock.now() - before, there - (before + clock.now()) / 2))
     trip, skew = min(trips)
     if abs(skew) - trip / 2 > MOST_SKEW_S:
         return Problem(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 
 from pebble import CONSTS
 
 from ctpo_megatron.base.signals import children_spared
+from ctpo_sandbox.libc import die_with_parent
 
 _ALWAYS = ["__main__", "ctpo_megatron.rewards.pool", "ctpo_megatron.data.trajectory"]
 
@@ -25,3 +28,14 @@ def fork_server(*, math: bool) -> BaseContext:
         forkserver.ensure_running()
     CONSTS.term_timeout = 0.0  # how long pebble waits after SIGTERM before it kills
     return context
+
+
+def end_with_trainer() -> None:
+    """For a worker: end when the fork server does, even in the middle of a function that hangs.
+
+    That ends when no process holds its pipe any more. Workers get the pipe, too, so this one lets go of it.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    os.close(null)
+    die_with_parent(os.getppid(), signal.SIGKILL)

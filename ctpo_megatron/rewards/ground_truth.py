@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pebble import ProcessExpired, ProcessPool
 
 from ctpo_megatron.rewards import expressions
-from ctpo_megatron.rewards.fork_server import fork_server
+from ctpo_megatron.rewards.fork_server import end_with_trainer, fork_server
 from ctpo_megatron.rewards.layout import as_one_number, plain, word_set
 from ctpo_megatron.rewards.math import score_math
 from ctpo_megatron.rewards.reading import Formula, Quantity, Reading, Wording, is_date, leaves, read
@@ -177,4 +177,5 @@ def _is_ours(prompt: Prompt, config: RewardConfig) -> bool:
 
 
 def _start() -> None:
+    end_with_trainer()
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides its warning that timeouts are off

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ctpo_megatron.base.extensions import ExtensionError, activate, end_copy_of, load, shown
 from ctpo_megatron.base.signals import ENDING
 from ctpo_megatron.data.verdict import NoVerdict
+from ctpo_megatron.rewards.fork_server import end_with_trainer
 from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def start(routes: Routes, search_path: Sequence[str], log_path: Path | None) -> 
     # Needed here as well: an already running fork server does not pass on the blocked signals.
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
+    end_with_trainer()
     _setup = _Setup(routes, search_path)
     if log_path is not None:
         log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from typing import Literal, Self
 
 import torch.distributed as dist
 
+from ctpo_megatron.base import clock
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import TRY_AGAIN
 from ctpo_megatron.policy import RankZero, pending_collectives
@@ -169,7 +170,7 @@ class Watchdog:
             os._exit(END_STATUS)  # the main thread is blocked, and would never see an exception
 
     def _write(self, state: Literal["running", "ended", "failed"], idle_s: float) -> None:
-        now = time.time()
+        now = clock.now()
         phase, host = self._progress.phase, socket.gethostname()
         heartbeat = Heartbeat(
             state, self._progress.step, phase, now, now - idle_s, self._stalls, len(self._names), os.getpid(), host

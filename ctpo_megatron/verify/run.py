@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ctpo_megatron.verify import batch, positions
 from ctpo_megatron.verify.layouts import LAYOUTS, LayoutCase
 from ctpo_megatron.verify.objectives import OBJECTIVES, is_by_turn
 from ctpo_megatron.verify.oracle import Oracle, Reference
+from ctpo_sandbox import temporary
 
 TEMPERATURE = 0.9
 MICRO_BATCH_TOKENS = 512
@@ -106,8 +106,7 @@ def verify(
     for experts, replays in ((False, False), (True, False), (True, True)):
         chosen = [name for name in layouts if (LAYOUTS[name].experts, LAYOUTS[name].replays) == (experts, replays)]
         if chosen:
-            with tempfile.TemporaryDirectory(prefix="ctpo-verify-") as name:
-                folder = Path(name)
+            with temporary.folder("ctpo-verify-") as folder:
                 if model is None:
                     batch.build_model(folder / "model", experts=experts)
                 yield from _verify_model(folder, model or folder / "model", chosen, objectives, family, dtype)

@@ -7,7 +7,6 @@ import hashlib
 import io
 import os
 import shlex
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ctpo_launchers.clusters import Cluster
 from ctpo_launchers.environment import ROOT
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, dump
+from ctpo_sandbox import temporary
 
 TEMPLATES = Path(__file__).parent / "templates"
 _CODE = "/nemo_run/code"
@@ -63,12 +63,12 @@ class Launch:
 def script(launch: Launch) -> str:
     """The batch script; writes only to a temporary folder."""
     with (
-        tempfile.TemporaryDirectory(prefix="ctpo-launch-") as folder,
-        _experiment(launch, folder, dry=True) as experiment,
+        temporary.folder("ctpo-launch-") as folder,
+        _experiment(launch, str(folder), dry=True) as experiment,
     ):
         with contextlib.redirect_stdout(io.StringIO()):
             experiment.dryrun(log=False, delete_exp_dir=False)
-        (written,) = Path(folder).rglob("*_sbatch.sh")
+        (written,) = folder.rglob("*_sbatch.sh")
         return written.read_text(encoding="utf-8")
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from ctpo_launchers.job import NodeJob
 from ctpo_launchers.timeouts import CHILD_POLL_S, RAY_RESTARTS
 from ctpo_megatron.config import SandboxConfig
 from ctpo_megatron.preflight import NODE_CHECKS, NodeContext, NodeNeeds, failed, run_checks
-from ctpo_sandbox import SandboxStartError, start_configured_server
+from ctpo_sandbox import SandboxStartError, start_configured_server, temporary
 from ctpo_sandbox.variables import node_url
 
 log = logging.getLogger(__name__)
@@ -99,6 +98,8 @@ class RayNode:
     ) -> None:
         self._log_path, self._is_head, self._lost, self._directory = log_path, job.rank == 0, lost, directory
         self._made_directory = self._is_head or not directory.exists()
+        if self._made_directory:
+            temporary.note(directory)
         gpus = {} if needs.gpus is None else {"CUDA_VISIBLE_DEVICES": needs.gpus}
         self._environment = {**environment, **gpus}
         where = ["--head", "--port", head.rpartition(":")[2], "--include-dashboard", "false", "--temp-dir", directory]
@@ -124,6 +125,7 @@ class RayNode:
                 await self._child.kill()
             if self._made_directory:
                 shutil.rmtree(self._directory, ignore_errors=True)
+                temporary.forget(self._directory)
 
     async def _start(self, timeout_s: float) -> None:
         child = self._child = Child("ray", self._arguments, self._log_path, self._environment, spared=True)
@@ -153,4 +155,4 @@ class RayNode:
 
 def new_ray_directory() -> Path:
     """A folder for the head's files, with a short path: Unix socket paths are limited to about 100 characters."""
-    return Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))
+    return temporary.new_folder("ctpo-ray-", "/tmp")

@@ -3,18 +3,16 @@ map. Supports both versions. In version 1 our groups are inside the server's own
 delegates memory or holds processes, so they are next to it; only the root group may do both, and there they are inside.
 """
 
-import contextlib
 import logging
 import os
-import re
 import time
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from ctpo_sandbox.errors import SandboxStartError
+from ctpo_sandbox.temporary import forget, note
 from ctpo_sandbox.timeouts import GROUP_REMOVE_TIMEOUT_S
 
-_PREFIX = "ctpo-sandbox-"
 _log = logging.getLogger("ctpo_sandbox.control_groups")
 
 
@@ -55,12 +53,11 @@ class MemoryGroups:
             raise _refused(f"{parent} is not the server's to write to")
         if own.files == _V2:
             _delegate_memory(parent, may_change=parent == own.mount)
-        _remove_stale_groups(parent)
         return cls(parent, own.files)
 
     def group(self, name: str, megabytes: int) -> "MemoryGroup":
         """A new, empty group."""
-        return MemoryGroup(self.parent / f"{_PREFIX}{os.getpid()}-{name}", self._files, megabytes << 20)
+        return MemoryGroup(self.parent / f"ctpo-sandbox-{os.getpid()}-{name}", self._files, megabytes << 20)
 
 
 class MemoryGroup:
@@ -72,6 +69,7 @@ class MemoryGroup:
 
     def enter(self, process: int) -> None:
         """Raises OSError."""
+        note(self._path)
         self._path.mkdir(exist_ok=True)
         (self._path / self._files.limit).write_text(str(self._limit))
         if (self._path / self._files.swap).exists():
@@ -96,6 +94,7 @@ class MemoryGroup:
                     _log.error("control group %s is left behind: %s", self._path, error)
                     return
                 time.sleep(0.01)  # its processes are dead in a moment
+        forget(self._path)
 
 
 class OwnGroup(NamedTuple):
@@ -153,12 +152,3 @@ def _delegate_memory(parent: Path, *, may_change: bool) -> None:
 
 def _is_below(path: str, root: str) -> bool:
     return ".." not in path.split("/") and (path == root or path.startswith(root.rstrip("/") + "/"))
-
-
-def _remove_stale_groups(parent: Path) -> None:
-    """Remove groups of dead servers: a killed server cannot remove its own."""
-    for left in parent.glob(f"{_PREFIX}*"):
-        owner = re.match(rf"{_PREFIX}(\d+)-", left.name)
-        if owner and not Path("/proc", owner[1]).exists():
-            with contextlib.suppress(OSError):  # its processes are still exiting
-                left.rmdir()

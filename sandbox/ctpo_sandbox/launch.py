@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import httpx
 from ctpo_sandbox.errors import SandboxStartError
 from ctpo_sandbox.records import Limits, option
 from ctpo_sandbox.supervise import Restarter, environment
+from ctpo_sandbox.temporary import folder
 from ctpo_sandbox.timeouts import GROUP_GRACE_S, RESTART_PAUSES_S, START_POLL_S, STOP_TIMEOUT_S
 from ctpo_sandbox.variables import authorization
 
@@ -71,8 +71,8 @@ class SandboxServer:
 
     def _start(self, port: int) -> tuple[subprocess.Popen[bytes], str, dict[str, Any]]:
         deadline = time.monotonic() + self._start_timeout_s
-        with tempfile.TemporaryDirectory(prefix="ctpo-sandbox-start-") as directory:
-            announce = Path(directory) / "url"
+        with folder("ctpo-sandbox-start-") as directory:
+            announce = directory / "url"
             with self._log_path.open("ab") as log:
                 process = subprocess.Popen(
                     [*self._command, "--port", str(port), "--announce", str(announce)],

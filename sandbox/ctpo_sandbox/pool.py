@@ -3,11 +3,9 @@
 import asyncio
 import logging
 import signal
-import tempfile
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ctpo_sandbox.channel import read_output, run_files
@@ -17,6 +15,7 @@ from ctpo_sandbox.libraries import Library, choose
 from ctpo_sandbox.processes import Template, Worker
 from ctpo_sandbox.records import ChildOutcome, Limits
 from ctpo_sandbox.remove import remove_tree
+from ctpo_sandbox.temporary import forget, new_folder
 from ctpo_sandbox.timeouts import FORK_ATTEMPTS, FORK_PAUSE_S, HEALTH_RUN_TIMEOUT_S, RUN_ATTEMPTS
 
 _MAX_WAITING_CHARS = 256 << 20
@@ -91,7 +90,7 @@ class Pool:
         self._memory_groups = MemoryGroups.find() if limits.needs_group else None
         self._groups: list[MemoryGroup] = []
         self._libraries = tuple(libraries)
-        self._root = Path(tempfile.mkdtemp(prefix="ctpo-sandbox-"))
+        self._root = new_folder("ctpo-sandbox-")
         self._root.chmod(0o711)  # runs of other users have their directories below
         self.templates = {tier.name: Template(tier, level, limits, self._root, start_timeout_s) for tier in libraries}
         self._slots = [
@@ -285,3 +284,4 @@ class Pool:
         for group in self._groups:
             group.remove()
         remove_tree(str(self._root))
+        forget(self._root)

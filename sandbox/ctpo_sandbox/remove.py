@@ -9,7 +9,15 @@ _log = logging.getLogger("ctpo_sandbox.remove")
 
 
 def remove_tree(directory: str) -> None:
-    """Remove a directory: any depth, any permissions, symbolic links not followed. A failure is logged.
+    """`remove_whole`, of which a failure is logged."""
+    try:
+        remove_whole(directory)
+    except OSError as error:
+        _log.error("work directory %s is left behind: %s", directory, error)
+
+
+def remove_whole(directory: str) -> None:
+    """Remove a directory: any depth, any permissions, symbolic links not followed. Raises OSError.
 
     Uses descriptors, so a snippet cannot redirect it by replacing a directory with a link.
     """
@@ -17,14 +25,9 @@ def remove_tree(directory: str) -> None:
         top = _enter(directory)
     except FileNotFoundError:
         return
-    except OSError as error:
-        _log.error("work directory %s is left behind: %s", directory, error)
-        return
     try:
         _empty(top)
         os.rmdir(directory)
-    except OSError as error:
-        _log.error("work directory %s is left behind: %s", directory, error)
     finally:
         os.close(top)
 

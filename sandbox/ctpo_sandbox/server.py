@@ -30,6 +30,7 @@ from ctpo_sandbox.pool import Pool
 from ctpo_sandbox.records import LEVELS, Limits, option
 from ctpo_sandbox.selftest import REQUIREMENTS, candidates, explain, measure
 from ctpo_sandbox.supervise import Supervisor
+from ctpo_sandbox.temporary import sweep
 from ctpo_sandbox.timeouts import KEEP_ALIVE_S
 from ctpo_sandbox.variables import TOKEN, TOKEN_FILE, shared_token
 
@@ -261,6 +262,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check_platform()
         _check_address(args.host)
+        sweep()
         if not libc.hide():
             _log.warning("on Linux before 5.14 other processes of this user may open the server's memory through /proc")
         if args.supervise:

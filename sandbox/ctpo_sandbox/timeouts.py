@@ -46,5 +46,7 @@ WATCH_SHORTEST_WAIT_S = 0.01  # the least time between two readings of a run's C
 EXCESS_POLL_S = 0.02  # between two checks of a run for too many threads or files, at least
 STOP_RUN_TIMEOUT_S = 2.0  # for the threads of a run to stand still while its files are counted
 STOP_POLL_S = 0.0005  # between two checks of that
+SWEEP_PATIENCE_S = 2.0  # for dying processes to let go of what is removed after them
+SWEEP_POLL_S = 0.05  # between two attempts at that
 GROUP_REMOVE_TIMEOUT_S = 2.0  # for the processes of a control group to exit
 SELFTEST_TIMEOUT_S = 10.0  # one run of the self-test

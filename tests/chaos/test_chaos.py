@@ -5,22 +5,19 @@ Its log with the accounts of every step is printed, and kept in `chaos.txt` of t
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ctpo_megatron.rollouts import read_ahead
-from ctpo_megatron.tracking import read_trajectories, trajectory_files
 from tests.chaos import kills
+from tests.chaos.accounts import accounts
 from tests.chaos.failing_prompts import always_fails
 from tests.end_to_end.small_run import Ctpo, read, records, train_main
 from tests.support import ranks
@@ -48,49 +45,6 @@ SETTINGS = (
     f"extensions.path=[{Path(__file__).parent}]",
 )
 DEADLINE_S = 1500.0
-
-
-@dataclass(frozen=True)
-class Accounts:
-    """Ids of prompts after a step, as its checkpoint and the dumps have them."""
-
-    consumed: list[str]
-    trained: list[str]
-    quarantined: list[str]
-    buffered: list[str]
-    in_flight: list[str]
-
-    @property
-    def exact(self) -> bool:
-        parts = [*self.trained, *self.quarantined, *self.buffered, *self.in_flight]
-        return Counter(self.consumed) == Counter(parts)
-
-    def __str__(self) -> str:
-        return (
-            f"{len(self.consumed)} consumed = {len(self.trained)} trained + {len(self.quarantined)} quarantined + "
-            f"{len(self.buffered)} buffered + {len(self.in_flight)} in flight"
-        )
-
-
-def accounts(run: Path, step: int) -> Accounts:
-    checkpoint = run / "checkpoints" / f"step_{step:06d}"
-    state = json.loads((checkpoint / "COMPLETE.json").read_text())["run"]["rollouts"]
-    ahead = read_ahead(checkpoint)
-    assert ahead is not None
-    groups = [group for batch in ahead["batches"] for group in batch["groups"]]
-    trained = [
-        record["prompt_id"]
-        for number, path in trajectory_files(run).items()
-        if number <= step
-        for record in read_trajectories(path)[::SAMPLES]
-    ]
-    return Accounts(
-        state["prompts"]["consumed"],
-        trained,
-        [record["prompt_id"] for record in state["quarantined"]],
-        [group["prompt"] for group in groups if "trajectories" in group],
-        [group["prompt"] for group in groups if "trajectories" not in group],
-    )
 
 
 class Chaos:
@@ -142,7 +96,7 @@ class Chaos:
         for step in range(STEPS + 1):
             lines += [f"  killed in step {step}: {k.kind} {ids}" for k, ids in self.done if k.step == step - 1]
             if step:
-                lines.append(f"step {step}: reward {rewards[step]:.3f}; {accounts(self.run, step)}")
+                lines.append(f"step {step}: reward {rewards[step]:.3f}; {accounts(self.run, step, SAMPLES)}")
         return "\n".join(lines)
 
 
@@ -157,7 +111,7 @@ def test_a_run_whose_processes_are_killed_goes_on_and_loses_no_prompt(tmp_path: 
     print(account)
     killed = Counter({kind: sum(len(ids) for k, ids in chaos.done if k.kind == kind) for kind in kills.KINDS})
     assert killed == {kind: kills.TIMES * number for kind, number in kills.KINDS.items()}
-    every = [accounts(chaos.run, step) for step in range(1, STEPS + 1)]
+    every = [accounts(chaos.run, step, SAMPLES) for step in range(1, STEPS + 1)]
     assert all(each.exact for each in every), account
     gone = every[-1].quarantined
     assert gone and sorted(gone) == sorted(filter(always_fails, every[-1].consumed))

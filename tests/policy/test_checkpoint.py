@@ -285,6 +285,18 @@ def test_the_process_that_keeps_what_writers_tell_has_no_torch(layout: Layout, f
     assert not [file.path for file in psutil.Process(keeper.pid).memory_maps() if "torch" in file.path]
 
 
+def test_a_killed_process_that_keeps_what_writers_tell_is_replaced(
+    layout: Layout, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = make(layout, folder / "qwen3-tied")
+    policy.save(tmp_path, 1, {"step": 1})
+    (keeper,) = [child for child in multiprocessing.active_children() if child.name.startswith("SyncManager")]
+    keeper.kill()
+    keeper.join()
+    assert policy.load(policy.save(tmp_path, 2, {"step": 2})) == {"step": 2}
+    assert "is gone, was it killed?" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_process_that_is_ended_while_it_prepares_to_save_does_not_stay(tmp_path: Path) -> None:
     """By a second Ctrl-C, or because its time is up; a process of somebody else's ends as it likes."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, WeightOffer, WeightSource
+from ctpo_sandbox import temporary
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +102,7 @@ class WeightSnapshot:
     def _unlink(self) -> None:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+            temporary.forget(self._path)
         self._path = None
 
 
@@ -196,8 +198,7 @@ def _disk() -> Path:
 
 def _new_file(directory: Path) -> tuple[int, Path]:
     """An open file of ours alone (mode 0600), and its path."""
-    handle, name = tempfile.mkstemp(prefix=f"ctpo-weights-{os.getpid()}-", suffix=".safetensors", dir=directory)
-    return handle, Path(name)
+    return temporary.new_file(f"ctpo-weights-{os.getpid()}-", ".safetensors", directory)
 
 
 def _new_path(directory: Path) -> Path:

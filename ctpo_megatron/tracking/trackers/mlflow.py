@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from ctpo_megatron.base import clock
 
 _AT_ONCE = 100  # limit of parameters in one request; of metrics it is 1000
 _LONGEST_PARAMETER = 500
@@ -45,7 +46,7 @@ class Mlflow:
         """Send the metrics of one step."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
+        now = int(clock.now() * 1000)
         self._client.log_batch(
             self.identity, metrics=[Metric(_allowed(name), value, now, step) for name, value in metrics.items()]
         )

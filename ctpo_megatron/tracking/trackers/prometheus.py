@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base import clock
 from ctpo_megatron.tracking.heartbeat import read_heartbeat
 
 FAULTS = (
@@ -87,7 +87,7 @@ class Prometheus:
         text = "what went wrong and was survived since the start, by its name in docs/metrics.md"
         yield _family(CounterMetricFamily("ctpo_faults", text, labels=["kind"]), self._faults)
         if (heartbeat := read_heartbeat(self._run_dir)) is not None:
-            now = time.time()
+            now = clock.now()
             yield GaugeMetricFamily("ctpo_heartbeat_age_seconds", "age of the heartbeat", value=now - heartbeat.time)
             text = "seconds since any rank began or ended a phase"
             yield GaugeMetricFamily("ctpo_stall_seconds", text, value=now - heartbeat.progress)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base import clock
 from ctpo_megatron.base.run_paths import RunPaths
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ def _scalar_event(step: int, values: Mapping[str, float]) -> Event:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-    return Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
+    return Event(wall_time=clock.now(), step=step, summary=Summary(value=scalars))
 
 
 def _purge_event(step: int) -> Event:
     """An event that makes TensorBoard discard earlier values from `step` on."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-    return Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
+    return Event(wall_time=clock.now(), step=step, session_log=SessionLog(status=SessionLog.START))

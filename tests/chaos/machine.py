@@ -1,0 +1,98 @@
+"""A machine of its own for a program: its processes, network, shared memory and temporary files are nobody else's.
+
+So what a run leaves behind is all that is there. Made of the kernel's namespaces, which takes root.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import os
+import shlex
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from tests.support.prefork import ROOT
+
+WORK = Path("/tmp/work")
+"""The run's own files, in memory."""
+_FOLDERS = (Path("/tmp"), Path("/dev/shm"))
+_CACHE = Path("/tmp", f"torchinductor_{getpass.getuser()}")
+"""Of torch, for the next start."""
+_MOUNTED = "mount -t tmpfs -o mode=1777 tmpfs /tmp && mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+
+
+def reason_against() -> str:
+    """Why none can be made here; "" where one can."""
+    if shutil.which("unshare") is None or os.geteuid() != 0:
+        return "needs root and util-linux's unshare"
+    tried = subprocess.run([*_unshared("true")], capture_output=True, text=True, timeout=20, check=False)
+    return tried.stderr.strip()
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """`python -m module arguments` inside; `enter` is to be its first call."""
+    program = shlex.join([sys.executable, "-m", module, *arguments])
+    # The shell is the first process there, and so collects those that lose their parent.
+    return _unshared(f"{program}; exit $?")
+
+
+def _unshared(program: str) -> list[str]:
+    namespaces = ["--mount", "--pid", "--net", "--ipc", "--fork", "--mount-proc", "--kill-child"]
+    return ["unshare", *namespaces, "sh", "-c", f"{_MOUNTED} && {program}"]
+
+
+def enter() -> None:
+    """Bring the network up, and make the folder of the run."""
+    set_network(up=True)
+    WORK.mkdir()
+
+
+def set_network(*, up: bool) -> None:
+    """Of this machine, which is all that its processes reach each other by; connections outlive a short cut."""
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP if up else 0))
+
+
+class Left(NamedTuple):
+    """Processes, by number and start, with their commands; and paths."""
+
+    processes: dict[tuple[int, float], str]
+    paths: frozenset[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.processes or self.paths)
+
+    def still(self) -> Left:
+        """What of this is there now."""
+        now = there()
+        processes = {key: said for key, said in self.processes.items() if key in now.processes}
+        return Left(processes, self.paths & now.paths)
+
+
+def there() -> Left:
+    """Everything that is there, but for ourselves and the folder of the run."""
+    ours = {1, os.getpid()}
+    processes = {
+        (process.pid, process.info["create_time"]): " ".join(process.info["cmdline"] or [process.info["name"]])[:150]
+        for process in psutil.process_iter(["cmdline", "name", "create_time", "status"])
+        if process.pid not in ours and process.info["status"] != psutil.STATUS_ZOMBIE
+    }
+    ledgers = Path(f"/tmp/ctpo-ledgers-{os.geteuid()}")
+    paths = {path for folder in _FOLDERS for path in folder.iterdir()} - {WORK, ledgers, _CACHE}
+    paths |= set(ledgers.iterdir()) if ledgers.exists() else set()
+    return Left(processes, frozenset(map(str, paths)))
+
+
+def environment() -> dict[str, str]:
+    """Variables of a run here."""
+    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}

@@ -1,0 +1,19 @@
+"""`ctpo train` whose time of day is off by the seconds in a file: python -m tests.chaos.moved_clock FILE CONFIG ..."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from ctpo_megatron import cli
+from ctpo_megatron.base import clock
+
+
+def main(offset: Path, arguments: list[str]) -> int:
+    clock.now = lambda: time.time() + float(offset.read_text() or 0)
+    return cli.main(["train", *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

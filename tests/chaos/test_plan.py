@@ -1,0 +1,41 @@
+"""What a long life plans and measures, on numbers that are known."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.chaos.faults import EARLY, ENDING, KINDS, plan
+from tests.chaos.memory import fitted
+
+
+def test_a_plan_has_as_many_faults_as_asked_for_and_every_kind() -> None:
+    planned = plan(seed=44, steps=600, count=60)
+    assert len(planned) == 60 and plan(seed=44, steps=600, count=60) == planned
+    counts = Counter(fault.kind for fault in planned)
+    assert set(counts) == {*KINDS, *ENDING} and min(counts.values()) >= 3
+    assert [fault.step for fault in planned] == sorted(fault.step for fault in planned)
+    assert all(2 <= fault.step <= 596 for fault in planned)
+    assert max(fault.step for fault in planned if fault.kind in ENDING) <= EARLY * 600
+
+
+def test_kinds_can_be_left_out_by_their_names() -> None:
+    planned = plan(seed=1, steps=60, count=8, without=["kill gcs", "fill disk"])
+    assert len(planned) == 8 and not {"kill gcs", "fill disk"} & {fault.kind for fault in planned}
+    with pytest.raises(ValueError, match=r"no faults: kill all; there are kill engine, "):
+        plan(seed=1, steps=60, count=8, without=["kill all"])
+
+
+@pytest.mark.parametrize(
+    ("at_start", "per_s", "too_much"),
+    [(200.0, 0.0, False), (200.0, 0.05, False), (200.0, 0.1, True), (4000.0, 0.1, False), (4000.0, 0.5, True)],
+)
+def test_growth_is_seen_beneath_what_comes_and_goes(at_start: float, per_s: float, too_much: bool) -> None:
+    """The limits are 20 MB, and 2 % of 4000 MB, in the 300 s between the middles of the thirds."""
+    at = np.arange(0.0, 900.0, 2.0)
+    mb = at_start + per_s * at + 15 * np.sin(at) + np.where(at < 250, -100.0, 0.0)  # a start is no growth
+    growth = fitted("trainer", list(zip(at, mb, strict=True)))
+    assert growth.too_much is too_much
+    assert growth.after - growth.before == pytest.approx(300 * per_s, abs=3)

@@ -1,0 +1,184 @@
+"""The ledger of temporary names: what killed processes left goes at the next start, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ctpo_sandbox import temporary
+from tests.support import children
+from tests.support.deadlines import scaled
+
+MAKES = """
+import multiprocessing, os, sys, tempfile, time
+from ctpo_sandbox import temporary
+place = tempfile.tempdir = sys.argv[1]
+temporary.move_in()
+lock = multiprocessing.get_context("spawn").Lock()
+of_a_library = tempfile.mkdtemp()
+folder = temporary.new_folder("ctpo-test-", place)
+(folder / "deep" / "er").mkdir(parents=True)
+(folder / "deep" / "er" / "file").write_text("x")
+(folder / "link").symlink_to("/etc")
+handle, file = temporary.new_file("ctpo-test-", ".bin", place)
+gone = temporary.new_folder("ctpo-test-", place)
+gone.rmdir()
+temporary.forget(gone)
+{then}
+os.write(1, f"made {multiprocessing.process.current_process()._config['semprefix']}\\n".encode())
+time.sleep(600)
+"""
+MADE = 3
+"""Names in its place, of which one is the folder of what libraries make."""
+FORKS = """
+if os.fork() == 0:
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(600)
+    os._exit(0)
+time.sleep(0.5)
+"""
+FILLS = """
+import contextlib, os, sys, time
+print(flush=True)
+end = time.monotonic() + 0.7
+while time.monotonic() < end:
+    with contextlib.suppress(OSError):
+        os.mkdir(f"{sys.argv[1]}/{time.monotonic_ns()}")
+    time.sleep(0.01)
+"""
+ENDS = "from ctpo_sandbox import temporary as t\nwith t.folder('ctpo-test-') as f: print(f, t._Process.ledger.path)"
+
+
+@contextmanager
+def maker(place: Path, then: str = "") -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A process that has made temporary names in `place`, and the lines that it said."""
+    command = [sys.executable, "-c", MAKES.replace("{then}", then), str(place)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        lines: list[str] = []
+        while not lines or not lines[-1].startswith("made"):
+            line = process.stdout.readline()
+            assert line, "it ended"
+            lines.append(line.strip())
+        yield process, lines
+    finally:
+        kill(process)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """With its group, and so with multiprocessing's resource tracker."""
+    children.end(process)
+    process.wait(scaled(10))
+
+
+def semaphores(lines: list[str]) -> list[Path]:
+    prefix = lines[-1].split()[1].strip("/")
+    return list(Path("/dev/shm").glob(f"sem.{prefix}*"))
+
+
+def names(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir())
+
+
+def test_what_a_killed_process_made_goes_with_the_next_start(tmp_path: Path) -> None:
+    with maker(tmp_path) as (process, lines):
+        pass
+    assert len(names(tmp_path)) == MADE and len(semaphores(lines)) == 1  # a kill leaves them
+    swept = temporary.sweep()
+    assert names(tmp_path) == [] and semaphores(lines) == []
+    assert len([path for path in swept if path.startswith(str(tmp_path))]) == MADE
+    assert os.listdir("/etc")
+    assert not list(temporary.ledgers().glob(f"{process.pid}-*"))
+
+
+def test_what_a_living_process_made_stays(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    with maker(here) as (_, lines):
+        with maker(there) as (_, others):
+            pass
+        temporary.sweep()
+        assert (len(names(here)), len(semaphores(lines))) == (MADE, 1)
+        assert (names(there), semaphores(others)) == ([], [])
+
+
+def test_a_forked_child_does_not_keep_the_ledger(tmp_path: Path) -> None:
+    with maker(tmp_path, FORKS) as (process, lines):
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(scaled(10))
+        os.kill(int(lines[0]), 0)  # it is still there
+        temporary.sweep()
+        assert names(tmp_path) == []
+
+
+def test_a_ledger_that_names_what_is_not_ours_removes_nothing(tmp_path: Path) -> None:
+    foreign, other = tmp_path / "ctpo-foreign", tmp_path / "other"
+    (foreign / "in").mkdir(parents=True)
+    other.mkdir()
+    with maker(tmp_path) as (process, _):
+        (ledger,) = temporary.ledgers().glob(f"{process.pid}-*")
+    lines = [other, f"{tmp_path}/ctpo-x/../other", "ctpo-relative", f"{tmp_path}/*", "\udcff", f"{tmp_path}/ctpo-"]
+    if os.geteuid() == 0:
+        os.chown(foreign, 1000, 1000)
+        lines.append(foreign)
+    with ledger.open("a", errors="surrogateescape") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    temporary.sweep()
+    assert names(tmp_path) == ["ctpo-foreign", "other"]
+
+
+def test_a_process_that_ends_by_itself_leaves_no_ledger() -> None:
+    said = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True).stdout.split()
+    assert len(said) == 2 and not any(Path(path).exists() for path in said)
+
+
+def test_a_ledger_that_was_cleaned_away_is_written_again(tmp_path: Path) -> None:
+    then = "temporary._Process.ledger.path.unlink(); temporary.new_folder('ctpo-late-', place)"
+    with maker(tmp_path, then):
+        pass
+    assert len(names(tmp_path)) == MADE + 1
+    temporary.sweep()
+    assert names(tmp_path) == []
+
+
+def test_without_a_ledger_names_are_made_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else stands in its place."""
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    monkeypatch.setattr(temporary, "ledgers", lambda: taken)
+    monkeypatch.setattr(temporary._Process, "ledger", None)
+    with temporary.folder("ctpo-test-", tmp_path) as made:
+        assert made.is_dir()
+    assert temporary.sweep() == [] and names(tmp_path) == ["taken"]
+
+
+def test_names_are_for_their_user_alone() -> None:
+    with temporary.folder("ctpo-test-") as made:
+        assert made.parent == Path(tempfile.gettempdir()) and made.stat().st_mode & 0o777 == 0o700
+        handle, file = temporary.new_file("ctpo-test-", ".bin", made)
+        os.close(handle)
+        assert file.stat().st_mode & 0o777 == 0o600
+        temporary.forget(file)
+    assert temporary.ledgers().stat().st_mode & 0o777 == 0o700
+
+
+def test_what_a_dying_process_still_fills_is_waited_for(tmp_path: Path) -> None:
+    """As Ray's last processes do, which outlive the trainer by moments."""
+    with maker(tmp_path):
+        pass
+    (folder,) = (path for path in tmp_path.glob("ctpo-test-*") if path.is_dir())
+    filler = subprocess.Popen([sys.executable, "-c", FILLS, str(folder)], stdout=subprocess.PIPE)
+    assert filler.stdout is not None and filler.stdout.readline()
+    temporary.sweep()
+    assert filler.wait(scaled(10)) == 0
+    assert names(tmp_path) == []
