@@ -274,7 +274,7 @@ def configured(app: ASGIApp, most_connections: int, **more: Any) -> uvicorn.Conf
         proxy_headers=False,
         server_header=False,
         limit_concurrency=most_connections + 1,  # of that many uvicorn refuses the last
-        backlog=min(_BACKLOG, most_connections),  # asyncio accepts so many before any of them can be refused
+        backlog=min(_BACKLOG, most_connections),  # asyncio accepts this number before it refuses any
         **more,
     )
 
