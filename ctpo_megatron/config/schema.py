@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    Discriminator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
+    Tag,
+    field_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from ctpo_megatron.base.run_paths import EXPORT
 from ctpo_megatron.config.extension import Extension
@@ -86,11 +90,28 @@ class ModelConfig(Section):
     )
 
 
+class WeightedFile(Section):
+    """An entry of `data.train` with its weight in the mix."""
+
+    path: Annotated[str, Reads()] = Field(min_length=1, description="a file, a folder, or a pattern")
+    weight: NonNegativeFloat = Field(description="draws are in proportion to it; 0: none")
+
+
+WEIGHTED = "weighted"
+"""What pydantic's errors call an entry that is no text."""
+TrainFile = Annotated[
+    Annotated[str, Tag("path")] | Annotated[WeightedFile, Tag(WEIGHTED)],
+    Discriminator(lambda value: "path" if isinstance(value, str) else WEIGHTED),
+]
+
+
 class DataConfig(Section):
     """Prompt files in the schema of docs/data.md (`data_source`, `prompt`, `reward_model`, ...)."""
 
-    train: Annotated[tuple[str, ...], Reads()] = Field(
-        min_length=1, description="training prompts: parquet or JSON lines, folders of `datasets`, or patterns"
+    train: Annotated[tuple[TrainFile, ...], Reads()] = Field(
+        min_length=1,
+        description="training prompts: parquet or JSON lines, folders of `datasets`, or patterns; {path, weight}: with "
+        "a weight (docs/data.md#a-mix-of-files)",
     )
     eval: Annotated[tuple[str, ...], Reads()] = Field(default=(), description="held-out prompts; empty: no evaluation")
     max_prompt_tokens: PositiveInt = Field(default=1024, description="longest rendered prompt in tokens")
@@ -118,6 +139,30 @@ class DataConfig(Section):
         description="on a resume, render all rows again instead of using the tokens that the run directory keeps "
         "(docs/data.md)",
     )
+
+    @property
+    def train_files(self) -> tuple[str, ...]:
+        """The paths of `train`."""
+        return tuple(each if isinstance(each, str) else each.path for each in self.train)
+
+    @property
+    def train_weights(self) -> tuple[float, ...] | None:
+        """The weights of `train_files`; None: without, all rows are one file."""
+        weights = tuple(each.weight for each in self.train if isinstance(each, WeightedFile))
+        return weights or None
+
+    @field_validator("train")
+    @classmethod
+    def _check_mix(cls, train: tuple[TrainFile, ...]) -> tuple[TrainFile, ...]:
+        weighted = [each for each in train if isinstance(each, WeightedFile)]
+        paths = [each.path for each in weighted]
+        if weighted and len(weighted) < len(train):
+            raise PydanticCustomError("mix", "some files have a weight; give each of them one, or none")
+        if weighted and not any(each.weight for each in weighted):
+            raise PydanticCustomError("mix", "all weights are 0, so no prompt can be drawn; give one above 0")
+        if twice := [path for path in paths if paths.count(path) > 1]:
+            raise PydanticCustomError("mix", "{path} is given twice; give it once, with one weight", {"path": twice[0]})
+        return train
 
 
 class OptimizerConfig(Section):

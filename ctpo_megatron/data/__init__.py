@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.problems import DataError
     from ctpo_megatron.data.prompts import PromptRules, PromptSet, read_prompts
     from ctpo_megatron.data.rows import Cell, RowSet, RowTokens
-    from ctpo_megatron.data.sampler import PromptSampler
+    from ctpo_megatron.data.sampler import MixedFile, PromptMix, PromptSampler, PromptStream
     from ctpo_megatron.data.stored import StoredRows
     from ctpo_megatron.data.tables import count_all_rows
     from ctpo_megatron.data.toolmath import prepare
@@ -49,7 +49,10 @@ _MODULES = {
     "PackedBatch": "packing",
     "PackingRules": "packing",
     "PromptRules": "prompts",
+    "MixedFile": "sampler",
+    "PromptMix": "sampler",
     "PromptSampler": "sampler",
+    "PromptStream": "sampler",
     "PromptSet": "prompts",
     "RowSet": "rows",
     "RowTokens": "rows",
@@ -77,12 +80,15 @@ __all__ = [
     "ConversationSet",
     "DataError",
     "Group",
+    "MixedFile",
     "PackedBatch",
     "PackingRules",
     "Prompt",
+    "PromptMix",
     "PromptRules",
     "PromptSampler",
     "PromptSet",
+    "PromptStream",
     "RowSet",
     "RowTokens",
     "StoredRows",

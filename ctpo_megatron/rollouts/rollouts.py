@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from ctpo_megatron.base.stop import STOP_POLL_S, Cancelled, Stop
 from ctpo_megatron.config import Config, RolloutConfig
-from ctpo_megatron.data import PromptSampler
+from ctpo_megatron.data import PromptStream
 from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines import EngineError, Sampling
@@ -66,7 +66,7 @@ class Rollouts:
         settings: RolloutSettings,
         generator: Generator,
         scorer: Scorer,
-        prompts: PromptSampler,
+        prompts: PromptStream,
         stop: Stop,
         phases: Phases,
     ) -> None:
@@ -117,6 +117,7 @@ class Rollouts:
         with self._held():
             metrics |= {f"rollout/{name}": value for name, value in self._generator.stats().items()}
             metrics["rollout/late_groups"] = float(opened.late_groups)
+            metrics |= self._prompts.metrics()
             batch.sampler = self._prompts.state_dict()
         return batch
 
