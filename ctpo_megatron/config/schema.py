@@ -124,6 +124,11 @@ class DataConfig(Section):
         description="training prompts whose ground truth math_verify cannot match with any answer: the same",
     )
     shuffle: bool = Field(default=True, description="new order of the training prompts every epoch (seeded)")
+    sampler: Extension | None = Field(
+        default=None,
+        description="`package.module:Name` of a class that chooses the training prompts (docs/extend.md#a-sampler); "
+        "null: the order of `shuffle` and weights",
+    )
     tool_in_prompt: bool | None = Field(
         default=None,
         description="give the tools' schemas to the chat template; null: as rollout.tool_parser needs it "

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         load_conversations,
         read_conversations,
     )
+    from ctpo_megatron.data.curriculum import Curriculum, sampler_problem
     from ctpo_megatron.data.packing import (
         PackedBatch,
         PackingRules,
@@ -49,6 +50,8 @@ _MODULES = {
     "PackedBatch": "packing",
     "PackingRules": "packing",
     "PromptRules": "prompts",
+    "Curriculum": "curriculum",
+    "sampler_problem": "curriculum",
     "MixedFile": "sampler",
     "PromptMix": "sampler",
     "PromptSampler": "sampler",
@@ -78,6 +81,7 @@ __all__ = [
     "Cell",
     "ConversationRules",
     "ConversationSet",
+    "Curriculum",
     "DataError",
     "Group",
     "MixedFile",
@@ -104,6 +108,7 @@ __all__ = [
     "prepare",
     "read_conversations",
     "read_prompts",
+    "sampler_problem",
     "split_evenly",
     "token_sequences",
     "with_turns",

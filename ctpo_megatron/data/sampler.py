@@ -16,7 +16,8 @@ from ctpo_megatron.data.prompt import Prompt
 log = logging.getLogger(__name__)
 
 
-def _digest(prompts: Sequence[Prompt]) -> str:
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """blake2b-128, in hexadecimal, of ids, tokens and answers."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         digest.update(json.dumps([prompt.id, prompt.token_ids, prompt.answer]).encode())
@@ -36,6 +37,9 @@ class PromptStream(Protocol):
     def named(self, ids: Collection[str]) -> dict[str, Prompt]:
         """The prompts with these ids. Raises ValueError for an unknown id."""
 
+    def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
+        """Take in the rewards of a batch that was trained on, by the prompt's id."""
+
     def metrics(self) -> dict[str, float]:
         """Of the position, by name."""
 
@@ -44,6 +48,11 @@ class PromptStream(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there. Raises ValueError when it is of another stream."""
+
+
+def _refuse_samplers(state: Mapping[str, Any]) -> None:
+    if "sampler" in state:
+        raise ValueError(f"the run was begun with data.sampler {state['sampler']}: give it that")
 
 
 class PromptSampler:
@@ -60,7 +69,7 @@ class PromptSampler:
         self._shuffle = shuffle
         self._seed = seed
         self._rerendered = rerendered
-        self._digest = _digest(prompts)
+        self._digest = digest_of(prompts)
         self._start(epoch=0, cursor=0)
 
     def take(self, count: int) -> list[Prompt]:
@@ -78,6 +87,9 @@ class PromptSampler:
     def taken(self) -> int:
         """Prompts taken since the beginning of the run."""
         return self._epoch * len(self._prompts) + self._cursor
+
+    def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
+        """Changes nothing."""
 
     def metrics(self) -> dict[str, float]:
         """None."""
@@ -105,6 +117,7 @@ class PromptSampler:
         Raises ValueError when this stream would not have produced the prompts of `state`, or has other prompts, tokens
         or answers under their ids. Any stream is accepted if no prompt was taken yet.
         """
+        _refuse_samplers(state)
         if "files" in state:
             raise ValueError("the run was begun with weights in data.train, this one has none: give it those")
         if state["seed"] != self._seed:
@@ -183,6 +196,9 @@ class PromptMix:
             raise ValueError(f"{len(unknown)} prompts are not in the data, e.g. {unknown[0]!r}")
         return found
 
+    def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
+        """Changes nothing."""
+
     def metrics(self) -> dict[str, float]:
         """`data/drawn/<file>` (prompts drawn from it), `data/epochs/<file>` (that, as passes over the file).
 
@@ -207,6 +223,7 @@ class PromptMix:
         """Continue from `state`. Raises ValueError when it is of other files, weights or seeds, and as
         `PromptSampler.load_state_dict`; any stream is accepted if no prompt was taken yet.
         """
+        _refuse_samplers(state)
         if "files" not in state:
             raise ValueError("the run was begun without weights in data.train, this one has some: take them out")
         if state["seed"] != self._seed:

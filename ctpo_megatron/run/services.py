@@ -10,7 +10,7 @@ from pathlib import Path
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import Config, DataConfig, Job, Placement, RewardConfig, RolloutConfig, node_ranks, world_size
-from ctpo_megatron.data import MixedFile, PromptMix, PromptSampler, PromptSet, PromptStream
+from ctpo_megatron.data import Curriculum, MixedFile, PromptMix, PromptSampler, PromptSet, PromptStream
 from ctpo_megatron.engines import EnginePool, check_tokenizer, open_engines
 from ctpo_megatron.environments.prompts import usable
 from ctpo_megatron.policy import capabilities
@@ -63,6 +63,8 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) 
 
 
 def _stream(train: PromptSet, data: DataConfig, seed: int) -> PromptStream:
+    if data.sampler is not None:
+        return Curriculum(data.sampler, train.prompts, seed, rerendered=data.rerender)
     if (weights := data.train_weights) is None:
         return PromptSampler(train.prompts, seed, data.shuffle, rerendered=data.rerender)
     parts = zip(data.train_files, weights, train.mix(data.train_files), strict=True)
