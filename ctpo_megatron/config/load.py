@@ -16,10 +16,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ctpo_megatron.base.redact import concealed, secrets_in
+from ctpo_megatron.config.data_schema import WEIGHTED
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
-from ctpo_megatron.config.schema import WEIGHTED, Config
+from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.sft_record import read_sft_record
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
 
