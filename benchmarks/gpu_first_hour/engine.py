@@ -46,7 +46,7 @@ def measure(config: Config) -> dict[str, float]:
     prepare(config.prepare)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
-    found = read_prompts(config.data.train, tokenizer, PromptRules(config.data.max_prompt_tokens))
+    found = read_prompts(config.data.train_files, tokenizer, PromptRules(config.data.max_prompt_tokens))
     found.problems.raise_if_any()
     prompts = found.prompts[:PROMPTS]
     figures: dict[str, float] = {}

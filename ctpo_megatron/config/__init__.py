@@ -3,6 +3,7 @@
 config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigError names every mistake at once
 """
 
+from ctpo_megatron.config.data_schema import DataConfig
 from ctpo_megatron.config.engine_cache import SHARE, CpuCache, cache_bytes, free_memory
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.keys import flattened, known_keys, with_defaults
@@ -73,7 +74,6 @@ from ctpo_megatron.config.rollout_schema import (
 from ctpo_megatron.config.schema import (
     CheckpointConfig,
     Config,
-    DataConfig,
     EvalConfig,
     ModelConfig,
     OptimizerConfig,

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ctpo_megatron.base.redact import concealed, secrets_in
+from ctpo_megatron.config.data_schema import WEIGHTED
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
@@ -55,6 +56,7 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         details = [_of_key(detail) for detail in error.errors()]
+        details = [detail for detail in details if not _is_for_its_items(detail, details)]
         by_key = {_dotted(d["loc"]): _problem(d, sources) for d in details if not _explained(_dotted(d["loc"]), broken)}
         problems += by_key.values()
     if problems:
@@ -115,10 +117,18 @@ def _secrets(tree: Any, sources: Sources) -> Iterator[Problem]:
 
 def _of_key(detail: ErrorDetails) -> ErrorDetails:
     """Strip the type names that pydantic appends to the key of a union."""
-    keys = tuple(part for part in detail["loc"] if part != "bool" and not str(part).startswith("literal["))
-    if keys == detail["loc"]:
+    found = tuple(part for part in detail["loc"] if part != WEIGHTED)
+    keys = tuple(part for part in found if part != "bool" and not str(part).startswith("literal["))
+    detail = {**detail, "loc": found}
+    if keys == found:
         return detail
     return {**detail, "loc": keys, "ctx": {"expected": f"true, false, {detail.get('ctx', {}).get('expected', '')}"}}
+
+
+def _is_for_its_items(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
+    """Whether a list counts as too short only because its items are wrong, which have their own errors."""
+    loc = detail["loc"]
+    return detail["type"] == "too_short" and any(d["loc"][: len(loc)] == loc for d in details if d is not detail)
 
 
 def _explained(key: str, broken: set[str]) -> bool:

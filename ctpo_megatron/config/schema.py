@@ -16,12 +16,13 @@ from pydantic import (
 )
 
 from ctpo_megatron.base.run_paths import EXPORT
+from ctpo_megatron.config.data_schema import DataConfig
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
 from ctpo_megatron.config.reads import Reads, exists, input_paths
 from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
 from ctpo_megatron.config.task_schema import LARGEST_SEED, Precision, PrepareConfig, Seconds, Section
-from ctpo_megatron.config.texts import is_prompt_file, is_template_file
+from ctpo_megatron.config.texts import is_template_file
 
 
 class RunConfig(Section):
@@ -83,40 +84,6 @@ class ModelConfig(Section):
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="passed to the chat template, e.g. {enable_thinking: false}"
-    )
-
-
-class DataConfig(Section):
-    """Prompt files in the schema of docs/data.md (`data_source`, `prompt`, `reward_model`, ...)."""
-
-    train: Annotated[tuple[str, ...], Reads()] = Field(
-        min_length=1, description="training prompts: parquet or JSON lines, folders of `datasets`, or patterns"
-    )
-    eval: Annotated[tuple[str, ...], Reads()] = Field(default=(), description="held-out prompts; empty: no evaluation")
-    max_prompt_tokens: PositiveInt = Field(default=1024, description="longest rendered prompt in tokens")
-    overlong: Literal["refuse", "drop"] = Field(
-        default="refuse",
-        description="training prompts longer than that, and conversations that do not fit: an error, or left out",
-    )
-    unverifiable: Literal["refuse", "drop"] = Field(
-        default="refuse",
-        description="training prompts whose ground truth math_verify cannot match with any answer: the same",
-    )
-    shuffle: bool = Field(default=True, description="new order of the training prompts every epoch (seeded)")
-    tool_in_prompt: bool | None = Field(
-        default=None,
-        description="give the tools' schemas to the chat template; null: as rollout.tool_parser needs it "
-        "(hermes: true, fenced: false)",
-    )
-    system_prompt: Annotated[str | None, Reads(is_prompt_file)] = Field(
-        default=None,
-        description="text before every conversation, or a .txt or .md file that holds it; null: from "
-        'rollout.tool_parser (`fenced` has one); "": none',
-    )
-    rerender: bool = Field(
-        default=False,
-        description="on a resume, render all rows again instead of using the tokens that the run directory keeps "
-        "(docs/data.md)",
     )
 
 

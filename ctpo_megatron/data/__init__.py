@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         load_conversations,
         read_conversations,
     )
+    from ctpo_megatron.data.curriculum import Curriculum, sampler_problem
     from ctpo_megatron.data.packing import (
         PackedBatch,
         PackingRules,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.problems import DataError
     from ctpo_megatron.data.prompts import PromptRules, PromptSet, read_prompts
     from ctpo_megatron.data.rows import Cell, RowSet, RowTokens
-    from ctpo_megatron.data.sampler import PromptSampler
+    from ctpo_megatron.data.sampler import MixedFile, PromptMix, PromptSampler, PromptStream
     from ctpo_megatron.data.stored import StoredRows
     from ctpo_megatron.data.tables import count_all_rows
     from ctpo_megatron.data.toolmath import prepare
@@ -49,7 +50,12 @@ _MODULES = {
     "PackedBatch": "packing",
     "PackingRules": "packing",
     "PromptRules": "prompts",
+    "Curriculum": "curriculum",
+    "sampler_problem": "curriculum",
+    "MixedFile": "sampler",
+    "PromptMix": "sampler",
     "PromptSampler": "sampler",
+    "PromptStream": "sampler",
     "PromptSet": "prompts",
     "RowSet": "rows",
     "RowTokens": "rows",
@@ -75,14 +81,18 @@ __all__ = [
     "Cell",
     "ConversationRules",
     "ConversationSet",
+    "Curriculum",
     "DataError",
     "Group",
+    "MixedFile",
     "PackedBatch",
     "PackingRules",
     "Prompt",
+    "PromptMix",
     "PromptRules",
     "PromptSampler",
     "PromptSet",
+    "PromptStream",
     "RowSet",
     "RowTokens",
     "StoredRows",
@@ -98,6 +108,7 @@ __all__ = [
     "prepare",
     "read_conversations",
     "read_prompts",
+    "sampler_problem",
     "split_evenly",
     "token_sequences",
     "with_turns",

@@ -68,6 +68,12 @@ class PromptSet(RowSet):
         """The prompt's messages."""
         return self.prompts[index].messages
 
+    def mix(self, entries: Sequence[str]) -> list[list[Prompt]]:
+        """The prompts of each entry, which is a path, a folder or a pattern that these prompts were read from."""
+        files = [set(find_files([entry], Problems())) for entry in entries]
+        placed = list(zip(self.prompts, self.places, strict=True))
+        return [[prompt for prompt, (file, _) in placed if file in each] for each in files]
+
     def keep(self, indices: Sequence[int]) -> None:
         """See `RowSet.keep`."""
         super().keep(indices)

@@ -6,25 +6,61 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from ctpo_megatron.data.prompt import Prompt
 
 log = logging.getLogger(__name__)
 
 
-def _digest(prompts: Sequence[Prompt]) -> str:
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """blake2b-128, in hexadecimal, of ids, tokens and answers."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         digest.update(json.dumps([prompt.id, prompt.token_ids, prompt.answer]).encode())
     return digest.hexdigest()
 
 
+class PromptStream(Protocol):
+    """An endless stream of prompts, whose position is a part of a checkpoint."""
+
+    @property
+    def taken(self) -> int:
+        """Prompts taken since the beginning of the run."""
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+
+    def named(self, ids: Collection[str]) -> dict[str, Prompt]:
+        """The prompts with these ids. Raises ValueError for an unknown id."""
+
+    def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
+        """Take in the rewards of a batch that was trained on, by the prompt's id."""
+
+    def metrics(self) -> dict[str, float]:
+        """Of the position, by name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what identifies the stream, as JSON."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there. Raises ValueError when it is of another stream."""
+
+
+def _refuse_samplers(state: Mapping[str, Any]) -> None:
+    if "sampler" in state:
+        raise ValueError(f"the run was begun with data.sampler {state['sampler']}: give it that")
+
+
 class PromptSampler:
     """Endless stream over `prompts`: every epoch visits each once, in an order that depends on seed and epoch only."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, *, rerendered: bool = False) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int | str, shuffle: bool = True, *, rerendered: bool = False
+    ) -> None:
         """rerendered: continue from a state whose prompts had other tokens. Raises ValueError when there is nothing to
         sample from."""
         if not prompts:
@@ -33,7 +69,7 @@ class PromptSampler:
         self._shuffle = shuffle
         self._seed = seed
         self._rerendered = rerendered
-        self._digest = _digest(prompts)
+        self._digest = digest_of(prompts)
         self._start(epoch=0, cursor=0)
 
     def take(self, count: int) -> list[Prompt]:
@@ -51,6 +87,13 @@ class PromptSampler:
     def taken(self) -> int:
         """Prompts taken since the beginning of the run."""
         return self._epoch * len(self._prompts) + self._cursor
+
+    def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
+        """Changes nothing."""
+
+    def metrics(self) -> dict[str, float]:
+        """None."""
+        return {}
 
     def named(self, ids: Collection[str]) -> dict[str, Prompt]:
         """The prompts with these ids. Raises ValueError for an unknown id."""
@@ -74,6 +117,9 @@ class PromptSampler:
         Raises ValueError when this stream would not have produced the prompts of `state`, or has other prompts, tokens
         or answers under their ids. Any stream is accepted if no prompt was taken yet.
         """
+        _refuse_samplers(state)
+        if "files" in state:
+            raise ValueError("the run was begun with weights in data.train, this one has none: give it those")
         if state["seed"] != self._seed:
             raise ValueError(f"the saved prompt order used seed {state['seed']}, this run uses seed {self._seed}")
         if not 0 <= state["cursor"] <= len(self._prompts):
@@ -102,3 +148,115 @@ class PromptSampler:
         self._order = list(range(len(self._prompts)))
         if self._shuffle:
             Random(f"{self._seed}/{epoch}").shuffle(self._order)
+
+
+@dataclass(frozen=True)
+class MixedFile:
+    """A part of a mix: its name, as in `data.train`, its weight, and its prompts."""
+
+    name: str
+    weight: float
+    prompts: Sequence[Prompt]
+
+
+class PromptMix:
+    """Endless stream over several files: each draw is from one of them, with probability in proportion to its weight.
+
+    Which file draw n is from depends on seed and n only. Within a file prompts come as from `PromptSampler`: each once,
+    then a new epoch of that file, whatever the others do.
+    """
+
+    def __init__(
+        self, files: Sequence[MixedFile], seed: int, shuffle: bool = True, *, rerendered: bool = False
+    ) -> None:
+        """Raises ValueError when a file with a weight above 0 has no prompts."""
+        self._files, self._seed, self._shuffle, self._rerendered = files, seed, shuffle, rerendered
+        self._taken = 0
+        if empty := [file.name for file in files if file.weight and not file.prompts]:
+            raise ValueError(f"data.train: {empty[0]} has a weight, and no prompts")
+        self._start()
+
+    @property
+    def taken(self) -> int:
+        """Prompts taken since the beginning of the run."""
+        return self._taken
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+        taken = []
+        for _ in range(count):
+            taken += self._streams[self._file_of(self._taken)].take(1)
+            self._taken += 1
+        return taken
+
+    def named(self, ids: Collection[str]) -> dict[str, Prompt]:
+        """The prompts with these ids. Raises ValueError for an unknown id."""
+        found = {prompt.id: prompt for file in self._files for prompt in file.prompts if prompt.id in ids}
+        if unknown := sorted(set(ids) - set(found)):
+            raise ValueError(f"{len(unknown)} prompts are not in the data, e.g. {unknown[0]!r}")
+        return found
+
+    def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
+        """Changes nothing."""
+
+    def metrics(self) -> dict[str, float]:
+        """`data/drawn/<file>` (prompts drawn from it), `data/epochs/<file>` (that, as passes over the file).
+
+        A file is named without folder and suffix, if these differ.
+        """
+        names = [file.name for file in self._files]
+        stems = [Path(name).stem for name in names]
+        labels = stems if len(set(stems)) == len(stems) else names
+        found: dict[str, float] = {}
+        for number, stream in self._streams.items():
+            found[f"data/drawn/{labels[number]}"] = float(stream.taken)
+            found[f"data/epochs/{labels[number]}"] = stream.taken / len(self._files[number].prompts)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """{seed, taken, weights, files}: files holds the state of each `PromptSampler`, null without prompts."""
+        streams = [self._streams.get(number) for number in range(len(self._files))]
+        files = [None if stream is None else stream.state_dict() for stream in streams]
+        return {"seed": self._seed, "taken": self._taken, "weights": self._weights, "files": files}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`. Raises ValueError when it is of other files, weights or seeds, and as
+        `PromptSampler.load_state_dict`; any stream is accepted if no prompt was taken yet.
+        """
+        _refuse_samplers(state)
+        if "files" not in state:
+            raise ValueError("the run was begun without weights in data.train, this one has some: take them out")
+        if state["seed"] != self._seed:
+            raise ValueError(f"the saved prompt order used seed {state['seed']}, this run uses seed {self._seed}")
+        if state["taken"] and state["weights"] != self._weights:
+            raise ValueError(
+                f"the run was begun with the weights {state['weights']} in data.train, this one has {self._weights}: "
+                "give it those, or begin another run from the weights of its model"
+            )
+        self._start()
+        self._taken = state["taken"]
+        for number, stream in self._streams.items():
+            saved = state["files"][number] if self._taken else None
+            if saved is not None:
+                try:
+                    stream.load_state_dict(saved)
+                except ValueError as error:
+                    raise ValueError(f"{self._files[number].name}: {error}") from error
+        if self._taken != sum(stream.taken for stream in self._streams.values()):
+            raise ValueError("a file of data.train has no prompts any more: give the run what it was begun with")
+
+    def _start(self) -> None:
+        self._taken = 0
+        self._streams = {
+            number: PromptSampler(file.prompts, f"{self._seed}/{number}", self._shuffle, rerendered=self._rerendered)
+            for number, file in enumerate(self._files)
+            if file.prompts
+        }
+
+    @property
+    def _weights(self) -> list[float]:
+        return [file.weight for file in self._files]
+
+    def _file_of(self, draw: int) -> int:
+        file: int = Random(f"{self._seed}/mix/{draw}").choices(range(len(self._files)), self._weights)[0]
+        return file

@@ -43,10 +43,16 @@ def training_prompts(
 ) -> PromptSet:
     """The prompts of `data.train`, and the rows that `data.overlong` and `data.unverifiable` leave out."""
     data = config.data
-    found = read_prompts(data.train, tokenizer, _rules(config, overlong=data.overlong, limit=limit, stored=stored))
+    found = read_prompts(
+        data.train_files, tokenizer, _rules(config, overlong=data.overlong, limit=limit, stored=stored)
+    )
     found.exclude(_ground_truths(found, config.reward, stored), "data.unverifiable", data.unverifiable)
     if not found.prompts and not found.problems.lines:
         found.problems.general(f"every prompt was left out; the first: {found.left_out[0].reason}")
+    if (weights := data.train_weights) and not found.problems.lines:
+        for file, weight, prompts in zip(data.train_files, weights, found.mix(data.train_files), strict=True):
+            if weight and not prompts:
+                found.problems.general(f"{file} has weight {weight:g}, and no prompts; set it to 0, or give it some")
     return found
 
 

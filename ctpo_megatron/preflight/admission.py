@@ -238,6 +238,7 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
 def _read(report: DataCheck, admission: Admission) -> None:
     config, found = admission.config, admission.training()
     _add(report, "data.train", found, config)
+    _add_shares(report, config.data, config.rollout.prompts_per_step)
     _add_words(report, found, config.reward)
     report.problems += check_prompts(config.rollout, sum(found.rows.values()) or None)
     if found.places:
@@ -282,7 +283,7 @@ def _spec(config: Config) -> ModelSpec | None:
 def _why_not(config: Config) -> str:
     if missing := [name for name in _NEEDED if not is_installed(name)]:
         return f"pip install {' '.join(missing)}"
-    files = [*config.data.train, *config.data.eval, *(config.own_sft.data if config.own_sft else ())]
+    files = [*config.data.train_files, *config.data.eval, *(config.own_sft.data if config.own_sft else ())]
     paths = [Path(path) for path in (config.model.path, *files)]
     if any(will_be_prepared(config.prepare, path) and not path.exists() for path in paths):
         return "`prepare` has not written them yet"
@@ -291,11 +292,11 @@ def _why_not(config: Config) -> str:
 
 def _count(data: DataConfig) -> int | None:
     """Rows of data.train; None where not all of it is there and can be read."""
-    if not is_installed("pyarrow") or not all(Path(file).exists() for file in data.train):
+    if not is_installed("pyarrow") or not all(Path(file).exists() for file in data.train_files):
         return None
     from ctpo_megatron.data import count_all_rows
 
-    return count_all_rows(data.train)
+    return count_all_rows(data.train_files)
 
 
 def _add(report: DataCheck, key: str, found: RowSet, config: Config) -> None:
@@ -314,6 +315,15 @@ def _add(report: DataCheck, key: str, found: RowSet, config: Config) -> None:
         those = [each for each in found.left_out if each.rule == rule]
         first = f"{rule}: drop; the first is {those[0].file.name} row {those[0].row}"
         report.table.append(("  left out", f"{len(those):,} rows", first))
+
+
+def _add_shares(report: DataCheck, data: DataConfig, prompts_per_step: int) -> None:
+    """Of each file in a mix."""
+    if (weights := data.train_weights) is None:
+        return
+    for file, weight in zip(data.train_files, weights, strict=True):
+        share = weight / sum(weights)
+        report.table.append(("  share", f"{share:.1%}", f"{file}; {share * prompts_per_step:.1f} prompts a step"))
 
 
 def _add_words(report: DataCheck, found: PromptSet, reward: RewardConfig) -> None:

@@ -167,7 +167,7 @@ def check_evaluation(context: RunContext) -> Iterator[Problem]:
             yield context.error("eval.every", "there is nothing to evaluate on", "give data.eval, or set it to 0")
         elif evaluation.prompts is not None:
             yield context.warning("eval.prompts", "has no effect without data.eval", "give data.eval, or remove it")
-    training = {Path(file).resolve() for file in config.data.train}
+    training = {Path(file).resolve() for file in config.data.train_files}
     if both := [file for file in config.data.eval if Path(file).resolve() in training]:
         message = "is training data too: the accuracy there says nothing about other problems"
         yield Problem("data.eval", message, "give held-out prompts", ", ".join(both), severity="warning")

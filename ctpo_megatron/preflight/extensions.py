@@ -101,6 +101,15 @@ def _filter(context: PartContext) -> Iterator[Problem]:
     return context.problems(filter_problem(context.part))
 
 
+def _sampler(context: PartContext) -> Iterator[Problem]:
+    from ctpo_megatron.data import sampler_problem
+
+    data = context.config.data
+    weights = "chooses the prompts itself; take the weights out of data.train" if data.train_weights else ""
+    order = "" if data.shuffle else "chooses the prompts itself; remove data.shuffle"
+    return context.problems(sampler_problem(context.part), weights, order)
+
+
 def _tool(context: PartContext) -> Iterator[Problem]:
     from ctpo_megatron.environments import factory
 
@@ -124,6 +133,7 @@ def _tool_parser(context: PartContext) -> Iterator[Problem]:
 
 
 CHECK_BY_KEY: dict[str, Check[PartContext]] = {
+    "data.sampler": _sampler,
     "model.family": _family,
     "objective.function": _objective,
     "reward.function": _reward,

@@ -55,7 +55,7 @@ def check_export(context: RunContext) -> Iterator[Problem]:
 def check_prompt_files(context: RunContext) -> Iterator[Problem]:
     """Prompt files that are neither there nor going to be written by `prepare`."""
     config = context.config
-    wanted: list[tuple[str, Iterable[str]]] = [("data.train", config.data.train), ("data.eval", config.data.eval)]
+    wanted: list[tuple[str, Iterable[str]]] = [("data.train", config.data.train_files), ("data.eval", config.data.eval)]
     if config.own_sft:
         wanted.append(("sft.data", config.own_sft.data))
     for key, files in wanted:

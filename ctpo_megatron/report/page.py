@@ -178,7 +178,11 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
     )
     yield "Objective", f"{get('objective.preset', '?')}, {get('objective.anchor', '?')} anchor"
     yield "Model", str(get("model.path", "?"))
-    yield "Training data", ", ".join(get("data.train", ()) or ("?",))
+    files = [
+        each if isinstance(each, str) else f"{each['path']} (weight {each['weight']:g})"
+        for each in get("data.train", ())
+    ]
+    yield "Training data", ", ".join(files or ("?",))
     if get("data.eval"):
         yield "Evaluation data", ", ".join(get("data.eval"))
     yield "Batch", f"{prompts} prompts × {samples} samples, mini-batches of {mini} prompts"

@@ -8,13 +8,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ctpo_megatron.data import PromptSampler
+from ctpo_megatron.data import PromptStream
 from ctpo_megatron.data.batch import Batch
 from ctpo_megatron.data.prompt import Prompt
 
 log = logging.getLogger(__name__)
 
 _SHOWN = 5
+_DRAWS = 1000
 
 
 class AccountingError(RuntimeError):
@@ -27,7 +28,7 @@ class Ledger:
     A prompt comes again in every epoch, so ids are counted.
     """
 
-    def __init__(self, prompts: PromptSampler) -> None:
+    def __init__(self, prompts: PromptStream) -> None:
         self._prompts = prompts
         self._settled = Counter({"trained": 0, "dropped": 0, "quarantined": 0})
         self._under_way: Counter[str] = Counter()
@@ -131,8 +132,9 @@ class Quarantine:
 
     def draw(self, replacements: Iterator[Prompt]) -> Prompt:
         """The next replacement that is not quarantined. Raises TooManyQuarantined when all are."""
-        # An endless stream that visits every prompt once an epoch has no longer row of quarantined ones than this.
-        for _ in range(2 * len(self.records) + 1):
+        # An endless stream that visits every prompt once an epoch has no longer row of quarantined ones than twice
+        # their number. In a mix a file that has no others may be drawn again and again.
+        for _ in range(_DRAWS * (len(self.records) + 1)):
             prompt = next(replacements)
             if prompt.id not in self:
                 return prompt

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from ctpo_megatron.base.stop import STOP_POLL_S, Cancelled, Stop
 from ctpo_megatron.config import Config, RolloutConfig
-from ctpo_megatron.data import PromptSampler
+from ctpo_megatron.data import PromptStream
 from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines import EngineError, Sampling
@@ -66,7 +66,7 @@ class Rollouts:
         settings: RolloutSettings,
         generator: Generator,
         scorer: Scorer,
-        prompts: PromptSampler,
+        prompts: PromptStream,
         stop: Stop,
         phases: Phases,
     ) -> None:
@@ -78,6 +78,7 @@ class Rollouts:
         self._filters, self._ledger = Filters(self._config.filters), Ledger(prompts)
         self._changed = threading.Condition(generator.lock)
         self._open: list[OpenBatch] = []
+        self._untold: Batch | None = None
         self._scoring: dict[Slot, tuple[Group, PendingScoring]] = {}
         self._version = 0
         self._next: int | None = None
@@ -117,7 +118,9 @@ class Rollouts:
         with self._held():
             metrics |= {f"rollout/{name}": value for name, value in self._generator.stats().items()}
             metrics["rollout/late_groups"] = float(opened.late_groups)
+            metrics |= self._prompts.metrics()
             batch.sampler = self._prompts.state_dict()
+            self._untold = batch
         return batch
 
     def publish(self, trainer: OffersWeights, version: int) -> bool:
@@ -126,6 +129,7 @@ class Rollouts:
         Returns at once when the run is to stop: whether they were published. Raises what the thread has raised,
         EngineError when it or a group is late, and as `EnginePool.send`.
         """
+        self._tell_rewards()
         if self._stop.is_set():
             return False
         try:
@@ -138,6 +142,16 @@ class Rollouts:
             log.info("weights %d were not published: %s", version, cancelled)
             return False
         return True
+
+    def _tell_rewards(self) -> None:
+        """Tell the prompt stream how the batch did that has been trained on since, once."""
+        if (batch := self._untold) is None:
+            return
+        self._untold, rewards = None, dict[str, list[float]]()
+        for group in batch.groups:
+            rewards.setdefault(group.prompt.id, []).extend(group.verdicts)
+        with self._held():
+            self._prompts.learn(rewards)
 
     def _publish_ahead(self, trainer: OffersWeights, version: int) -> None:
         self._generator.wait_ready()
@@ -163,6 +177,7 @@ class Rollouts:
 
         Raises AccountingError.
         """
+        self._tell_rewards()
         with self._held():
             state = {
                 "prompts": self._prompts.state_dict(),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import StopRequest
-from ctpo_megatron.config import Config, Job, Placement, RewardConfig, RolloutConfig, node_ranks, world_size
-from ctpo_megatron.data import PromptSampler
+from ctpo_megatron.config import Config, DataConfig, Job, Placement, RewardConfig, RolloutConfig, node_ranks, world_size
+from ctpo_megatron.data import Curriculum, MixedFile, PromptMix, PromptSampler, PromptSet, PromptStream
 from ctpo_megatron.engines import EnginePool, check_tokenizer, open_engines
 from ctpo_megatron.environments.prompts import usable, write_record
 from ctpo_megatron.policy import capabilities
@@ -51,9 +51,10 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
         if not replayed:  # first: engines load while prompts are read and scorers start
             placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
             pool = stack.enter_context(open_engines(config, logs.folder, placement=placement, stop=stop))
-        train = usable(found := admission.training())
+        train = admission.training()
+        usable(train)
         held_out = [] if replayed or not config.data.eval else usable(admission.held_out())
-        prompts = PromptSampler(train, config.run.seed, config.data.shuffle, rerendered=config.data.rerender)
+        prompts = _stream(train, config.data, config.run.seed)
         training, evaluating = _replay(config.rollout) if pool is None else _schedulers(pool)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path, logs.rewards))
         penalty = _overlong_penalty(config.reward, config.rollout)
@@ -61,8 +62,17 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
         settings = RolloutSettings.of(config)
         rollouts = Rollouts(settings, training, scoring, prompts, stop, phases)
         evaluation = Evaluation(config.eval, evaluating, Scorer(scorers), held_out, stop, phases)
-        record = partial(write_record, found, directory)
+        record = partial(write_record, train, directory)
         yield Services(stack.enter_context(rollouts), stack.enter_context(evaluation), pool, record)
+
+
+def _stream(train: PromptSet, data: DataConfig, seed: int) -> PromptStream:
+    if data.sampler is not None:
+        return Curriculum(data.sampler, train.prompts, seed, rerendered=data.rerender)
+    if (weights := data.train_weights) is None:
+        return PromptSampler(train.prompts, seed, data.shuffle, rerendered=data.rerender)
+    parts = zip(data.train_files, weights, train.mix(data.train_files), strict=True)
+    return PromptMix([MixedFile(*part) for part in parts], seed, data.shuffle, rerendered=data.rerender)
 
 
 def _overlong_penalty(reward: RewardConfig, rollout: RolloutConfig) -> OverlongPenalty | None:

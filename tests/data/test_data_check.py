@@ -56,6 +56,20 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return (status, *capsys.readouterr())
 
 
+def test_a_mix_shows_the_share_of_each_file(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(own / "more.jsonl", *(row(f"{number}+1", str(number)) for number in range(5)))
+    mix = "data.train=[{path: train.jsonl, weight: 1}, {path: more.jsonl, weight: 3}]"
+    status, out, err = dry_run(capsys, mix)
+    assert (status, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "data.train 25 rows 2 files" in lines
+    assert "share 25.0% train.jsonl; 4.0 prompts a step" in lines
+    assert "share 75.0% more.jsonl; 12.0 prompts a step" in lines
+    (own / "more.jsonl").write_text("")
+    status, _, err = dry_run(capsys, mix)
+    assert status != 0 and "more.jsonl has weight 3, and no prompts; set it to 0, or give it some" in err
+
+
 def test_what_it_shows(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(own / "train.jsonl", *(row(str(number)) for number in range(1100)), row("7 " * 400))
     shown = ["data.overlong=drop", "data.max_prompt_tokens=400"]
