@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import secrets
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +22,10 @@ from ctpo_megatron.environments.chat_api import ChatRequest, RefusedRequest, com
 from ctpo_megatron.environments.conversation import Conversation
 from ctpo_megatron.environments.episode import EpisodeOver
 from ctpo_megatron.environments.tokenizer import TokenizerError
-from ctpo_sandbox.front import Gate, HttpProtocol
+from ctpo_sandbox.front import Guard, RequestRule, configured, is_loopback, listen, url_of
 
 HOST = "127.0.0.1"
-MAX_BODY = 16 << 20
+MAX_BODY, MOST_CONNECTIONS = 16 << 20, 4096
 _LISTENING_S, _CLOSING_S, _KEEP_ALIVE_S = 30.0, 5.0, 60
 _NO_RETRY = {"x-should-retry": "false"}
 """For OpenAI's clients, which would repeat a request that has failed: the conversation is over then."""
@@ -85,7 +84,7 @@ class EndpointServer:
 
     def __init__(self) -> None:
         self._open: dict[str, OpenConversation] = {}
-        self._listener = socket.create_server((HOST, 0))
+        self._listener = listen(HOST, 0)
         routes = [
             Route("/v1/chat/completions", self._completions, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
@@ -95,25 +94,22 @@ class EndpointServer:
             HTTPException: _not_served,
         }
         app = Starlette(routes=routes, exception_handlers=handlers)
-        config = uvicorn.Config(
-            Gate(app, None, MAX_BODY, lambda status: None),
-            http=HttpProtocol,  # a deadline for the head of a request
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
+        rule = RequestRule(("GET", "POST"), is_loopback, advice="use the agent's base_url")
+        self._server = _QuietServer(
+            configured(
+                Guard(app, rule, MAX_BODY),
+                MOST_CONNECTIONS,
+                log_level="warning",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+            )
         )
-        self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
         """Base of the API, as OpenAI's clients take it."""
-        return f"http://{HOST}:{self._listener.getsockname()[1]}/v1"
+        return f"{url_of(self._listener)}/v1"
 
     async def start(self) -> None:
         """Returns when it listens. Raises RuntimeError when it does not within half a minute."""
@@ -171,7 +167,7 @@ class EndpointServer:
         return JSONResponse(models())
 
 
-class _Server(uvicorn.Server):
+class _QuietServer(uvicorn.Server):
     """Leaves the signals of the process alone."""
 
     @contextmanager

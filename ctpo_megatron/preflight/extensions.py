@@ -122,24 +122,6 @@ def _agent(context: PartContext) -> Iterator[Problem]:
     return context.problems()
 
 
-def check_endpoint(context: RunContext) -> Iterator[Problem]:
-    """An agent where there is an endpoint, and time for it."""
-    rollout = context.config.rollout
-    if rollout.environment.name != "endpoint":
-        if rollout.endpoint.agent is not None:
-            message = f"never acts: rollout.environment is {rollout.environment}"
-            yield context.warning("rollout.endpoint.agent", message, "set rollout.environment: endpoint")
-        return
-    if rollout.endpoint.agent is None:
-        message = "rollout.environment: endpoint needs the function that runs episodes"
-        yield context.error("rollout.endpoint.agent", message, "write package.module:name (docs/agents.md)")
-    if rollout.endpoint.timeout_s >= rollout.group_timeout_s:
-        message = (
-            f"is not below rollout.group_timeout_s ({rollout.group_timeout_s:g}), so no agent is named that is late"
-        )
-        yield context.error("rollout.endpoint.timeout_s", message, "lower it, or raise rollout.group_timeout_s")
-
-
 def _tool_parser(context: PartContext) -> Iterator[Problem]:
     from ctpo_megatron.environments import factory
 
@@ -162,4 +144,4 @@ CHECK_BY_KEY: dict[str, Check[PartContext]] = {
 }
 """Key of the configuration (with all keys below it) -> the check of what it names."""
 
-USERS_PARTS: tuple[Check[RunContext], ...] = (check_folders, check_parts, check_endpoint)
+USERS_PARTS: tuple[Check[RunContext], ...] = (check_folders, check_parts)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,7 +24,7 @@ from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.report.trajectories import OutOfTimeError, QueryError
 from ctpo_megatron.report.watch_assets import asset, known_scripts
 from ctpo_megatron.report.watch_pages import BusyError, WatchPages
-from ctpo_sandbox.front import HttpProtocol
+from ctpo_sandbox.front import Guard, RequestRule, configured, listen, url_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -94,7 +93,8 @@ def create_app(run_dir: Path, hosts: frozenset[str]) -> tuple[ASGIApp, WatchPage
         Route("/assets/{name}", file),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: failed, Exception: broken})
-    return LoopbackGuard(app, hosts), pages
+    rule = RequestRule(("GET", "HEAD"), lambda host: host.lower() in hosts)
+    return Careful(Guard(app, rule, max_bytes=0)), pages
 
 
 async def _answer(make: Callable[[], str | None]) -> Response:
@@ -119,38 +119,16 @@ def _html(page: str, status: int) -> Response:
     return Response(page, status, media_type="text/html")
 
 
-class LoopbackGuard:
-    """Refuses other methods than GET (405), hosts (421) and origins (403), and gives up on readers that are too slow.
+class Careful:
+    """Sends `HEADERS` with each answer, and gives up on readers that are too slow."""
 
-    A page of another site may send a browser here, under a name that it makes point to this machine (DNS rebinding).
-    So the host must be one of ours, and what says that it comes from elsewhere is refused.
-    """
-
-    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
-        self._app, self._hosts = app, hosts
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        guarded = _with_headers(_patient(send, scope["method"] == "HEAD"))
-        if problem := self._problem(scope["method"], Headers(scope=scope)):
-            status, message = problem
-            headers = {"allow": "GET, HEAD"} if status == 405 else None
-            return await Response(f"{message}\n", status, headers, "text/plain")(scope, receive, guarded)
-        await self._app(scope, receive, guarded)
-
-    def _problem(self, method: str, headers: Headers) -> tuple[int, str] | None:
-        hosts = headers.getlist("host")
-        if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
-            return 421, "this server answers to its own address alone, as the terminal shows it"
-        own = f"http://{hosts[0].lower()}"
-        if any(origin.lower() != own for origin in headers.getlist("origin")):
-            return 403, "requests of other sites are refused"
-        if any(site not in ("same-origin", "none") for site in headers.getlist("sec-fetch-site")):
-            return 403, "requests from pages of other sites are refused: type the address, or paste it"
-        if method not in ("GET", "HEAD"):
-            return 405, "this server only shows"
-        return None
+        if scope["type"] == "http":
+            send = _with_headers(_patient(send, scope["method"] == "HEAD"))
+        await self._app(scope, receive, send)
 
 
 def _with_headers(send: Send) -> Send:
@@ -208,19 +186,14 @@ def serve(run_dir: Path, host: str, port: int, ready: Callable[[str], None]) -> 
         name, number = listener.getsockname()[:2]
         hosts = {f"[{name}]" if ":" in name else name, "localhost"}
         app, pages = create_app(run_dir, frozenset(f"{each}:{number}" for each in hosts))
-        config = uvicorn.Config(
+        config = configured(
             app,
-            http=HttpProtocol,  # a deadline for the head of a request
-            lifespan="off",
+            MOST_CONNECTIONS,
             log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=END_S,
-            limit_concurrency=MOST_CONNECTIONS,
         )
-        ready(f"http://{f'[{name}]' if ':' in name else name}:{number}")
+        ready(url_of(listener))
         server = _Server(config)
         server.stopped = pages.stopped
         asyncio.run(server.serve(sockets=[listener]))
@@ -235,11 +208,8 @@ def _listening(host: str, port: int) -> socket.socket:
         raise WatchError(
             f"--host {host}: everybody who reaches it could read the run; give 127.0.0.1, and let others use ssh -L"
         )
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:
-        listener = socket.create_server((str(address), port), family=family)
+        return listen(str(address), port)
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise WatchError(f"--port {port}: {why}; give another port, or 0 for a free one") from error
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as of sockets that asyncio makes
-    return listener

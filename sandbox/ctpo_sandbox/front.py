@@ -1,14 +1,17 @@
-"""Admission of requests before the application: authorization, size limits and time limits."""
+"""What stands before the application of every HTTP server of ours: who may ask what, sizes, times and numbers."""
 
 import asyncio
 import hmac
 import ipaddress
 import logging
 import re
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -22,7 +25,7 @@ from ctpo_sandbox.timeouts import (
     HEAD_TIMEOUT_S,
     REPLY_TIMEOUT_S,
 )
-from ctpo_sandbox.variables import FAULT_HEADER
+from ctpo_sandbox.variables import FAULT_HEADER, TOKEN
 
 OPEN_PATHS = ("/live", "/ready")
 """Paths for health checks: they answer only yes or no, so they need no token."""
@@ -30,20 +33,23 @@ OPEN_PATHS = ("/live", "/ready")
 MAX_UNREAD_BYTES = 256 << 20
 """Of all answers together that clients do not read; beyond it the connection that waits longest is closed."""
 
+_BACKLOG = 2048
 _log = logging.getLogger("ctpo_sandbox.front")
 _SLOW = "the request body did not come within {:g} s"
 _INTERIM_RESPONSE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 
 class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol, with deadlines for the head of a request and for the reading of an answer, and support for
-    clients that half-close.
+    """uvicorn's protocol, with deadlines for the head of a request and for the reading of an answer, support for
+    clients that half-close, and a bounded number of connections.
     """
 
     _unread: ClassVar[dict["HttpProtocol", asyncio.TimerHandle]] = {}
     """Connections whose client does not read, the longest first; each is closed by its timer."""
 
     _head_deadline: asyncio.TimerHandle | None = None
+    _since = 0.0
+    """When the latest request was complete, or the connection made."""
 
     @property
     def _idle(self) -> bool:
@@ -52,13 +58,16 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # whatever is left to write is unread
+        self._since = self.loop.time()
         self._expect_head()
+        self._make_room()
 
     def data_received(self, data: bytes) -> None:
         if self._idle:
             self._expect_head()
         super().data_received(data)
         if not self._idle:
+            self._since = self.loop.time()
             self._stop_expecting()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -100,6 +109,15 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self.transport.write(_INTERIM_RESPONSE)
             self.loop.call_later(next_s, self._probe, HALF_CLOSE_PROBE_AGAIN_S)
 
+    def _make_room(self) -> None:
+        """If there are too many connections, close the one that has asked for nothing for the longest time."""
+        most = self.config.limit_concurrency
+        if most is None or len(self.connections) < most:
+            return
+        there = [each for each in self.connections if not each.transport.is_closing()]
+        if len(there) >= most:
+            min((each for each in there if each._idle), key=lambda each: each._since).transport.abort()
+
     def _expect_head(self) -> None:
         if self._head_deadline is None:
             self._head_deadline = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
@@ -110,64 +128,68 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._head_deadline = None
 
 
-class Gate:
-    """Refuses requests before they are all in memory, and answers 503 for any exception of the application.
+@dataclass(frozen=True)
+class RequestRule:
+    """What a server demands of every request, before anything is done for it.
 
-    Refused are those without the token (401), to another host (400, 421), from a web page of another origin (403), not
-    JSON (415), too large (413), or too slow (408).
+    methods: the ones there are. content_type: what a POST must hold. answers_to: whether a value of Host, with or
+    without port, is the server's; None: any is. token: a bearer token that must come along; None: without.
+    advice: what a client with another Host or without the token may do.
 
-    Without a token the server is on loopback, where web pages can reach it. Against DNS rebinding the Host header must
-    be a loopback name. A browser also sends some requests across origins without asking (the CORS-safelisted ones of
-    the Fetch standard), so another origin and any content type but JSON are refused.
+    A server on loopback is within reach of web pages. Against DNS rebinding its Host header must be a name of its own.
+    A browser also sends some requests across origins without asking (the CORS-safelisted ones of the Fetch standard),
+    so another origin and other content types are refused.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None, max_bytes: int, rejected: Callable[[int], None]) -> None:
-        self._app, self._max_bytes, self._rejected = app, max_bytes, rejected
-        self._expected = None if token is None else f"Bearer {token}".encode()
+    methods: tuple[str, ...]
+    answers_to: Callable[[str], bool] | None
+    token: str | None = None
+    content_type: str = "application/json"
+    advice: str = "use the address that the server printed"
+
+    def refusal(self, method: str, headers: Headers) -> tuple[int, str] | None:
+        """Status and reason, or None for a request that may pass.
+
+        401: no token. 400: no Host, or several. 421: another's Host. 403: a page of another origin. 405, 415.
+        """
+        given = headers.get("authorization", "").encode("latin-1")
+        if self.token is not None and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+            return 401, f"a bearer token is needed; {self.advice}"
+        hosts = headers.getlist("host")
+        if len(hosts) != 1:
+            return 400, f"the request has {len(hosts)} Host headers, not one"
+        if self.answers_to is not None and not self.answers_to(hosts[0]):
+            return 421, f"{hosts[0][:80]!a} is no name of this server; {self.advice}"
+        if _is_cross_origin(headers, hosts[0]):
+            return 403, "requests of web pages from another origin are refused: type the address, or paste it"
+        if method not in self.methods:
+            return 405, f"the method must be {' or '.join(self.methods)}, not {method[:80]!a}"
+        content_type = headers.get("content-type", "")
+        if method == "POST" and content_type.partition(";")[0].strip().lower() != self.content_type:
+            return 415, f"the content type must be {self.content_type}, not {content_type[:80]!a}"
+        return None
+
+
+class Guard:
+    """Refuses requests before they are all in memory: by a rule, too large (413), or too slow (408).
+
+    rejected: called with the status of each that the rule refuses.
+    """
+
+    def __init__(
+        self, app: ASGIApp, rule: RequestRule, max_bytes: int, rejected: Callable[[int], None] = lambda status: None
+    ) -> None:
+        self._app, self._rule, self._max_bytes, self._rejected = app, rule, max_bytes, rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def sending(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self._answer(scope, receive, sending)
-        except Exception as error:  # a defect of ours: the client may try again, unless it has half of an answer
-            _log.exception("no answer to a request")
-            if started:
-                raise
-            self._rejected(503)
-            detail = f"the sandbox failed: {error!a}"[:500]
-            refusal = JSONResponse({"detail": detail}, status_code=503, headers={FAULT_HEADER: "defect"})
-            await refusal(scope, receive, send)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if problem := self._problem(scope["method"], Headers(scope=scope)):
+        if problem := self._rule.refusal(scope["method"], Headers(scope=scope)):
             status, detail = problem
             self._rejected(status)
-            return await JSONResponse({"detail": detail}, status_code=status)(scope, receive, send)
+            headers = {"allow": ", ".join(self._rule.methods)} if status == 405 else None
+            return await JSONResponse({"detail": detail}, status, headers)(scope, receive, send)
         await self._app(scope, self._bounded(receive), send)
-
-    def _problem(self, method: str, headers: Headers) -> tuple[int, str] | None:
-        given = headers.get("authorization", "").encode("latin-1")
-        if self._expected is not None and not hmac.compare_digest(given, self._expected):
-            return 401, "a bearer token is needed (SANDBOX_TOKEN)"
-        hosts = headers.getlist("host") or ["localhost"]
-        if len(hosts) > 1:
-            return 400, "the request has more than one Host header"
-        if self._expected is None and not _is_loopback(hosts[0]):
-            return 421, f"{hosts[0][:80]!a} is not this machine's loopback; set SANDBOX_TOKEN"
-        if _is_cross_origin(headers, hosts[0]):
-            return 403, "requests of web pages from another origin are refused"
-        content_type = headers.get("content-type", "")
-        if method == "POST" and content_type.partition(";")[0].strip().lower() != "application/json":
-            return 415, f"the content type must be application/json, not {content_type[:80]!a}"
-        return None
 
     def _bounded(self, receive: Receive) -> Receive:
         deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
@@ -191,6 +213,72 @@ class Gate:
         return bounded
 
 
+class Gate:
+    """The guard of the sandbox. It answers 503 for any exception of the application."""
+
+    def __init__(self, app: ASGIApp, token: str | None, max_bytes: int, rejected: Callable[[int], None]) -> None:
+        # A server with a token may be off loopback, under names that it does not know.
+        answers_to = is_loopback if token is None else None
+        rule = RequestRule(("GET", "HEAD", "POST"), answers_to, token, advice=f"set {TOKEN}")
+        self._app, self._rejected = app, rejected
+        self._guarded = Guard(app, rule, max_bytes, rejected)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            is_open = scope["type"] == "http" and scope["path"] in OPEN_PATHS
+            await (self._app if is_open else self._guarded)(scope, receive, sending)
+        except Exception as error:  # a defect of ours: the client may try again, unless it has half of an answer
+            _log.exception("no answer to a request")
+            if started:
+                raise
+            self._rejected(503)
+            detail = f"the sandbox failed: {error!a}"[:500]
+            refusal = JSONResponse({"detail": detail}, status_code=503, headers={FAULT_HEADER: "defect"})
+            await refusal(scope, receive, send)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises OSError."""
+    families = {found[0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    # asyncio sets this only on sockets created with an explicit protocol; without it every reply waits 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """`http://HOST:PORT` of what `listen` returns."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def configured(app: ASGIApp, most_connections: int, **more: Any) -> uvicorn.Config:
+    """How each server of ours runs. more: further arguments of `uvicorn.Config`, such as `timeout_keep_alive`.
+
+    For moments there are three times as many connections: the process must be allowed that many open files.
+    """
+    return uvicorn.Config(
+        app,
+        http=HttpProtocol,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=most_connections + 1,  # of that many uvicorn refuses the last
+        backlog=min(_BACKLOG, most_connections),  # asyncio accepts this number before it refuses any
+        **more,
+    )
+
+
 def _is_cross_origin(headers: Headers, host: str) -> bool:
     """Whether a browser sent the request for a page that does not come from `host` (Fetch standard, Fetch Metadata)."""
     origins = {origin.lower() for origin in headers.getlist("origin")}
@@ -199,7 +287,7 @@ def _is_cross_origin(headers: Headers, host: str) -> bool:
 
 
 @lru_cache
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether a Host header, with or without port, names loopback."""
     parts = re.fullmatch(r"(?:\[(?P<v6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9]*)?", host, re.ASCII)
     if parts is None:

@@ -24,7 +24,7 @@ from ctpo_sandbox import libc
 from ctpo_sandbox.app import ServerState, create_app
 from ctpo_sandbox.arguments import positive
 from ctpo_sandbox.errors import LevelRefused, RunFault, SandboxStartError, WorkerLost
-from ctpo_sandbox.front import HttpProtocol
+from ctpo_sandbox.front import configured, listen, url_of
 from ctpo_sandbox.libraries import absent, tiers
 from ctpo_sandbox.pool import Pool
 from ctpo_sandbox.records import LEVELS, Limits, option
@@ -35,7 +35,6 @@ from ctpo_sandbox.variables import TOKEN, TOKEN_FILE, shared_token
 
 _VERSIONED = ("ctpo-megatron", "numpy", "sympy", "pyseccomp")
 _OPEN_FILES = 65536
-_BACKLOG = 2048
 _ON_FAILURE = (
     "On a slow machine or file system raise --start-timeout-s (sandbox.start_timeout_s), or import less: --tiers. No "
     "weaker isolation was tried"
@@ -202,23 +201,19 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
     pool, enforced, refused = await _isolated_pool(args)
     try:
         state = ServerState(enforced, shared_token(), refused, _versions())
-        config = uvicorn.Config(
+        most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        config = configured(
             create_app(pool, state, args.node),
-            http=HttpProtocol,
-            ws="none",
+            most_files // 4,  # for moments three times as many; the rest is for workers
             timeout_keep_alive=KEEP_ALIVE_S,
             log_level="warning",
-            proxy_headers=False,
-            access_log=False,
-            lifespan="off",
             timeout_graceful_shutdown=math.ceil(args.drain_s),
         )
         server = _UvicornServer(config)
         state.ends = lambda: server.should_exit
         if args.parent_pid is not None:
             _watch_parent(args.parent_pid, server)
-        host, port = listener.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        url = url_of(listener)
         _log_protections(url, pool, state)
         if args.announce is not None:
             _announce(args.announce, url)
@@ -266,10 +261,7 @@ def run(args: argparse.Namespace) -> int:
         if args.supervise:
             return _supervise(args)
         _raise_open_files()
-        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        with socket.create_server((args.host, args.port), family=family, backlog=_BACKLOG) as listener:
-            # asyncio sets this only on sockets created with an explicit protocol; without it every reply waits 40 ms.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with listen(args.host, args.port) as listener:
             asyncio.run(_serve(args, listener))
     except (SandboxStartError, OSError, ValueError) as error:
         print(f"ctpo sandbox did not start: {error}", file=sys.stderr)

@@ -252,6 +252,18 @@ def test_two_answers_to_one_history_are_in_one_loss_each() -> None:
     assert sum(map(sum, masks)) == sum(len(ids_of(said)) + 1 for said in ("one", "two", "three", "four"))
 
 
+def test_of_two_sequences_that_match_the_longer_one_is_extended() -> None:
+    async def agent(task: AgentTask) -> None:
+        for _ in range(2):
+            first = await asked(task, QUESTION)
+        history = [*QUESTION, first, {"role": "user", "content": "?"}]
+        second = await asked(task, history)
+        await asked(task, [*history, second, {"role": "user", "content": "!"}])
+
+    texts = sequences(played(Engine("one", "one", "two", "three"), agent))
+    assert sorted(text.count("<|im_end|>") for text in texts) == [2, 6]
+
+
 def test_the_agent_is_shown_the_prompt_and_no_ground_truth() -> None:
     seen: list[AgentTask] = []
 

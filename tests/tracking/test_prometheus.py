@@ -8,11 +8,13 @@ import time
 import urllib.request
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.tracking import Heartbeat, open_trackers, tracker_problem
+from ctpo_megatron.tracking.trackers.prometheus import Prometheus
 from tests.support.deadlines import scaled
 from tests.tracking.synthetic_run import make_config
 
@@ -56,6 +58,31 @@ def test_a_scrape_has_figures_faults_and_whether_the_run_moves(tmp_path: Path) -
     assert 3 <= found["ctpo_heartbeat_age_seconds", ""] < 3 + scaled(60)
     assert found["ctpo_stalls_total", ""] == 1 and ("ctpo_phase_info", "rl/step/rollout") in found
     assert found["ctpo_run_info", "demo"] == 1
+
+
+def test_off_loopback_it_answers_to_any_name_and_to_no_web_page(tmp_path: Path) -> None:
+    tracker = Prometheus(tmp_path, {"run": {"name": "demo"}}, host="0.0.0.0", port=0)
+    url = tracker.identity.replace("0.0.0.0", "127.0.0.1")
+    try:
+        for headers, status in (({}, 200), ({"origin": "http://evil.example"}, 403)):
+            answer = httpx.get(url, headers={"host": "trainer-0.cluster:9464", **headers}, trust_env=False)
+            assert (answer.status_code, "ctpo_run_info" in answer.text) == (status, status == 200)
+    finally:
+        tracker.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url, trust_env=False)
+
+
+def test_it_is_served_by_the_environment_of_the_run(tmp_path: Path) -> None:
+    """`tracking.python` may lack what serves it."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    assert tracker_problem(Extension.model_validate(PROMETHEUS), str(python)) is None
+    settings = {"trackers": [PROMETHEUS], "python": str(python)}
+    with open_trackers(make_config(tmp_path, tracking=settings), tmp_path) as trackers:
+        scrape(tmp_path, "ctpo_run_info")
+        assert trackers.take_failures() == 0
 
 
 def test_a_port_in_use_is_a_message_and_not_the_end_of_the_run(

@@ -15,7 +15,7 @@ from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.redact import hidden, redacted
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.tracking.trackers.process import InProcess, TrackerEnded, TrackerProcess
-from ctpo_megatron.tracking.trackers.protocol import TENSORBOARD, make
+from ctpo_megatron.tracking.trackers.protocol import OF_THIS_ENVIRONMENT, TENSORBOARD, make
 
 if TYPE_CHECKING:
     from ctpo_megatron.config.extension import Extension
@@ -126,4 +126,5 @@ def _start(
         "search_path": search_path,
     }
     log_path = RunPaths(directory).logs.tracker(name)
-    return TrackerProcess(start, settings.python or sys.executable, settings.timeout_s, log_path)
+    python = sys.executable if name in OF_THIS_ENVIRONMENT else settings.python or sys.executable
+    return TrackerProcess(start, python, settings.timeout_s, log_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -25,10 +27,14 @@ FAULTS = (
 """Metrics of a step that count recovered faults."""
 ADDRESS = ("127.0.0.1", 9464)
 """Default address."""
+KEEP_ALIVE_S, END_S = 5, 1
+MOST_CONNECTIONS = 64
 
 
 class Prometheus:
     """Serves `http://<host>:<port>/metrics` without authentication; the address is in `trackers/prometheus.json`.
+
+    On loopback it answers to names of loopback alone; elsewhere to any, as it cannot know its own.
 
     port: 0 chooses a free one. The heartbeat file is read at every scrape, so that a hanging run is visible. Raises
     ValueError when host and port are not available.
@@ -42,7 +48,10 @@ class Prometheus:
         host: str = ADDRESS[0],
         port: int = ADDRESS[1],
     ) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
+        import uvicorn
+        from prometheus_client import CollectorRegistry, make_asgi_app
+
+        from ctpo_sandbox.front import Guard, RequestRule, configured, is_loopback, listen, url_of
 
         self._run_dir, self._name = run_dir, str(config["run"]["name"])
         self._steps: dict[str, int] = {}
@@ -52,13 +61,28 @@ class Prometheus:
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            listener = listen(host, port)
         except OSError as error:
+            why = str(error.strerror or error).partition(" (")[0]
             raise ValueError(
-                f"no metrics for Prometheus at {host}:{port}: {error.strerror or error}. Is that another run's? Give "
+                f"no metrics for Prometheus at {host}:{port}: {why}. Is that another run's? Give "
                 "the tracker another port, or 0 for a free one"
             ) from error
-        self.identity = f"http://{host}:{self._server.server_port}/metrics"
+        url = url_of(listener)
+        rule = RequestRule(("GET",), is_loopback if is_loopback(url.removeprefix("http://")) else None)
+        self._server = uvicorn.Server(
+            configured(
+                Guard(make_asgi_app(registry), rule, max_bytes=0),
+                MOST_CONNECTIONS,
+                log_level="error",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=END_S,
+            )
+        )
+        serve = self._server.serve(sockets=[listener])
+        self._thread = threading.Thread(target=asyncio.run, args=(serve,), daemon=True)
+        self._thread.start()
+        self.identity = f"{url}/metrics"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store the metrics of a step."""
@@ -70,8 +94,7 @@ class Prometheus:
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.should_exit = True
         self._thread.join()
 
     def collect(self) -> Iterator[Any]:

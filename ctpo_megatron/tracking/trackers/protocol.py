@@ -26,7 +26,11 @@ BUILT_IN: Mapping[str, str] = {
 }
 """Name in a configuration -> import path of the class."""
 
-_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "prometheus": "prometheus_client"}
+PROMETHEUS = "prometheus"
+OF_THIS_ENVIRONMENT = (TENSORBOARD, PROMETHEUS)
+"""Trackers that `tracking.python` does not run: they need what the trainer and the sandbox have."""
+
+_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", PROMETHEUS: "prometheus_client"}
 """Packages of our own trackers that a training environment may lack."""
 
 
@@ -84,7 +88,8 @@ def tracker_problem(extension: Extension, python: str | None = None) -> str | No
     except ExtensionError as error:
         return str(error)
     package = _PACKAGES.get(extension.name)
-    if python is None and package and not is_installed(package):
+    is_here = python is None or extension.name in OF_THIS_ENVIRONMENT
+    if is_here and package and not is_installed(package):
         return f"the package {package} is not installed: see docs/extend.md for it and for tracking.python"
     return _does_not_bind(make, extension) or _lacks(make, extension)
 
