@@ -207,7 +207,8 @@ class Trajectory:
         """Inverse of `facts`; fields that a trajectory does not have are ignored. Raises ValueError for impossible
         starts of sequences."""
         known = {each.name: record[each.name] for each in fields(cls) if each.name in record}
-        bounds = [0, *known.get("sequence_starts", ()), len(tokens)]
+        known["sequence_starts"] = [*(record.get("sequence_starts") or ())]
+        bounds = [0, *known["sequence_starts"], len(tokens)]
         if len(bounds) > 2 and not all(start < end for start, end in itertools.pairwise(bounds)):
             raise ValueError(f"sequence_starts is {bounds[1:-1]}, of {len(tokens)} tokens: each must be larger")
         missing = record.get("no_verdict")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +39,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """An answer, the history that it ends, and the token ids of both."""
+    """Where an answer ends in the token record: after `length` tokens of a sequence. messages: with it, of its call."""
 
-    history: list[ChatMessage]
-    tools: Sequence[Schema]
-    token_ids: list[int]
+    sequence: LiveSequence
+    length: int
     has_end_token: bool
+    messages: int
 
 
 class Conversation:
@@ -60,7 +61,7 @@ class Conversation:
         self.episode, self._offered = episode, offered
         self.over: EpisodeOver | None = None
         self.last: Answer | None = None
-        self._said: list[_Said] = []
+        self._said: dict[bytes, _Said] = {}
         self._pending: dict[str, tuple[int, ToolCallRequest]] = {}
         self._numbers = 0
 
@@ -81,18 +82,18 @@ class Conversation:
         if self.over is not None:
             raise self.over
         self._note_results(messages)
-        history = [_without_ids(message) for message in messages]
         shown = self._offered if tools == self.episode.tools.schemas else tools
         try:
-            sequence, context = self._placed(history, messages, shown)
+            sequence, context = self._placed(messages, shown)
             turn = await self.episode.sample_turn(sequence, context, limit, stop)
         except EpisodeOver as over:
             self.over = over
             raise
         text, calls = self._read(turn) if tools else (turn.text, {})
-        ids, sampled = sequence.record.token_ids.copy(), sequence.record.turn.copy().count(turn.number)
-        answer = Answer(turn, text, calls, len(ids) - sampled, sampled)
-        self._said.append(_Said([*history, answer.message], shown, ids, turn.has_end_token))
+        length, sampled = len(sequence.record), sequence.record.turn.copy().count(turn.number)
+        answer = Answer(turn, text, calls, length - sampled, sampled)
+        *_, digest = _digests([*messages, answer.message], shown)
+        self._said[digest] = _Said(sequence, length, turn.has_end_token, len(messages) + 1)
         if self.last is None or self.last.turn.number < turn.number:
             self.last = answer
         return answer
@@ -114,29 +115,27 @@ class Conversation:
             raise ToolUnavailable(failure)
         return "\n".join(message.content for message in self.episode.tools.render(calls))
 
-    def _placed(
-        self, history: list[ChatMessage], messages: Sequence[ChatMessage], tools: Sequence[Schema]
-    ) -> tuple[LiveSequence, list[int]]:
+    def _placed(self, messages: Sequence[ChatMessage], tools: Sequence[Schema]) -> tuple[LiveSequence, list[int]]:
         """The sequence of a call, and the tokens to add to it before the model speaks."""
-        ids = self._token_ids(history, messages, tools)
+        ids = self._token_ids(messages, tools)
         free = [each for each in self.episode.sequences if not each.busy and _begins(ids, each)]
         if not free:
             return self.episode.open_sequence(ids), []
         longest = max(free, key=lambda each: len(each.record))
         return longest, ids[len(longest.record) :]
 
-    def _token_ids(
-        self, history: list[ChatMessage], messages: Sequence[ChatMessage], tools: Sequence[Schema]
-    ) -> list[int]:
+    def _token_ids(self, messages: Sequence[ChatMessage], tools: Sequence[Schema]) -> list[int]:
         """Of the history up to the model's next turn."""
-        repeated = [said for said in self._said if said.tools == tools and said.history == history[: len(said.history)]]
+        repeated = [self._said[digest] for digest in _digests(messages, tools) if digest in self._said]
         if repeated:
-            said = max(repeated, key=lambda each: len(each.history))
-            rest = messages[len(said.history) :]
+            said = repeated[-1]
+            rest = messages[said.messages :]
             if not any(message["role"] == "assistant" for message in rest):
                 new = [Message(m["role"], m["content"], self._name_of(m, messages)) for m in rest]
                 try:
-                    return said.token_ids + self.episode.codec.encode(new, end_turn=not said.has_end_token)
+                    return said.sequence.record.token_ids[: said.length] + self.episode.codec.encode(
+                        new, end_turn=not said.has_end_token
+                    )
                 except TokenizerError:  # of these roles in this place; the whole may be rendered all the same
                     pass
         return self.episode.codec.render(messages, tools)
@@ -177,10 +176,14 @@ def _begins(ids: Sequence[int], sequence: LiveSequence) -> bool:
     return length + bool(sequence.turn) <= len(ids) and sequence.record.token_ids == ids[:length]
 
 
-def _without_ids(message: ChatMessage) -> ChatMessage:
-    """What two histories are compared by: clients choose their own ids, and may name a tool or not."""
-    plain = {name: value for name, value in message.items() if name in ("role", "content", "tool_calls")}
-    if "tool_calls" in plain:
-        calls = plain["tool_calls"]
-        plain["tool_calls"] = [{key: call[key] for key in ("type", "function")} for call in calls]
-    return json.loads(json.dumps(plain))  # type: ignore[no-any-return] # numbers as a client sends them
+def _digests(messages: Sequence[ChatMessage], tools: Sequence[Schema]) -> Iterator[bytes]:
+    """One after each message, of all messages up to there, by which histories are compared.
+
+    Clients choose their own ids, and may name a tool or not.
+    """
+    so_far = hashlib.blake2b(json.dumps([*tools], sort_keys=True).encode())
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        plain = [message["role"], message["content"], calls]
+        so_far.update(json.dumps(plain, sort_keys=True).encode())
+        yield so_far.digest()
