@@ -82,7 +82,7 @@ def test_a_server_that_fails_again_over_one_program_and_runs_others_blames_it(
 
     first, blamed, last = asyncio.run(run_three())
     assert (first.stdout, last.stdout) == ("1\n", "2\n")
-    assert blamed.status == "runtime_error" and "over this program again" in blamed.stderr
+    assert blamed.status == "runtime_error" and "fails over this program" in blamed.stderr
 
 
 def test_a_run_that_one_machine_kills_again_and_again_is_not_blamed(server: SandboxServer) -> None:
@@ -102,7 +102,7 @@ def test_a_run_that_two_machines_kill_is_blamed(server: SandboxServer, tmp_path:
 
     with fragile(tmp_path, 1) as other:
         result = asyncio.run(run(server, other))
-    assert result.status == "runtime_error" and "over this program again" in result.stderr
+    assert result.status == "runtime_error" and "fails over this program" in result.stderr
 
 
 def test_servers_that_fail_over_every_program_blame_none(tmp_path: Path) -> None:
