@@ -330,6 +330,28 @@ def test_budgets_end_the_conversation(limits: dict[str, int], texts: list[str], 
     assert [error.code for error in errors] == ([code] if code else [])
 
 
+def test_a_sequence_holds_what_a_micro_batch_does() -> None:
+    """Its prompt may be longer than those of the data; with its responses it may not."""
+    limits = EpisodeLimits(5, None, 100, 1000, max_prompt_tokens=50)
+    assert [limits.end(prompt) for prompt in (30, 50, 80)] == [130, 150, 150]
+
+    async def agent(task: AgentTask) -> str:
+        with pytest.raises(openai.BadRequestError, match="exceeds the maximum context length of the run"):
+            await asked(task, [{"role": "user", "content": "x" * 400}])
+        return "mine"
+
+    trajectory = played(Engine("one"), asks_first(agent), max_response_tokens=100, max_prompt_tokens=200)
+    assert (trajectory.finish_reason, trajectory.final_text) == ("length", "mine")
+
+
+def asks_first(agent: Callable[[AgentTask], Any]) -> Agent:
+    async def asking(task: AgentTask) -> Any:
+        await asked(task, task.messages)
+        return await agent(task)
+
+    return asking
+
+
 def test_an_answer_that_is_cut_ends_with_length() -> None:
     async def agent(task: AgentTask) -> None:
         async with client_of(task) as client:
