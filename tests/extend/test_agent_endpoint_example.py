@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end import random_judge
 from tests.end_to_end.small_run import SMALL, Ctpo, records
 from tests.support import children
 from tests.support.prefork import ROOT
@@ -34,15 +36,20 @@ def test_it_is_short() -> None:
 
 @pytest.mark.timeout(600)
 def test_two_steps_train_on_what_the_agent_did(tmp_path: Path) -> None:
-    metrics, run = trained(tmp_path, *SMALL, "run.steps=2", deadline_s=280)
+    """After so little SFT nothing is right, so the length of a response is what it earns for."""
+    shutil.copy(random_judge.__file__, tmp_path)
+    judge = "reward.function={name: 'random_judge:judge', arguments: {fails: 0}}"
+    folders = f"extensions.path=[examples/agent_endpoint, '{tmp_path}']"
+    metrics, run = trained(tmp_path, *SMALL, "run.steps=2", judge, folders, deadline_s=280)
     assert [record["step"] for record in metrics] == [0, 1, 2]
     assert max(record["mismatch/log_prob_abs_max"] for record in metrics[1:]) <= 1e-3
-    assert all(record["rollout/turns_mean"] >= 1 and record["tokens/trained"] > 0 for record in metrics[1:])
-    assert all(record["sandbox/success"] > 0 for record in metrics[1:])
+    assert all(record["tokens/trained"] > 0 and record["actor/grad_norm"] > 0 for record in metrics[1:])
+    assert all(record["rollout/group_retries"] == 0 for record in metrics[1:])
     assert "val/toolmath/acc/mean@1" in metrics[-1]
-    for trajectory in records(run, "trajectories/step_000001.parquet"):
-        assert trajectory["finish_reason"] in ("answer", "length", "max_turns")
-        assert set(trajectory["weight_version"]) == {-1, 1}
+    sampled = [records(run, f"trajectories/step_{step:06d}.parquet") for step in (1, 2)]
+    for step, trajectories in enumerate(sampled, start=1):
+        assert len(trajectories) == 16 and all(set(each["weight_version"]) == {-1, step} for each in trajectories)
+        assert {each["finish_reason"] for each in trajectories} <= {"answer", "length", "max_turns"}
     assert (run / "extensions" / "openai_agent.py").is_file()
 
 
