@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ctpo_megatron.data import ChatMessage, ToolCall
+from ctpo_megatron.data import ChatMessage, ToolCall, plain_tools
 from ctpo_megatron.environments.episode import Episode, EpisodeOver, Turn
 from ctpo_megatron.environments.live_sequence import LiveSequence
 from ctpo_megatron.environments.protocol import Message, ParseError, Schema, ToolCallRequest, ToolUnavailable
@@ -59,6 +59,7 @@ class Conversation:
 
     def __init__(self, episode: Episode, offered: Sequence[Schema]) -> None:
         self.episode, self._offered = episode, offered
+        self._own = plain_tools(json.dumps([*episode.tools.schemas]))
         self.over: EpisodeOver | None = None
         self.last: Answer | None = None
         self._said: dict[bytes, _Said] = {}
@@ -82,7 +83,7 @@ class Conversation:
         if self.over is not None:
             raise self.over
         self._note_results(messages)
-        shown = self._offered if tools == self.episode.tools.schemas else tools
+        shown = self._offered if [*tools] == self._own else tools
         try:
             sequence, context = self._placed(messages, shown)
             turn = await self.episode.sample_turn(sequence, context, limit, stop)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from ctpo_megatron.base.extensions import ExtensionError, called, load, shown
+from ctpo_megatron.base.printable import say
 from ctpo_megatron.config import EndpointConfig, Extension
 from ctpo_megatron.environments.chat_api import MODEL
 from ctpo_megatron.environments.conversation import Conversation
@@ -155,6 +156,8 @@ class EndpointEnvironment:
             if not agent.done():
                 agent.cancel()
                 await asyncio.wait({agent}, timeout=_ENDING_S)
+                if not agent.done():
+                    say(f"the agent {self._name} was cancelled, and continues after {_ENDING_S:g} s", error=True)
 
 
 def _made(agent: Extension) -> Callable[[AgentTask], Any]:

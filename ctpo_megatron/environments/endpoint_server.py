@@ -115,10 +115,12 @@ class EndpointServer:
         """Returns when it listens. Raises RuntimeError when it does not within half a minute."""
         _without_proxy()
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._listener]))
-        async with asyncio.timeout(_LISTENING_S):
-            while not self._server.started:
-                self.check()
-                await asyncio.sleep(0.01)
+        until = asyncio.get_running_loop().time() + _LISTENING_S
+        while not self._server.started:
+            self.check()
+            if asyncio.get_running_loop().time() > until:
+                raise RuntimeError(f"the endpoint for agents does not listen after {_LISTENING_S:g} s")
+            await asyncio.sleep(0.01)
 
     def check(self) -> None:
         """Raises RuntimeError when it has ended."""
