@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError, called, contain_tasks, load, shown
-from ctpo_megatron.config import RolloutConfig
+from ctpo_megatron.config import DataConfig, RolloutConfig
 from ctpo_megatron.environments.factory import ENVIRONMENTS, make_environment
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Message, ToolResult
@@ -269,7 +269,7 @@ def test_a_part_that_cannot_be_created_is_named(error: BaseException, monkeypatc
 
     monkeypatch.setitem(ENVIRONMENTS, "tools", create)
     with pytest.raises(ExtensionError, match=rf"tools raised {type(error).__name__}"):
-        in_a_thread(lambda: make_environment(RolloutConfig()))
+        in_a_thread(lambda: make_environment(RolloutConfig(), DataConfig(train=("unused",))))
 
 
 @pytest.mark.parametrize(

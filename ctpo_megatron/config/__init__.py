@@ -64,6 +64,7 @@ from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem, Severi
 from ctpo_megatron.config.rollout_schema import (
     COLDEST,
     ClusterConfig,
+    EndpointConfig,
     EngineConfig,
     PlacementConfig,
     RolloutConfig,
@@ -117,6 +118,7 @@ __all__ = [
     "CpuCache",
     "DataConfig",
     "Device",
+    "EndpointConfig",
     "EngineConfig",
     "EvalConfig",
     "Extension",

@@ -63,6 +63,19 @@ class WeightsConfig(Section):
     )
 
 
+class EndpointConfig(Section):
+    """Agents of one's own (`rollout.environment: endpoint`): the model behind OpenAI's API, during rollouts."""
+
+    agent: Extension | None = Field(
+        default=None,
+        description="`package.module:name`, a function or class of yours that runs an episode: it asks the model over "
+        "HTTP until it has an answer",
+    )
+    timeout_s: Seconds = Field(
+        default=600.0, description="deadline of one call of the agent; then its group is sampled again"
+    )
+
+
 class RolloutConfig(Section):
     """Sampling of trajectories: batch, sampling distribution, token and turn budgets, engines, deadlines."""
 
@@ -107,8 +120,10 @@ class RolloutConfig(Section):
     )
     environment: Extension = Field(
         default=Extension(name="tools"),
-        description="runs an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
+        description="runs an episode: `tools` (the model calls tools until it answers), `endpoint` (an agent of yours "
+        "asks the model over HTTP), or `package.module:Name`",
     )
+    endpoint: EndpointConfig = EndpointConfig()
     uniform_groups: Literal["keep", "drop", "refill"] = Field(
         default="keep",
         description="groups whose rewards are all equal: train on them, drop them, or sample other groups instead",

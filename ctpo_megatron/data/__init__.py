@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         read_conversations,
     )
     from ctpo_megatron.data.curriculum import Curriculum, sampler_problem
+    from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, plain_messages, plain_tools
     from ctpo_megatron.data.packing import (
         PackedBatch,
         PackingRules,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     )
     from ctpo_megatron.data.problems import DataError
     from ctpo_megatron.data.prompts import PromptRules, PromptSet, read_prompts
-    from ctpo_megatron.data.rows import Cell, RowSet, RowTokens
+    from ctpo_megatron.data.rows import Cell, RowSet, RowTokens, prompt_ids
     from ctpo_megatron.data.sampler import MixedFile, PromptMix, PromptSampler, PromptStream
     from ctpo_megatron.data.stored import StoredRows
     from ctpo_megatron.data.tables import count_all_rows
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Cell": "rows",
+    "ChatMessage": "messages",
     "ConversationRules": "conversations",
     "ConversationSet": "conversations",
     "DataError": "problems",
@@ -64,11 +66,16 @@ _MODULES = {
     "Trajectory": "trajectory",
     "batch_order": "conversations",
     "batches": "conversations",
+    "check_messages": "messages",
+    "check_tools": "messages",
     "count_all_rows": "tables",
     "load_conversations": "conversations",
     "micro_batch_count": "packing",
     "pack": "packing",
+    "plain_messages": "messages",
+    "plain_tools": "messages",
     "prepare": "toolmath",
+    "prompt_ids": "rows",
     "read_conversations": "conversations",
     "read_prompts": "prompts",
     "split_evenly": "packing",
@@ -79,6 +86,7 @@ _MODULES = {
 __all__ = [
     "Batch",
     "Cell",
+    "ChatMessage",
     "ConversationRules",
     "ConversationSet",
     "Curriculum",
@@ -101,11 +109,16 @@ __all__ = [
     "Trajectory",
     "batch_order",
     "batches",
+    "check_messages",
+    "check_tools",
     "count_all_rows",
     "load_conversations",
     "micro_batch_count",
     "pack",
+    "plain_messages",
+    "plain_tools",
     "prepare",
+    "prompt_ids",
     "read_conversations",
     "read_prompts",
     "sampler_problem",

@@ -16,14 +16,16 @@ from ctpo_megatron.data.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """One trajectory of a training step.
+    """One sequence of a training step: a trajectory, or a part of one that has several.
 
-    place: its index among the trajectories of the step. name: prompt and sample, for messages. length, sampled_tokens,
-    loss_tokens: number of all tokens, of sampled tokens and of loss tokens. tokens: `[length]`, a record of `PACKED`
-    each, with further columns; None on ranks that do not train on it. kind: their type, on every rank.
+    place: its index among the sequences of the step. trajectory: index of its trajectory in the step. name: prompt and
+    sample, for messages. length, sampled_tokens, loss_tokens: number of all tokens, of sampled tokens and of loss
+    tokens. tokens: `[length]`, a record of `PACKED` each, with further columns; None on ranks that do not train on it.
+    kind: their type, on every rank.
     """
 
     place: int
+    trajectory: int
     name: str
     length: int
     sampled_tokens: int
@@ -43,11 +45,16 @@ class TokenSequence:
 
 
 def token_sequences(trajectories: Iterable[Trajectory], version: int | None = None) -> list[TokenSequence]:
-    """The tokens of every trajectory, in order. version: of the current weights; None: any version counts as current.
+    """The sequences of every trajectory, in order. version: of the current weights; None: any counts as current.
 
-    Raises ValueError for a trajectory that is empty or starts with a sampled token, which nothing would predict.
+    Raises ValueError for a sequence that is empty or starts with a sampled token, which nothing would predict.
     """
-    return [_sequence(place, trajectory, version) for place, trajectory in enumerate(trajectories)]
+    made = [
+        _sequence(index, trajectory, tokens, version)
+        for index, trajectory in enumerate(trajectories)
+        for tokens in trajectory.sequences
+    ]
+    return [replace(sequence, place=place) for place, sequence in enumerate(made)]
 
 
 def with_turns(
@@ -55,35 +62,44 @@ def with_turns(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float | Sequence[float] | None],
 ) -> list[TokenSequence]:
-    """The sequences of these trajectories with the columns `BY_TURN`.
+    """The sequences of these trajectories, `token_sequences`, with the columns `BY_TURN`.
 
     advantages: of each trajectory, or of each of its turns; None: 0. A prompt has the first one. Raises
     ValueError for a trajectory whose turns are not as many as their advantages.
     """
-    pairs = zip(sequences, trajectories, advantages, strict=True)
-    return [_with_turns(sequence, trajectory.tokens["turn"], values) for sequence, trajectory, values in pairs]
+    parts = [
+        (trajectory, tokens, values)
+        for trajectory, values in zip(trajectories, advantages, strict=True)
+        for tokens in trajectory.sequences
+    ]
+    return [
+        _with_turns(sequence, trajectory.tokens["turn"], tokens, values)
+        for sequence, (trajectory, tokens, values) in zip(sequences, parts, strict=True)
+    ]
 
 
 def _with_turns(
-    sequence: TokenSequence, turn: NDArray[np.int16], advantage: float | Sequence[float] | None
+    sequence: TokenSequence, turns: NDArray[np.int16], part: slice, advantage: float | Sequence[float] | None
 ) -> TokenSequence:
-    records = sequence.records
+    records, turn = sequence.records, turns[part]
     tokens = np.zeros(len(records), [*records.dtype.descr, *BY_TURN])
     for name in records.dtype.names or ():
         tokens[name] = records[name]
     tokens["turn"] = turn
     values = np.array(0.0 if advantage is None else advantage, np.float32)
-    if values.ndim and values.size != turn.max():
-        raise ValueError(f"trajectory {sequence.name}: {values.size} advantages for {turn.max()} turns")
+    if values.ndim and values.size != turns.max():
+        raise ValueError(f"trajectory {sequence.name}: {values.size} advantages for {turns.max()} turns")
     tokens["advantages"] = np.atleast_1d(values)[np.clip(turn - 1, 0, values.size - 1)]
     return replace(sequence, tokens=tokens, kind=tokens.dtype)
 
 
-def _sequence(place: int, trajectory: Trajectory, version: int | None) -> TokenSequence:
+def _sequence(index: int, trajectory: Trajectory, part: slice, version: int | None) -> TokenSequence:
+    """Of the tokens `part`; its place is set later."""
     name = f"{trajectory.prompt_id}#{trajectory.sample_index}"
-    if not len(trajectory):
+    given = trajectory.tokens[part]
+    if not len(given):
         raise ValueError(f"trajectory {name} has no tokens")
-    given, more = trajectory.tokens, further(trajectory.tokens)
+    more = further(given)
     if given["response_mask"][0]:
         raise ValueError(f"trajectory {name} starts with a sampled token; it needs a prompt")
     kind = np.dtype([*PACKED.descr, *((name, values.dtype, values.shape[1:]) for name, values in more.items())])
@@ -92,7 +108,7 @@ def _sequence(place: int, trajectory: Trajectory, version: int | None) -> TokenS
         tokens[column] = given[column]
     tokens["current"] = given["response_mask"] if version is None else given["weight_version"] == version
     sampled, loss = (int(np.count_nonzero(tokens[mask])) for mask in ("response_mask", "loss_mask"))
-    return TokenSequence(place, name, len(trajectory), sampled, loss, tokens, tokens.dtype)
+    return TokenSequence(0, index, name, len(given), sampled, loss, tokens, tokens.dtype)
 
 
 @dataclass(slots=True)

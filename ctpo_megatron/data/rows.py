@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ctpo_megatron.base.chat_template import apply_chat_template
-from ctpo_megatron.data.messages import ChatMessage
+from ctpo_megatron.data.messages import ChatMessage, dropped_calls
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.tables import Table
 
@@ -181,3 +181,18 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[lis
         some = list(texts[start : start + _AT_ONCE])
         ids += tokenizer(some, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return ids
+
+
+def prompt_ids(
+    messages: Sequence[ChatMessage], tools: Offered, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]
+) -> list[int]:
+    """Token ids of one conversation up to the model's next turn. kwargs: of the chat template.
+
+    Raises ValueError when the template refuses it, or leaves its tool calls out.
+    """
+    (text,), refused = render([messages], [tools], tokenizer, {"add_generation_prompt": True, **kwargs})
+    if refused:
+        raise ValueError(refused[0])
+    if names := dropped_calls(messages, text):
+        raise ValueError(f"the chat template does not show the calls in `tool_calls`: {', '.join(names)}")
+    return encode([text], tokenizer)[0]

@@ -60,6 +60,8 @@ class Trajectory:
     """Why a scored trajectory has no reward: it is no wrong answer, and nothing is learned from it."""
     turn_rewards: list[float] | None = None
     """What each model turn earned; they add up to the reward. None: the reward function does not say."""
+    sequence_starts: list[int] = field(default_factory=list)
+    """Index of the first token of each further sequence. Empty for an episode whose calls extend one sequence."""
 
     @property
     def token_ids(self) -> Column[int]:
@@ -147,9 +149,20 @@ class Trajectory:
         return same and ours == theirs
 
     @property
+    def sequences(self) -> list[slice]:
+        """The tokens of each sequence: nothing in one of them is read by another. One, unless an agent began others."""
+        bounds = [0, *self.sequence_starts, len(self)]
+        return [slice(start, end) for start, end in itertools.pairwise(bounds)]
+
+    @property
     def model_tokens(self) -> int:
         """Tokens that the policy sampled."""
         return int(np.count_nonzero(self.tokens["response_mask"]))
+
+    @property
+    def sequence_model_tokens(self) -> list[int]:
+        """Tokens that the policy sampled in each sequence."""
+        return [int(np.count_nonzero(self.tokens["response_mask"][tokens])) for tokens in self.sequences]
 
     @property
     def loss_tokens(self) -> int:
@@ -185,12 +198,19 @@ class Trajectory:
             record["no_verdict"] = asdict(self.no_verdict)
         if self.turn_rewards is not None:
             record["turn_rewards"] = self.turn_rewards
+        if self.sequence_starts:
+            record["sequence_starts"] = self.sequence_starts
         return record | {"tool_calls": [asdict(call) for call in self.tool_calls]}
 
     @classmethod
     def of_facts(cls, record: Mapping[str, Any], tokens: NDArray[np.void]) -> Trajectory:
-        """Inverse of `facts`; fields that a trajectory does not have are ignored."""
+        """Inverse of `facts`; fields that a trajectory does not have are ignored. Raises ValueError for impossible
+        starts of sequences."""
         known = {each.name: record[each.name] for each in fields(cls) if each.name in record}
+        known["sequence_starts"] = [*(record.get("sequence_starts") or ())]
+        bounds = [0, *known["sequence_starts"], len(tokens)]
+        if len(bounds) > 2 and not all(start < end for start, end in itertools.pairwise(bounds)):
+            raise ValueError(f"sequence_starts is {bounds[1:-1]}, of {len(tokens)} tokens: each must be larger")
         missing = record.get("no_verdict")
         return cls(
             **{
@@ -218,4 +238,4 @@ class Trajectory:
         return cls.of_facts(record, filled(tokens, 0, more) if more else tokens)
 
 
-_APART = ("tokens", "no_verdict", "turn_rewards")
+_APART = ("tokens", "no_verdict", "turn_rewards", "sequence_starts")

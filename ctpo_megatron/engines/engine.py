@@ -97,7 +97,7 @@ class RolloutEngine:
             engines=engine_count(self._config),
             nodes=self._config.cluster.nodes,
         )
-        self._environment = make_environment(self._config.rollout)
+        self._environment = make_environment(self._config.rollout, self._config.data)
         backend = {"file": receiver.FILE, "tcp": receiver.TCP}.get(self._spec.transport, self._spec.transport)
         arguments = self._setup.arguments(self._config, self._spec.model_path)
         with _refusals_in_words():
@@ -114,6 +114,7 @@ class RolloutEngine:
             rollout.engine.max_model_len,
             rollout.max_tool_calls,
             rollout.max_tool_s,
+            self._config.data.max_prompt_tokens,
         )
         gc.collect()
         gc.freeze()  # imported modules are many and permanent: full collections would cost more than the episodes
@@ -147,7 +148,8 @@ class RolloutEngine:
                 finished.append(await play(self._environment, episode))
 
         generate = self._turn_generator(task.sampling, task.step)
-        parts: dict[str, Any] = {"codec": self._codec, "tools": self._tools, "limits": self._limits}
+        limits = replace(self._limits, sampling=task.sampling)
+        parts: dict[str, Any] = {"codec": self._codec, "tools": self._tools, "limits": limits}
         episodes = [Episode(task.prompt, trajectory, engine=generate, **parts) for trajectory in trajectories]
         try:
             async with asyncio.TaskGroup() as group:
@@ -258,10 +260,13 @@ class RolloutEngine:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        stops, strings = sorted(self._codec.stop_ids), list(self._tools.stop)
+        stops = sorted(self._codec.stop_ids)
         replay = self._config.policy.router_replay
 
-        async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int) -> ModelTurn:
+        async def generate(
+            token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int, stop: Sequence[str] = ()
+        ) -> ModelTurn:
+            strings = [*self._tools.stop, *stop]
             params = SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,

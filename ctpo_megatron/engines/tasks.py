@@ -11,6 +11,7 @@ from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.environments.episode import Sampling as Sampling
 
 INITIAL_VERSION = 0
 """Version of the weights an engine loads from its model directory, before the first update."""
@@ -57,15 +58,6 @@ class EngineSeat:
     node_id: str
     address: str
     log_path: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The sampling distribution. temperature 0: greedy; top_k 0: no limit."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from ctpo_megatron.base.extensions import called
 from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.environments.live_sequence import LiveSequence
 from ctpo_megatron.environments.parsers.thinking import left_open
-from ctpo_megatron.environments.protocol import Environment, Message, ToolUnavailable
+from ctpo_megatron.environments.protocol import Environment, Message, ToolCallRequest, ToolUnavailable
 from ctpo_megatron.environments.seeds import turn_seed
 from ctpo_megatron.environments.toolbox import Toolbox, well_formed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ctpo_megatron.data.tool_call import ToolCall
     from ctpo_megatron.data.trajectory import FinishReason, Trajectory
     from ctpo_megatron.environments.template import TokenizerCodec
 
@@ -43,15 +46,31 @@ class ModelTurn:
 class GenerateTurn(Protocol):
     """An engine as the episode sees it: exact token ids in, sampled tokens out.
 
-    start: how many of the tokens have their `computed` columns from an earlier call.
+    start: how many of the tokens have their `computed` columns from an earlier call. stop: further texts behind which
+    sampling ends, given only where an agent asks for any.
     """
 
-    def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int) -> Awaitable[ModelTurn]: ...
+    def __call__(
+        self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int, stop: Sequence[str] = ()
+    ) -> Awaitable[ModelTurn]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The sampling distribution. temperature 0: greedy; top_k 0: no limit."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Budgets of an episode, in tokens unless named otherwise. max_tool_s: seconds; None: no limit."""
+    """What bounds an episode, in tokens unless named otherwise. max_tool_s: seconds; None: no limit.
+
+    max_prompt_tokens: with `max_response_tokens` what one sequence may have; None: `max_model_len` alone bounds it.
+    sampling: the distribution that the engine samples from, whatever an agent asks for.
+    """
 
     max_turns: int
     max_turn_tokens: int | None
@@ -59,6 +78,13 @@ class EpisodeLimits:
     max_model_len: int
     max_tool_calls: int | None = None
     max_tool_s: float | None = None
+    max_prompt_tokens: int | None = None
+    sampling: Sampling = Sampling()
+
+    def end(self, prompt: int) -> int:
+        """How many tokens a sequence may have whose prompt has `prompt` of them."""
+        whole = min(prompt, self.max_prompt_tokens or prompt) + self.max_response_tokens
+        return min(whole, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +112,8 @@ class EpisodeOver(Exception):
 class Episode:
     """Turns alternate: `generate`, `reply`, `generate`, ... until `finish`. Every token is recorded here, once.
 
-    trajectory: the empty record; its seed determines the sampling. Raises ValueError when no token can be sampled.
+    A `Conversation` calls `sample_turn` instead, for any of several sequences. trajectory: the empty record; its seed
+    determines the sampling. Raises ValueError when no token can be sampled.
     """
 
     def __init__(
@@ -99,17 +126,16 @@ class Episode:
         tools: Toolbox,
         limits: EpisodeLimits,
     ) -> None:
-        self.prompt = prompt
-        self._trajectory, self._engine, self._codec = trajectory, engine, codec
-        self._tools, self._limits = tools, limits
+        self.prompt, self.codec, self.tools, self.limits = prompt, codec, tools, limits
+        self._trajectory, self._engine = trajectory, engine
         self._turn: Turn | None = None
+        self._turns = 0
         self._awaits_reply = False
-        self._computed = 0
         length = len(prompt.token_ids)
         trajectory.append_context(prompt.token_ids, 0)
         if length >= limits.max_model_len:
             raise ValueError(f"prompt {prompt.id!r} has {length} tokens; max_model_len is {limits.max_model_len}")
-        self._end = min(length + limits.max_response_tokens, limits.max_model_len)
+        self.sequences = [LiveSequence(trajectory, limits.end(length))]
 
     @property
     def seed(self) -> int:
@@ -121,48 +147,73 @@ class Episode:
         self._check_open()
         if self._awaits_reply:
             raise RuntimeError("environment: reply() comes between two calls of generate()")
-        trajectory, number = self._trajectory, self._turn.number + 1 if self._turn else 1
-        budget = self._end - len(trajectory)
-        per_turn = self._limits.max_turn_tokens
-        max_tokens = budget if per_turn is None else min(budget, per_turn)
         self._awaits_reply = True
-        opened = left_open(self._codec.decode(trajectory.token_ids[-_TAG_TOKENS:]))
+        return await self.sample_turn(self.sequences[0])
+
+    def open_sequence(self, token_ids: Sequence[int]) -> LiveSequence:
+        """One more sequence, which begins with these tokens. Raises EpisodeOver when there is no room for another."""
+        from ctpo_megatron.data.trajectory import Trajectory
+
+        record = Trajectory(self._trajectory.prompt_id, self._trajectory.sample_index, self.seed)
+        record.append_context(token_ids, 0)
+        sequence = LiveSequence(record, self.limits.end(len(token_ids)))
+        if len(record) >= sequence.end:
+            raise EpisodeOver("length")
+        self.sequences.append(sequence)
+        return sequence
+
+    async def sample_turn(
+        self, sequence: LiveSequence, context: Sequence[int] = (), limit: int | None = None, stop: Sequence[str] = ()
+    ) -> Turn:
+        """Sample the next model turn at the end of a sequence, after further tokens that the policy did not sample.
+
+        limit: tokens of this turn at most. stop: texts that end it. Raises EpisodeOver when no turn is left or nothing
+        would fit, and what the engine raises; then nothing of the turn is recorded.
+        """
+        self._check_open()
+        if self._turns == self.limits.max_turns:
+            raise EpisodeOver("max_turns")
+        if len(sequence.record) + len(context) >= sequence.end:
+            raise EpisodeOver("length")
+        before = sequence.record.tokens, sequence.computed
+        self._turns += 1
+        sequence.busy = True
+        try:
+            if context:
+                sequence.record.append_context(context, sequence.turn)
+            turn = await self._sample(sequence, self._turns, limit, stop)
+        except BaseException:
+            sequence.record.tokens, sequence.computed = before
+            raise
+        finally:
+            sequence.busy = False
+        sequence.turn = turn.number
+        if self._turn is None or self._turn.number < turn.number:  # calls may overtake one another
+            self._turn = turn
+        return turn
+
+    async def _sample(self, sequence: LiveSequence, number: int, limit: int | None, stop: Sequence[str]) -> Turn:
+        record = sequence.record
+        budgets = (sequence.end - len(record), self.limits.max_turn_tokens, limit)
+        max_tokens = min(budget for budget in budgets if budget is not None)
+        opened = left_open(self.codec.decode(record.token_ids[-_TAG_TOKENS:]))
         ids: list[int] = []
         # More than one round only with a parser that has `stop`: sampling pauses there, and continues with a seed of
         # its own where the turn is not over.
         while True:
-            ids += await self._sample(number, max_tokens - len(ids), turn_seed(trajectory.seed, number, len(ids)))
-            ended = ids[-1] in self._codec.stop_ids
-            text = opened + self._codec.decode(ids[:-1] if ended else ids)
-            complete = ended or self._tools.ends_turn(text)
-            if complete or len(ids) == max_tokens or not self._tools.stop:
-                self._turn = Turn(text, number, complete, ended)
-                return self._turn
-
-    async def _sample(self, number: int, max_tokens: int, seed: int) -> Sequence[int]:
-        """Have the engine continue turn `number`; record and return the tokens."""
-        trajectory, start = self._trajectory, self._computed
-        sampled = await self._engine(trajectory.token_ids.copy(), max_tokens=max_tokens, seed=seed, start=start)
-        ids = sampled.token_ids
-        if not 1 <= len(ids) <= max_tokens:
-            raise RuntimeError(
-                f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: the engine returned {len(ids)} "
-                f"tokens, asked for 1 to {max_tokens}"
-            )
-        trajectory.append_model(ids, sampled.rollout_log_probs, sampled.weight_version, number, sampled.more)
-        self._computed = len(trajectory) - 1  # the model has not read the last token
-        for name, values in sampled.computed.items():
-            if len(values) != self._computed - start:
-                raise RuntimeError(
-                    f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: the engine returned {name} of "
-                    f"{len(values)} tokens, and read {self._computed - start} since the last call"
-                )
-        trajectory.fill(start, sampled.computed)
-        return ids
+            seed = turn_seed(record.seed, number, len(ids))
+            ids += await sequence.sample(self._engine, number, max_tokens - len(ids), seed, stop)
+            ended = ids[-1] in self.codec.stop_ids
+            said = self.codec.decode(ids[:-1] if ended else ids)
+            cuts = [at for at in map(said.find, stop) if at >= 0]
+            text = opened + said[: min(cuts, default=len(said))]
+            complete = ended or bool(cuts) or self.tools.ends_turn(text)
+            if complete or len(ids) == max_tokens or not self.tools.stop:
+                return Turn(text, number, complete, ended)
 
     def mentions_call(self, turn: Turn) -> bool:
         """Whether the model called a tool in `turn`, or tried to."""
-        return self._tools.mentions_call(turn.text)
+        return self.tools.mentions_call(turn.text)
 
     async def call_tools(self, turn: Turn) -> list[Message]:
         """Run the tool calls in `turn`, record them, and return the messages to `reply` with.
@@ -172,11 +223,26 @@ class Episode:
         """
         self._check_answerable()
         self._check_tool_budget()
-        calls, failure = await self._tools.call(turn.text, turn.number)
-        self._trajectory.tool_calls += calls
+        calls, failure = await self.tools.call(turn.text, turn.number)
+        self.record(calls)
         if failure:
             raise ToolUnavailable(failure)
-        return self._tools.render(calls)
+        return self.tools.render(calls)
+
+    async def run_tools(self, requests: Sequence[ToolCallRequest], number: int) -> tuple[list[ToolCall], str]:
+        """Run calls of turn `number` and record them; also why one could not run ("" if all did).
+
+        Raises EpisodeOver when a budget of tools is exhausted.
+        """
+        self._check_open()
+        self._check_tool_budget()
+        calls, failure = await self.tools.run(requests, number)
+        self.record(calls)
+        return calls, failure
+
+    def record(self, calls: Sequence[ToolCall]) -> None:
+        """Add calls that were run, or could not be read, to the trajectory."""
+        self._trajectory.tool_calls += calls
 
     def reply(self, *messages: Message) -> None:
         """Append messages to the conversation, as the chat template writes them, and open the next model turn.
@@ -184,8 +250,8 @@ class Episode:
         Raises EpisodeOver when the last turn was cut, no turn is left, or no further token would fit.
         """
         turn = self._check_answerable()
-        ids = self._codec.encode(messages, end_turn=not turn.has_end_token)
-        if len(self._trajectory) + len(ids) >= self._end:
+        ids = self.codec.encode(messages, end_turn=not turn.has_end_token)
+        if len(self._trajectory) + len(ids) >= self.sequences[0].end:
             for call in self._trajectory.tool_calls:
                 if call.turn == turn.number:
                     call.output = ""  # the model never saw it
@@ -205,10 +271,16 @@ class Episode:
         self._trajectory.finish_reason, self._trajectory.final_text = reason, well_formed(final_text)
 
     def result(self) -> Trajectory:
-        """The trajectory of a finished episode."""
-        if self._trajectory.finish_reason is None or self._turn is None:
+        """The trajectory of a finished episode. Sequences that the model added nothing to are left out."""
+        from ctpo_megatron.data.tokens import joined
+
+        trajectory = self._trajectory
+        if trajectory.finish_reason is None or self._turn is None:
             raise RuntimeError("environment: run() returned without a model turn or without finish()")
-        return self._trajectory
+        parts = [sequence.record.tokens for sequence in self.sequences if sequence.turn]
+        trajectory.sequence_starts = [*itertools.accumulate(map(len, parts[:-1]))]
+        trajectory.tokens = parts[0] if len(parts) == 1 else joined(parts)
+        return trajectory
 
     def _check_open(self) -> None:
         if self._trajectory.finish_reason is not None:
@@ -221,14 +293,14 @@ class Episode:
             raise RuntimeError("environment: there is no model turn to reply to; call generate() first")
         if not self._turn.complete:
             raise EpisodeOver("length")
-        if self._turn.number == self._limits.max_turns:
+        if self._turn.number == self.limits.max_turns:
             raise EpisodeOver("max_turns")
         return self._turn
 
     def _check_tool_budget(self) -> None:
         # What could not be parsed was not run, and the model may correct it.
         run = [call for call in self._trajectory.tool_calls if call.status != "parse_error"]
-        calls, seconds = self._limits.max_tool_calls, self._limits.max_tool_s
+        calls, seconds = self.limits.max_tool_calls, self.limits.max_tool_s
         spent = sum(call.wall_s if call.exec_s is None else call.exec_s for call in run)
         if (calls is not None and len(run) >= calls) or (seconds is not None and spent >= seconds):
             raise EpisodeOver("tool_budget")

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from ctpo_megatron.base.extensions import ExtensionError, called, load
+from ctpo_megatron.base.extensions import ExtensionError, call_problem, called, load
 from ctpo_megatron.config import DataConfig, Extension, RolloutConfig, SandboxConfig, SystemPrompt, system_prompt_text
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.node_sandbox import node_sandbox_url
@@ -18,7 +18,8 @@ from ctpo_megatron.environments.toolbox import Toolbox
 
 TOOLS: dict[str, Any] = {"python": PythonTool}
 PARSERS: dict[str, Any] = {"hermes": HermesParser, "fenced": FencedParser}
-ENVIRONMENTS: dict[str, Any] = {"tools": ToolEnvironment}
+ENVIRONMENTS: dict[str, Any] = {"tools": ToolEnvironment, "endpoint": None}
+"""`endpoint` is made from a section of its own."""
 
 
 def make_toolbox(
@@ -42,8 +43,12 @@ def make_parser(rollout: RolloutConfig) -> ToolParser:
     return parser
 
 
-def make_environment(rollout: RolloutConfig) -> Environment:
+def make_environment(rollout: RolloutConfig, data: DataConfig) -> Environment:
     """The environment of a run. Raises ExtensionError."""
+    if rollout.environment.name == "endpoint":
+        from ctpo_megatron.environments.endpoint import EndpointEnvironment  # it loads an HTTP server
+
+        return EndpointEnvironment(rollout.endpoint, offered_schemas(data, rollout))
     environment: Environment = _made(ENVIRONMENTS, rollout.environment)
     return environment
 
@@ -105,7 +110,26 @@ def check_parser_fits(rollout: RolloutConfig) -> None:
 
 def check_environment(environment: Extension) -> None:
     """Raises ExtensionError when `environment` cannot be an Environment."""
+    if environment.name == "endpoint":
+        if environment.arguments:
+            raise ExtensionError("endpoint: takes no arguments; its settings are in the section `rollout.endpoint`")
+        return
     _check_methods(_find(ENVIRONMENTS, environment), environment, ("run",), awaited=True)
+
+
+def check_agent(agent: Extension) -> None:
+    """Raises ExtensionError when `agent` cannot be a function of one task, or a class of such."""
+    if not agent.is_path:
+        raise ExtensionError(f"{agent}: no such part; write package.module:name")
+    found = load(agent.name)
+    if not isinstance(found, type):
+        problem = "is not callable" if not callable(found) else call_problem(found, ("task",), agent.arguments)
+    elif not any("__call__" in vars(base) for base in found.__mro__):
+        problem = "has no method __call__"
+    else:
+        problem = call_problem(found, (), agent.arguments) or call_problem(found.__call__, ("self", "task"), {})
+    if problem:
+        raise ExtensionError(f"{agent}: {problem}")
 
 
 def _made(words: dict[str, Any], part: Extension) -> Any:

@@ -73,14 +73,9 @@ def held_out_prompts(
     return found
 
 
-def usable(found: PromptSet, directory: Path | None = None) -> list[Prompt]:
-    """The prompts of a set without problems; doubts and rows left out go to the log, these to `<directory>/data.json`.
-
-    Raises DataError with all problems.
-    """
+def usable(found: PromptSet) -> list[Prompt]:
+    """The prompts of a set without problems; doubts and rows left out go to the log. Raises DataError with all problems."""
     say(found)
-    if directory is not None:
-        write_record(found, directory)
     return found.prompts
 
 

@@ -71,6 +71,7 @@ class ToolParser(Protocol):
     system_prompt: text that explains the format to the model, used if `data.system_prompt` is null; default none.
     schemas_in_prompt: whether the chat template receives the tools if `data.tool_in_prompt` is null; default true.
     example: a turn with one call, which `ctpo doctor CONFIG --template` renders.
+    said(text): what a turn says besides its calls, for agents of one's own; default nothing.
     """
 
     def mentions_call(self, text: str) -> bool:

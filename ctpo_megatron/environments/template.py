@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.chat_template import apply_chat_template
+from ctpo_megatron.data import ChatMessage, prompt_ids
 from ctpo_megatron.environments.protocol import Message, Schema
 from ctpo_megatron.environments.tokenizer import TokenizerError
 from ctpo_megatron.environments.toolbox import well_formed
@@ -103,6 +104,16 @@ class MessageTemplate:
             else:
                 text += content + after
         return ids + self._ids(text)
+
+    def conversation(self, messages: Sequence[ChatMessage], tools: Sequence[Schema]) -> list[int]:
+        """Token ids of a whole conversation up to the model's next turn, rendered as prompts of data files are.
+
+        Raises TokenizerError when the template refuses it, or leaves its tool calls out.
+        """
+        try:
+            return prompt_ids(messages, [dict(tool) for tool in tools] or None, self._tokenizer, self._kwargs)
+        except ValueError as error:
+            raise TokenizerError(str(error)) from error
 
     def check_end(self) -> None:
         """Raises TokenizerError when no end token closes an assistant's message, so that no turn would ever end."""
@@ -205,6 +216,10 @@ class TokenizerCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Schema]) -> list[int]:
+        """See MessageTemplate.conversation."""
+        return self._template.conversation(messages, tools)
 
     def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
         """See MessageTemplate.encode."""

@@ -92,6 +92,18 @@ class Toolbox:
         with called(_PARSER):
             return bool(self._tools) and self._parser.mentions_call(text)
 
+    def read(self, text: str) -> tuple[str, list[ToolCallRequest]]:
+        """What a turn says besides its calls, and the calls; with or without tools of the run. Raises ParseError."""
+        with called(_PARSER):
+            if not self._parser.mentions_call(text):
+                return text, []
+            requests = self._parser.parse(text)
+            for request in requests:
+                if not isinstance(request.name, str) or not isinstance(request.arguments, dict):
+                    raise ParseError("the name of a call must be a text, and its arguments an object")
+            said = getattr(self._parser, "said", None)
+            return "" if said is None else str(said(text)), requests
+
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
         """The messages that show the outputs of `calls` to the model. Raises ExtensionError where there are none."""
         with called(_PARSER):
@@ -109,10 +121,22 @@ class Toolbox:
         """
         try:
             with called(_PARSER):
-                requests = [self._checked(request) for request in self._parser.parse(text)]
+                requests = self._parser.parse(text)
         except ParseError as error:
-            output = cut_middle(well_formed(f"[parse_error] {error}"), self._max_chars)
-            return [ToolCall(turn, "", {}, "parse_error", output, 0.0)], ""
+            return [self.unread(error, turn)], ""
+        return await self.run(requests, turn)
+
+    def unread(self, error: ParseError, turn: int) -> ToolCall:
+        """The record of calls that cannot be run."""
+        output = cut_middle(well_formed(f"[parse_error] {error}"), self._max_chars)
+        return ToolCall(turn, "", {}, "parse_error", output, 0.0)
+
+    async def run(self, requests: Sequence[ToolCallRequest], turn: int) -> tuple[list[ToolCall], str]:
+        """Run calls as `call` does."""
+        try:
+            requests = [self._checked(request) for request in requests]
+        except ParseError as error:
+            return [self.unread(error, turn)], ""
         # An exception is raised once all calls have ended: none may still use the tool when the group is discarded.
         results = await asyncio.gather(*(self._run(request, turn) for request in requests), return_exceptions=True)
         done: list[tuple[ToolCall, str]] = []

@@ -69,7 +69,7 @@ class ScoredAnswers:
             self._finished(samples)
 
     def _text(self, trajectory: Trajectory) -> str:
-        return self._decode(trajectory.token_ids[len(trajectory) - trajectory.response_tokens :])
+        return self._decode(trajectory.tokens["token_ids"][trajectory.tokens["turn"] > 0].tolist())
 
 
 def answer(

@@ -113,6 +113,8 @@ def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
             settings[f"rollout.{name}"] = limit
     for name in ("tools", "tool_parser", "environment"):
         settings[f"rollout.{name}"] = rollout.model_dump(mode="json", include={name})[name]
+    if rollout.endpoint.agent is not None:
+        settings["rollout.endpoint.agent"] = rollout.endpoint.agent.model_dump(mode="json")
     return settings | {
         "model": fingerprint(Path(config.model.path)),
         "model.chat_template": run_chat_template(config.model),

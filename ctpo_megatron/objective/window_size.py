@@ -13,14 +13,14 @@ from ctpo_megatron.config import PolicyObjective
 def window_metrics(model_tokens: Sequence[int], objective: PolicyObjective | None) -> dict[str, float]:
     """Of the window [-low t^p, high t^p] on log r, with `clip_drift` around its centre, over all model tokens.
 
-    model_tokens: number in each trajectory; their positions t are 1, 2, ... Empty without tokens, and for a window of
+    model_tokens: number in each sequence; their positions t are 1, 2, ... Empty without tokens, and for a window of
     another kind (`clip_mode`). Source: `_compute_policy_loss_cum_token_la_impl` of horizon-llm/CTPO at acc4021.
     """
     lengths = np.asarray(model_tokens, np.int64)
     if objective is None or objective.clip_mode != "log_power" or not lengths.any():
         return {}
     longest = int(lengths.max())
-    # As many tokens have position t as trajectories have at least t tokens.
+    # As many tokens have position t as sequences have at least t tokens.
     count = np.bincount(lengths, minlength=longest + 1)[::-1].cumsum()[::-1][1:].astype(np.float64)
     positions = np.arange(1, longest + 1, dtype=np.float64)
     scale, centre = positions**objective.clip_power, -objective.clip_drift / 2 * positions

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Workload:
 class MiniBatch:
     """The data of one optimizer step: this rank's micro-batches, denominators over all ranks, and its size.
 
-    skipped: the trajectories of advantage 0 that the update leaves out, with their tokens on rank zero only.
+    skipped: the sequences of advantage 0 that the update leaves out, with their tokens on rank zero only.
     skipped_micro_batches: this rank's share of them, where a pass without gradient runs over them.
     `apply_correction` changes loss masks and denominators together.
     """
@@ -100,7 +101,7 @@ def checked_sequences(
     *,
     by_turn: bool = False,
 ) -> list[TokenSequence]:
-    """The tokens of every trajectory; by_turn: with their turns and advantages.
+    """The sequences of every trajectory; by_turn: with their turns and advantages.
 
     Raises ValueError as `token_sequences` does and when there is not one advantage for each. Raises DataError for a
     token outside the vocabulary: megatron pads the vocabulary, and would train on the padding rows.
@@ -130,7 +131,7 @@ def share_sizes(
 ) -> tuple[list[TokenSequence], list[float | None]]:
     """The sequences of rank zero without their tokens, and their advantages, on every rank; collective.
 
-    Sends int64 `[4, B]`, float64 `[B]`, and the type of the tokens. Ranks other than zero pass empty sequences. Rank
+    Sends int64 `[5, B]`, float64 `[B]`, and the type of the tokens. Ranks other than zero pass empty sequences. Rank
     zero keeps its tokens.
     """
     if layout.world_size == 1:
@@ -138,19 +139,21 @@ def share_sizes(
     about: list[Any] = [len(sequences), common_type([PACKED, *(sequence.kind for sequence in sequences)])]
     dist.broadcast_object_list(about, src=0, device=torch.device("cpu"))
     count, kind = about
-    sizes = torch.zeros(4, count, dtype=torch.int64)
+    sizes = torch.zeros(5, count, dtype=torch.int64)
     values = torch.zeros(count, dtype=torch.float64)
     if layout.is_rank_zero:
         pairs = zip(sequences, advantages, strict=True)
-        sizes[:] = torch.tensor([[s.length, s.sampled_tokens, s.loss_tokens, a is not None] for s, a in pairs]).T
+        sizes[:] = torch.tensor(
+            [[s.length, s.sampled_tokens, s.loss_tokens, a is not None, s.trajectory] for s, a in pairs]
+        ).T
         values[:] = torch.tensor([0.0 if a is None else a for a in advantages], dtype=torch.float64)
     dist.broadcast(sizes, src=0)
     dist.broadcast(values, src=0)
     if layout.is_rank_zero:
         return [replace(sequence, kind=kind) for sequence in sequences], list(advantages)
     outline = [
-        TokenSequence(place, f"{place} of the step", length, sampled, loss, None, kind)
-        for place, (length, sampled, loss, _) in enumerate(sizes.T.tolist())
+        TokenSequence(place, trajectory, f"{trajectory} of the step", length, sampled, loss, None, kind)
+        for place, (length, sampled, loss, _, trajectory) in enumerate(sizes.T.tolist())
     ]
     known = zip(values.tolist(), sizes[3].tolist(), strict=True)
     return outline, [advantage if takes_part else None for advantage, takes_part in known]
@@ -168,7 +171,7 @@ def make_mini_batches(
     skip_zero_advantage: bool = False,
     pack_skipped: bool = False,
 ) -> list[MiniBatch]:
-    """Consecutive runs of `size` sequences, one per optimizer step, each distributed over data-parallel ranks.
+    """Consecutive runs of `size` trajectories, one per optimizer step, distributed over data-parallel ranks.
 
     sequences, advantages: from `share_sizes`. Rank zero sends the tokens to the ranks that train on them. Shares are
     balanced by model FLOPs. A sequence whose advantage is None takes no part: it is in no micro-batch and in no
@@ -179,12 +182,12 @@ def make_mini_batches(
     """
     rules = packing_rules(config)
     result: list[MiniBatch] = []
-    last = (len(sequences) - 1) // size * size
-    for start in range(0, len(sequences), size):
+    last = sequences[-1].trajectory // size if sequences else 0
+    for number, step in groupby(zip(sequences, advantages, strict=True), lambda pair: pair[0].trajectory // size):
         began = time.perf_counter()
-        chunk, values = sequences[start : start + size], advantages[start : start + size]
+        chunk, values = zip(*step, strict=True)
         if len(chunk) < layout.dp_size:
-            raise ValueError(f"an optimizer step of {len(chunk)} trajectories cannot feed {layout.dp_size} replicas")
+            raise ValueError(f"an optimizer step of {len(chunk)} sequences cannot feed {layout.dp_size} replicas")
         flops = [spec.forward_flops(each.length, each.sampled_tokens) for each in chunk]
         # Not `abs(a) > 0`: a NaN has to reach the loss.
         taking_part = {i: value for i, value in enumerate(values) if value is not None}
@@ -208,7 +211,7 @@ def make_mini_batches(
         )
         skipped = sorted(taking_part.keys() - set(trained))
         result.append(MiniBatch(micro_batches, denominators, work, [chunk[i] for i in skipped]))
-        if skipped and pack_skipped and start in (0, last):
+        if skipped and pack_skipped and number in (0, last):
             passed = _packed(chunk, _shares(skipped, chunk, flops, layout), taking_part, rules, layout)
             result[-1].skipped_micro_batches = [micro.to(layout.device) for micro in passed]
     return result

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ctpo_megatron.data import PackedBatch
+from ctpo_megatron.data import PackedBatch, Trajectory
 from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize, token_diagnostics
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.minibatch import Workload, anchor_of
@@ -144,6 +145,40 @@ def _diagnostics_of(micro: PackedBatch, objective: PolicyObjective, anchor: Anch
             values = micro.on_host.advantages[tokens].numpy()
             diagnostics[index]["turn_advantages"] = values[first[turns > 0]].tolist()
     return diagnostics
+
+
+def of_trajectories(diagnostics: Diagnostics, trajectories: Sequence[Trajectory]) -> Diagnostics:
+    """Diagnostics by trajectory, from those by sequence; numbers of tokens are in the order of the trajectory's tokens.
+
+    One with a sequence that no pass has run over has none.
+    """
+    found: Diagnostics = {}
+    place = 0
+    for index, trajectory in enumerate(trajectories):
+        turns = [np.unique(trajectory.tokens["turn"][tokens]) for tokens in trajectory.sequences]
+        parts = [diagnostics[each] for each in range(place, place + len(turns)) if each in diagnostics]
+        if len(parts) == len(turns):
+            found[index] = parts[0] if len(parts) == 1 else _joined(parts, turns)
+        place += len(turns)
+    return found
+
+
+def _joined(parts: Sequence[dict[str, Any]], turns: Sequence[NDArray[np.int16]]) -> dict[str, Any]:
+    """turns: numbers of the turns of each part, with the 0 of its prompt."""
+    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if name not in _OF_SEQUENCE}
+    whole["advantage"] = parts[0]["advantage"]
+    if "turn_advantages" in parts[0]:
+        pairs = zip(turns, parts, strict=True)
+        by_turn = {
+            turn: value
+            for numbers, part in pairs
+            for turn, value in zip(numbers[numbers > 0].tolist(), part["turn_advantages"], strict=True)
+        }
+        whole["turn_advantages"] = [by_turn[turn] for turn in sorted(by_turn)]
+    return whole
+
+
+_OF_SEQUENCE = ("advantage", "turn_advantages")
 
 
 def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:

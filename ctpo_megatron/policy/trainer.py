@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +37,7 @@ from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.passes import Passes
 from ctpo_megatron.policy.positions import gather_positions
 from ctpo_megatron.policy.predictions import Anchor, LossFunction
-from ctpo_megatron.policy.reports import Diagnostics, Update, gather_diagnostics, summarize_updates
+from ctpo_megatron.policy.reports import Diagnostics, Update, gather_diagnostics, of_trajectories, summarize_updates
 from ctpo_megatron.policy.router_replay import checked_choices
 from ctpo_megatron.policy.settings import Reinforcement, TrainResult, TrainSettings
 from ctpo_megatron.policy.train_state import TrainState
@@ -156,11 +157,13 @@ class Trainer:
             positions = gather_positions(applied, rl.ratio, anchor, self.layout)
             metrics |= positions.metrics() if positions else {}
             judged = zip(batch.trajectories, advantages, strict=True)
-            metrics |= window_metrics([each.model_tokens for each, value in judged if value is not None], rl.ratio)
+            lengths = [each.sequence_model_tokens for each, value in judged if value is not None]
+            metrics |= window_metrics([*itertools.chain.from_iterable(lengths)], rl.ratio)
             shown = mini_batches if dumped else mini_batches[-1:]
             diagnostics: Diagnostics = {}
             for mini_batch in shown if settings.diagnostics else ():
                 diagnostics |= self.token_diagnostics(mini_batch, rl.objective, anchor)
+            diagnostics = of_trajectories(diagnostics, batch.trajectories)
         self.version += 1
         return TrainResult(metrics | {"weights/version": float(self.version)}, diagnostics, positions, dumped)
 
@@ -216,7 +219,8 @@ class Trainer:
             return checked_choices(found, self.spec) if self.config.router_replay else found
 
         checked = self.layout.keep_on_rank_zero(check)
-        sequences, overall = share_sizes(checked or [], [*map(largest, known)], self.layout)
+        found = checked or []
+        sequences, overall = share_sizes(found, [largest(known[each.trajectory]) for each in found], self.layout)
         return make_mini_batches(
             sequences,
             overall,
@@ -265,10 +269,10 @@ class Trainer:
     def token_diagnostics(
         self, mini_batch: MiniBatch, objective: PolicyObjective, anchor: Anchor = "proximal"
     ) -> Diagnostics:
-        """How far each trajectory of a mini-batch was from the anchor in the latest pass over it, usually its update's.
+        """How far each sequence of a mini-batch was from the anchor in the latest pass over it, usually its update's.
 
-        Index in the batch -> `advantage`, and `log_ratio`, `clip_low`, `clip_high`, arrays `[T]` in nats; on rank zero.
-        `prefix_log_ratio`, S_t, as well where `log_ratio` is another.
+        Index among the sequences of the batch -> `advantage`, and `log_ratio`, `clip_low`, `clip_high`, arrays `[T]` in
+        nats; on rank zero. `prefix_log_ratio`, S_t, as well where `log_ratio` is another.
         """
         every = [*mini_batch.micro_batches, *mini_batch.skipped_micro_batches]
         micro_batches = every if self.layout.reports else []

@@ -29,7 +29,7 @@ from ctpo_megatron.config import (
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.attention import check_attention
 from ctpo_megatron.preflight.check import Check, RunContext, failed, run_checks, warnings_of
-from ctpo_megatron.preflight.engine import check_budget, check_engine, check_engine_starts, check_tokens
+from ctpo_megatron.preflight.engine import check_budget, check_endpoint, check_engine, check_engine_starts, check_tokens
 from ctpo_megatron.preflight.files import (
     check_checkpoints,
     check_export,
@@ -235,6 +235,7 @@ TRAINING: tuple[Check[RunContext], ...] = (
     check_batch,
     check_tokens,
     check_engine,
+    check_endpoint,
     check_router_replay,
     check_placement,
     check_cluster,
@@ -255,6 +256,7 @@ SAMPLING: tuple[Check[RunContext], ...] = (
     check_concealed,
     check_cluster,
     check_protocol,
+    check_endpoint,
     check_evaluation,
     check_deadlines,
 )

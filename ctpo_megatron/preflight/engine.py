@@ -95,6 +95,24 @@ def check_budget(context: RunContext) -> Iterator[Problem]:
         yield context.warning("rollout.max_turn_tokens", message)
 
 
+def check_endpoint(context: RunContext) -> Iterator[Problem]:
+    """An agent where there is an endpoint, and time for it."""
+    rollout = context.config.rollout
+    if rollout.environment.name != "endpoint":
+        if rollout.endpoint.agent is not None:
+            message = f"never acts: rollout.environment is {rollout.environment}"
+            yield context.warning("rollout.endpoint.agent", message, "set rollout.environment: endpoint")
+        return
+    if rollout.endpoint.agent is None:
+        message = "rollout.environment: endpoint needs the function that runs episodes"
+        yield context.error("rollout.endpoint.agent", message, "write package.module:name (docs/agents.md)")
+    if rollout.endpoint.timeout_s >= rollout.group_timeout_s:
+        message = (
+            f"is not below rollout.group_timeout_s ({rollout.group_timeout_s:g}), so no agent is named that is late"
+        )
+        yield context.error("rollout.endpoint.timeout_s", message, "lower it, or raise rollout.group_timeout_s")
+
+
 def check_engine(context: RunContext) -> Iterator[Problem]:
     """vLLM: memory, precision, and extra arguments that would undo what the trainer relies on."""
     engine, spec = context.config.rollout.engine, context.spec

@@ -124,6 +124,13 @@ def _environment(context: PartContext) -> Iterator[Problem]:
     return context.problems()
 
 
+def _agent(context: PartContext) -> Iterator[Problem]:
+    from ctpo_megatron.environments import factory
+
+    factory.check_agent(context.part)
+    return context.problems()
+
+
 def _tool_parser(context: PartContext) -> Iterator[Problem]:
     from ctpo_megatron.environments import factory
 
@@ -141,6 +148,7 @@ CHECK_BY_KEY: dict[str, Check[PartContext]] = {
     "rollout.filters": _filter,
     "rollout.tools": _tool,
     "rollout.tool_parser": _tool_parser,
+    "rollout.endpoint.agent": _agent,
     "rollout.environment": _environment,
     "tracking.trackers": _tracker,
 }

@@ -64,11 +64,12 @@ def play_first(config: Config, tokenizer: PreTrainedTokenizerBase, prompt: Promp
 
     The call runs in the run's sandbox, or in one of the same settings that ends with this. Its output is rendered as
     the engines render it, and the answer is scored. Without the tool `python`, or with one turn, nothing is called. An
-    environment of the user's is not played.
+    environment or an agent of the user's is not played.
     """
     found = FirstTrajectory()
-    if config.rollout.environment.is_path:
-        found.parts.append(("not played", f"rollout.environment: {config.rollout.environment} plays its own episodes"))
+    environment = config.rollout.environment
+    if environment.is_path or environment.name == "endpoint":
+        found.parts.append(("not played", f"rollout.environment: {environment} plays its own episodes"))
         return found
     activate(config.extensions.path or ())
     try:

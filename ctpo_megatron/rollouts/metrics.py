@@ -20,6 +20,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     are `tool_calls`, `turns_mean`, `response_length_mean` and `model_tokens_mean`. A response has all tokens after
     the prompt, observations included. `tool_error_rate` is the share of calls that did not succeed. `tokens/*` and
     the statuses of `sandbox/*` are counts. `sandbox/calls` counts every call of every tool, malformed ones included.
+    `sequences_mean` is there where a trajectory has several.
     `void_turn/rate` is the share of trajectories that the filter `void_turn` would mask.
     `sandbox/wall_mean_s` is the mean time of executed calls; `sandbox/queue_s` and `sandbox/exec_s` are its
     parts, if the tool reports them. Means and rates without any call are omitted. `tool/<name>/calls` and
@@ -49,6 +50,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "tokens/total": float(total),
         "sandbox/calls": float(len(calls)),
     }
+    if any(trajectory.sequence_starts for trajectory in trajectories):
+        metrics["rollout/sequences_mean"] = sum(len(trajectory.sequences) for trajectory in trajectories) / n
     metrics |= {f"sandbox/{status}": float(statuses[status]) for status in TOOL_STATUSES}
     metrics |= _by_trajectory(trajectories)
     metrics["void_turn/rate"] = (

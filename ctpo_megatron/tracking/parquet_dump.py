@@ -55,6 +55,7 @@ SCHEMA = pa.schema(
         ("rollout_log_probs", pa.list_(pa.float32())),  # exactly what the engine reported
         ("weight_version", pa.list_(pa.int32())),
         ("turn", pa.list_(pa.int32())),
+        ("sequence_starts", pa.list_(pa.int32())),
         *((name, pa.list_(pa.float32())) for name in _TRACES),
         ("segments", pa.list_(_SEGMENT)),
         ("tool_calls", pa.list_(_CALL)),
@@ -68,7 +69,7 @@ _REPEATED = ("response_mask", "loss_mask", "weight_version", "turn")
 """Long runs of one number, which a dictionary with run lengths makes tiny."""
 _SPLIT = ("token_ids", "rollout_log_probs", *_TRACES, "segments.list.element.token_chars")
 """Numbers whose bytes of equal weight compress better side by side."""
-_OPTIONAL = {"turn_rewards", "no_verdict", "advantage", "turn_advantages", "more", *_TRACES}
+_OPTIONAL = {"turn_rewards", "sequence_starts", "no_verdict", "advantage", "turn_advantages", "more", *_TRACES}
 """Fields that a record lacks where the column is null."""
 _GROUP_TOKENS = 1 << 16
 """Tokens of a row group: held in memory as arrays, and read at once to get any of its rows."""

@@ -55,7 +55,9 @@ class Engine:
         self.turns = list(turns)
         self.asked: list[tuple[list[int], int, int]] = []
 
-    async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0) -> ModelTurn:
+    async def __call__(
+        self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0, stop: Sequence[str] = ()
+    ) -> ModelTurn:
         self.asked.append((list(token_ids), max_tokens, seed))
         turn = self.turns.pop(0)[:max_tokens]
         n = len(self.asked)
@@ -112,7 +114,9 @@ def test_columns_of_what_the_model_read_are_of_the_turn_that_read_it_first() -> 
     class Reader(Engine):
         last = -1
 
-        async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0) -> ModelTurn:
+        async def __call__(
+            self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0, stop: Sequence[str] = ()
+        ) -> ModelTurn:
             made = await super().__call__(token_ids, max_tokens=max_tokens, seed=seed, start=start)
             read = [*token_ids, *made.token_ids][start : self.last]
             rows = np.array([[100 * len(self.asked) + token] for token in read], np.int16)

@@ -56,7 +56,9 @@ class Writer:
         self.toolbox, self.turns, self.written = toolbox, [[*map(ord, turn), STOP] for turn in turns], 0
         self.asked: list[tuple[int, int]] = []
 
-    async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0) -> ModelTurn:
+    async def __call__(
+        self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0, stop: Sequence[str] = ()
+    ) -> ModelTurn:
         self.asked.append((max_tokens, seed))
         text = "".join(map(chr, self.turns[0][self.written : self.written + max_tokens]))
         ends = [text.find(string) + len(string) for string in self.toolbox.stop if string in text]

@@ -1,4 +1,4 @@
-"""Takes the examples out of docs/extend.md, so that tests run what the document says."""
+"""Takes the examples out of docs/extend.md and others, so that tests run what the documents say."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "extend.md"
 MOST_LINES = 25
 
 
-def example(name: str, folder: Path) -> tuple[Path, str]:
+def example(name: str, folder: Path, document: Path = DOCUMENT) -> tuple[Path, str]:
     """Writes the Python block after `<!-- example: NAME -->` to the file that its first line names.
 
     Returns the file, and the YAML block after it. Raises LookupError when the document has no such example.
     """
     pattern = rf"<!-- example: {re.escape(name)} -->\n```python\n(.*?)```\n```yaml\n(.*?)```"
-    found = re.search(pattern, DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(pattern, document.read_text(encoding="utf-8"), re.DOTALL)
     if found is None:
-        raise LookupError(f"{DOCUMENT} has no example {name!r} with a python and a yaml block")
+        raise LookupError(f"{document} has no example {name!r} with a python and a yaml block")
     code, settings = found[1], found[2]
     if (lines := len(code.splitlines())) > MOST_LINES:
-        raise ValueError(f"{DOCUMENT}: example {name!r} has {lines} lines, at most {MOST_LINES} are promised")
+        raise ValueError(f"{document}: example {name!r} has {lines} lines, at most {MOST_LINES} are promised")
     file = folder / code.splitlines()[0].removeprefix("# ")
     file.write_text(code, encoding="utf-8")
     return file, settings

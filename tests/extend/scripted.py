@@ -62,7 +62,9 @@ def played(config: Config, *turns: str, answer: str = "") -> tuple[str, Trajecto
     """The episode in which a model says `turns`: its text after the prompt, and its record."""
     codec, said = Codec(), iter(turns)
 
-    async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0) -> ModelTurn:
+    async def generate(
+        token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0, stop: Sequence[str] = ()
+    ) -> ModelTurn:
         ids = [*map(ord, next(said)), STOP][:max_tokens]
         return ModelTurn(ids, [-0.5] * len(ids), [1] * len(ids))
 
@@ -75,7 +77,7 @@ def played(config: Config, *turns: str, answer: str = "") -> tuple[str, Trajecto
             tools=make_toolbox(config.rollout, config.sandbox, "http://127.0.0.1:9", engines=1, nodes=1),
             limits=EpisodeLimits(config.rollout.max_turns, None, 4000, 4096),
         )
-        return await play(make_environment(config.rollout), episode)
+        return await play(make_environment(config.rollout, config.data), episode)
 
     trajectory = asyncio.run(play_it())
     return codec.decode(trajectory.token_ids[1:]).replace(chr(STOP), "|"), trajectory

@@ -42,7 +42,7 @@ def test_environments_that_are_refused(config: Config, tmp_path: Path) -> None:
         ("my_environment:GuessTheNumber", {"rude": True}, "unexpected keyword argument 'rude'"),
         ("my_environment:Message", {"role": "", "content": ""}, "has no method run"),
         ("slow_environment:Plain", {}, "run must be an `async def`"),
-        ("chess", {}, "write tools, or package.module:Name"),
+        ("chess", {}, "write tools or endpoint, or package.module:Name"),
     ):
         with pytest.raises(ExtensionError, match=reason):
             check_environment(Extension(name=name, arguments=arguments))

@@ -152,7 +152,7 @@ def _view(address: Address, record: Record, quantity: RatioQuantity, budget: Bud
             blocks.append(Block("prompt", 0, budget.shorten(_plain(segment["text"]))))
         start += length
     prompts = [block.text for block in blocks if block.kind == "prompt"]
-    question = next((line for line in reversed("\n".join(prompts).splitlines()) if line.strip()), record["prompt_id"])
+    question = next((line for line in reversed("".join(prompts[:1]).splitlines()) if line.strip()), record["prompt_id"])
     rest = {name: value for name, value in record.items() if name not in _OF_TOKENS}
     size, by_model = len(record["token_ids"]), sum(record["response_mask"])
     return View(address, rest, question, blocks, _tool_status(calls), ratio_points(record), size, by_model)

@@ -1,0 +1,197 @@
+"""The HTTP server of an engine process: its engine as a model behind OpenAI's API, on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from ctpo_megatron.base.extensions import shown
+from ctpo_megatron.environments.chat_api import ChatRequest, RefusedRequest, completion, models, over_budget
+from ctpo_megatron.environments.conversation import Conversation
+from ctpo_megatron.environments.episode import EpisodeOver
+from ctpo_megatron.environments.tokenizer import TokenizerError
+from ctpo_sandbox.front import Guard, RequestRule, configured, is_loopback, listen, url_of
+
+HOST = "127.0.0.1"
+MAX_BODY, MOST_CONNECTIONS = 16 << 20, 4096
+_LISTENING_S, _CLOSING_S, _KEEP_ALIVE_S = 30.0, 5.0, 60
+_NO_RETRY = {"x-should-retry": "false"}
+"""For OpenAI's clients, which would repeat a request that has failed: the conversation is over then."""
+
+
+class OpenConversation:
+    """A conversation that the server answers, its token, and what its calls failed with, once one has."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation, self.token = conversation, secrets.token_urlsafe(32)
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    def fail(self, error: BaseException) -> None:
+        """The episode fails, whatever the agent makes of it."""
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
+    async def answer(self, given: Any) -> dict[str, Any]:
+        """The completion of a request's JSON. Raises RefusedRequest."""
+        conversation = self.conversation
+        request = ChatRequest.of(given, conversation.episode.limits.sampling)
+        call = asyncio.ensure_future(
+            conversation.answer(request.messages, request.tools, limit=request.limit, stop=request.stop)
+        )
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        await asyncio.wait([call])
+        if call.cancelled():
+            raise RefusedRequest("the conversation has ended", status=401, code="invalid_api_key")
+        match call.exception():
+            case None:
+                return completion(call.result())
+            case EpisodeOver() as over:
+                raise over_budget(over)
+            case TokenizerError() as error:
+                raise RefusedRequest(f"messages: {error}", param="messages") from error
+            case error:
+                self.fail(error)
+                raise RefusedRequest(f"the engine failed: {shown(error)}", status=500) from error
+
+    def close(self) -> None:
+        """End the calls that are still answered."""
+        for call in self._calls:
+            call.cancel()
+        if self.failure.done():
+            self.failure.exception()  # it was raised, or the episode had ended before
+        self.failure.cancel()
+
+
+class EndpointServer:
+    """`POST /v1/chat/completions` and `GET /v1/models` for the agents of this process. The token names a conversation.
+
+    It ends with the event loop that it was started in, or with `aclose`.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, OpenConversation] = {}
+        self._listener = listen(HOST, 0)
+        routes = [
+            Route("/v1/chat/completions", self._completions, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+        ]
+        handlers: dict[Any, Callable[[Request, Exception], Awaitable[JSONResponse]]] = {
+            RefusedRequest: _refused,
+            HTTPException: _not_served,
+        }
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        rule = RequestRule(("GET", "POST"), is_loopback, advice="use the agent's base_url")
+        self._server = _QuietServer(
+            configured(
+                Guard(app, rule, MAX_BODY),
+                MOST_CONNECTIONS,
+                log_level="warning",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Base of the API, as OpenAI's clients take it."""
+        return f"{url_of(self._listener)}/v1"
+
+    async def start(self) -> None:
+        """Returns when it listens. Raises RuntimeError when it does not within half a minute."""
+        _without_proxy()
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._listener]))
+        until = asyncio.get_running_loop().time() + _LISTENING_S
+        while not self._server.started:
+            self.check()
+            if asyncio.get_running_loop().time() > until:
+                raise RuntimeError(f"the endpoint for agents does not listen after {_LISTENING_S:g} s")
+            await asyncio.sleep(0.01)
+
+    def check(self) -> None:
+        """Raises RuntimeError when it has ended."""
+        if self._serving is None or self._serving.done():
+            why = self._serving and not self._serving.cancelled() and self._serving.exception()
+            raise RuntimeError(f"the endpoint for agents does not serve{f': {shown(why)}' if why else ''}")
+
+    async def aclose(self) -> None:
+        """Stop serving."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await asyncio.wait([self._serving], timeout=_CLOSING_S)
+        self._listener.close()
+
+    @contextmanager
+    def opened(self, conversation: Conversation) -> Iterator[OpenConversation]:
+        """Answer a conversation within the context; afterwards its token is refused."""
+        opened = OpenConversation(conversation)
+        self._open[opened.token] = opened
+        try:
+            yield opened
+        finally:
+            del self._open[opened.token]
+            opened.close()
+
+    def _named(self, request: Request) -> OpenConversation:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        opened = self._open.get(token.strip()) if scheme.lower() == "bearer" else None
+        if opened is None:
+            message = "no conversation has this API key: use the agent's api_key, while the agent runs"
+            raise RefusedRequest(message, status=401, code="invalid_api_key")
+        return opened
+
+    async def _completions(self, request: Request) -> JSONResponse:
+        opened = self._named(request)
+        body = await request.body()
+        try:
+            given = json.loads(body)
+            json.dumps(given, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or half a character
+            raise RefusedRequest(f"the body is no JSON: {error!s:.200}") from error
+        return JSONResponse(await opened.answer(given))
+
+    async def _models(self, request: Request) -> JSONResponse:
+        self._named(request)
+        return JSONResponse(models())
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves the signals of the process alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RefusedRequest)
+    return JSONResponse(error.body(), error.status, _NO_RETRY)
+
+
+async def _not_served(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    refusal = RefusedRequest(message, status=error.status_code)
+    return JSONResponse(refusal.body(), error.status_code, {**(error.headers or {}), **_NO_RETRY})
+
+
+def _without_proxy() -> None:
+    """Have HTTP clients of this process reach loopback without the proxy that the environment may name."""
+    for name in ("NO_PROXY", "no_proxy"):
+        hosts = [host for host in os.environ.get(name, "").split(",") if host]
+        if HOST not in hosts:
+            os.environ[name] = ",".join([*hosts, HOST])

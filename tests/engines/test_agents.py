@@ -1,0 +1,113 @@
+"""Agents in a real engine: the tokens of the built-in environment, sequences of their own, weights that change."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.engines import Sampling
+from ctpo_megatron.rollouts import Request, Scheduler, rollout_metrics
+from ctpo_megatron.rollouts.request import tick
+from tests.engines.conftest import running
+from tests.engines.pool_helpers import Stage, trajectories, versions
+from tests.support.deadlines import scaled
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def agents(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with running(Stage(tmp_path_factory.mktemp("agents"), environment="agent_parts:Both")) as stage:
+        yield stage
+
+
+def prompts(stage: Stage, count: int, source: str, **extra: Any) -> list[Prompt]:
+    made = []
+    for number in range(count):
+        messages = ({"role": "user", "content": f"Question {number}?"},)
+        text = stage.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        ids = stage.tokenizer(text, add_special_tokens=False)["input_ids"]
+        made.append(Prompt(f"q{number}", source, messages, "", tuple(ids), extra))
+    return made
+
+
+def alone(trajectory: Trajectory) -> list[Trajectory]:
+    """Each sequence as a trajectory."""
+    return [replace(trajectory, tokens=trajectory.tokens[part], sequence_starts=[]) for part in trajectory.sequences]
+
+
+def largest_error(models: dict[int, Any], groups: list[Group]) -> float:
+    """Of all sampled tokens, against the model of the version that each is stamped with."""
+    worst = 0.0
+    for sequence in (each for trajectory in trajectories(groups) for each in alone(trajectory)):
+        ids = torch.tensor([sequence.token_ids.copy()])
+        for version, model in models.items():
+            with torch.no_grad():
+                expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            mine = torch.tensor(sequence.weight_version[1:]) == version
+            difference = (torch.tensor(sequence.rollout_log_probs[1:]) - expected)[mine]
+            worst = max(worst, float(difference.abs().max()) if mine.any() else 0.0)
+    return worst
+
+
+def test_an_agent_of_one_conversation_has_the_tokens_of_the_built_in_environment(agents: Stage) -> None:
+    theirs = trajectories(agents.generate(prompts(agents, 6, "built in")))
+    ours = trajectories(agents.generate(prompts(agents, 6, "agent")))
+    compared = [
+        (our, their)
+        for our, their in zip(ours, theirs, strict=True)
+        if all(call.status == "success" for call in their.tool_calls)  # an agent is not told why a call is malformed
+    ]
+    assert len(compared) > 12 and sum(their.turns > 1 for _, their in compared) > 3
+    for our, their in compared:
+        assert our.seed == their.seed and our.sequence_starts == []
+        for column in ("token_ids", "turn", "response_mask", "loss_mask", "weight_version"):
+            assert np.array_equal(our.tokens[column], their.tokens[column]), column
+        assert np.allclose(our.tokens["rollout_log_probs"], their.tokens["rollout_log_probs"], atol=1e-5)
+        assert our.finish_reason == their.finish_reason
+        if their.finish_reason == "answer":
+            assert our.final_text == their.final_text
+
+
+def test_a_helper_has_a_sequence_of_its_own_in_the_same_trajectory(agents: Stage) -> None:
+    groups = agents.generate(prompts(agents, 3, "agent", helper=True), step=1)
+    assert all(len(trajectory.sequences) == 2 for trajectory in trajectories(groups))
+    assert [len(group.trajectories) for group in groups] == [4, 4, 4]
+    assert rollout_metrics(groups)["rollout/sequences_mean"] == 2.0
+    assert largest_error({agents.version: agents.model}, groups) <= 1e-4
+    for trajectory in trajectories(groups):
+        asked, helper = (agents.tokenizer.decode(trajectory.token_ids[part]) for part in trajectory.sequences)
+        assert helper.startswith("<|im_start|>user\nHelp.<|im_end|>") and "Question" in asked and "Help" not in asked
+        assert trajectory.turn[trajectory.sequences[1].start] == 0
+
+
+def test_a_call_in_flight_during_an_update_takes_longer(agents: Stage) -> None:
+    agents.sync(0.0)
+    models, original = {agents.version: copy.deepcopy(agents.model)}, copy.deepcopy(agents.model.state_dict())
+    scheduler, done = Scheduler.of(agents.fleet, background=True), {}
+    for slot, prompt in enumerate(prompts(agents, 8, "agent", helper=True)):
+        scheduler.add(slot, prompt, Request(2, 4, Sampling()))
+    deadline = time.monotonic() + scaled(120)
+    for _ in range(3):
+        done |= dict(tick(scheduler, 0.1).groups)
+        with agents.fleet.lock:
+            agents.sync(0.02)
+        models[agents.version] = copy.deepcopy(agents.model)
+    while scheduler.pending and time.monotonic() < deadline:
+        done |= dict(tick(scheduler, 0.2).groups)
+    groups = [done[slot] for slot in range(8)]
+    agents.model.load_state_dict(original)
+    agents.sync(0.0)
+    assert len(versions(groups)) > 1 and versions(groups) <= set(models)
+    assert largest_error(models, groups) <= 1e-4
+    assert agents.fleet.stats()["group_retries"] == 0

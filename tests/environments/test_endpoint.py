@@ -1,0 +1,623 @@
+"""Agents of one's own: the endpoint as OpenAI's client and others see it, and what is recorded of their calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ctpo_megatron.base.extensions import ExtensionError
+from ctpo_megatron.config import EndpointConfig, Extension
+from ctpo_megatron.data import Prompt, Trajectory
+from ctpo_megatron.environments import endpoint
+from ctpo_megatron.environments.endpoint import AgentTask, EndpointEnvironment
+from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, Sampling, play
+from ctpo_megatron.environments.factory import check_agent
+from ctpo_megatron.environments.multi_turn import ToolEnvironment
+from ctpo_megatron.environments.parsers.hermes import HermesParser
+from ctpo_megatron.environments.protocol import ToolResult, ToolUnavailable
+from ctpo_megatron.environments.python_tool import PythonTool
+from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec
+from ctpo_megatron.environments.toolbox import Toolbox
+from tests.engines.tiny_model import CALL, tiny_tokenizer
+from tests.support.deadlines import scaled
+
+TEMPLATE = (
+    "{%- if tools %}{{- '<|im_start|>tools\n' }}"
+    "{%- for tool in tools %}{{- tool.function.name + '\n' }}{%- endfor %}{%- endif %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}"
+    "{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}"
+    "{{- '<tool_call>' + call.function.name + ' ' + (call.function.arguments | tojson) + '</tool_call>' }}"
+    "{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+TOKENIZER = tiny_tokenizer(TEMPLATE)
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+TOOLS = [PythonTool.schema]
+QUESTION = [{"role": "user", "content": "What is 1?"}]
+Agent = Callable[[AgentTask], Any]
+
+
+def ids_of(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(ids), skip_special_tokens=False))
+
+
+class Engine:
+    """Says one text after another, each with an end token unless it is cut; notes what it read."""
+
+    def __init__(self, *texts: str | BaseException) -> None:
+        self.texts = list(texts)
+        self.read: list[tuple[list[int], int, int]] = []
+
+    async def __call__(
+        self, token_ids: Sequence[int], *, max_tokens: int, seed: int, start: int = 0, stop: Sequence[str] = ()
+    ) -> ModelTurn:
+        self.read.append((list(token_ids), max_tokens, seed))
+        text = self.texts.pop(0)
+        await asyncio.sleep(0)
+        if isinstance(text, BaseException):
+            raise text
+        ends = [text.find(string) + len(string) for string in stop if string in text]
+        ids = (ids_of(text[: min(ends)]) if ends else [*ids_of(text), END])[:max_tokens]
+        n = len(self.read)
+        return ModelTurn(ids, [-0.5 * n] * len(ids), [n + 6] * len(ids))
+
+
+class Tool:
+    schema = PythonTool.schema
+
+    def __init__(self, answer: ToolResult | BaseException) -> None:
+        self.answer = answer
+
+    async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+class Stand:
+    """An environment with a scripted model, and the last trajectory that it gave."""
+
+    def __init__(
+        self, engine: Engine, agent: Agent, timeout_s: float = 60.0, tool: Any = None, shown: bool = True
+    ) -> None:
+        self.engine, self.tool, self.shown = engine, tool or Tool(ToolResult("1")), TOOLS if shown else []
+        endpoint.tried = agent  # type: ignore[attr-defined] # a function that no module has
+        config = EndpointConfig(agent=Extension(name="ctpo_megatron.environments.endpoint:tried"), timeout_s=timeout_s)
+        self.environment = EndpointEnvironment(config, TOOLS if shown else [])
+
+    async def trajectory(self, environment: Any = None, **limits: Any) -> Trajectory:
+        settings = {"max_turns": 8, "max_turn_tokens": None, "max_response_tokens": 2000, "max_model_len": 4000}
+        stops = frozenset({END})
+        codec = TokenizerCodec(TOKENIZER, MessageTemplate(TOKENIZER, {}, [END], TOOLS), stops)
+        prompt = Prompt("p", "source", tuple(QUESTION), "1", tuple(codec.render(QUESTION, self.shown)), {"level": 3})
+        episode = Episode(
+            prompt,
+            Trajectory("p", 0, 1234),
+            engine=self.engine,
+            codec=codec,
+            tools=Toolbox([self.tool], HermesParser(), 200),
+            limits=EpisodeLimits(**(settings | limits)),
+        )
+        return await play(environment or self.environment, episode)
+
+
+def played(
+    engine: Engine, agent: Agent, *, timeout_s: float = 60.0, tool: Any = None, shown: bool = True, **limits: Any
+) -> Trajectory:
+    """The trajectory of an episode in which `agent` talks to a model that is scripted."""
+
+    async def run() -> Trajectory:
+        stand = Stand(engine, agent, timeout_s, tool, shown)
+        try:
+            return await stand.trajectory(**limits)
+        finally:
+            await stand.environment.aclose()
+
+    # As in an engine, whose event loop is not in the main thread.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(asyncio.wait_for(run(), scaled(60)))).result()
+
+
+def client_of(task: AgentTask) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
+
+
+async def asked(task: AgentTask, messages: Any, **options: Any) -> Any:
+    """The message that answers."""
+    async with client_of(task) as client:
+        done = await client.chat.completions.create(model=task.model, messages=messages, **options)
+    return done.choices[0].message
+
+
+async def solve(task: AgentTask) -> str | None:
+    """Calls tools until there is an answer, as the built-in environment does."""
+    messages: list[Any] = [*task.messages]
+    while True:
+        message = await asked(task, messages, tools=task.tools)
+        messages.append(message)
+        if not message.tool_calls:
+            return None
+        for call in message.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": await task.call_tool(call)})
+
+
+def sequences(trajectory: Trajectory) -> list[str]:
+    return [text_of(trajectory.token_ids[part]) for part in trajectory.sequences]
+
+
+def sampled(trajectory: Trajectory) -> list[str]:
+    """What the model said in each turn."""
+    columns = [*zip(trajectory.token_ids, trajectory.turn, trajectory.response_mask, strict=True)]
+    turns = range(1, trajectory.turns + 1)
+    return [text_of([token for token, of, by_model in columns if by_model and of == turn]) for turn in turns]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_an_agent_that_does_what_the_built_in_environment_does_has_its_tokens(shown: bool) -> None:
+    """Also where the run's prompts do not show its tools (`data.tool_in_prompt`)."""
+    texts = ("so " + CALL, CALL, "It is 1.")
+    ours = played(Engine(*texts), solve, shown=shown)
+
+    async def built_in() -> Trajectory:
+        return await Stand(Engine(*texts), solve, shown=shown).trajectory(ToolEnvironment())
+
+    theirs = asyncio.run(built_in())
+    assert ours.tokens.tobytes() == theirs.tokens.tobytes()
+    assert (ours.finish_reason, ours.final_text, ours.sequence_starts) == ("answer", "It is 1.", [])
+    assert [(c.turn, c.name, c.arguments, c.status, c.output) for c in ours.tool_calls] == [
+        (c.turn, c.name, c.arguments, c.status, c.output) for c in theirs.tool_calls
+    ]
+
+
+def test_every_call_is_recorded_with_its_versions_and_log_probs() -> None:
+    engine = Engine(CALL, "It is 1.")
+    trajectory = played(engine, solve)
+    assert engine.read[1][0] == trajectory.token_ids[: len(engine.read[1][0])]
+    for turn, (log_prob, version) in enumerate([(-0.5, 7), (-1.0, 8)], start=1):
+        mine = (trajectory.tokens["turn"] == turn) & (trajectory.tokens["response_mask"] == 1)
+        assert set(trajectory.tokens["rollout_log_probs"][mine].tolist()) == {log_prob}
+        assert set(trajectory.tokens["weight_version"][mine].tolist()) == {version}
+    assert set(trajectory.tokens["weight_version"][trajectory.tokens["response_mask"] == 0].tolist()) == {-1}
+
+
+def test_the_answers_ids_are_continued_though_they_would_be_rendered_otherwise() -> None:
+    """The model's call is one token of its own JSON; the template writes another text."""
+    engine = Engine(CALL, "1")
+    played(engine, solve)
+    assert ids_of(CALL)[0] in engine.read[1][0]
+    assert "<tool_call>code_interpreter" not in text_of(engine.read[1][0])
+
+
+def test_another_history_is_another_sequence_and_the_longest_match_is_extended() -> None:
+    async def agent(task: AgentTask) -> str:
+        first = [*task.messages]
+        said = await asked(task, first)
+        first += [said, {"role": "user", "content": "sure?"}]
+        helper: list[Any] = [{"role": "user", "content": "help"}]
+        helped = await asked(task, helper)
+        again = await asked(task, first)
+        helper += [helped, {"role": "user", "content": "more"}]
+        await asked(task, helper)
+        changed = [*task.messages, {"role": "assistant", "content": "Not what it said."}, first[-1]]
+        await asked(task, changed)
+        first += [again, {"role": "user", "content": "really?"}]
+        return str((await asked(task, first)).content)
+
+    trajectory = played(Engine("one", "aid", "two", "aids", "three", "four"), agent)
+    user = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert sequences(trajectory) == [
+        # Without tools in the request the prompt of the data has another beginning.
+        user.format("What is 1?") + "one<|im_end|>\n" + user.format("sure?") + "two<|im_end|>\n"
+        + user.format("really?") + "four<|im_end|>",
+        user.format("help") + "aid<|im_end|>\n" + user.format("more") + "aids<|im_end|>",
+        "<|im_start|>user\nWhat is 1?<|im_end|>\n<|im_start|>assistant\nNot what it said.<|im_end|>\n"
+        + user.format("sure?") + "three<|im_end|>",
+    ]  # fmt: skip
+    assert sampled(trajectory) == [f"{said}<|im_end|>" for said in ("one", "aid", "two", "aids", "three", "four")]
+    assert trajectory.model_tokens == sum(trajectory.loss_mask) == sum(map(len, map(ids_of, sampled(trajectory))))
+    assert trajectory.final_text == "four"
+    assert Trajectory.from_json(json.loads(json.dumps(trajectory.to_json()))) == trajectory
+
+
+def test_two_answers_to_one_history_are_in_one_loss_each() -> None:
+    async def agent(task: AgentTask) -> None:
+        await asyncio.gather(*(asked(task, task.messages, tools=task.tools) for _ in range(2)))
+        history = [*task.messages, {"role": "assistant", "content": "one"}, {"role": "user", "content": "?"}]
+        await asyncio.gather(*(asked(task, history, tools=task.tools) for _ in range(2)))
+
+    trajectory = played(Engine("one", "two", "three", "four"), agent)
+    texts = sequences(trajectory)
+    assert len(texts) == 3
+    assert sorted(sampled(trajectory)) == sorted(f"{said}<|im_end|>" for said in ("one", "two", "three", "four"))
+    assert texts[0].count("one") == 1 and texts[2].count("one") == 1
+    masks = [trajectory.loss_mask[part] for part in trajectory.sequences]
+    assert sum(map(sum, masks)) == sum(len(ids_of(said)) + 1 for said in ("one", "two", "three", "four"))
+
+
+def test_of_two_sequences_that_match_the_longer_one_is_extended() -> None:
+    async def agent(task: AgentTask) -> None:
+        for _ in range(2):
+            first = await asked(task, QUESTION)
+        history = [*QUESTION, first, {"role": "user", "content": "?"}]
+        second = await asked(task, history)
+        await asked(task, [*history, second, {"role": "user", "content": "!"}])
+
+    texts = sequences(played(Engine("one", "one", "two", "three"), agent))
+    assert sorted(text.count("<|im_end|>") for text in texts) == [2, 6]
+
+
+def test_the_agent_is_shown_the_prompt_and_no_ground_truth() -> None:
+    seen: list[AgentTask] = []
+
+    async def agent(task: AgentTask) -> str:
+        seen.append(task)
+        await asked(task, task.messages)
+        return "mine"
+
+    trajectory = played(Engine("one"), agent)
+    (task,) = seen
+    assert (task.messages, task.tools, task.model) == (QUESTION, TOOLS, "policy")
+    assert task.row == {"id": "p", "data_source": "source", "level": 3}
+    assert task.seed == 1234 and "'1'" not in repr(task) and task.api_key not in repr(task)
+    assert trajectory.final_text == "mine"
+
+
+def test_plain_functions_run_beside_each_other() -> None:
+    ready: list[float] = []
+
+    def agent(task: AgentTask) -> str:
+        ready.append(time.monotonic())
+        deadline = time.monotonic() + scaled(20)
+        while len(ready) < 20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(ready) == 20, "the others have not begun"
+        with openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            done = client.chat.completions.create(model=task.model, messages=task.messages, tools=task.tools)
+        message = done.choices[0].message
+        assert message.tool_calls
+        return asyncio.run(task.call_tool(message.tool_calls[0]))
+
+    async def run() -> list[Trajectory]:
+        stand = Stand(Engine(*[CALL] * 20), agent)
+        try:
+            return await asyncio.gather(*(stand.trajectory() for _ in range(20)))
+        finally:
+            await stand.environment.aclose()
+
+    assert {each.final_text for each in asyncio.run(run())} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("limits", "texts", "reason", "code"),
+    [
+        ({"max_turns": 2}, [CALL] * 3, "max_turns", "max_turns"),
+        ({"max_response_tokens": 60}, [CALL] * 3, "length", "context_length_exceeded"),
+        ({"max_tool_calls": 1}, [CALL] * 3, "tool_budget", None),
+    ],
+)
+def test_budgets_end_the_conversation(limits: dict[str, int], texts: list[str], reason: str, code: str | None) -> None:
+    errors: list[openai.BadRequestError] = []
+
+    async def agent(task: AgentTask) -> None:
+        try:
+            await solve(task)
+        except openai.BadRequestError as error:
+            errors.append(error)
+            with pytest.raises(openai.BadRequestError):
+                await asked(task, task.messages)
+            raise
+
+    trajectory = played(Engine(*texts), agent, **limits)
+    assert (trajectory.finish_reason, trajectory.final_text) == (reason, "")
+    assert [error.code for error in errors] == ([code] if code else [])
+
+
+def test_a_sequence_holds_what_a_micro_batch_does() -> None:
+    """Its prompt may be longer than those of the data; with its responses it may not."""
+    limits = EpisodeLimits(5, None, 100, 1000, max_prompt_tokens=50)
+    assert [limits.end(prompt) for prompt in (30, 50, 80)] == [130, 150, 150]
+
+    async def agent(task: AgentTask) -> str:
+        with pytest.raises(openai.BadRequestError, match="exceeds the maximum context length of the run"):
+            await asked(task, [{"role": "user", "content": "x" * 400}])
+        return "mine"
+
+    trajectory = played(Engine("one"), asks_first(agent), max_response_tokens=100, max_prompt_tokens=200)
+    assert (trajectory.finish_reason, trajectory.final_text) == ("length", "mine")
+
+
+def asks_first(agent: Callable[[AgentTask], Any]) -> Agent:
+    async def asking(task: AgentTask) -> Any:
+        await asked(task, task.messages)
+        return await agent(task)
+
+    return asking
+
+
+def test_an_answer_that_is_cut_ends_with_length() -> None:
+    async def agent(task: AgentTask) -> None:
+        async with client_of(task) as client:
+            done = await client.chat.completions.create(model=task.model, messages=QUESTION, max_completion_tokens=2)  # type: ignore[arg-type]
+        assert done.choices[0].finish_reason == "length" and done.usage
+        assert (done.usage.completion_tokens, done.choices[0].message.content) == (2, "ab")
+
+    engine = Engine("abcdef")
+    trajectory = played(engine, agent)
+    assert (trajectory.finish_reason, trajectory.final_text, engine.read[0][1]) == ("length", "ab", 2)
+
+
+def test_a_text_to_stop_at_is_not_shown_and_is_trained_on() -> None:
+    async def agent(task: AgentTask) -> None:
+        first = await asked(task, QUESTION, stop=["Observation:"])
+        assert first.content == "look "
+        await asked(task, [*QUESTION, first, {"role": "user", "content": "1"}])
+
+    trajectory = played(Engine("look Observation: 5", "1"), agent)
+    assert sequences(trajectory) == [
+        "<|im_start|>user\nWhat is 1?<|im_end|>\n<|im_start|>assistant\nlook Observation:<|im_end|>\n"
+        "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n1<|im_end|>"
+    ]
+    assert sampled(trajectory)[0] == "look Observation:"
+
+
+def test_calls_that_the_agent_answers_itself_are_recorded() -> None:
+    async def agent(task: AgentTask) -> None:
+        message = await asked(task, task.messages, tools=task.tools)
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "mine"}
+        await asked(task, [*task.messages, message, result], tools=task.tools)
+        malformed = await asked(task, QUESTION, tools=task.tools)
+        assert (malformed.content, malformed.tool_calls) == ("<tool_call>", None)
+
+    trajectory = played(Engine(CALL, "1", "<tool_call>"), agent)
+    call = trajectory.tool_calls[0]
+    assert (call.turn, call.name, call.status, call.output) == (
+        1, "code_interpreter", "success", "mine"
+    )  # fmt: skip
+    assert [c.status for c in trajectory.tool_calls] == ["success", "parse_error"]
+
+
+class Trouble(Exception):
+    pass
+
+
+def failing(error: BaseException) -> Agent:
+    async def agent(task: AgentTask) -> None:
+        await asked(task, task.messages)
+        raise error
+
+    return agent
+
+
+def failing_in_a_thread(error: BaseException) -> Agent:
+    def agent(task: AgentTask) -> None:
+        raise error
+
+    return agent
+
+
+@pytest.mark.parametrize("make", [failing, failing_in_a_thread])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (Trouble("here"), "here"),
+        (KeyboardInterrupt(), "the agent raised KeyboardInterrupt"),
+        (SystemExit(3), "the agent raised SystemExit"),
+        (asyncio.CancelledError(), "the agent raised CancelledError"),
+        (StopIteration(), "StopIteration"),
+    ],
+)
+def test_what_an_agent_raises_fails_the_episode(
+    make: Callable[[BaseException], Agent], error: BaseException, message: str
+) -> None:
+    with pytest.raises((Trouble, ExtensionError, RuntimeError), match=message):
+        played(Engine("one"), make(error))
+
+
+def test_an_agent_that_is_late_or_does_nothing_is_named() -> None:
+    async def late(task: AgentTask) -> None:
+        await asyncio.sleep(60)
+
+    def late_in_a_thread(task: AgentTask) -> None:
+        time.sleep(3)
+
+    async def silent(task: AgentTask) -> str:
+        return "nothing"
+
+    async def wrong(task: AgentTask) -> int:
+        await asked(task, task.messages)
+        return 5
+
+    for agent in (late, late_in_a_thread):
+        with pytest.raises(TimeoutError, match=r"endpoint:tried has not ended after 0\.2 s \(rollout\.endpoint\.time"):
+            played(Engine(), agent, timeout_s=0.2)
+    with pytest.raises(RuntimeError, match="endpoint:tried ended without an answer of the model"):
+        played(Engine(), silent)
+    with pytest.raises(TypeError, match="endpoint:tried returned a int; return the final answer as a text, or None"):
+        played(Engine("one"), wrong)
+
+
+def test_what_breaks_under_an_agent_is_raised_whatever_it_makes_of_it() -> None:
+    async def forgiving(task: AgentTask) -> str:
+        try:
+            await solve(task)
+        except Exception:
+            await asyncio.sleep(0)
+        return "fine"
+
+    with pytest.raises(Trouble, match="broken"):
+        played(Engine(Trouble("broken")), forgiving)
+    with pytest.raises(ToolUnavailable, match="prompt 'p' sample 0: the tool is unavailable: gone"):
+        played(Engine(CALL), forgiving, tool=Tool(ToolUnavailable("gone")))
+
+
+@asynccontextmanager
+async def an_open_conversation(*texts: str) -> AsyncIterator[AgentTask]:
+    """The task of an agent that waits until the context ends."""
+    begun: asyncio.Future[AgentTask] = asyncio.get_running_loop().create_future()
+    over = asyncio.Event()
+
+    async def agent(task: AgentTask) -> None:
+        begun.set_result(task)
+        await over.wait()
+        await asked(task, task.messages)
+
+    stand = Stand(Engine(*texts, "end"), agent)
+    running = asyncio.ensure_future(stand.trajectory())
+    try:
+        yield await asyncio.wait_for(begun, scaled(20))
+    finally:
+        over.set()
+        await running
+        await stand.environment.aclose()
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": 0.2}, "temperature", "temperature is 0.2, and the run samples with 1: leave it out"),
+    ({"top_p": 0.5}, "top_p", "the run samples with 1"),
+    ({"top_k": 5}, "top_k", "the run samples with 0"),
+    ({"n": 2}, "n", "n is 2; leave it out, or give 1"),
+    ({"stream": True}, "stream", "stream is True; leave it out, or give false"),
+    ({"logprobs": True}, "logprobs", "give false"),
+    ({"seed": 3}, "seed", "the run's seeds decide"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "give 0"),
+    ({"logit_bias": {"1": 5}}, "logit_bias", "give {}"),
+    ({"tool_choice": "required"}, "tool_choice", 'give "auto" or "none"'),
+    ({"response_format": {"type": "json_object"}}, "response_format", "leave it out"),
+    ({"chat_template_kwargs": {}}, "chat_template_kwargs", "chat_template_kwargs is not supported"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; give a whole number"),
+    ({"stop": [""]}, "stop", "give a text or a list of texts"),
+    ({"tools": [{"name": "f"}]}, "tools", "tool 0 is no schema"),
+    ({"messages": []}, "messages", "expected a non-empty list"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "list of parts"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "has role 'robot'"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "", "the body is no JSON"),
+]
+
+
+def test_what_cannot_be_honoured_is_refused_with_its_field() -> None:
+    async def run() -> None:
+        async with an_open_conversation() as task, httpx.AsyncClient() as client:
+            headers = {"authorization": f"Bearer {task.api_key}", "content-type": "application/json"}
+            for fields, param, message in REFUSED:
+                body = json.dumps({"model": task.model, "messages": QUESTION} | fields)
+                answer = await client.post(f"{task.base_url}/chat/completions", content=body, headers=headers)
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"] or "", error["type"]) == (
+                    400,
+                    param,
+                    "invalid_request_error",
+                )
+                assert message in error["message"], error
+            async with client_of(task) as stock:
+                with pytest.raises(openai.NotFoundError, match="the one that is trained is 'policy'"):
+                    await stock.chat.completions.create(model="gpt", messages=QUESTION)  # type: ignore[arg-type]
+                assert [model.id async for model in stock.models.list()] == ["policy"]
+
+    asyncio.run(run())
+
+
+def test_what_changes_nothing_is_honoured() -> None:
+    async def agent(task: AgentTask) -> None:
+        options = {"temperature": 0.7, "top_p": 0.9, "n": 1, "user": "me", "stream": False, "parallel_tool_calls": True}
+        await asked(task, [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}], **options)
+
+    trajectory = played(Engine("one"), agent, sampling=Sampling(0.7, 0.9, 0))
+    assert sequences(trajectory)[0].startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+
+def test_who_is_let_in() -> None:
+    async def run() -> None:
+        async with an_open_conversation("one") as task, httpx.AsyncClient() as client:
+            url, key = f"{task.base_url}/chat/completions", {"authorization": f"Bearer {task.api_key}"}
+            body = json.dumps({"messages": QUESTION})
+            as_json = key | {"content-type": "application/json"}
+            wanted = {
+                401: as_json | {"authorization": "Bearer other"},
+                403: as_json | {"origin": "http://evil.example"},
+                415: key | {"content-type": "text/plain"},
+                421: as_json | {"host": "evil.example"},
+            }
+            for status, headers in wanted.items():
+                assert (await client.post(url, content=body, headers=headers)).status_code == status
+            crossed = as_json | {"sec-fetch-site": "cross-site"}
+            assert (await client.post(url, content=body, headers=crossed)).status_code == 403
+            assert (await client.post(url, content=" " * (17 << 20), headers=as_json)).status_code == 413
+            assert (await client.get(task.base_url.removesuffix("/v1"), headers=key)).status_code == 404
+            assert (await client.get(f"{task.base_url}/models")).status_code == 401
+            assert (await client.post(url, content=body, headers=as_json)).status_code == 200
+            host, port = task.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+            assert host == "127.0.0.1"
+            with pytest.raises(OSError):  # another address of this machine
+                socket.create_connection(("127.0.0.2", int(port)), timeout=5).close()
+
+    asyncio.run(run())
+
+
+def test_a_token_ends_with_its_agent() -> None:
+    tasks: list[AgentTask] = []
+
+    async def agent(task: AgentTask) -> None:
+        tasks.append(task)
+        await asked(task, task.messages)
+
+    async def run() -> None:
+        stand = Stand(Engine("one", "two"), agent)
+        try:
+            for _ in range(2):
+                await stand.trajectory()
+            assert tasks[0].api_key != tasks[1].api_key and tasks[0].base_url == tasks[1].base_url
+            for task in tasks:
+                with pytest.raises(openai.AuthenticationError, match="no conversation has this API key"):
+                    await asked(task, QUESTION)
+        finally:
+            await stand.environment.aclose()
+
+    asyncio.run(run())
+
+
+class Maker:
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    async def __call__(self, task: AgentTask) -> None: ...
+
+
+class NoAgent:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("solve", {}, ""),
+        ("solve", {"steps": 3}, "unexpected keyword argument 'steps'"),
+        ("Maker", {"steps": 3}, ""),
+        ("Maker", {}, "missing a required argument: 'steps'"),
+        ("NoAgent", {}, "has no method __call__"),
+        ("TEMPLATE", {}, "is not callable"),
+    ],
+)
+def test_agents_that_are_refused(name: str, arguments: dict[str, Any], problem: str) -> None:
+    agent = Extension(name=f"tests.environments.test_endpoint:{name}", arguments=arguments)
+    if not problem:
+        return check_agent(agent)
+    with pytest.raises(ExtensionError, match=problem):
+        check_agent(agent)
