@@ -60,6 +60,8 @@ class Trajectory:
     """Why a scored trajectory has no reward: it is no wrong answer, and nothing is learned from it."""
     turn_rewards: list[float] | None = None
     """What each model turn earned; they add up to the reward. None: the reward function does not say."""
+    scored_at: list[float] | None = None
+    """Unix times in seconds: when it was given to the scorers, and when its score was there. None: not scored yet."""
 
     @property
     def token_ids(self) -> Column[int]:
@@ -183,8 +185,9 @@ class Trajectory:
         record = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _APART}
         if self.no_verdict is not None:
             record["no_verdict"] = asdict(self.no_verdict)
-        if self.turn_rewards is not None:
-            record["turn_rewards"] = self.turn_rewards
+        for name in _WHERE_KNOWN:
+            if (known := getattr(self, name)) is not None:
+                record[name] = known
         return record | {"tool_calls": [asdict(call) for call in self.tool_calls]}
 
     @classmethod
@@ -218,4 +221,5 @@ class Trajectory:
         return cls.of_facts(record, filled(tokens, 0, more) if more else tokens)
 
 
-_APART = ("tokens", "no_verdict", "turn_rewards")
+_WHERE_KNOWN = ("turn_rewards", "scored_at")
+_APART = ("tokens", "no_verdict", *_WHERE_KNOWN)
