@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import resource
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
@@ -426,10 +425,26 @@ def memory_mib() -> float:
 
 
 def in_a_process(case: Case, machine: Machine) -> dict[str, Any]:
-    """Simulate a case in a process of its own, whose peak memory is that of the case."""
-    command = [sys.executable, "-m", "benchmarks.scale", "--alone", json.dumps([asdict(case), asdict(machine)])]
-    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    """Simulate a case in a process of its own, whose peak memory is that of the case.
+
+    A fork has imported everything. Raises RuntimeError when it fails, after it has said why.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def child() -> None:
+        theirs.send(simulate(case, machine))
+        os._exit(0)  # a simulated thread that waits for ever is no reason to stay
+
+    process = context.Process(target=child)
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, Any] = ours.recv()
+    except EOFError as error:
+        raise RuntimeError(f"no figures of {case}; its process has said why") from error
+    finally:
+        process.join()
     at = {"machine": asdict(machine), "commit": report.environment("cpu")["commit"], "load": os.getloadavg()[0]}
     return found | at
 
@@ -447,14 +462,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="counted, after an epoch")
     for name, value in asdict(Machine()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help="see Machine")
-    parser.add_argument("--alone", help="simulate this case here and print it as JSON")
     parser.add_argument("--out", type=Path, help="folder for scale.json and scale.md; adds to the cases that it has")
     options = parser.parse_args()
-    if options.alone:
-        case, machine = json.loads(options.alone)
-        print(json.dumps(simulate(Case(**case), Machine(**machine))))
-        sys.stdout.flush()
-        os._exit(0)  # a simulated thread that waits for ever is no reason to stay
     machine = Machine(**{name: getattr(options, name) for name in asdict(Machine())})
     same = {name: getattr(options, name) for name in asdict(Case(1, "", 0.0)) if hasattr(options, name)}
     for gpus in options.gpus:
