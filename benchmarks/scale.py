@@ -1,6 +1,6 @@
 """What a job of 1, 8 and 64 GPUs waits for: the product's driver code, on pretended engines and ranks.
 
-    PYTHONPATH=.:kernels python -m benchmarks.scale [--gpus 1 8 64] [--tokens 3300] [--faults-per-hour 0]
+    PYTHONPATH=.:kernels python -m benchmarks.scale [--gpus 1 8 64] [--variants ...] [--out FOLDER]
 
 Prompts, scheduler, scoring, batches, packing and the shares of other ranks are the product's own; their CPU time is
 measured here and passes on a simulated clock (`simulated_time`). Engines and training passes take the time that
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import resource
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,9 +43,10 @@ from ctpo_megatron.train import reinforce
 
 LENGTHS = Path(__file__).with_name("scale_lengths.json")
 SAMPLES, LONGEST = 8, 16_000
-EPOCHS_BEFORE, STEPS = 1, 4
-"""Whole epochs that are not counted, after which the scheduler knows a length of every prompt, and counted steps."""
+GROUP_TIMEOUT_S = 100_000.0
+"""Agents of 32,000 tokens wait for hours for a place in an engine's cache."""
 STEPS_OF_EPOCH = 2
+"""After an epoch the scheduler knows a length of every prompt."""
 SAMPLING, PUBLISHING, PACKING = "sample, score, assemble", "publish", "pack and share out"
 
 
@@ -55,8 +55,9 @@ class Machine:
     """What is assumed of one GPU and of Ray; none of it was measured on a GPU.
 
     flops, bytes_s: dense bfloat16 FLOP/s and memory bytes/s of an H100 (its data sheet). mfu: of the trainer's passes.
-    decode: share of the bytes/s that decoding reaches. prefill: MFU of prefill. weights_bytes_s: one update, all
-    engines at once. ray_get_s: of the driver, for a group's answer. score_s: until a group is scored.
+    decode: share of the bytes/s that decoding reaches. prefill: MFU of prefill. cache_bytes: of keys and values.
+    weights_bytes_s: one update, all engines at once. start_s: a new engine. ray_get_s: of the driver, for a group's
+    answer. score_s: until a group is scored.
     """
 
     flops: float = 989e12
@@ -65,19 +66,23 @@ class Machine:
     decode: float = 0.5
     prefill: float = 0.4
     launch_s: float = 0.004
+    cache_bytes: float = 55e9
     weights_bytes_s: float = 10e9
+    start_s: float = 60.0
     ray_get_s: float = 0.0005
     score_s: float = 0.05
 
-    def speed(self, model: ModelSpec, context: float) -> Speed:
-        """Of an engine of one GPU whose sequences have `context` tokens on average."""
+    def speed(self, model: ModelSpec) -> Speed:
+        """Of an engine of one GPU."""
         parameters = parameter_count(model)
         cached = 2 * model.num_layers * model.num_key_value_heads * model.head_dim * 2
         return Speed(
             step_s=self.launch_s + 2 * parameters / (self.decode * self.bytes_s),
-            sequence_s=cached * context / (self.decode * self.bytes_s),
+            token_s=cached / (self.decode * self.bytes_s),
             prefill_token_s=2 * parameters / (self.prefill * self.flops),
             update_s=2 * parameters / self.weights_bytes_s,
+            cache_tokens=self.cache_bytes / cached,
+            start_s=self.start_s,
         )
 
     def train_s(self, model: ModelSpec, tokens: int, gpus: int) -> float:
@@ -99,16 +104,16 @@ def parameter_count(model: ModelSpec) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """A job. prompts: of a step. shared: engines and trainer take turns on the same GPUs."""
+    """A job. prompts: of a step. trainers: its GPUs that train; all of them: engines take turns with the trainer."""
 
     gpus: int
     model: str
     prompts: int
-    shared: bool = False
+    trainers: int
 
     @property
-    def trainers(self) -> int:
-        return self.gpus if self.shared else self.gpus // 2
+    def shared(self) -> bool:
+        return self.trainers == self.gpus
 
     @property
     def engines(self) -> int:
@@ -119,7 +124,7 @@ class Size:
         return {"0.6B": SMALL, "4B": LARGE}[self.model]
 
 
-SIZES = {1: Size(1, "0.6B", 32, shared=True), 8: Size(8, "4B", 128), 64: Size(64, "4B", 512)}
+SIZES = {1: Size(1, "0.6B", 32, 1), 8: Size(8, "4B", 128, 2), 64: Size(64, "4B", 512, 16)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "order of the data": {"order": "data"},
@@ -127,19 +132,41 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "max_staleness 1": {"max_staleness": 1},
     "max_staleness 1, partial finish": {"max_staleness": 1, "partial": "finish"},
     "max_staleness 2": {"max_staleness": 2},
+    "max_staleness 4": {"max_staleness": 4},
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one process simulates."""
+    """What one process simulates.
+
+    trainers: GPUs of the job that train; 0: as its `Size` says. seats: `rollout.engine.max_num_seqs`. steps: counted
+    ones, which come after an epoch and after as many steps as are sampled ahead.
+    """
 
     gpus: int
     variant: str
     tokens: float
     longest: int = LONGEST
     deaths_per_hour: float = 0.0
-    lengths: str = str(LENGTHS)
+    trainers: int = 0
+    seats: int = 256
+    steps: int = 4
+    lengths: str = LENGTHS.name
+
+    @property
+    def size(self) -> Size:
+        size = SIZES[self.gpus]
+        return replace(size, trainers=self.trainers or size.trainers)
+
+    @property
+    def before(self) -> int:
+        """Steps that are not counted."""
+        ahead: int = VARIANTS[self.variant].get("max_staleness", 0)
+        return min(self.steps, STEPS_OF_EPOCH) + ahead
+
+
+ENGINE_SUMS = ("busy_s", "again_s", "preempted")
 
 
 class DataOrder(scheduler.GroupOrder):
@@ -183,12 +210,14 @@ class Trainer:
 
     clock: Clock
     size: Size
+    config: Config
     machine: Machine
     ray: Ray
-    ahead: bool
     version: int = 1
     serial_s: list[float] = field(default_factory=list)
     """From the end of the last group on its engine, or from the call, to the first pass."""
+    start_mib: float = 0.0
+    """Memory before the first batch."""
     began: list[float] = field(default_factory=list)
     ended: list[float] = field(default_factory=list)
 
@@ -196,10 +225,10 @@ class Trainer:
         """Tokens of the batch, once its updates are done."""
         called = self.clock.monotonic()
         with self.clock.stage(PACKING):
-            distribute(batch, self.size)
+            distribute(batch, self.size, self.config)
         tokens = sum(map(len, batch.trajectories))
         self.began.append(self.clock.monotonic())
-        self.serial_s.append(self.clock.now - (called if self.ahead else self.ray.last_done))
+        self.serial_s.append(self.clock.now - (called if self.config.rollout.max_staleness else self.ray.last_done))
         self.clock.sleep(self.machine.train_s(self.size.spec, tokens, self.size.trainers))
         self.ended.append(self.clock.now)
         self.version += 1
@@ -214,11 +243,10 @@ class Trainer:
     def share_gpus(self, pool: Any) -> None: ...
 
 
-def distribute(batch: Batch, size: Size) -> None:
+def distribute(batch: Batch, size: Size, config: Config) -> None:
     """Mini-batches of rank zero, and the tokens that it would send to the other ranks."""
     one = {f"{of}_{what}": int(what == "size") for of in ("tp", "pp", "cp", "ep") for what in ("rank", "size")}
     layout = Layout(rank=0, world_size=1, dp_rank=0, dp_size=size.trainers, device=torch.device("cpu"), **one)
-    config = settings(size, {})
     advantages = batch_advantages([group.rewards for group in batch.trained], config.objective.advantage)
     sequences = checked_sequences(batch.trajectories, advantages, size.spec.vocab_size, 4)
     count = config.policy.mini_batch_prompts * SAMPLES
@@ -238,8 +266,9 @@ def distribute(batch: Batch, size: Size) -> None:
             share_of([chunk[index] for index in share])
 
 
-def settings(size: Size, variant: Mapping[str, Any], longest: int = LONGEST) -> Config:
-    """As a job of this size is configured."""
+def settings(case: Case) -> Config:
+    """As a job of this size is configured. It has further steps, so that engines do not run dry at the end."""
+    size, variant, longest = case.size, VARIANTS[case.variant], case.longest
     rollout = {
         "prompts_per_step": size.prompts,
         "samples_per_prompt": SAMPLES,
@@ -247,10 +276,11 @@ def settings(size: Size, variant: Mapping[str, Any], longest: int = LONGEST) -> 
         "max_staleness": variant.get("max_staleness", 0),
         "partial": variant.get("partial", "continue"),
         "max_response_tokens": longest,
-        "engine": {"max_model_len": longest + 512, "max_num_seqs": 256},
+        "engine": {"max_model_len": longest + 512, "max_num_seqs": case.seats},
         "engines": size.engines,
+        "group_timeout_s": GROUP_TIMEOUT_S,
     }
-    steps = EPOCHS_BEFORE * STEPS_OF_EPOCH + STEPS
+    steps = case.before + case.steps + variant.get("max_staleness", 0)
     return Config(
         **{
             "run": {"name": "simulated", "steps": steps},
@@ -272,20 +302,21 @@ class Simulated:
     """The run that `reinforce` drives: it notes when each step was over, and what it trained."""
 
     clock: Clock
-    config: Config
+    steps_made: int
     pool: Pool
     ended: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     trajectories: list[int] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
-    busy_s: list[float] = field(default_factory=list)
+    engines: list[dict[str, float]] = field(default_factory=list)
+    """Sums over the engines, until the end of each step."""
     cpu: list[dict[str, float]] = field(default_factory=list)
     version: int = 1
 
     def begin(self) -> None: ...
 
     def steps(self) -> Iterator[int]:
-        yield from range(1, self.config.run.steps + 1)
+        yield from range(1, self.steps_made + 1)
 
     def agree_to_stop(self) -> bool:
         self.version += 1
@@ -299,7 +330,7 @@ class Simulated:
         with self.clock.free():
             for engine in self.pool.engines:
                 engine.take_stock()
-        self.busy_s.append(sum(engine.busy_s for engine in self.pool.engines))
+        self.engines.append({name: sum(getattr(e, name) for e in self.pool.engines) for name in ENGINE_SUMS})
         self.cpu.append(dict(self.clock.cpu))
 
 
@@ -315,8 +346,9 @@ class Report:
     def note(self, text: str) -> None: ...
 
 
-def recorded(path: Path) -> list[list[int]]:
+def recorded(name: str) -> list[list[int]]:
     """Model tokens of the samples of each prompt: of `samples.jsonl`, which `ctpo eval` writes, or of `LENGTHS`."""
+    path = LENGTHS if name == LENGTHS.name else Path(name)
     if path.suffix != ".jsonl":
         groups: list[list[int]] = json.loads(path.read_text())["groups"]
         return groups
@@ -329,16 +361,18 @@ def recorded(path: Path) -> list[list[int]]:
 
 def simulate(case: Case, machine: Machine) -> dict[str, Any]:
     """Figures of the counted steps."""
-    size, variant = SIZES[case.gpus], VARIANTS[case.variant]
-    config = settings(size, variant, case.longest)
-    workload = Workload(recorded(Path(case.lengths)), case.tokens, case.longest, STEPS_OF_EPOCH * size.prompts)
+    size, variant = case.size, VARIANTS[case.variant]
+    config = settings(case)
+    workload = Workload(recorded(case.lengths), case.tokens, case.longest, STEPS_OF_EPOCH * size.prompts)
     clock = Clock()
-    speed = machine.speed(size.spec, case.tokens / 2)
+    speed = machine.speed(size.spec)
     pool = Pool(config.rollout, clock, speed, workload, size.engines)
     ray = Ray(clock, pool, workload, machine.ray_get_s)
-    trainer, run = Trainer(clock, size, machine, ray, config.rollout.max_staleness > 0), Simulated(clock, config, pool)
-    if case.deaths_per_hour:
+    trainer = Trainer(clock, size, config, machine, ray)
+    run = Simulated(clock, case.before + case.steps, pool)
+    if case.deaths_per_hour and not size.shared:
         faults(clock, pool, 3600 / case.deaths_per_hour)()
+    trainer.start_mib = memory_mib()
     with clock.patched(scheduler, rollouts, buffer, ray=ray), RewardPool(config.reward) as rewards:
         engines = cast(Any, pool)
         training = Scheduler.of(engines, background=config.rollout.max_staleness > 0)
@@ -357,36 +391,62 @@ def simulate(case: Case, machine: Machine) -> dict[str, Any]:
 
 
 def figures(case: Case, size: Size, trainer: Trainer, run: Simulated) -> dict[str, Any]:
-    first = EPOCHS_BEFORE * STEPS_OF_EPOCH
-    began, over = run.ended[first - 1], run.ended[-1]
-    seconds = over - began
-    computing = sum(end - begin for begin, end in zip(trainer.began[first:], trainer.ended[first:], strict=True))
-    sampling = run.busy_s[-1] - run.busy_s[first - 1]
-    worked = computing * size.trainers + sampling
-    cpu = {name: (run.cpu[-1][name] - run.cpu[first - 1].get(name, 0.0)) / STEPS for name in run.cpu[-1] if name}
-    metrics = run.metrics[first:]
+    first, last = case.before - 1, case.before + case.steps - 1
+    seconds = run.ended[last] - run.ended[first]
+    passes = zip(trainer.began[first + 1 :], trainer.ended[first + 1 :], strict=True)
+    computing = sum(end - begin for begin, end in passes)
+    engines = {name: run.engines[last][name] - run.engines[first][name] for name in ENGINE_SUMS}
+    worked = computing * size.trainers + engines["busy_s"]
+    cpu = {name: (run.cpu[last][name] - run.cpu[first].get(name, 0.0)) / case.steps for name in run.cpu[last] if name}
+    metrics = run.metrics[first + 1 :]
     return {
         **asdict(case),
-        "tokens a step": statistics.fmean(run.tokens[first:]),
-        "seconds a step": seconds / STEPS,
-        "samples/s": sum(run.trajectories[first:]) / seconds,
+        "trainers": size.trainers,
+        "tokens a step": statistics.fmean(run.tokens[first + 1 :]),
+        "seconds a step": seconds / case.steps,
+        "samples/s": sum(run.trajectories[first + 1 :]) / seconds,
         "trainer computes": computing / seconds,
-        "engines decode": sampling / (seconds * size.engines),
-        "serial s": statistics.fmean(trainer.serial_s[first:]),
+        "engines work": engines["busy_s"] / (seconds * size.engines),
+        "computed again": engines["again_s"] / (seconds * size.engines),
+        "preempted a step": engines["preempted"] / case.steps,
+        "serial s": statistics.fmean(trainer.serial_s[first + 1 :]),
         "GPUs wait": 1 - worked / (seconds * size.gpus),
         "staleness": statistics.fmean(each.get("rollout/staleness_mean", 0.0) for each in metrics),
         "engine restarts": sum(each["rollout/engine_restarts"] for each in metrics),
         "cpu": cpu,
-        "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "start MiB": trainer.start_mib,
+        "peak MiB": memory_mib(),
     }
 
 
+def memory_mib() -> float:
+    """Most memory of this process until now."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def in_a_process(case: Case, machine: Machine) -> dict[str, Any]:
-    """Simulate a case in a process of its own, whose peak memory is that of the case."""
-    command = [sys.executable, "-m", "benchmarks.scale", "--alone", json.dumps([asdict(case), asdict(machine)])]
-    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return found
+    """Simulate a case in a process of its own, whose peak memory is that of the case.
+
+    A fork has imported everything. Raises RuntimeError when it fails, after it has said why.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def child() -> None:
+        theirs.send(simulate(case, machine))
+        os._exit(0)  # a simulated thread that waits for ever is no reason to stay
+
+    process = context.Process(target=child)
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, Any] = ours.recv()
+    except EOFError as error:
+        raise RuntimeError(f"no figures of {case}; its process has said why") from error
+    finally:
+        process.join()
+    at = {"machine": asdict(machine), "commit": report.environment("cpu")["commit"], "load": os.getloadavg()[0]}
+    return found | at
 
 
 def main() -> None:
@@ -395,67 +455,91 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--tokens", type=float, default=3_300, help="model tokens of a trajectory, mean")
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens at which a trajectory is cut")
-    parser.add_argument("--lengths", type=Path, default=LENGTHS, help="samples.jsonl of `ctpo eval MODEL --samples 8`")
+    parser.add_argument("--lengths", default=LENGTHS.name, help="samples.jsonl of `ctpo eval MODEL --samples 8`")
     parser.add_argument("--deaths-per-hour", type=float, default=0.0, help="engines that die, of the whole job")
+    parser.add_argument("--trainers", type=int, default=0, help="GPUs that train; 0: a quarter, or the only one")
+    parser.add_argument("--seats", type=int, default=256, help="rollout.engine.max_num_seqs")
+    parser.add_argument("--steps", type=int, default=4, help="counted, after an epoch")
     for name, value in asdict(Machine()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help="see Machine")
-    parser.add_argument("--alone", help="simulate this case here and print it as JSON")
-    parser.add_argument("--out", type=Path, help="folder for scale.json and scale.md")
+    parser.add_argument("--out", type=Path, help="folder for scale.json and scale.md; adds to the cases that it has")
     options = parser.parse_args()
-    if options.alone:
-        case, machine = json.loads(options.alone)
-        print(json.dumps(simulate(Case(**case), Machine(**machine))))
-        os._exit(0)  # a simulated thread that waits for ever is no reason to stay
     machine = Machine(**{name: getattr(options, name) for name in asdict(Machine())})
-    rows = []
+    same = {name: getattr(options, name) for name in asdict(Case(1, "", 0.0)) if hasattr(options, name)}
     for gpus in options.gpus:
         for variant in options.variants:
-            if SIZES[gpus].shared and "max_staleness" in variant:
+            if SIZES[gpus].shared and "max_staleness" in VARIANTS[variant]:
                 continue  # engines and trainer take turns
-            case = Case(gpus, variant, options.tokens, options.longest, options.deaths_per_hour, str(options.lengths))
-            rows.append(in_a_process(case, machine))
-            print(json.dumps(rows[-1]), flush=True)
-    text = written(rows, machine, report.environment("cpu"))
-    print(text)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        about = {"environment": report.environment("cpu"), "machine": asdict(machine), "rows": rows}
-        (options.out / "scale.json").write_text(json.dumps(about, indent=1) + "\n")
-        (options.out / "scale.md").write_text(text + "\n")
+            row = in_a_process(Case(**same | {"gpus": gpus, "variant": variant}), machine)
+            print(json.dumps(row), flush=True)
+            if options.out:
+                add(row, options.out)
 
 
-def written(rows: Sequence[Mapping[str, Any]], machine: Machine, about: Mapping[str, Any]) -> str:
+def add(row: Mapping[str, Any], folder: Path) -> None:
+    """Put a case into the folder's result files, in place of the same one of an earlier call."""
+    path = folder / "scale.json"
+    former = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = sorted([*(each for each in former if which(each) != which(row)), row], key=which)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = report.environment("cpu")
+    path.write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")
+    path.with_suffix(".md").write_text(written(rows, about) + "\n")
+
+
+def which(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a case from others, in the order of the table."""
+    machine = [row["machine"][name] for name in asdict(Machine())]
+    named = [row[name] for name in ("lengths", "tokens", "longest", "trainers", "seats", "steps", "deaths_per_hour")]
+    return (row["gpus"], *machine, *named, list(VARIANTS).index(row["variant"]))
+
+
+def written(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
     """Tables of what was simulated."""
-    first = {row["gpus"]: row["samples/s"] for row in reversed(rows)}
-    header = ("GPUs", "variant", "step, s", "serial, s", "CPU-s of rank zero", "trainer computes", "engines decode")
-    header += ("GPUs wait", "samples/s", "to the first", "staleness", "driver, MiB")
+    header = ("GPUs (train)", "mean tokens", "deaths/h", "variant", "step, s", "serial, s", "CPU-s of rank zero")
+    header += ("trainer computes", "engines work", "of it again", "preempted", "GPUs wait", "samples/s", "staleness")
+    header += ("restarts", "driver, MiB", "commit")
     table = [
         (
-            str(row["gpus"]),
-            row["variant"],
+            f"{row['gpus']} ({row['trainers']})",
+            f"{row['tokens']:g}",
+            f"{row['deaths_per_hour']:g}",
+            row["variant"] + "".join(f", {name} {value:g}" for name, value in unusual(row).items()),
             f"{row['seconds a step']:.1f}",
             f"{row['serial s']:.2f} ({row['serial s'] / row['seconds a step']:.1%})",
             ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["cpu"].items()),
             f"{row['trainer computes']:.0%}",
-            f"{row['engines decode']:.0%}",
+            f"{row['engines work']:.0%}",
+            f"{row['computed again']:.0%}",
+            f"{row['preempted a step']:.0f}",
             f"{row['GPUs wait']:.0%}",
-            f"{row['samples/s']:.1f}",
-            f"{row['samples/s'] / first[row['gpus']]:.2f}",
+            f"{row['samples/s']:.2f}",
             f"{row['staleness']:.2f}",
-            f"{row['peak MiB']:.0f}",
+            f"{row['engine restarts']:.0f}",
+            f"{row['peak MiB']:.0f} ({row['start MiB']:.0f} before the first batch)",
+            str(row["commit"])[:8],
         )
         for row in rows
     ]
-    assumed = ", ".join(f"{name} {value:g}" for name, value in asdict(machine).items())
+    assumed = ", ".join(f"{name} {value:g}" for name, value in asdict(Machine()).items())
     return "\n\n".join(
         (
             "# A job in simulated time",
-            f"Mean of {STEPS} steps after {EPOCHS_BEFORE * STEPS_OF_EPOCH}. Serial: from the end of the last group to "
-            "the first pass, CPU time of rank zero. Assumed of the machine, and not measured on any: " + assumed + ".",
+            "Serial: from the end of the last group, or from the call where sampling is ahead, to the first pass; CPU "
+            "time of rank zero. Counted steps come after an epoch. Other programs used the machine, too (`load` in "
+            "scale.json). Assumed of the machine where a row does not say otherwise, and not measured on any: "
+            f"{assumed}.",
             report.markdown(header, table),
             report.describe(about),
         )
     )
+
+
+def unusual(row: Mapping[str, Any]) -> dict[str, float]:
+    """What a row assumes that is no default, beside the columns of the table."""
+    usual = {**asdict(Machine()), "seats": 256, "longest": LONGEST}
+    found = row["machine"] | {"seats": row["seats"], "longest": row["longest"]}
+    return {name: value for name, value in found.items() if value != usual[name]}
 
 
 if __name__ == "__main__":

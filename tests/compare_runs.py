@@ -37,7 +37,8 @@ NOT_REPEATED = (
     "sft/trainer_peak_mib",
 )
 """Prefixes of the metrics that the same run does not give again: seconds, rates, memory."""
-MEASURED_OF_A_CALL = ("wall_s", "exec_s")
+MEASURED_OF_A_CALL = ("wall_s", "exec_s", "began_at")
+MEASURED_OF_A_TRAJECTORY = ("scored_at",)
 PARTS = ("sft", "trajectories", "metrics", "positions", "evaluation", "tensors")
 """In the order in which a step writes them."""
 NEEDED = ("trajectories", "metrics", "tensors")
@@ -127,7 +128,8 @@ def trajectories(path: Path) -> Items:
         calls = record.get("tool_calls", [])
         record["tool_calls"] = [{k: v for k, v in call.items() if k not in MEASURED_OF_A_CALL} for call in calls]
         about = f"trajectory {place}, prompt {record.get('prompt_id')}, sample {record.get('sample_index')}"
-        fields = [*(name for name in FIRST if name in record), *sorted(record.keys() - set(FIRST))]
+        others = record.keys() - {*FIRST, *MEASURED_OF_A_TRAJECTORY}
+        fields = [*(name for name in FIRST if name in record), *sorted(others)]
         for name in fields:
             items[f"{about}, {name}"] = record[name]
     return items

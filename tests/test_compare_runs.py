@@ -47,8 +47,10 @@ def trajectory(prompt: int, sample: int, version: int) -> Record:
                 "output": "1",
                 "wall_s": 0.1,
                 "exec_s": 0.05,
+                "began_at": 1.8e9,
             }
         ],
+        "scored_at": [1.8e9, 1.8e9 + 0.5],
         "final_text": "\\boxed{1}",
         "reward": 1.0,
         "reward_components": {"format": 0.5},
@@ -243,7 +245,8 @@ def test_equal_runs_say_what_was_compared(runs: tuple[Path, Path]) -> None:
 def test_seconds_may_differ(runs: tuple[Path, Path]) -> None:
     edited("metrics.jsonl", 1, lambda record: record.update({"time/step": 9.0}))(runs[1])
     edited("sft.jsonl", 1, lambda record: record.update({"sft/seconds": 9.0}))(runs[1])
-    in_batch("tool_calls", lambda calls: [calls[0] | {"wall_s": 9.0, "exec_s": None}])(runs[1])
+    in_batch("tool_calls", lambda calls: [calls[0] | {"wall_s": 9.0, "exec_s": None, "began_at": 1.0}])(runs[1])
+    in_batch("scored_at", lambda _: [1.0, 2.0])(runs[1])
     assert compare(*runs)[0] == 0
 
 

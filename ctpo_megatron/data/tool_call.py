@@ -14,7 +14,8 @@ class ToolCall:
     """One tool call of an episode. `output` is the observation text as the model saw it.
 
     name, arguments: empty when the call could not be read (status "parse_error"). wall_s: seconds from the call to its
-    answer. exec_s: seconds of execution, as reported by the tool's service; None if unknown.
+    answer. exec_s: seconds of execution, as reported by the tool's service; None if unknown. began_at: Unix time of the
+    call in seconds; None for what was never called, and in earlier recordings.
     """
 
     turn: int
@@ -24,6 +25,7 @@ class ToolCall:
     output: str
     wall_s: float
     exec_s: float | None = None
+    began_at: float | None = None
 
     @property
     def queue_s(self) -> float | None:

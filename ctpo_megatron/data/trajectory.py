@@ -62,6 +62,8 @@ class Trajectory:
     """What each model turn earned; they add up to the reward. None: the reward function does not say."""
     sequence_starts: list[int] = field(default_factory=list)
     """Index of the first token of each further sequence. Empty for an episode whose calls extend one sequence."""
+    scored_at: list[float] | None = None
+    """Unix times in seconds: when it was given to the scorers, and when its score was there. None: not scored yet."""
 
     @property
     def token_ids(self) -> Column[int]:
@@ -196,10 +198,11 @@ class Trajectory:
         record = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _APART}
         if self.no_verdict is not None:
             record["no_verdict"] = asdict(self.no_verdict)
-        if self.turn_rewards is not None:
-            record["turn_rewards"] = self.turn_rewards
         if self.sequence_starts:
             record["sequence_starts"] = self.sequence_starts
+        for name in _WHERE_KNOWN:
+            if (known := getattr(self, name)) is not None:
+                record[name] = known
         return record | {"tool_calls": [asdict(call) for call in self.tool_calls]}
 
     @classmethod
@@ -238,4 +241,5 @@ class Trajectory:
         return cls.of_facts(record, filled(tokens, 0, more) if more else tokens)
 
 
-_APART = ("tokens", "no_verdict", "turn_rewards", "sequence_starts")
+_WHERE_KNOWN = ("turn_rewards", "scored_at")
+_APART = ("tokens", "no_verdict", "sequence_starts", *_WHERE_KNOWN)

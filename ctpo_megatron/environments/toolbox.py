@@ -156,7 +156,7 @@ class Toolbox:
         return request
 
     async def _run(self, request: ToolCallRequest, turn: int) -> tuple[ToolCall, str]:
-        started = time.monotonic()
+        began_at, started = time.time(), time.monotonic()
         try:
             with called(f"the tool {request.name!r}"):
                 result = await self._tools[request.name](request.arguments)
@@ -164,7 +164,8 @@ class Toolbox:
             failure = "" if result.status in _STATUSES else f"the tool answered with status {result.status!r}"
         except ToolUnavailable as error:
             failure = f"the tool is unavailable: {error}"
-        call = ToolCall(turn, request.name, request.arguments, "infrastructure_error", "", time.monotonic() - started)
+        wall_s = time.monotonic() - started
+        call = ToolCall(turn, request.name, request.arguments, "infrastructure_error", "", wall_s, began_at=began_at)
         if not failure:
             call.status, call.output = result.status, cut_middle(well_formed(result.text), self._max_chars)
             call.exec_s = result.exec_s

@@ -1,4 +1,7 @@
-"""The time line of one step, from the traces of `run.profile_steps`: what ranks and engines did at the same time."""
+"""The time line of one step: what ranks, engines, tools and scorers did at the same time.
+
+Ranks and engines are read from the traces of `run.profile_steps`, tools and scorers from the dumps of trajectories.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.base.run_paths import RunPaths, step_in, step_name
 from ctpo_megatron.report.axes import Axis
 from ctpo_megatron.report.charts import Chart, Curve, Span, timeline
 from ctpo_megatron.report.metric_charts import PHASE_COLOURS
+from ctpo_megatron.tracking import read_times, trajectory_files
 
 log = logging.getLogger(__name__)
 
 LARGEST = 1 << 25
 """Bytes of a trace that is read, compressed: larger ones are for Perfetto alone."""
 _CAPTION = (
-    "Phases of each rank of the trainer, and when each engine samples; what is blank is not in the traces. Of an "
-    "engine, only the first 256 steps are."
+    "Phases of each rank of the trainer, when each engine samples, when at least one tool runs, and when at least one "
+    "trajectory is with the scorers; what is blank is not in the traces. Of an engine, only the first 256 steps are."
 )
 _FILE = re.compile(r"step_(\d{6,})_(rank|engine)_(\d+).*\.json\.gz")
-_SAMPLES, _OTHER = "engine samples", "other"
-_COLOURS = {**PHASE_COLOURS, _SAMPLES: "muted"}
+_SAMPLES, _TOOLS, _OTHER = "engine samples", "tool runs", "other"
+_COLOURS = {**PHASE_COLOURS, _SAMPLES: "muted", _TOOLS: "muted"}
+_ROWS = ("rank", "engine", "tools", "scoring")
 _FINEST = 1 / 500
 """Share of the step below which a gap between equal spans is not drawn."""
 
@@ -34,7 +40,7 @@ _FINEST = 1 / 500
 def step_timeline(directory: Path) -> Chart | None:
     """The time line of the latest step that has a trace of rank 0; None without one, or where it is too large.
 
-    Traces that are damaged are left out, with a line in the log.
+    Traces and dumps that are damaged are left out, with a line in the log.
     """
     found: dict[int, dict[str, Path]] = {}
     for path in sorted(RunPaths(directory).profile.glob("*.json.gz")):
@@ -46,6 +52,7 @@ def step_timeline(directory: Path) -> Chart | None:
     whole = [each for each in ranges["rank 0"] if each.kind == step_name(max(steps))]
     if not whole:
         return None
+    ranges |= _behind(directory, max(steps), whole[0])
     spans = [
         replace(each, row=row, start=max(0.0, each.start - whole[0].start), end=each.end - whole[0].start)
         for row in sorted(ranges, key=_place)
@@ -55,6 +62,27 @@ def step_timeline(directory: Path) -> Chart | None:
     kinds = [Curve(kind, (), (), colour) for kind, colour in _COLOURS.items() if any(s.kind == kind for s in spans)]
     spec = timeline(spans, kinds, Axis("seconds", low=0.0))
     return Chart("timeline", f"Time line of step {max(steps)}", _CAPTION, spec)
+
+
+def _behind(directory: Path, step: int, whole: Span) -> dict[str, list[Span]]:
+    """Rows of tools and scorers. Later steps' trajectories may be sampled meanwhile, so their dumps are read as well.
+
+    whole: the step, in seconds since the same epoch.
+    """
+    rows: dict[str, list[Span]] = {"tools": [], "scoring": []}
+    for path in (path for number, path in trajectory_files(directory).items() if number >= step):
+        before = sum(map(len, rows.values()))
+        try:
+            for times in read_times(path):
+                for row, kind, found in (("tools", _TOOLS, times.tools), ("scoring", "reward", times.scoring)):
+                    within = ((start, end) for start, end in found if start < whole.end and end > whole.start)
+                    rows[row] += [Span("", kind, start, min(end, whole.end)) for start, end in within]
+        except DamagedFileError as error:
+            log.warning("the time line is without what this dump has of tools and scorers: %s", error)
+            continue
+        if sum(map(len, rows.values())) == before:
+            break
+    return {row: spans for row, spans in rows.items() if spans}
 
 
 def joined(spans: Iterable[Span], gap: float) -> list[Span]:
@@ -69,10 +97,10 @@ def joined(spans: Iterable[Span], gap: float) -> list[Span]:
     return result
 
 
-def _place(row: str) -> tuple[bool, int]:
-    """Ranks first, each kind by number."""
-    kind, number = row.split()
-    return kind != "rank", int(number)
+def _place(row: str) -> tuple[int, int]:
+    """Each kind by number."""
+    kind, _, number = row.partition(" ")
+    return _ROWS.index(kind), int(number or 0)
 
 
 def _ranges(path: Path) -> Iterator[Span]:

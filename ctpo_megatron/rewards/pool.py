@@ -150,12 +150,16 @@ class _Workers:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A chunk given to `workers`; lost when these are gone, or do nothing for `patience_s`."""
+    """A chunk given to `workers`; lost when these are gone, or do nothing for `patience_s`.
+
+    times: Unix times of its beginning and, in the end, of its end.
+    """
 
     chunk: _Chunk
     workers: _Workers
     future: ProcessFuture[list[Scored]]
     patience_s: float
+    times: list[float]
 
     @property
     def settled(self) -> bool:
@@ -252,7 +256,11 @@ class RewardPool:
         rewards: list[Reward] = []
         missing: Counter[MissingCause] = Counter()
         for task in tasks:
-            for (trajectory, _), found in zip(task.chunk.pairs, self._outcomes(task), strict=True):
+            outcomes = self._outcomes(task)
+            # Where it has just ended the callback that notes the time may still be to come.
+            began, ended = [*task.times, time.time()][:2]
+            for (trajectory, _), found in zip(task.chunk.pairs, outcomes, strict=True):
+                trajectory.scored_at = [began, ended]
                 outcome = _of_its_turns(found, trajectory)
                 if isinstance(outcome, NoVerdict):
                     _leave_unjudged(trajectory, outcome)
@@ -300,7 +308,9 @@ class RewardPool:
             except RuntimeError:  # the pool is broken
                 self._renew()
                 future = self._workers.schedule(sent, timeout_s, limit_s)
-            return _Task(chunk, self._workers, future, self._patience_s)
+            times = [time.time()]
+            future.add_done_callback(lambda _: times.append(time.time()))
+            return _Task(chunk, self._workers, future, self._patience_s, times)
 
     def _renew(self) -> None:
         """Replace the pool: pebble's breaks when an idle process ends, or when none can be started."""

@@ -20,16 +20,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 
 _STATE, _TYPE = b"state", b"type"
 """Metadata: all but the trajectories, as JSON, and the columns of their tokens."""
-_DAMAGE = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-    StopIteration,
-    RecursionError,
-    MemoryError,
-)
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration, RecursionError)
 """What content of another form leads to."""
 _FACTS, _LENGTH = "facts", "length"
 
@@ -80,9 +71,12 @@ def _decoded(path: Path) -> dict[str, Any]:
     lengths = table[_LENGTH].to_numpy()
     if len(lengths) and lengths.min() < 0:
         raise ValueError(f"a length is {lengths.min()}")
-    tokens = np.zeros(int(lengths.sum()), kind)
-    for name in kind.names or ():
-        flat = table[name].combine_chunks().flatten()
+    flattened = {name: table[name].combine_chunks().flatten() for name in kind.names or ()}
+    total = int(lengths.sum(dtype=np.int64))
+    if any(len(flat) != total for flat in flattened.values()):  # before that many are allocated
+        raise ValueError(f"the lengths add up to {total} tokens, the columns have others")
+    tokens = np.zeros(total, kind)
+    for name, flat in flattened.items():
         values = flat.flatten() if pa.types.is_fixed_size_list(flat.type) else flat
         tokens[name] = values.to_numpy(zero_copy_only=False).reshape(-1, *kind[name].shape)
     ends = np.cumsum(lengths)

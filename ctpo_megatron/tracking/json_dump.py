@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.tracking.give_way import AT_ONCE, GiveWay
-from ctpo_megatron.tracking.records import Head, Record, head_of, texts_in
+from ctpo_megatron.tracking.records import Head, Record, Times, head_of, texts_in, times_in
 
 T = TypeVar("T")
 _NUMBER = 4
@@ -41,11 +41,16 @@ def texts_of_lines(path: Path) -> Iterator[list[str]]:
     return _of_each(path, lambda _, record: texts_in(record))
 
 
+def times_of_lines(path: Path) -> Iterator[Times]:
+    """The times of each record. Raises DamagedFileError."""
+    return _of_each(path, lambda _, record: times_in(record))
+
+
 def _of_each(path: Path, take: Callable[[int, Record], T]) -> Iterator[T]:
     for place, record in enumerate(read_lines(path)):
         try:
             taken = take(place, record)
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, LookupError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DamagedFileError(f"{path}, line {place + 1}, is damaged ({what})") from error
         yield taken

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.tracking.give_way import GiveWay
-from ctpo_megatron.tracking.records import Head, Record, head_of, statuses, texts_in
+from ctpo_megatron.tracking.records import Head, Record, Times, head_of, statuses, texts_in, times_in
 
 _TRACES = ("log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
 _SEGMENT = pa.struct(
@@ -30,6 +30,7 @@ _CALL = pa.struct(
         ("output", pa.string()),
         ("wall_s", pa.float64()),
         ("exec_s", pa.float64()),
+        ("began_at", pa.float64()),
     ]
 )
 _MORE = pa.struct([("type", pa.string()), ("shape", pa.list_(pa.int32())), ("data", pa.binary())])
@@ -46,6 +47,7 @@ SCHEMA = pa.schema(
         ("reward_components", pa.map_(pa.string(), pa.float64())),
         ("turn_rewards", pa.list_(pa.float64())),
         ("no_verdict", pa.struct([("cause", pa.string()), ("reason", pa.string())])),
+        ("scored_at", pa.list_(pa.float64())),
         ("advantage", pa.float64()),
         ("turn_advantages", pa.list_(pa.float64())),
         ("dropped", pa.bool_()),
@@ -69,7 +71,10 @@ _REPEATED = ("response_mask", "loss_mask", "weight_version", "turn")
 """Long runs of one number, which a dictionary with run lengths makes tiny."""
 _SPLIT = ("token_ids", "rollout_log_probs", *_TRACES, "segments.list.element.token_chars")
 """Numbers whose bytes of equal weight compress better side by side."""
-_OPTIONAL = {"turn_rewards", "sequence_starts", "no_verdict", "advantage", "turn_advantages", "more", *_TRACES}
+_OPTIONAL = {
+    *("turn_rewards", "sequence_starts", "no_verdict", "scored_at", "advantage", "turn_advantages", "more"),
+    *_TRACES,
+}
 """Fields that a record lacks where the column is null."""
 _GROUP_TOKENS = 1 << 16
 """Tokens of a row group: held in memory as arrays, and read at once to get any of its rows."""
@@ -81,6 +86,7 @@ _OF_HEADS = {
     *("no_verdict.cause", "tool_calls.status"),
 }
 _OF_TEXTS = {"segments.text", "tool_calls.output"}
+_OF_TIMES = {"scored_at", "tool_calls.began_at", "tool_calls.wall_s"}
 
 
 def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -142,6 +148,14 @@ def texts_of_table(path: Path) -> Iterator[list[str]]:
             return
         for batch in file.iter_batches(_READ_ROWS, columns=_leaves(file, _OF_TEXTS)):
             yield from map(texts_in, batch.to_pylist())
+
+
+def times_of_table(path: Path) -> Iterator[Times]:
+    """The times of each record, without reading the rest. Raises DamagedFileError."""
+    with _opened(path) as file:
+        if not _is_early(file):
+            for batch in file.iter_batches(_READ_HEADS, columns=_leaves(file, _OF_TIMES)):
+                yield from map(times_in, batch.to_pylist())
 
 
 def _is_early(file: pq.ParquetFile) -> bool:

@@ -49,6 +49,24 @@ def statuses(found: Iterable[str]) -> str:
     return " ".join(sorted(set(found)))
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When calls of tools and the scoring of one trajectory began and ended, as Unix times in seconds."""
+
+    tools: list[tuple[float, float]]
+    scoring: list[tuple[float, float]]
+
+
+def times_in(record: Record) -> Times:
+    """Its times; those that an earlier version did not record are missing."""
+    calls = [call for call in record["tool_calls"] if call.get("began_at") is not None]
+    scored = record.get("scored_at")
+    return Times(
+        [(call["began_at"], call["began_at"] + call["wall_s"]) for call in calls],
+        [] if scored is None else [(scored[0], scored[1])],
+    )
+
+
 def texts_in(record: Record) -> list[str]:
     """Its texts that are searched: prompt, turns and observations, then outputs of tools."""
     return [*(part["text"] for part in record["segments"]), *(call["output"] for call in record["tool_calls"])]

@@ -13,9 +13,10 @@ from ctpo_megatron.tracking.json_dump import (
     pieces_of_line,
     read_lines,
     texts_of_lines,
+    times_of_lines,
     write_lines,
 )
-from ctpo_megatron.tracking.records import Head, Record
+from ctpo_megatron.tracking.records import Head, Record, Times
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.batch import Group
@@ -100,6 +101,15 @@ def read_texts(path: Path) -> Iterator[list[str]]:
     from ctpo_megatron.tracking.parquet_dump import texts_of_table
 
     return texts_of_table(path)
+
+
+def read_times(path: Path) -> Iterator[Times]:
+    """When tools ran and scorers worked, for each record of one dump. Raises DamagedFileError."""
+    if path.suffix != ".parquet":
+        return times_of_lines(path)
+    from ctpo_megatron.tracking.parquet_dump import times_of_table
+
+    return times_of_table(path)
 
 
 def records_at(path: Path, places: Sequence[int]) -> list[Record]:

@@ -237,6 +237,16 @@ def test_a_hostile_file_is_named(tmp_path: Path, change: dict[str, Any]) -> None
         read_ahead(tmp_path)
 
 
+def test_a_machine_without_memory_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made())))
+    monkeypatch.setattr("ctpo_megatron.rollouts.ahead.pq.read_table", full)
+    with pytest.raises(MemoryError):
+        read_ahead(tmp_path)
+
+
 def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
     import gzip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,7 +151,9 @@ def test_the_record_of_a_call_has_how_long_it_waited_and_ran() -> None:
             await asyncio.sleep(0.05)
             return shown(result("runtime_error"), 4.0)
 
+    before = time.time()
     ([record], _), ([unknown], _) = run(call(good()), Queued()), run(call(good()))
+    assert record.began_at is not None and before <= record.began_at <= time.time() - record.wall_s + 0.01
     assert record.exec_s == shown(result(), 4.0).exec_s == 0.01
     assert record.queue_s == record.wall_s - 0.01 >= 0.04
     assert unknown.exec_s is None and unknown.queue_s is None

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.report import step_timeline as module
 from ctpo_megatron.report.step_timeline import step_timeline
+from ctpo_megatron.tracking import write_trajectories
+from ctpo_megatron.tracking.trajectories import Form
 
 RANK, ENGINE = "step_000004_rank_{}.json.gz", "step_000004_engine_{}_rank0.17.pt.trace.json.gz"
 
@@ -26,6 +32,16 @@ def write(run: Path, name: str, ranges: list[tuple[str, float, float]], base: fl
     ]
     trace = {"baseTimeNanoseconds": int(base * 1e9), "traceEvents": events}
     (folder / name).write_bytes(gzip.compress(json.dumps(trace).encode()))
+
+
+def trajectory(*calls: tuple[float, float], scored: tuple[float, float] | None = None) -> Trajectory:
+    """Calls and scoring from and to these Unix times."""
+    made = Trajectory("p", 0, 0, finish_reason="answer", reward=1.0, scored_at=None if scored is None else [*scored])
+    made.append_context([1], 0)
+    for start, end in calls:
+        made.tool_calls.append(ToolCall(1, "python", {}, "success", "", end - start, began_at=start))
+    made.tool_calls.append(ToolCall(1, "", {}, "parse_error", "", 0.0))
+    return made
 
 
 def bars(run: Path) -> dict[str, list[tuple[str, float, float]]]:
@@ -51,6 +67,42 @@ def test_ranks_and_engines_are_drawn_on_one_clock(tmp_path: Path) -> None:
         ("rank 10", [("update", 2.6, 4.0)]),
         ("engine 1", [("engine samples", 0.0, 2.0), ("engine samples", 3.0, 3.5)]),
     ]
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_tools_and_scorers_have_rows_of_what_dumps_record(tmp_path: Path, form: Form) -> None:
+    """Also for trajectories that a later step trains; a dump without any in the step is the last that is read."""
+    write(tmp_path, RANK.format(0), [("step_000004", 5.0, 10.0), ("time/update", 8.0, 9.0)])
+    write(tmp_path, ENGINE.format(0), [("execute_context_0(0)_generation_1(1)", 8.0, 8.5)])
+    dumps = {
+        3: [trajectory((1006.0, 1007.0))],
+        4: [
+            trajectory((1004.0, 1006.0), (1005.5, 1006.5), scored=(1006.5, 1007.0)),
+            trajectory((1005.9, 1006.8), scored=(1006.9, 1007.5)),
+            trajectory(),
+        ],
+        5: [trajectory((1009.0, 1010.5), scored=(1011.0, 1012.0))],
+        6: [trajectory((1011.0, 1012.0))],
+        7: [trajectory((1007.5, 1008.0))],
+    }
+    prompt = Prompt("p", "d", (), "1", (1,))
+    for step, trajectories in dumps.items():
+        write_trajectories(tmp_path, step, [Group(prompt, trajectories)], lambda ids: "", form=form)
+    assert list(bars(tmp_path).items())[1:] == [
+        ("engine 0", [("engine samples", 3.0, 3.5)]),
+        ("tools", [("tool runs", 0.0, 1.8), ("tool runs", 4.0, 5.0)]),
+        ("scoring", [("reward", 1.5, 2.5)]),
+    ]
+
+
+def test_a_damaged_dump_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, RANK.format(0), [("step_000004", 0.0, 2.0), ("time/publish", 0.0, 1.0)])
+    later = Group(Prompt("p", "d", (), "1", (1,)), [trajectory((1000.5, 1001.0))])
+    write_trajectories(tmp_path, 5, [later], lambda ids: "")
+    RunPaths(tmp_path).dump(4, "parquet").write_bytes(b"no table")
+    assert bars(tmp_path) == {"rank 0": [("publish", 0.0, 1.0)], "tools": [("tool runs", 0.5, 1.0)]}
+    [record] = caplog.records
+    assert "step_000004.parquet is damaged" in record.getMessage()
 
 
 def test_the_latest_step_of_rank_zero_is_taken(tmp_path: Path) -> None:

@@ -70,6 +70,22 @@ def test_math_scores_in_order_with_counts() -> None:
     assert rewards(groups) == [1.0, 0.0, 0.0, 1.0] * 64
 
 
+def test_a_trajectory_says_when_it_was_scored(unruly: RewardPool) -> None:
+    """Also one without a verdict. Its end is not the time at which somebody asked."""
+    groups = [group("2"), group("raise")]
+    before = time.time()
+    pending = unruly.begin(groups)
+    deadline = time.monotonic() + scaled(60)
+    while not pending.done and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ended = time.time()
+    time.sleep(0.2)
+    pending.result()
+    for one in groups:
+        assert (times := one.trajectories[0].scored_at) is not None
+        assert before <= times[0] <= times[1] <= ended + 0.1 < time.time()
+
+
 def test_tool_output_and_earlier_turns_do_not_count() -> None:
     silent = group("I have it.")
     call = ToolCall(1, "code_interpreter", {"code": "print(2)"}, "success", r"\boxed{2}", 0.0)
