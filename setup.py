@@ -67,6 +67,8 @@ setup(
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13", "psutil>=6"],
         # The pretrained model of docs/smollm2.md, pinned with what they need in requirements/examples.txt.
         "examples": ["gguf>=0.19", "accelerate>=1.15", "reasoning-gym==0.1.25"],
+        # The site alone, in an environment of its own: requirements/docs.txt. 9.0 is Sphinx' last for Python 3.11.
+        "docs": ["sphinx>=9,<9.1", "myst-parser>=5", "furo>=2025.12.19"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
