@@ -154,8 +154,8 @@ $(BROWSER): $(INSTALLED) requirements/browser.txt
 LOCKS := requirements
 COMPILE = $(UV) pip compile setup.py --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
 	--no-python-downloads --python-platform x86_64-manylinux_2_28 --extra train --extra sandbox --extra sandbox-math --extra wandb --extra dev
-COMPILE_SITE = $(UV) pip compile setup.py --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
-	--no-python-downloads --universal --python-version 3.11 --extra docs
+COMPILE_SITE = $(UV) pip compile requirements/docs.in --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
+	--no-python-downloads --universal --python-version 3.11
 locks: $(UV)
 	set -e; for python in $(PYTHONS); do \
 		$(COMPILE) --python-version $$python --extra cuda --output-file $(LOCKS)/cuda-$$python.txt; \
