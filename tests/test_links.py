@@ -17,7 +17,11 @@ HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
 
 def documents(root: Path) -> list[Path]:
     """Every Markdown file of the repository that a reader opens."""
-    return sorted([*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("benchmarks/**/*.md")])
+    found = (
+        root.glob(pattern)
+        for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/*.md", "kernels/*.md")
+    )
+    return sorted({path for paths in found for path in paths})
 
 
 def anchor(heading: str) -> str:

@@ -67,6 +67,17 @@ def test_a_lock_is_within_the_ranges_of_setup_py(device: str, python: str, decla
     assert [problem for text in texts if (problem := refused(text, pins(device, python), python))] == []
 
 
+def test_the_lock_of_the_site_is_hashed_and_apart() -> None:
+    """None of its tools is in a lock of the training environment."""
+    text = (FOLDER / "docs.txt").read_text(encoding="utf-8")
+    pinned = dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)[^\\\n]*\\\n    --hash=sha256:", text, re.MULTILINE))
+    assert len(pinned) > 20 and len(pinned) >= text.count("==") - 3  # soupsieve twice, by version of Python
+    wanted = [line for line in (FOLDER / "docs.in").read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    assert [problem for each in wanted if (problem := refused(each, pinned, "3.11"))] == []
+    tools = {canonicalize_name(Requirement(each).name) for each in wanted}
+    assert [lock for lock in LOCKS if tools & pins(*lock).keys()] == []
+
+
 @each_lock
 def test_installed_packages_accept_the_locks_that_name_them(device: str, python: str) -> None:
     """A resolver's check without a registry, for all packages that are here in the locked version."""

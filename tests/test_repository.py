@@ -85,3 +85,37 @@ def test_no_file_of_tests_hides_a_library() -> None:
     libraries = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions()}
     names = {path.stem: path for path in (ROOT / "tests").rglob("*.py") if path.stem not in ("__init__", "conftest")}
     assert [str(names[name]) for name in sorted(names.keys() & libraries)] == []
+
+
+def test_hosted_checks_are_those_of_the_makefile_on_every_python() -> None:
+    """Their commands are `make` targets that exist, and the matrix is the list of locks."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8"))["jobs"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = [command.split()[1] for command in commands if command.startswith("make ")]
+    assert targets == ["lint", "test", "docs"]
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+    pythons = re.search(r"^PYTHONS := (.*)$", makefile, re.MULTILINE)
+    assert pythons and jobs["test"]["strategy"]["matrix"]["python"] == pythons[1].split()
+    assert all("timeout-minutes" in job for job in jobs.values())
+
+
+def test_the_local_checks_are_among_the_hosted_ones() -> None:
+    hosted = (ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8")
+    local = re.findall(r"make (\w+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    assert local == ["lint", "test"]
+    assert all(f"make {target}" in hosted for target in local)
+
+
+def test_a_release_has_at_most_two_screens_in_the_changelog() -> None:
+    """45 lines of 120 characters a screen."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        assert sum(1 + len(line) // 120 for line in section.splitlines()) <= 90, section.splitlines()[0]
+
+
+def test_templates_are_read_by_the_host() -> None:
+    for form in ("bug", "wish"):
+        template = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{form}.yml").read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= template.keys()
+        assert all(part["type"] in ("markdown", "textarea") for part in template["body"])

@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `ctpo`; returns the exit status: 0 success, 1 failure, 2 invalid request."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not is_installed("ctpo_kernels"):
-        print("ctpo: ctpo_kernels, a distribution of its own, is missing: pip install -e ./kernels", file=sys.stderr)
+        missing = "ctpo: ctpo_kernels, a distribution of its own, is missing"
+        print(f"{missing}: pip install --no-deps its wheel, or ./kernels of a checkout", file=sys.stderr)
         return 2
     try:
         os.getcwd()

@@ -32,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--" not in given:
         given.append("--")
     split = given.index("--")
-    parser = _parser()
-    args, arguments = parser.parse_args(given[:split]), given[split + 1 :]
+    options = parser()
+    args, arguments = options.parse_args(given[:split]), given[split + 1 :]
     if not arguments:
-        parser.error("after `--` comes what `ctpo train` takes: a configuration file, then a.b=c")
+        options.error("after `--` comes what `ctpo train` takes: a configuration file, then a.b=c")
     try:
         if args.workdir is not None:
             os.chdir(args.workdir)
@@ -68,9 +68,10 @@ def _of_the_job(job: NodeJob, arguments: Sequence[str]) -> list[str]:
     return added
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ctpo_launchers.node", description=__doc__.splitlines()[0])
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """The command line of a node program, without what follows `--`."""
+    arguments = argparse.ArgumentParser(prog="python -m ctpo_launchers.node", description=__doc__.splitlines()[0])
+    add = arguments.add_argument
     add("--nodes", type=positive(int), metavar="N", help="nodes of the job (default: Slurm's, else 1)")
     add("--node-rank", type=int, metavar="R", help="this node's number; 0 is the head (default: Slurm's)")
     add("--head", metavar="HOST", help="host of node 0 (default: the first of Slurm's)")
@@ -106,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--workdir", type=Path, metavar="DIR", help="go there first; relative paths of the configuration start there")
     add("--module", default="ctpo_megatron.train", help="what torchrun runs (%(default)s)")
-    return parser
+    return arguments
 
 
 if __name__ == "__main__":

@@ -4,28 +4,15 @@
         client = SandboxClient(server.url, max_concurrency=64, request_timeout_s=60)
         result = await client.run("print(1 + 1)", run_timeout_s=4)
 
+What these names need, as aiohttp, is imported when the first of them is used.
+
 The contract, the limits and what is not enforced: docs/sandbox.md.
 """
 
-from importlib import import_module
+from __future__ import annotations
+
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from ctpo_sandbox.errors import SandboxStartError, SandboxUnavailable
-from ctpo_sandbox.records import Limits
-
-if TYPE_CHECKING:
-    from ctpo_sandbox.client import ClientStats, ExecutionResult, SandboxClient
-    from ctpo_sandbox.launch import SandboxServer, start_configured_server, start_server
-
-_MODULES = {
-    "ClientStats": "client",
-    "ExecutionResult": "client",
-    "SandboxClient": "client",
-    "SandboxServer": "launch",
-    "start_configured_server": "launch",
-    "start_server": "launch",
-}
-"""What the server itself does not need, as it would load the HTTP clients."""
 
 __all__ = [
     "ClientStats",
@@ -39,9 +26,20 @@ __all__ = [
     "start_server",
 ]
 
+if TYPE_CHECKING:
+    from ctpo_sandbox.client import ClientStats, ExecutionResult, SandboxClient
+    from ctpo_sandbox.errors import SandboxStartError, SandboxUnavailable
+    from ctpo_sandbox.launch import SandboxServer, start_configured_server, start_server
+    from ctpo_sandbox.records import Limits
+else:
+    _MODULES = {
+        **dict.fromkeys(("ClientStats", "ExecutionResult", "SandboxClient"), "client"),
+        **dict.fromkeys(("SandboxStartError", "SandboxUnavailable"), "errors"),
+        **dict.fromkeys(("SandboxServer", "start_configured_server", "start_server"), "launch"),
+        "Limits": "records",
+    }
 
-def __getattr__(name: str) -> Any:
-    """Import the module of a front-door name."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""What the tests of docs/extend.md share: the blocks of a section as a user would save them, and a scripted model."""
+"""What the tests of docs/extend.md and of the examples share: their configurations, and a scripted model."""
 
 from __future__ import annotations
 
@@ -41,6 +41,13 @@ def saved_example(title: str, module: str, folder: Path) -> Config:
         tree[section] = keys
     (folder / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     config = load_config(folder / "run.yaml")
+    activate(config.extensions.path or ())
+    return config
+
+
+def project(name: str, *overrides: str) -> Config:
+    """The configuration of a folder of examples, with its modules ready to be imported."""
+    config = load_config(ROOT / "examples" / name / f"{name}.yaml", overrides)
     activate(config.extensions.path or ())
     return config
 

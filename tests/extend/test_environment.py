@@ -1,4 +1,4 @@
-"""The environment of docs/extend.md, as a reader would save it."""
+"""examples/environment: an episode with a user in place of tools."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.base.extensions import ExtensionError
+from ctpo_megatron.base.extensions import ExtensionError, activate, load
 from ctpo_megatron.config import Config, Extension
+from ctpo_megatron.data import Prompt, Trajectory
 from ctpo_megatron.environments.factory import check_environment, needs_sandbox, tool_schemas
-from tests.extend.scripted import played, saved_example
+from tests.extend.scripted import played, project
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return saved_example("An environment", "my_environment", tmp_path)
+def config() -> Config:
+    return project("environment")
 
 
 def test_a_user_answers_until_the_number_is_found(config: Config) -> None:
@@ -27,6 +27,13 @@ def test_a_user_answers_until_the_number_is_found(config: Config) -> None:
     assert (trajectory.finish_reason, trajectory.final_text) == ("answer", "42")
     assert sum(trajectory.response_mask) == len("50 many42") + 3
     assert trajectory.turn[-1] == 3
+    assert reward(trajectory, "42") == 1.0 and reward(trajectory, "41") == 0.0
+
+
+def reward(trajectory: Trajectory, answer: str) -> float:
+    """What examples/environment pays for an episode."""
+    paid = load("guess_the_number:found")(trajectory, Prompt("p", "source", (), answer, ()))
+    return float(paid)
 
 
 def test_guesses_run_out(config: Config) -> None:
@@ -37,10 +44,11 @@ def test_guesses_run_out(config: Config) -> None:
 
 
 def test_environments_that_are_refused(config: Config, tmp_path: Path) -> None:
+    activate([tmp_path])
     (tmp_path / "slow_environment.py").write_text("class Plain:\n    def run(self, episode):\n        pass\n")
     for name, arguments, reason in (
-        ("my_environment:GuessTheNumber", {"rude": True}, "unexpected keyword argument 'rude'"),
-        ("my_environment:Message", {"role": "", "content": ""}, "has no method run"),
+        ("guess_the_number:GuessTheNumber", {"rude": True}, "unexpected keyword argument 'rude'"),
+        ("guess_the_number:Message", {"role": "", "content": ""}, "has no method run"),
         ("slow_environment:Plain", {}, "run must be an `async def`"),
         ("chess", {}, "write tools or endpoint, or package.module:Name"),
     ):

@@ -1,15 +1,10 @@
-"""The objective of docs/extend.md, from a file outside of the package, against what its formula says."""
+"""examples/objective: an objective from a file outside of the package, against what its formula says."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-import yaml
 
-from ctpo_megatron.base.extensions import activate
-from ctpo_megatron.config import ObjectiveConfig
 from ctpo_megatron.objective import (
     Denominators,
     ObjectiveInputs,
@@ -18,14 +13,12 @@ from ctpo_megatron.objective import (
     objective_from_config,
     summarize,
 )
-from tests.extend.examples import example
+from tests.extend.scripted import project
 
 
-def test_the_objective_of_the_document(tmp_path: Path) -> None:
-    _, settings = example("objective", tmp_path)
-    config = ObjectiveConfig.model_validate(yaml.safe_load(settings)["objective"])
+def test_the_loss_is_that_of_the_formula() -> None:
+    config = project("objective").objective
     assert config.function is not None
-    activate([tmp_path])
     torch.manual_seed(0)
     log_probs = (0.3 * torch.randn(6)).requires_grad_()
     advantages = torch.tensor([1.0, 1.0, 1.0, -2.0, -2.0, -2.0])

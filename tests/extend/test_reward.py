@@ -1,19 +1,15 @@
-"""The reward of docs/extend.md, from a file outside of the package, through a whole run on a recording."""
+"""examples/reward: a reward from a file outside of the package, in the worker processes."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import yaml
 
-from ctpo_megatron.config.schema import RewardConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.rewards import RewardPool, ScoreReport
-from tests.extend.examples import example
+from tests.extend.scripted import project
 
 
 def answered(text: str, tokens: int, source: str = "mine", failed: bool = False) -> Group:
@@ -25,15 +21,14 @@ def answered(text: str, tokens: int, source: str = "mine", failed: bool = False)
     return Group(Prompt("p", source, (), "4", (), {}), [trajectory])
 
 
-def test_the_reward_of_the_document(tmp_path: Path) -> None:
-    _, settings = example("reward", tmp_path)
-    config = RewardConfig.model_validate(yaml.safe_load(settings)["reward"])
+def test_right_answers_are_paid_and_short_ones_more() -> None:
+    config = project("reward")
     groups = [
         answered(r"\boxed{4}", 256),
         answered(r"\boxed{5}", 128, failed=True),
         answered(r"\boxed{\frac{8}{2}}", 64, source="openai/gsm8k"),
     ]
-    with RewardPool(config, [str(tmp_path)]) as pool:
+    with RewardPool(config.reward, config.extensions.path) as pool:
         report = pool.score(groups)
     assert [group.trajectories[0].reward for group in groups] == [pytest.approx(1.05), 0.0, 1.0]
     assert groups[0].trajectories[0].reward_components == {"right": 1.0, "short": 0.5}

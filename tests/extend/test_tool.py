@@ -1,24 +1,20 @@
-"""The tool of docs/extend.md, as a reader would save it."""
+"""examples/tool: a model calls it, and what is refused before anything starts."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.config import Config, Extension
 from ctpo_megatron.environments.factory import check_tool, tool_schemas
-from tests.extend.scripted import played, saved_example
+from tests.extend.scripted import played, project
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "words.tsv").write_text("ring\ta round thing\n")
-    return saved_example("A tool", "my_tools", tmp_path)
+def config() -> Config:
+    return project("tool")
 
 
 def call(**arguments: object) -> str:
@@ -46,10 +42,10 @@ def test_a_model_can_call_it(config: Config) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "reason"),
     [
-        ("my_tools:Dictionary", {}, "missing a required argument: 'file'"),
-        ("my_tools:Dictionary", {"file": "x", "size": 1}, "unexpected keyword argument 'size'"),
-        ("my_tools:Missing", {}, "has no 'Missing'"),
-        ("my_tools:ToolResult", {}, "needs the class attribute `schema`"),
+        ("dictionary:Dictionary", {}, "missing a required argument: 'file'"),
+        ("dictionary:Dictionary", {"file": "x", "size": 1}, "unexpected keyword argument 'size'"),
+        ("dictionary:Missing", {}, "has no 'Missing'"),
+        ("dictionary:ToolResult", {}, "needs the class attribute `schema`"),
         ("pyton", {}, "write python, or package.module:Name"),
         ("python", {"slots": 1}, "its settings are in the section `sandbox`"),
     ],

@@ -1,0 +1,24 @@
+"""The documentation site: `make docs`. Its sources are the repository's own pages, at their own paths."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+project = "ctpo-megatron"
+author = "The ctpo-megatron authors"
+version = release = runpy.run_path(str(ROOT / "ctpo_megatron" / "__init__.py"))["__version__"]
+
+extensions = ["myst_parser"]
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/**.md", "benchmarks/**.md", "examples/*.md", "kernels/*.md"]
+exclude_patterns = [".*", "build", "runs", "tests", "models", "data"]
+smartquotes = False  # `--dry-run` has two hyphens
+myst_heading_anchors = 4  # links to headings, as GitHub names them
+
+html_theme = "furo"
+html_title = f"{project} {version}"
+html_copy_source = False
+html_show_sourcelink = False

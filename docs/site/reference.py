@@ -1,0 +1,151 @@
+"""Writes docs/reference from the code: `make reference`. The command line, and the API of three packages."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ctpo_launchers import node
+from ctpo_launchers.clusters import Cluster
+from ctpo_megatron import cli
+
+FOLDER = Path(__file__).resolve().parents[1] / "reference"
+HEAD = "<!-- Written by `make reference`. -->\n"
+APIS = {
+    "kernels.md": ("ctpo_kernels", "How to use them: [kernels/README.md](../../kernels/README.md)."),
+    "sandbox.md": ("ctpo_sandbox", "The service and its limits: [sandbox.md](../sandbox.md)."),
+}
+"""Page -> package, and where its names are explained."""
+
+
+def pages() -> dict[str, str]:
+    """Every generated page: its name below docs/reference, and its text."""
+    apis = {page: api(importlib.import_module(package), text) for page, (package, text) in APIS.items()}
+    return {"command_line.md": command_line(), **apis, "launchers.md": launchers()}
+
+
+def command_line() -> str:
+    """Every verb of `ctpo` with its arguments, and the program of a node."""
+    parts = [HEAD, "# Command line\n", "A word `a.b=c` replaces a key of [config.md](../config.md).\n"]
+    for verb, summary in cli.VERBS.items():
+        parser = argparse.ArgumentParser(prog=f"ctpo {verb}")
+        importlib.import_module(f"ctpo_megatron.cli.{verb}").add_arguments(parser)
+        parts += [f"## ctpo {verb}\n", f"{summary[0].upper()}{summary[1:]}.\n", *_arguments(parser)]
+    parts += ["## python -m ctpo_launchers.node\n", f"{_first_line(node)}\n", *_arguments(node.parser())]
+    return "\n".join(parts)
+
+
+def api(module: ModuleType, introduction: str) -> str:
+    """What a package exports: signatures and docstrings."""
+    parts = [HEAD, f"# {module.__name__}\n", f"{introduction}\n"]
+    for name in sorted(module.__all__, key=str.lower):
+        parts += [f"## {name}\n", *_described(name, getattr(module, name))]
+    return "\n".join(parts)
+
+
+def launchers() -> str:
+    """The keys of a cluster file."""
+    parts = [HEAD, "# Cluster files\n", f"{inspect.getdoc(Cluster)} How jobs start: [cluster.md](../cluster.md).\n"]
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for name, field in Cluster.model_fields.items():
+        default = "**required**" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
+        rows.append(f"| `{name}` | {default} | {_cell(field.description or '')} |")
+    return "\n".join([*parts, *rows, ""])
+
+
+def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A table, and one for each verb within the verb. The layout of `--help` differs between versions of Python."""
+    rows = ["| argument | meaning |", "|---|---|"]
+    nested: list[str] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                nested += [f"### {parser.prog} {name}\n", *_arguments(inner)]
+        elif not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:
+            meaning = (action.help or "") % {**vars(action), "prog": parser.prog}
+            rows.append(f"| {_spelled(action)} | {_cell(meaning)} |")
+    if len(rows) > 2:
+        yield "\n".join([*rows, ""])
+    yield from nested
+
+
+def _spelled(action: argparse.Action) -> str:
+    """As it is typed: `-k N, --samples N`."""
+    taken = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
+    value = "" if action.nargs == 0 else taken if isinstance(taken, str) else " ".join(taken)
+    names: Sequence[str] = action.option_strings or [""]
+    return f"`{', '.join(f'{name} {value}'.strip() for name in names)}`".replace("|", "\\|")
+
+
+def _described(name: str, value: Any) -> Iterator[str]:
+    if not callable(value):
+        entries = "".join(f'    "{entry}",\n' for entry in value)
+        yield f"```python\n{name} = (\n{entries})\n```\n"
+        return
+    yield f"```python\n{name}{_signature(value)}\n```\n"
+    yield f"```text\n{inspect.getdoc(value)}\n```\n"
+    members = vars(value).items() if inspect.isclass(value) else ()
+    for member, function in members:
+        if inspect.isfunction(function) and not member.startswith("_") and function.__doc__:
+            yield f"### {name}.{member}\n"
+            yield f"```python\n{member}{_signature(function)}\n```\n\n```text\n{inspect.getdoc(function)}\n```\n"
+
+
+def _signature(value: Callable[..., object]) -> str:
+    """One parameter a line where they are many. Exceptions take a message."""
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return "(message)"
+    signature = inspect.signature(value)
+    parameters = [
+        each.replace(annotation=_Words(each.annotation), default=_named(each.default))
+        for each in signature.parameters.values()
+    ]
+    signature = signature.replace(parameters=parameters, return_annotation=_Words(signature.return_annotation))
+    text = str(signature)
+    if len(text) <= 90:
+        return text
+    shown = str(signature.replace(parameters=[])).removeprefix("()")
+    kinds = [parameter.kind for parameter in parameters]
+    lines = [f"    {parameter}," for parameter in parameters]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        lines.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "    *,")
+    return "\n".join(["(", *lines, f"){shown}"])
+
+
+class _Words:
+    """An annotation without the quotes that it has while it is a string."""
+
+    def __new__(cls, annotation: object) -> object:
+        return super().__new__(cls) if isinstance(annotation, str) else annotation
+
+    def __init__(self, annotation: str) -> None:
+        self._annotation = annotation
+
+    def __repr__(self) -> str:
+        return self._annotation
+
+
+def _named(default: Any) -> Any:
+    """A default; functions in it by their names, not by their addresses."""
+    if isinstance(default, tuple) and any(map(inspect.isfunction, default)):
+        return _Words(f"({', '.join(function.__name__ for function in default)})")
+    return default
+
+
+def _first_line(module: ModuleType) -> str:
+    return (module.__doc__ or "").strip().splitlines()[0]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for page, text in pages().items():
+        (FOLDER / page).write_text(text, encoding="utf-8")

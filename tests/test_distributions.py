@@ -1,0 +1,137 @@
+"""What a release publishes: sdists and wheels of both distributions, whole, and at work in a bare environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron import __version__
+from tests.support.deadlines import scaled
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"ctpo_megatron": ".", "ctpo_kernels": "kernels"}
+"""Distribution -> the folder that it is built from."""
+PACKAGES = {
+    "ctpo_megatron": {
+        "ctpo_megatron/": "ctpo_megatron/",
+        "configs/": "ctpo_megatron/configs/",
+        "sandbox/ctpo_sandbox/": "ctpo_sandbox/",
+        "launchers/ctpo_launchers/": "ctpo_launchers/",
+    },
+    "ctpo_kernels": {"kernels/ctpo_kernels/": "ctpo_kernels/"},
+}
+"""Distribution -> folders of the checkout, and where they are installed."""
+SDIST = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+# Without a registry: setuptools is here.
+WHEEL = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir")
+
+
+def run(*command: str | Path, cwd: Path, status: int = 0, path: str = "") -> str:
+    """Output of a command, errors included, which has to end with `status`."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=scaled(280),
+    )
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+def tracked() -> list[str]:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a checkout of git")
+    return [name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdists, and the wheels that were built from them."""
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"
+    for name in tracked():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    for place in FOLDERS.values():
+        run(sys.executable, "-c", SDIST, folder, cwd=source / place)
+    run(*WHEEL, folder, *folder.glob("*.tar.gz"), cwd=folder)
+    return folder
+
+
+def test_two_distributions_of_one_version(built: Path) -> None:
+    names = {path.name for path in built.iterdir() if path.is_file()}
+    sdists = {f"{name}-{__version__}.tar.gz" for name in FOLDERS}
+    assert names == sdists | {f"{name}-{__version__}-py3-none-any.whl" for name in FOLDERS}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_wheel_has_every_file_of_its_packages_and_nothing_else(built: Path, name: str) -> None:
+    expected = {
+        installed + file.removeprefix(folder)
+        for folder, installed in PACKAGES[name].items()
+        for file in tracked()
+        if file.startswith(folder)
+    }
+    with zipfile.ZipFile(next(built.glob(f"{name}-*.whl"))) as wheel:
+        found = {file for file in wheel.namelist() if ".dist-info/" not in file}
+        licences = {Path(file).name for file in wheel.namelist() if "/licenses/" in file}
+    assert found == expected
+    assert licences == {"LICENSE", "NOTICE"}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_sdist_holds_no_more_than_the_checkout(built: Path, name: str) -> None:
+    with tarfile.open(next(built.glob(f"{name}-*.tar.gz"))) as sdist:
+        files = {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()}
+    made = {file for file in files if ".egg-info/" in file or file in ("PKG-INFO", "setup.cfg")}
+    place = FOLDERS[name].strip(".")
+    assert {f"{place}/{file}".lstrip("/") for file in files - made} <= set(tracked())
+
+
+@pytest.fixture(scope="module")
+def login_node(built: Path) -> Path:
+    """The base install: the wheels, without torch, vLLM, Ray and what else trains."""
+    folder = built / "venv"
+    run(sys.executable, "-m", "venv", folder, cwd=built)
+    python = folder / "bin" / "python"
+    wheels = {name: next(built.glob(f"{name}-*.whl")) for name in FOLDERS}
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, "--no-deps", wheels["ctpo_kernels"], cwd=built)
+    try:
+        run(*pip, wheels["ctpo_megatron"], cwd=built)
+    except AssertionError as error:
+        if re.search("No matching distribution|Could not find a version|Max retries", str(error)):
+            pytest.skip("no package registry answers")
+        raise
+    return folder / "bin"
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.timeout(900)
+def test_the_base_install_serves_a_login_node(login_node: Path, tmp_path: Path) -> None:
+    ctpo = login_node / "ctpo"
+    packages = run(login_node / "python", "-m", "pip", "list", cwd=tmp_path)
+    assert [name for name in ("torch", "vllm", "ray", "transformers") if re.search(rf"^{name}\b", packages, re.M)] == []
+    assert "write a checkpoint in Hugging Face format" in run(ctpo, "--help", cwd=tmp_path)
+    assert "torch==2.13.0" in run(ctpo, "doctor", cwd=tmp_path, status=1)  # what it lacks for training
+    plan = run(ctpo, "train", "quickstart", "--dry-run", cwd=tmp_path)
+    assert "sequences per batch          256  32 prompts x 8 samples" in plan
+    assert "data and chat template: not checked (pip install transformers" in plan
+    shape = next(login_node.parent.glob("lib/*/site-packages/ctpo_megatron/configs/models/qwen3_4b.json"))
+    plan = run(ctpo, "train", "qwen3_4b_tir", "--dry-run", "--cuda", "--shapes", shape, cwd=tmp_path)
+    assert "Time on CUDA: arithmetic, never measured" in plan
+    refused = run(ctpo, "launch", "quickstart", "--executor", "local", "--dry-run", cwd=tmp_path, status=2)
+    assert "ctpo launch works from a checkout" in refused
+    assert list(tmp_path.iterdir()) == []
