@@ -80,6 +80,14 @@ def test_no_secret_is_built_in(file: Path) -> None:
     assert names and [name for name in names if is_secret(name)] == []
 
 
+def test_nccl_finds_infiniband_in_the_image() -> None:
+    """It loads these by name; without them it takes TCP, and only NCCL_DEBUG=INFO says so."""
+    cuda = next(file for file in FILES if file.stem == "cuda")
+    last = max(index for index, (name, _) in enumerate(instructions(cuda)) if name == "FROM")
+    (installed,) = [words for _, words in instructions(cuda)[last:] if "apt-get install" in words]
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(installed.split())
+
+
 def test_transformer_engine_is_what_the_page_says() -> None:
     page = (ROOT / "docs" / "install_cuda.md").read_text(encoding="utf-8")
     text = (ROOT / "launchers" / "containers" / "cuda.Dockerfile").read_text(encoding="utf-8")

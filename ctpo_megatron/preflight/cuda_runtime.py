@@ -1,4 +1,4 @@
-"""What GPUs need at run time beyond packages: a C compiler for Triton, and an NCCL that is new enough for engines."""
+"""What GPUs need at run time beyond packages: a C compiler for Triton, an NCCL new enough for engines, InfiniBand."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from ctpo_megatron.preflight.timeouts import NCCL_QUERY_TIMEOUT_S
 LEAST_NCCL = 22907
 """2.29.7, below which vLLM 0.32 cannot take back NCCL settings of its own (`vllm/utils/nccl.py`): ranks may hang."""
 _SONAME = "libnccl.so.2"
+_VERBS = "libibverbs.so.1"
+_DEVICES = Path("/dev/infiniband")
 _VERSION = """
 import ctypes, sys
 version = ctypes.c_int()
@@ -70,6 +72,20 @@ def check_nccl(context: MachineContext) -> Iterator[Problem]:
         yield Problem("NCCL", message, fix, severity="error" if context.gpu_count > 1 else "warning")
     else:
         yield passed("NCCL", f"{_text(version)} in {library} ({named_by})")
+
+
+def check_infiniband(_context: MachineContext) -> Iterator[Problem]:
+    """Whether NCCL can use the InfiniBand cards of this node, for which it loads a library by name."""
+    if not any(_DEVICES.glob("uverbs*")):
+        return
+    try:
+        ctypes.CDLL(_VERBS)
+    except OSError:
+        message = f"{_DEVICES} shows a card, but {_VERBS} is not here: NCCL would take TCP, many times slower"
+        fix = "apt-get install libibverbs1 ibverbs-providers librdmacm1 on the node, or in its image"
+        yield Problem("InfiniBand", message, fix, severity="warning")
+    else:
+        yield passed("InfiniBand", f"{_VERBS} loads; ctpo launch --check names the transport that NCCL takes")
 
 
 def nccl_library() -> tuple[str, str]:

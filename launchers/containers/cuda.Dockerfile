@@ -38,8 +38,10 @@ FROM ${VENV} AS venv
 
 # Everything comes with wheels or was compiled above: the toolkit stays behind. Triton compiles its launchers with gcc.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
+# NCCL loads the user libraries of InfiniBand by name, and silently takes TCP where they are not installed.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ libnuma1 libseccomp2 python3.12-dev \
+    libibverbs1 ibverbs-providers librdmacm1 \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=venv /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1

@@ -1,11 +1,15 @@
-"""The paper's recipes: every value of the paper, and a place on their GPUs."""
+"""The recipes: every value of the paper, a place on their GPUs, and data that the page's commands make."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -17,6 +21,10 @@ CONFIGS = ROOT / "configs"
 MODELS = ("4b", "14b")
 OBJECTIVES = sorted(path.name for path in (CONFIGS / "objectives").glob("*.yaml"))
 NODES = {"nodes_2x8.yaml": 8, "nodes_8x8.yaml": 32}  # trainer ranks, 4 a node
+
+
+PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+ONE_GPU = {"0_6b": 24, "1_7b": 80}
 
 
 def recipe(model: str) -> str:
@@ -32,7 +40,7 @@ def value(config: Config, key: str) -> Any:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_value_is_the_papers(model: str) -> None:
-    table = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").split("## The setting")[1]
+    table = PAGE.split("## The setting")[1]
     rows = re.findall(r"^\| `([a-z_.]+)` \| (.+) \|$", table, re.MULTILINE)
     assert len(rows) >= 28
     config = load_config(recipe(model))
@@ -92,3 +100,74 @@ def test_further_files_and_keys_win_in_their_order(tmp_path: Path) -> None:
 def test_shapes_are_for_dry_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", recipe("4b"), "--shapes", str(CONFIGS / "models" / "qwen3_4b.json")]) == 2
     assert "--shapes is for --dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "gib"), [("0_6b", 24), ("0_6b", 80), ("1_7b", 80)])
+def test_it_fits_one_card(
+    model: str, gib: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shapes = ["--shapes", str(CONFIGS / "models" / f"qwen3_{model}.json")]
+    words = ["train", str(CONFIGS / f"qwen3_{model}_one_gpu.yaml"), "--dry-run", "--cuda", "--gpu-gib", str(gib)]
+    assert main([*words, *shapes]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "" and "GPU 0, in an update" in shown.out
+    if gib == ONE_GPU[model]:  # as the page says
+        rows = re.findall(r"^\| .+ \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+        sums = [row[list(ONE_GPU).index(model)] for row in rows]
+        parts = r"  weights +([\d.]+) GiB|  (?:gradients|optimizer|activations|output layer and loss) +([\d.]+) GiB"
+        found = re.findall(rf"^(?:{parts}|  GPU 0, [a-z ]+ ([\d.]+) GiB)", shown.out, re.MULTILINE)
+        assert ["".join(cells) for cells in found] == sums and len(sums) == 8
+
+
+def test_a_card_that_is_too_small_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = str(CONFIGS / "models" / "qwen3_1_7b.json")
+    words = ["--dry-run", "--cuda", "--gpu-gib", "24", "--shapes", shapes]
+    assert main(["train", str(CONFIGS / "qwen3_1_7b_one_gpu.yaml"), *words]) == 2
+    assert re.search(r"GPU 0: [\d.]+ GiB of 24 GiB", capsys.readouterr().err)
+
+
+def commands() -> list[list[str]]:
+    """The words of every command that brings models or data."""
+    blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def after(option: str, words: list[str]) -> str:
+    return words[words.index(option) + 1]
+
+
+def test_what_the_recipes_read_is_what_the_commands_of_the_page_write() -> None:
+    """USR-8."""
+    options = {"hf": "--local-dir", "ctpo": "--output"}
+    written = {after(options[words[0]], words) for words in commands()}
+    read = set()
+    for file in CONFIGS.glob("qwen3_*.yaml"):
+        config = load_config(str(file))
+        read |= {config.model.path, *config.data.train, *config.data.eval}
+    assert read <= written
+    assert {path for path in written - read if not path.startswith("data/raw/")} == set()
+
+
+def test_the_commands_make_the_data_of_rows_with_the_columns_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but the downloads."""
+    monkeypatch.chdir(tmp_path)
+    copied = "How many positive integers below one thousand are divisible by both of the numbers seven and eleven?"
+    for words in commands():
+        if words[0] == "hf":
+            folder = tmp_path / after("--local-dir", words)
+            row = {"problem_idx": 1, "problem": f"{copied} {folder.name}", "answer": "12", "problem_type": ["x"]}
+            if folder.name == "deepscaler":
+                folder.mkdir(parents=True)
+                rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n), "solution": ""} for n in range(3, 9)]
+                (folder / "deepscaler.json").write_text(json.dumps([*rows, {**rows[0], **row}]))
+            elif "--repo-type" in words:
+                (folder / "data").mkdir(parents=True)
+                pq.write_table(pa.Table.from_pylist([row]), folder / "data" / "train-00000-of-00001.parquet")
+            continue
+        assert main(words[1:]) == 0, capsys.readouterr().err
+        assert pq.read_table(after("--output", words)).num_rows == (6 if "deepscaler" in words else 1)
+    report = json.loads((tmp_path / "data" / "deepscaler" / "train.report.json").read_text())
+    assert [dropped["reason"] for dropped in report["rows"]] == ["contaminated"]

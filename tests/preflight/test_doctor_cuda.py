@@ -19,7 +19,7 @@ from ctpo_megatron.config import Problem
 from ctpo_megatron.preflight import Gpu, MachineContext, Wanted, builds, cuda_runtime, devices, failed, packages
 from ctpo_megatron.preflight.builds import check_builds
 from ctpo_megatron.preflight.check import Check
-from ctpo_megatron.preflight.cuda_runtime import LEAST_NCCL, check_compiler, check_nccl, nccl_library
+from ctpo_megatron.preflight.cuda_runtime import LEAST_NCCL, check_compiler, check_infiniband, check_nccl, nccl_library
 from ctpo_megatron.preflight.devices import check_devices
 from ctpo_megatron.preflight.packages import check_package, check_packages
 
@@ -244,3 +244,20 @@ def test_what_is_imported_by_name_is_asked_for_by_its_files() -> None:
     package = Path(installed_files.__file__).parents[1]
     asking = {file for file in package.rglob("*.py") if "util.find_spec(" in file.read_text(encoding="utf-8")}
     assert {str(file.relative_to(package)) for file in asking} == {"base/installed.py", "preflight/devices.py"}
+
+
+@pytest.mark.parametrize("library", ["libno-such-verbs.so.1", "libc.so.6"])
+def test_a_card_without_its_library_is_noted(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL says nothing of it. The C library stands in for one that loads."""
+    monkeypatch.setattr(cuda_runtime, "_DEVICES", tmp_path)
+    monkeypatch.setattr(cuda_runtime, "_VERBS", library)
+    assert found(check_infiniband) == []
+    (tmp_path / "rdma_cm").touch()
+    assert found(check_infiniband) == []
+    (tmp_path / "uverbs0").touch()
+    (problem,) = found(check_infiniband)
+    if library == "libc.so.6":
+        assert problem.severity == "ok"
+        return
+    assert problem.severity == "warning" and "NCCL would take TCP" in problem.message
+    assert "apt-get install libibverbs1" in problem.fix
