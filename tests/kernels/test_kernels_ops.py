@@ -147,5 +147,5 @@ def test_what_cannot_be_compiled_says_so() -> None:
     arguments["weight"].main_grad = torch.zeros_like(arguments["weight"])
     with pytest.raises(Exception, match=r"accumulate_into_main_grad=True cannot be compiled: it adds to weight"):
         torch.compile(fused_linear_ctpo, fullgraph=True, backend="eager")(**arguments, accumulate_into_main_grad=True)
-    with pytest.raises(Exception, match="gradient_scale cannot be compiled: it is no argument of the compiled operator"):
+    with pytest.raises(Exception, match="gradient_scale cannot be compiled: it is no argument of the compiled op"):
         torch.compile(fused_linear_ctpo, fullgraph=True, backend="eager")(**arguments, gradient_scale=8.0)
