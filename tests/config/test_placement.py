@@ -34,7 +34,7 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 def readme(**change: Any) -> Config:
     """README's example, the one that docs/parallelism.md starts from."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    example = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
+    example = re.search(r"```yaml\n(run.*?)```", text, re.DOTALL)
     assert example is not None
     return TypeAdapter(Config).validate_python(merged(yaml.safe_load(example[1]), change))
 
