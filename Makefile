@@ -4,6 +4,8 @@
 #                  installs Debian's packages of Slurm where they are missing
 # make test-long-life  a run of 600 steps to which 60 faults happen, beside runs that are left alone (45 minutes, root)
 # make test-kernels the sandbox on Debian's kernels 5.10, 6.1 and 6.12, in QEMU (needs root, x86-64); INSTALL=1 installs it
+# make test-cuda-environment   the lock for GPUs in .venv-cuda, without a GPU: everything imports, fits and compiles (an hour,
+#                  20 GB); CUDA_PYTHON=python3.12 for another Python
 # make test-browser the pages in Debian's chromium, also on phones, and what axe-core says of them
 # make coverage     the lines that the light half of the suite runs
 # make lint         ruff, mypy, the links of the documents, and the prose
@@ -37,7 +39,7 @@ FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 VERSION := $(if $(FOUND_PYTHON),$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
 LOCK := requirements/cpu-$(or $(VERSION),none).txt
 
-.PHONY: quickstart test test-processes test-light coverage test-slow test-browser test-cluster test-long-life test-kernels test-gpu mutation newest bench-kernels bench-guard gpu-first-hour lint lint-containers docs reference locks clean
+.PHONY: quickstart test test-processes test-light coverage test-slow test-browser test-cluster test-long-life test-kernels test-cuda-environment test-gpu mutation newest bench-kernels bench-guard gpu-first-hour lint lint-containers docs reference locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -52,7 +54,9 @@ quickstart: $(INSTALLED)
 # `make coverage` is apart: it nearly doubles the CPU time (22 -> 39 s of three folders). It is of the folders that start no
 # processes, as it would not see forked ranks and engines.
 # Bytecode is kept, whatever a container says: compiling our sources again costs each of the many processes 3 CPU-s.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not slow and not gpu and not cluster and not machine and not browser"
+ELSEWHERE := not gpu and not cluster and not machine and not browser and not cuda_environment
+FAST := -m pytest -m "not slow and $(ELSEWHERE)"
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python $(FAST)
 LIGHT := tests/config tests/data tests/objective tests/preflight $(wildcard tests/test_*.py)
 PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.preflight ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
@@ -73,7 +77,7 @@ coverage: $(INSTALLED) $(TRITON)
 	$(PYTEST) $(LIGHT) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered $(ARGS)
 
 test-slow: $(INSTALLED) $(TRITON)
-	$(BIN)/python -m pytest -m "slow and not gpu and not cluster and not machine and not browser" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and $(ELSEWHERE)" $(ARGS)
 
 # The browser is the system's: CHROMIUM=... names another than /usr/bin/chromium.
 test-browser: $(INSTALLED) $(BROWSER)
@@ -92,6 +96,17 @@ test-kernels: $(INSTALLED)
 # Processes, network, /tmp and /dev/shm of its own: needs root. ARGS="--steps 60 --faults 8 --minutes 8" for a short form.
 test-long-life: $(INSTALLED)
 	$(BIN)/python -m tests.chaos.long_life $(ARGS)
+
+# By the commands of docs/install_cuda.md, and a driver library that shows no GPU. The processes that import CUDA builds need it.
+CUDA_VENV := .venv-cuda
+CUDA_PYTHON ?= $(FOUND_PYTHON)
+WITH_CUDA := LD_LIBRARY_PATH=$(CURDIR)/$(CUDA_VENV)/driver $(CUDA_VENV)/bin/python
+test-cuda-environment:
+	$(CUDA_PYTHON) -m tests.cuda_environment.install $(CUDA_VENV) $(CUDA_PYTHON)
+	$(WITH_CUDA) -m pytest -m cuda_environment tests/cuda_environment $(ARGS)
+	PYTHONPATH=.:kernels $(WITH_CUDA) -m benchmarks.kernels.aot --arch 90 100
+	$(WITH_CUDA) $(FAST) $(LIGHT) tests/kernels tests/optional $(ARGS)
+	$(WITH_CUDA) $(FAST) --pretend-cuda tests/rehearsal $(ARGS)
 
 mutation: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m tests.mutations $(ARGS)
@@ -199,4 +214,4 @@ lint-containers: .venv-hadolint/bin/hadolint
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-docs .venv-hadolint build *.egg-info kernels/build kernels/*.egg-info
+	rm -rf $(VENV) .venv-docs $(CUDA_VENV) .venv-hadolint build *.egg-info kernels/build kernels/*.egg-info

@@ -48,7 +48,7 @@ MODULES = (
 """What is imported: ours, and what they import late."""
 STEP_TIMEOUT_S = 900.0  # of pip, or to import all modules
 TESTS_TIMEOUT_S = 1800.0
-MARKED = "not slow and not gpu and not cluster and not machine and not browser"
+MARKED = "not slow and not gpu and not cluster and not machine and not browser and not cuda_environment"
 
 
 def direct_dependencies() -> list[str]:
