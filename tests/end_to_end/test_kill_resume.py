@@ -183,6 +183,16 @@ def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Pat
     assert records(run, "positions.jsonl") == records(whole, "positions.jsonl")
 
 
+def test_a_writer_that_is_killed_is_replaced(folder: Path, whole: Path) -> None:
+    done = train(folder, "run.name=writer", kill_at=("writer", 2))
+    assert done.returncode == 0, done.stderr[-4000:]
+    [said] = [line for line in done.stderr.splitlines() if "a checkpoint could not be written to " in line]
+    assert "was it killed (out of memory)?" in said
+    run = folder / "runs" / "writer"
+    assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
+    assert (run / f"checkpoints/step_{STEPS:06d}/COMPLETE.json").exists()
+
+
 def test_a_resume_says_which_lines_are_lost(folder: Path, whole: Path) -> None:
     run = folder / "runs" / "lost"
     shutil.copytree(whole, run)
