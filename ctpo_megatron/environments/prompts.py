@@ -74,7 +74,7 @@ def held_out_prompts(
 
 
 def usable(found: PromptSet) -> list[Prompt]:
-    """The prompts of a set without problems; doubts and rows left out go to the log. Raises DataError with all problems."""
+    """The prompts of a set without problems; doubts and rows left out go to the log. Raises DataError with all."""
     say(found)
     return found.prompts
 

@@ -202,12 +202,13 @@ def test_evaluation_prompts_are_never_left_out(own: Path, capsys: pytest.Capture
 def test_what_is_left_out_is_written_down(own: Path, caplog) -> None:
     from ctpo_megatron.config import load_config
     from ctpo_megatron.environments.factory import offered_schemas
-    from ctpo_megatron.environments.prompts import chat_tokenizer, training_prompts, usable
+    from ctpo_megatron.environments.prompts import chat_tokenizer, training_prompts, usable, write_record
 
     write(own / "train.jsonl", row("a"), row("b", "#### 72"), row("7 " * 400), row("c", id="mine"))
     config = load_config(own / "own.yaml", ["data.overlong=drop", "data.unverifiable=drop"])
     found = training_prompts(config, chat_tokenizer(config.model, offered_schemas(config.data, config.rollout)))
-    assert [prompt.id for prompt in usable(found, own)] == ["train/0", "mine"]
+    assert [prompt.id for prompt in usable(found)] == ["train/0", "mine"]
+    write_record(found, own)
     record = json.loads((own / "data.json").read_text())
     assert record["files"] == {"train.jsonl": {"rows": 4, "used": 2}}
     assert [(each["row"], each["rule"]) for each in record["left_out"]] == [
