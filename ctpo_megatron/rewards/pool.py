@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from ctpo_megatron.base import clock
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.redact import hidden
@@ -258,7 +259,7 @@ class RewardPool:
         for task in tasks:
             outcomes = self._outcomes(task)
             # Where it has just ended the callback that notes the time may still be to come.
-            began, ended = [*task.times, time.time()][:2]
+            began, ended = [*task.times, clock.now()][:2]
             for (trajectory, _), found in zip(task.chunk.pairs, outcomes, strict=True):
                 trajectory.scored_at = [began, ended]
                 outcome = _of_its_turns(found, trajectory)
@@ -308,8 +309,8 @@ class RewardPool:
             except RuntimeError:  # the pool is broken
                 self._renew()
                 future = self._workers.schedule(sent, timeout_s, limit_s)
-            times = [time.time()]
-            future.add_done_callback(lambda _: times.append(time.time()))
+            times = [clock.now()]
+            future.add_done_callback(lambda _: times.append(clock.now()))
             return _Task(chunk, self._workers, future, self._patience_s, times)
 
     def _renew(self) -> None:
