@@ -99,6 +99,17 @@ def test_an_sdist_holds_no_more_than_the_checkout(built: Path, name: str) -> Non
     assert {f"{place}/{file}".lstrip("/") for file in files - made} <= set(tracked())
 
 
+def test_a_wheel_finds_its_own_configurations(built: Path, tmp_path: Path) -> None:
+    """Not those of a folder `configs` that another package has installed next to it."""
+    for wheel in built.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (tmp_path / "site" / "configs").mkdir()
+    (tmp_path / "site" / "configs" / "quickstart.yaml").write_text("run: {name: of_another_package}\n")
+    program = "from ctpo_megatron.config import load_config; print(load_config('quickstart').run.name)"
+    found = run(sys.executable, "-c", program, cwd=tmp_path, path=str(tmp_path / "site"))
+    assert found == "quickstart\n"
+
+
 @pytest.fixture(scope="module")
 def login_node(built: Path) -> Path:
     """The base install: the wheels, without torch, vLLM, Ray and what else trains."""
@@ -127,7 +138,7 @@ def test_the_base_install_serves_a_login_node(login_node: Path, tmp_path: Path) 
     assert "write a checkpoint in Hugging Face format" in run(ctpo, "--help", cwd=tmp_path)
     assert "torch==2.13.0" in run(ctpo, "doctor", cwd=tmp_path, status=1)  # what it lacks for training
     plan = run(ctpo, "train", "quickstart", "--dry-run", cwd=tmp_path)
-    assert "sequences per batch          256  32 prompts x 8 samples" in plan
+    assert "32 prompts x 8 samples" in plan
     assert "data and chat template: not checked (pip install transformers" in plan
     shape = next(login_node.parent.glob("lib/*/site-packages/ctpo_megatron/configs/models/qwen3_4b.json"))
     plan = run(ctpo, "train", "qwen3_4b_tir", "--dry-run", "--cuda", "--shapes", shape, cwd=tmp_path)

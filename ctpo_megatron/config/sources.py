@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import importlib.resources
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -200,15 +198,10 @@ def plain(values: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(values, resolve=False)  # type: ignore[return-value]
 
 
-_PACKAGE = "ctpo_megatron.configs"
-
-
 def config_folders() -> list[Path]:
     """Folders searched after the path as given; the packaged one exists only in an installed wheel."""
-    folders = [Path(__file__).resolve().parents[2] / "configs"]
-    with contextlib.suppress(ModuleNotFoundError):  # an editable install maps this package nowhere
-        folders.append(Path(str(importlib.resources.files(_PACKAGE))))
-    return [folder for folder in folders if folder.is_dir()]
+    package = Path(__file__).resolve().parents[1]
+    return [folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir()]
 
 
 def locate(path: str | Path) -> Path:

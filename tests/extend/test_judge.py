@@ -63,3 +63,16 @@ def test_a_server_that_hangs_is_no_verdict_after_the_deadline() -> None:
 def test_a_server_that_fails_is_no_verdict() -> None:
     with serving(instead(lambda handler: handler.send_error(503))) as url:
         assert judged(url, 10)[0] == [None, None, None]
+
+
+def test_a_judge_that_says_neither_yes_nor_no_is_no_verdict() -> None:
+    def reply(handler: BaseHTTPRequestHandler) -> None:
+        body = b'{"choices": [{"message": {"content": "perhaps"}}]}'
+        handler.send_response(200)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    with serving(instead(reply)) as url:
+        assert judged(url, 10)[0] == [None, None, None]
