@@ -29,7 +29,15 @@ setup(
         **{package: ["py.typed", "**/*.j2"] for package in separate},
     },
     # The base install validates configs and launches; the heavy stack is an extra, pinned in requirements/.
-    install_requires=["omegaconf>=2.3", "pydantic>=2.11", "PyYAML>=6", "rich>=13"],
+    install_requires=[
+        "omegaconf>=2.3",
+        "pydantic>=2.11",
+        "PyYAML>=6",
+        "rich>=13",
+        "aiohttp>=3.10",
+        "httpx>=0.27",
+        "psutil>=6",
+    ],
     extras_require={
         "sandbox": [
             "fastapi>=0.133,<0.137",

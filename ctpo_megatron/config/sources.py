@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.resources
+import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -207,7 +207,8 @@ def config_folders() -> list[Path]:
     """Folders searched after the path as given; the packaged one exists only in an installed wheel."""
     folders = [Path(__file__).resolve().parents[2] / "configs"]
     with contextlib.suppress(ModuleNotFoundError):  # an editable install maps this package nowhere
-        folders.append(Path(str(importlib.resources.files(_PACKAGE))))
+        found = importlib.util.find_spec(_PACKAGE)  # it has no __init__.py, so that it may have several folders
+        folders += [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
     return [folder for folder in folders if folder.is_dir()]
 
 
