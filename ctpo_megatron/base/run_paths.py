@@ -108,6 +108,11 @@ class RunPaths:
         return Path(f"{self.root}.nodes")
 
     @property
+    def checked_nodes(self) -> Path:
+        """The same of `ctpo launch --check`, beside a job that may run meanwhile."""
+        return self.nodes / "check"
+
+    @property
     def config(self) -> Path:
         """The resolved configuration. A directory without it is no run directory."""
         return self.root / "config.yaml"

@@ -45,13 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError:
         print("ctpo: the current directory was deleted; change to an existing directory", file=sys.stderr)
         return 2
-    parser = _parser(verb=argv[0] if argv else "")
-    args, unknown = parser.parse_known_args(argv)
-    if unknown and not (args.verb in _OVERRIDABLE and all("." in text or "=" in text for text in unknown)):
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if "run" not in args:
-        parser.error("the verb comes first")
-    args.unknown = unknown  # overrides that look like options: the parser of overrides explains the spelling
+    args = parse(argv)
     try:
         status = int(args.run(args))
         flush_output()
@@ -60,6 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         return report_error(error, args.verb)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line of `ctpo`; ends the process with status 2 for what no verb takes."""
+    parser = _parser(verb=argv[0] if argv else "")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown and not (args.verb in _OVERRIDABLE and all("." in text or "=" in text for text in unknown)):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if "run" not in args:
+        parser.error("the verb comes first")
+    args.unknown = unknown  # overrides that look like options: the parser of overrides explains the spelling
+    return args
 
 
 def _parser(verb: str) -> argparse.ArgumentParser:

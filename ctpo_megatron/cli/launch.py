@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ctpo_launchers import LaunchError, environment, launch
+from ctpo_launchers.command import COMMANDS
+from ctpo_megatron.cli import parse
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import ConfigError, Job, load_with_sources
@@ -26,7 +28,9 @@ def run(args: argparse.Namespace) -> int:
     Raises UsageError for a job that its nodes would refuse, unless `--no-check`; ConfigError for a bad configuration.
     """
     try:
-        if args.config not in launch.ASKING and not args.no_check:
+        if args.config in COMMANDS:
+            parse([args.config, *args.overrides])  # what the command would refuse is refused here
+        elif args.config not in launch.ASKING and not args.no_check:
             _check(args)
         return environment.launch(launch.as_words(args))
     except LaunchError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.chat_template import apply_chat_template
-from ctpo_megatron.data import ChatMessage, prompt_ids
+from ctpo_megatron.data import ChatMessage
 from ctpo_megatron.environments.protocol import Message, Schema
 from ctpo_megatron.environments.tokenizer import TokenizerError
 from ctpo_megatron.environments.toolbox import well_formed
@@ -110,6 +110,8 @@ class MessageTemplate:
 
         Raises TokenizerError when the template refuses it, or leaves its tool calls out.
         """
+        from ctpo_megatron.data import prompt_ids  # needs pyarrow, which a dry run without data does not load
+
         try:
             return prompt_ids(messages, [dict(tool) for tool in tools] or None, self._tokenizer, self._kwargs)
         except ValueError as error:

@@ -2,7 +2,8 @@
 
 `check_start` checks a configuration and users' parts before a start, `check_dry` the data, too. `Admission` is the pass
 over all rows of data, and `check_data` what a dry run says of them.
-`diagnose`, `diagnose_run` and `diagnose_nodes` are `ctpo doctor`. `ctpo launch` runs `LAUNCH_CHECKS`, the node program
+`diagnose`, `diagnose_run` and `diagnose_nodes` are `ctpo doctor`; `diagnose_node` and `RankCheck` are the same in the
+ranks of a job, `ctpo launch --check`. `ctpo launch` runs `LAUNCH_CHECKS`, the node program
 `NODE_CHECKS`; `NodeNeeds` is what it starts.
 """
 
@@ -22,7 +23,7 @@ from ctpo_megatron.preflight.check import (
 from ctpo_megatron.preflight.configuration import validate, validate_sampling
 from ctpo_megatron.preflight.devices import gpus, has_cuda_device, torch_cuda
 from ctpo_megatron.preflight.disk import check_disk, disk_table, disk_use, held_out_prompts
-from ctpo_megatron.preflight.doctor import diagnose, diagnose_run, install_line, verdict
+from ctpo_megatron.preflight.doctor import diagnose, diagnose_node, diagnose_run, install_line, verdict
 from ctpo_megatron.preflight.dry_run import ROWS, check_dry, check_start
 from ctpo_megatron.preflight.duration import DURATION_TITLE, MFU, PEAK_TFLOPS, Speeds, duration_table
 from ctpo_megatron.preflight.extensions import check_extensions
@@ -32,6 +33,7 @@ from ctpo_megatron.preflight.machine import START_CHECKS, check_libraries, weigh
 from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
 from ctpo_megatron.preflight.placement import GpuMemory
 from ctpo_megatron.preflight.plan import RunPlan, memory_table
+from ctpo_megatron.preflight.ranks import RankCheck
 from ctpo_megatron.preflight.template import check_template
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "NoCluster",
     "NodeContext",
     "NodeNeeds",
+    "RankCheck",
     "RunContext",
     "RunPlan",
     "Speeds",
@@ -66,6 +69,7 @@ __all__ = [
     "check_start",
     "check_template",
     "diagnose",
+    "diagnose_node",
     "diagnose_nodes",
     "diagnose_run",
     "disk_table",

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,6 +31,11 @@ import sys
 from ctpo_megatron.preflight.devices import meet
 print(meet(*sys.argv[1:3], *map(int, sys.argv[3:])))
 """
+
+
+_OF_OTHERS = ("TORCHELASTIC_", "NCCL_DEBUG")
+"""Variables that make a rank look for the store of torchrun, or NCCL write elsewhere or less."""
+_INTERFACES = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface (interface of a cluster file)"
 
 
 def gpus() -> list[Gpu] | str:
@@ -120,31 +125,42 @@ def check_collectives(context: MachineContext) -> list[Problem]:
 
 
 def _exchange(backend: str, ranks: int) -> Problem:
-    address = f"127.0.0.1:{free_port()}"
+    problem, _ = exchange(f"127.0.0.1:{free_port()}", backend, range(ranks), ranks)
+    return problem
+
+
+def exchange(address: str, backend: str, here: Sequence[int], ranks: int) -> tuple[Problem, str]:
+    """Let some of `ranks` ranks meet the others, each in a process of its own; what came of it, and what NCCL said.
+
+    address: where rank 0 listens, with its port. here: the ranks that this process starts.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHERS)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _RANK, address, backend, str(rank), str(ranks)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=inherited | {"NCCL_DEBUG": "INFO"},
         )
-        for rank in range(ranks)
+        for rank in here
     ]
     until = time.monotonic() + MEET_TIMEOUT_S
     try:
         outputs = [process.communicate(timeout=max(0.0, until - time.monotonic())) for process in processes]
     except subprocess.TimeoutExpired:
-        fix = "NCCL_DEBUG=INFO says more; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
-        return Problem(backend, f"{ranks} ranks did not meet within {MEET_TIMEOUT_S:g} s", fix)
+        who = f"ranks {', '.join(map(str, here))} of {ranks}"
+        return Problem(backend, f"{who} did not meet the others within {MEET_TIMEOUT_S:g} s", _INTERFACES), ""
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    for rank, (process, (_, err)) in enumerate(zip(processes, outputs, strict=True)):
+    said = "".join(out for out, _ in outputs)
+    for rank, process, (_, err) in zip(here, processes, outputs, strict=True):
         if process.returncode:
             reason = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-            return Problem(backend, f"rank {rank} of {ranks}: {reason}")
-    return passed(backend, f"{ranks} ranks: {outputs[0][0].strip()}")
+            return Problem(backend, f"rank {rank} of {ranks}: {reason}", _INTERFACES), said
+    return passed(backend, f"{ranks} ranks: {outputs[0][0].strip().splitlines()[-1]}"), said
 
 
 def free_port() -> int:
@@ -159,7 +175,7 @@ def meet(address: str, backend: str, rank: int, ranks: int) -> str:
     import torch.distributed as dist
 
     if backend == "nccl":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     device = "cuda" if backend == "nccl" else "cpu"
     limit = timedelta(seconds=MEET_TIMEOUT_S)
     dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=ranks, timeout=limit)

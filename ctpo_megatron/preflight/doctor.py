@@ -37,6 +37,7 @@ from ctpo_megatron.config import (
     tokenizer_problems,
 )
 from ctpo_megatron.environments.factory import needs_sandbox, offered_schemas
+from ctpo_megatron.environments.node_sandbox import names_a_server
 from ctpo_megatron.environments.tokenizer import (
     TokenizerError,
     check_chat_template,
@@ -91,6 +92,15 @@ def diagnose_run(
         text = f"{fullest.bytes / GIB:.1f} of {gpu_gib:.0f} GiB on {fullest.gpus}, {fullest.when}"
         findings.append(passed("GPU memory", text))  # what is too much is a problem above
     return findings, replace(wanted, **_sizes(context, spec))
+
+
+def diagnose_node(config: Config, sources: Sources, job: Job) -> list[Problem]:
+    """All findings on a node of a job that runs: on its configuration, and, deep, on this machine."""
+    seen = gpus()
+    findings, wanted = diagnose_run(config, sources, job, [] if isinstance(seen, str) else seen, deep=True)
+    if wanted.sandbox == NODE and not names_a_server():  # the node program starts one for the engines
+        wanted = replace(wanted, sandbox=config.sandbox.require)
+    return findings + diagnose(wanted)
 
 
 def _under(name: str, problem: Problem) -> Problem:

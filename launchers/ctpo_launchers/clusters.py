@@ -122,6 +122,15 @@ class Cluster(BaseModel):
         return self
 
 
+_CHECK_TIME, _CHECK_SIGNAL_S = "00:15:00", 60
+
+
+def for_check(cluster: Cluster) -> Cluster:
+    """The same cluster for a job that looks at it: short, so that it starts soon, and not tried again."""
+    update = {"time": _CHECK_TIME, "signal_s": _CHECK_SIGNAL_S, "retries": 0}
+    return cluster.model_copy(update=update)
+
+
 def _seconds(clock: str) -> int:
     days, _, rest = clock.rpartition("-")
     hours, minutes, seconds = map(int, rest.split(":"))

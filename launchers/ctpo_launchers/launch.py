@@ -7,13 +7,16 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ctpo_launchers import LaunchError
-from ctpo_launchers.clusters import Cluster, is_word, load_cluster
+from ctpo_launchers.clusters import Cluster, for_check, load_cluster
+from ctpo_launchers.command import COMMANDS
 from ctpo_launchers.environment import ROOT
-from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
+from ctpo_launchers.jobs import Command, Launch, check_folder, of_the_launch
+from ctpo_launchers.timeouts import CHECK_POLL_S, CHECK_WAIT_S, SUBMIT_COMMAND_TIMEOUT_S
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_megatron.preflight import LAUNCH_CHECKS, LaunchContext, failed, run_checks
@@ -21,6 +24,7 @@ from ctpo_megatron.preflight import LAUNCH_CHECKS, LaunchContext, failed, run_ch
 FOLDER = ROOT / "configs" / "clusters"
 DEFAULTS = {"local": "local", "slurm": "slurm_example"}
 ASKING = ("status", "logs", "cancel")
+_UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
 _SQUEUE = ("squeue", "--noheader", "--format", "%T", "--jobs")
 _SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--format", "State", "--jobs")
 
@@ -43,19 +47,32 @@ def main(argv: Sequence[str]) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `ctpo launch`."""
     parser.description = "Submit a job to a cluster, and query it."
-    parser.add_argument("config", metavar="CONFIG", help=f"configuration file; or {', '.join(ASKING)}")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="override a key; after logs and cancel: the job")
+    others = ", ".join((*COMMANDS, *ASKING))
+    parser.add_argument("config", metavar="CONFIG", help=f"configuration file; or {others}")
+    parser.add_argument(
+        "overrides",
+        metavar="a.b=c",
+        nargs="*",
+        help=f"override a key; after logs and cancel: the job; after {' and '.join(COMMANDS)}: -- and their arguments",
+    )
     parser.add_argument("--executor", choices=list(DEFAULTS), default="slurm", help="who starts it (%(default)s)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job (%(default)s)")
+    parser.add_argument(
+        "--check", action="store_true", help="look at the nodes and the network between them in a short job, and wait"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the batch script, submit nothing")
     parser.add_argument("--cluster", metavar="FILE", help="cluster file, or the name of one in configs/clusters")
 
 
 def as_words(args: argparse.Namespace) -> list[str]:
     """The command line for these arguments."""
-    words = [args.config, *args.overrides, *args.unknown, "--executor", args.executor, "--nodes", str(args.nodes)]
-    words += ["--dry-run"] if args.dry_run else []
-    return words if args.cluster is None else [*words, "--cluster", args.cluster]
+    options = ["--executor", args.executor, "--nodes", str(args.nodes)]
+    options += ["--dry-run"] if args.dry_run else []
+    options += ["--check"] if args.check else []
+    options += [] if args.cluster is None else ["--cluster", args.cluster]
+    if args.config in COMMANDS:
+        return [*options, args.config, "--", *args.overrides]
+    return [args.config, *args.overrides, *args.unknown, *options]
 
 
 def cluster_of(args: argparse.Namespace) -> Cluster:
@@ -77,18 +94,13 @@ def _cluster_file(text: str) -> Path:
 
 
 def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
-    from ctpo_launchers.experiment import Launch, script, submit
+    from ctpo_launchers.experiment import script, submit
 
-    workdir = Path.cwd()
-    config = load_config(args.config, [*args.overrides, *of_the_launch(args.nodes)])
-    launch = Launch(config, cluster, args.nodes, workdir)
+    launch = _request(args, cluster)
     slurm = cluster.executor == "slurm"
-    if slurm and not is_word(str(workdir)):
-        raise LaunchError(
-            f"{workdir}: the batch script names this folder unquoted; start it in one without blanks or $"
-        )
+    check_folder(launch.workdir, cluster)
     code = ROOT if slurm and not args.dry_run else None
-    context = LaunchContext(config.checkpoint.grace_s, cluster.signal_s if slurm else None, code)
+    context = LaunchContext(launch.grace_s, cluster.signal_s if slurm else None, code)
     if problems := failed(run_checks(LAUNCH_CHECKS, context)):
         raise LaunchError("\n".join(map(str, problems)))
     if args.dry_run and slurm:
@@ -97,13 +109,37 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
     if args.dry_run:
         raise LaunchError("--dry-run prints a batch script, and --executor local has none")
     identity, status = submit(launch)
-    print(f"{identity}: folder {cluster.job_dir}, run {config.run.directory}")
-    return status
+    print(f"{identity}: folder {cluster.job_dir}, {launch.what}", flush=True)
+    return _table(launch, identity) if isinstance(launch, Launch) and launch.check and slurm else status
 
 
-def of_the_launch(nodes: int) -> list[str]:
-    """Overrides that say how many nodes there are."""
-    return [f"cluster.nodes={nodes}"] if nodes > 1 else []
+def _request(args: argparse.Namespace, cluster: Cluster) -> Launch | Command:
+    """The job that was asked for, started in this folder. Raises LaunchError and ConfigError."""
+    if args.config in COMMANDS:
+        if args.nodes != 1 or args.check:
+            raise LaunchError(f"ctpo {args.config} runs on one node, without --nodes and --check")
+        return Command((args.config, *args.overrides), cluster, Path.cwd())
+    config = load_config(args.config, [*args.overrides, *of_the_launch(args.nodes)])
+    return Launch(config, for_check(cluster) if args.check else cluster, args.nodes, Path.cwd(), check=args.check)
+
+
+def _table(launch: Launch, identity: str) -> int:
+    """Wait for the check of a job in Slurm, show what its nodes said, and return 0 or 2."""
+    folder = Path(launch.cluster.job_dir)
+    job = next(job for job, where in _jobs(folder).items() if identity in where.parts)
+    until, said = time.monotonic() + CHECK_WAIT_S, ""
+    while (state := _state(job)) in _UNFINISHED:
+        if state != said:
+            print(f"job {job}: {state}", file=sys.stderr, flush=True)
+            said = state
+        if time.monotonic() > until:
+            raise LaunchError(f"job {job} is {state} after {CHECK_WAIT_S:g} s; later: ctpo launch logs {job}")
+        time.sleep(CHECK_POLL_S)
+    _show_logs(_jobs(folder)[job])
+    try:
+        return int(launch.status_files[0].read_text())
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"job {job} has ended ({state}) and left no status ({error}): its output is above") from error
 
 
 def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:
@@ -118,9 +154,13 @@ def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:
     job = words[0]
     if what == "cancel":
         return subprocess.run(["scancel", job], timeout=SUBMIT_COMMAND_TIMEOUT_S).returncode
-    for file in sorted(jobs[job].glob("log-*.out")) or sorted(jobs[job].glob("sbatch_*.out")):
-        say(f"==> {file} <==", file.read_text(errors="replace").rstrip("\n"))
+    _show_logs(jobs[job])
     return 0
+
+
+def _show_logs(folder: Path) -> None:
+    for file in sorted(folder.glob("log-*.out")) or sorted(folder.glob("sbatch_*.out")):
+        say(f"==> {file} <==", file.read_text(errors="replace").rstrip("\n"))
 
 
 def _jobs(folder: Path) -> dict[str, Path]:

@@ -19,9 +19,12 @@ from ctpo_launchers import slurm
 from ctpo_launchers.job import NodeJob
 from ctpo_launchers.program import NodeProgram
 from ctpo_megatron.base.printable import log_to_terminal, say
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_sandbox.arguments import positive
 
+CHECK = "ctpo_megatron.cli.job_check"
+"""What torchrun runs to look at the nodes, instead of the trainer."""
 WRONG = 2
 """Exit status of an invalid request; for others see `NodeProgram`."""
 
@@ -44,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger("ctpo_launchers").setLevel(logging.INFO)
         arguments += _of_the_job(job, arguments)
         config = load_config(arguments[0], arguments[1:])
+        if args.check:
+            args.module = CHECK
+            args.directory = args.directory or RunPaths(config.run.directory).checked_nodes
         args.nproc_per_node = args.nproc_per_node or config.placement.trainer_gpus or 1
         program = NodeProgram(args, job, config, arguments)
         program.prepare()
@@ -51,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"ctpo_launchers.node: {error}", error=True)
         return WRONG
     status = asyncio.run(program.run())
+    if args.check and status:  # whatever it was has to be mended, and trying again would not do it
+        status = WRONG
     program.status_file.write_text(f"{status}\n")
     return status
 
@@ -106,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
         help="until the trainer ends when a node is lost (%(default)s)",
     )
     add("--workdir", type=Path, metavar="DIR", help="go there first; relative paths of the configuration start there")
+    add("--check", action="store_true", help="look at the nodes instead of training: exit status 0 or 2")
     add("--module", default="ctpo_megatron.train", help="what torchrun runs (%(default)s)")
     return arguments
 

@@ -15,6 +15,8 @@ HELLO_TIMEOUT_S = 10.0  # for the first message of a connection
 SILENCE_S = 90  # after which the kernel reports a host as gone
 
 # Commands on the submitting machine and on nodes.
+CHECK_WAIT_S = 3600.0  # for a check to be started by Slurm and to end
+CHECK_POLL_S = 2.0  # between two questions whether it has
 SUBMIT_COMMAND_TIMEOUT_S = 60.0  # one Slurm command of `ctpo launch`
 NODE_COMMAND_TIMEOUT_S = 20.0  # one Slurm command of a node program
 INSTALL_TIMEOUT_S = 1800.0  # to install the launcher's environment, or to wait for another process that does

@@ -114,3 +114,30 @@ def test_a_job_is_submitted_to_slurm_asked_for_and_cancelled(ctpo: Ctpo, slurm: 
     assert "rank" in output or "sft" in output.lower(), output
     assert launch(ctpo, "cancel", job, "--cluster", str(cluster), **known).returncode == 0
     slurm.until(job, "CANCELLED", seconds=180)
+
+
+def test_a_check_of_two_nodes_here_names_what_is_wrong_and_what_carried_tensors(ctpo: Ctpo, recorded: Path) -> None:
+    cluster = ctpo.directory / "here.yaml"
+    cluster.write_text(f"executor: local\njob_dir: {ctpo.directory}/jobs\n")
+    options = ("--executor", "local", "--nodes", "2", "--cluster", str(cluster), "--check")
+    words = (*SMALL, f"rollout.replay={recorded}", "run.name=checked")
+    done = launch(ctpo, CONFIG, *words, *options, deadline_s=900)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    said = done.stdout + done.stderr
+    for text in ("Check of the job: no training", "2 ranks: an all-reduce of 16 MiB", "gloo over lo, on CPUs", "ready"):
+        assert text in said
+    assert not (ctpo.directory / "runs" / "checked").exists()
+    gone = launch(ctpo, CONFIG, *words, "sandbox.url=http://127.0.0.1:9", *options, deadline_s=900)
+    assert gone.returncode == 2 and "127.0.0.1:9 does not answer" in gone.stdout + gone.stderr
+
+
+def test_a_check_in_slurm_waits_and_shows_one_table(ctpo: Ctpo, slurm: Slurm, recorded: Path) -> None:
+    cluster = ctpo.directory / "slurm_check.yaml"
+    settings = {"executor": "slurm", "job_dir": f"{ctpo.directory}/jobs", "account": "me", "python": sys.executable}
+    cluster.write_text(yaml.safe_dump({**settings, "mem": "2000", "env": {"OMP_NUM_THREADS": "1"}}))
+    known = {"SLURM_CONF": slurm.environment["SLURM_CONF"], "PATH": slurm.environment["PATH"]}
+    words = (*SMALL, f"rollout.replay={recorded}", "run.name=slurm_checked", "--nodes", "2", "--cluster", str(cluster))
+    done = launch(ctpo, CONFIG, *words, "--check", deadline_s=900, **known)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    assert done.stdout.count("Check of the job: no training") == 1
+    assert "gloo over lo, on CPUs" in done.stdout and "node 1 (" not in done.stderr

@@ -12,7 +12,7 @@ import pytest
 
 from ctpo_launchers import LaunchError, environment
 from ctpo_launchers.clusters import Cluster
-from ctpo_launchers.experiment import Launch
+from ctpo_launchers.jobs import Launch
 from ctpo_megatron import cli
 from ctpo_megatron.config import load_config
 from tests.support.deadlines import scaled

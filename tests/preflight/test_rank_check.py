@@ -1,0 +1,94 @@
+"""`ctpo launch --check` in the ranks of a job: real ranks over gloo, with given findings of their nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from ctpo_megatron.cli.job_check import table
+from ctpo_megatron.config import Problem, passed
+from ctpo_megatron.preflight.devices import free_port
+from tests.support.deadlines import scaled
+from tests.support.prefork import ROOT
+
+RANK = """
+import json, sys, time
+from ctpo_megatron.config import Problem
+from ctpo_megatron.preflight import RankCheck, ranks
+ranks._FINDINGS_S = float(sys.argv[2])
+given = [Problem(*row[:3], severity=row[3]) for row in json.loads(sys.argv[1])]
+found, ready = RankCheck().run(lambda: time.sleep(float(sys.argv[3])) or given)
+rows = {node: [[p.key, p.severity, p.message] for p in part] for node, part in found.items()}
+print(json.dumps([rows, ready]))
+"""
+
+
+def job(
+    findings: Sequence[Sequence[Problem]], wait_s: float = 200, late_s: float = 0
+) -> list[tuple[dict[str, list], bool]]:
+    """What the ranks of a job saw, one on each node. late_s: after which the last one has its findings."""
+    nodes = len(findings)
+    port = str(free_port())
+    processes = []
+    for rank, given in enumerate(findings):
+        own = {"RANK": rank, "GROUP_RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        all_ = {"WORLD_SIZE": nodes, "GROUP_WORLD_SIZE": nodes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        rows = json.dumps([[p.key, p.message, p.fix, p.severity] for p in given])
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, rows, str(wait_s), str(late_s if rank == nodes - 1 else 0)],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=os.environ
+                | {key: str(value) for key, value in (own | all_).items()}
+                | {"GLOO_SOCKET_IFNAME": "lo"},
+            )
+        )
+    try:
+        said = [process.communicate(timeout=scaled(120))[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def test_two_ranks_exchange_and_rank_zero_has_all_findings() -> None:
+    torch = [[passed("torch", "2.13.0; found")], [passed("torch", "2.12.0; found")]]
+    (found, ready), (nothing, told) = job(torch)
+    assert [name.split(" (")[0] for name in found] == ["node 0", "node 1", "all nodes"]
+    between = {key: (severity, message) for key, severity, message in found["all nodes"]}
+    assert between["torch"][0] == "error" and between["torch"][1].startswith("differs between nodes: 2.13.0 on node 0")
+    assert between["gloo between ranks"][0] == "ok"
+    assert "2 ranks: an all-reduce of 16 MiB took" in between["gloo between ranks"][1]
+    assert between["transport"] == ("ok", "gloo over lo, on CPUs")
+    assert (ready, told, nothing) == (False, False, {})
+
+
+def test_ranks_without_findings_are_ready() -> None:
+    assert [ready for _, ready in job([[passed("cores", "2")], [passed("cores", "2")]])] == [True, True]
+
+
+def test_a_node_that_is_late_is_named_and_the_wait_ends() -> None:
+    (found, ready), (_, told) = job([[passed("cores", "2")], [passed("cores", "2")]], wait_s=2, late_s=6)
+    assert found["node 0 (" + socket.gethostname() + ")"] == [["cores", "ok", "2"]]
+    assert found["node 1"][0][:2] == ["node", "error"] and "no findings after 2 s" in found["node 1"][0][2]
+    assert (ready, told) == (False, False) and found["all nodes"] == []
+
+
+def test_what_all_nodes_share_is_one_row() -> None:
+    found = {
+        "node 0 (a)": [passed("python", "3.11"), Problem("/dev/shm", "1 GiB free", "more", severity="warning")],
+        "node 1 (b)": [passed("python", "3.11")],
+        "all nodes": [passed("gloo", "fine")],
+    }
+    assert table(found) == [
+        ("python", "ok", "3.11"),
+        ("/dev/shm", "note", "node 0 (a): 1 GiB free; more"),
+        ("gloo", "ok", "fine"),
+    ]
