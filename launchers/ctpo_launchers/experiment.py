@@ -7,7 +7,6 @@ import io
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ctpo_launchers.environment import ROOT
