@@ -1,0 +1,53 @@
+"""Runs that each release has left: they are small, whole and readable; this version continues them."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ctpo_megatron import __version__
+from ctpo_megatron.policy.checkpoint_files import complete, digests, read_marker
+from tests.releases.make import FOLDER, LARGEST, NAME, train
+
+ARCHIVES = sorted(FOLDER.glob("*.tar.xz"))
+each_release = pytest.mark.parametrize("archive", ARCHIVES, ids=[path.name for path in ARCHIVES])
+
+
+def unpacked(archive: Path, folder: Path) -> Path:
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    return folder / "runs" / NAME
+
+
+def steps(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_this_release_has_a_run() -> None:
+    assert f"{__version__}.tar.xz" in [path.name for path in ARCHIVES]
+
+
+@each_release
+def test_a_stored_run_is_small_and_whole(archive: Path, tmp_path: Path) -> None:
+    assert archive.stat().st_size <= LARGEST
+    run = unpacked(archive, tmp_path)
+    assert yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["run"]["root"] == "runs"
+    assert steps(run)[-1] == 2
+    (checkpoint,) = complete(run / "checkpoints")
+    marker = read_marker(checkpoint)
+    assert (marker.step, digests(checkpoint, marker.files)) == (2, marker.files)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+@each_release
+def test_this_version_continues_it(archive: Path, tmp_path: Path) -> None:
+    run = unpacked(archive, tmp_path)
+    done = train(tmp_path, "runs/stored/config.yaml", "run.resume=true", "run.steps=3")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert steps(run)[-1] == 3
+    assert "continuing after step 2" in done.stdout + done.stderr
