@@ -46,7 +46,7 @@ def table(found: Mapping[str, Sequence[Problem]]) -> list[tuple[str, str, str]]:
             detail = f"{each.message}; {each.fix}" if each.fix else each.message
             where.setdefault((each.key, STATUS[each.severity], detail), []).append(node)
     nodes = len(found) - 1  # and what holds between them
-    common = [(row, len(names) == nodes or names == [next(reversed(found))]) for row, names in where.items()]
+    common = [(row, len(names) == nodes or names == [list(found)[-1]]) for row, names in where.items()]
     return [row if shared else (row[0], row[1], f"{', '.join(where[row])}: {row[2]}") for row, shared in common]
 
 

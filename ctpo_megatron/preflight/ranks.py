@@ -15,11 +15,10 @@ from ctpo_megatron.base.addresses import address_toward
 from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.preflight.devices import exchange, free_port, has_cuda_device
 from ctpo_megatron.preflight.nodes import compare_versions
-from ctpo_megatron.preflight.timeouts import IMPORT_TIMEOUT_S, LEAVE_TIMEOUT_S, MEET_TIMEOUT_S
+from ctpo_megatron.preflight.timeouts import FINDINGS_TIMEOUT_S, LEAVE_TIMEOUT_S, MEET_TIMEOUT_S
 from ctpo_megatron.preflight.transport import nccl_transports, transport_finding
 
 BETWEEN = "all nodes"
-_FINDINGS_S = IMPORT_TIMEOUT_S + MEET_TIMEOUT_S
 
 
 class RankCheck:
@@ -33,7 +32,7 @@ class RankCheck:
             int(os.environ[name])
             for name in ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         )
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_FINDINGS_S)))
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=FINDINGS_TIMEOUT_S)))
         self._store: Any = PrefixStore("check", store)
 
     def run(self, findings: Callable[[], list[Problem]]) -> tuple[dict[str, list[Problem]], bool]:
@@ -57,19 +56,19 @@ class RankCheck:
 
     def _of_nodes(self) -> tuple[dict[str, list[Problem]], bool]:
         """Findings of every node, and whether all came: else some ranks would wait for others in vain."""
-        until, complete = time.monotonic() + _FINDINGS_S, True
+        until, complete = time.monotonic() + FINDINGS_TIMEOUT_S, True
         found = {}
         for node in range(self.nodes):
             told = self._hear(f"node{node}", until)
             complete = complete and told is not None
-            lost = Problem("node", f"no findings after {_FINDINGS_S:g} s", "see its output, and its load")
+            lost = Problem("node", f"no findings after {FINDINGS_TIMEOUT_S:g} s", "see its output, and its load")
             found[f"node {node} ({told['host']})" if told else f"node {node}"] = told["problems"] if told else [lost]
         return found, complete
 
     def _meet(self) -> None:
         """Tell rank 0 what came of this rank's part in the all-reduce."""
         backend = "nccl" if has_cuda_device() else "gloo"
-        told = self._hear("address", time.monotonic() + _FINDINGS_S + MEET_TIMEOUT_S)
+        told = self._hear("address", time.monotonic() + FINDINGS_TIMEOUT_S + MEET_TIMEOUT_S)
         if told is None or not told["host"]:
             return
         problem, log = exchange(told["host"], backend, [self.rank], self.ranks)
@@ -97,7 +96,7 @@ class RankCheck:
         return [replace(first, key=f"{backend} between ranks"), carried]
 
     def _verdict(self) -> bool:
-        told = self._hear("verdict", time.monotonic() + _FINDINGS_S + 2 * MEET_TIMEOUT_S)
+        told = self._hear("verdict", time.monotonic() + FINDINGS_TIMEOUT_S + 2 * MEET_TIMEOUT_S)
         self._store.add("left", 1)
         return told is not None and told["host"] == "ready"
 

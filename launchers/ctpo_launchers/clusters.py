@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
 from ctpo_launchers import LaunchError
+from ctpo_launchers.timeouts import CHECK_SIGNAL_S
 from ctpo_megatron.config import Problem
 
 CLOCK = r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$"
@@ -122,12 +123,12 @@ class Cluster(BaseModel):
         return self
 
 
-_CHECK_TIME, _CHECK_SIGNAL_S = "00:15:00", 60
+_CHECK_TIME = "00:15:00"
 
 
 def for_check(cluster: Cluster) -> Cluster:
     """The same cluster for a job that looks at it: short, so that it starts soon, and not tried again."""
-    update = {"time": _CHECK_TIME, "signal_s": _CHECK_SIGNAL_S, "retries": 0}
+    update = {"time": _CHECK_TIME, "signal_s": CHECK_SIGNAL_S, "retries": 0}
     return cluster.model_copy(update=update)
 
 

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from ctpo_launchers.environment import ROOT
-from ctpo_launchers.jobs import Command, Launch, script_of, slurm_executor
+from ctpo_launchers.jobs import Launch, VerbJob, script_of, slurm_executor
 from ctpo_sandbox import temporary
 
 _LOOPBACK = "127.0.0.{}"
 _SUCCEEDED = "SUCCEEDED"
 
 
-def script(launch: Launch | Command) -> str:
+def script(launch: Launch | VerbJob) -> str:
     """The batch script; writes only to a temporary folder."""
     with (
         temporary.folder("ctpo-launch-") as folder,
@@ -29,7 +29,7 @@ def script(launch: Launch | Command) -> str:
         return written.read_text(encoding="utf-8")
 
 
-def submit(launch: Launch | Command) -> tuple[str, int]:
+def submit(launch: Launch | VerbJob) -> tuple[str, int]:
     """Submit to Slurm, or run here to the end; returns the experiment's id, and the worst exit status of the nodes.
 
     Raises LaunchError for uncommitted code.
@@ -51,7 +51,7 @@ def submit(launch: Launch | Command) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def _experiment(launch: Launch | Command, folder: str, *, dry: bool) -> Iterator[Any]:
+def _experiment(launch: Launch | VerbJob, folder: str, *, dry: bool) -> Iterator[Any]:
     os.environ["NEMORUN_HOME"] = folder
     import nemo_run as run
 

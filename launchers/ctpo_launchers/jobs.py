@@ -21,7 +21,7 @@ from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, dump, load_config
 
-File = Cluster | Path | str
+ClusterFile = Cluster | Path | str
 """A cluster file, or what was read of it."""
 _CODE = "/nemo_run/code"
 """NeMo Run's placeholder for the folder with the code, which it replaces outside of containers."""
@@ -96,7 +96,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Command:
+class VerbJob:
     """Another command of `ctpo`, on one node, started in `workdir`."""
 
     words: tuple[str, ...]
@@ -119,7 +119,7 @@ class Command:
 def task(
     verb: str,
     *words: str,
-    cluster: File,
+    cluster: ClusterFile,
     nodes: int = 1,
     workdir: Path | str | None = None,
     tunnel: Any = None,
@@ -148,10 +148,10 @@ def task(
         raise LaunchError(f"task({verb!r}, ...): known are train, {', '.join(COMMANDS)}, each with its arguments")
     if nodes != 1:
         raise LaunchError(f"nodes = {nodes}: ctpo {verb} runs on one node")
-    return script_of(Command((verb, *words), cluster, folder))
+    return script_of(VerbJob((verb, *words), cluster, folder))
 
 
-def executor(cluster: File, nodes: int = 1, workdir: Path | str | None = None, tunnel: Any = None) -> Any:
+def executor(cluster: ClusterFile, nodes: int = 1, workdir: Path | str | None = None, tunnel: Any = None) -> Any:
     """The executor of a cluster file, for tasks on `nodes` nodes: a `run.LocalExecutor` or a `run.SlurmExecutor`.
 
     workdir: as of the tasks. tunnel: a `run.SSHTunnel` to a login node; default: this machine submits. Jobs in Slurm
@@ -169,7 +169,7 @@ def executor(cluster: File, nodes: int = 1, workdir: Path | str | None = None, t
     return made
 
 
-def script_of(launch: Launch | Command, *of_node: str) -> Any:
+def script_of(launch: Launch | VerbJob, *of_node: str) -> Any:
     """Quotes the arguments: NeMo Run joins them without quoting if its launcher is not torchrun."""
     import nemo_run as run
 
@@ -227,7 +227,7 @@ def check_folder(folder: Path, cluster: Cluster) -> None:
         raise LaunchError(f"{folder}: the batch script names this folder unquoted; start it in one without blanks or $")
 
 
-def _loaded(cluster: File) -> Cluster:
+def _loaded(cluster: ClusterFile) -> Cluster:
     return cluster if isinstance(cluster, Cluster) else load_cluster(Path(cluster))
 
 

@@ -15,7 +15,7 @@ from ctpo_launchers import LaunchError
 from ctpo_launchers.clusters import Cluster, for_check, load_cluster
 from ctpo_launchers.command import COMMANDS
 from ctpo_launchers.environment import ROOT
-from ctpo_launchers.jobs import Command, Launch, check_folder, of_the_launch
+from ctpo_launchers.jobs import Launch, VerbJob, check_folder, of_the_launch
 from ctpo_launchers.timeouts import CHECK_POLL_S, CHECK_WAIT_S, SUBMIT_COMMAND_TIMEOUT_S
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.config import ConfigError, load_config
@@ -113,12 +113,12 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
     return _table(launch, identity) if isinstance(launch, Launch) and launch.check and slurm else status
 
 
-def _request(args: argparse.Namespace, cluster: Cluster) -> Launch | Command:
+def _request(args: argparse.Namespace, cluster: Cluster) -> Launch | VerbJob:
     """The job that was asked for, started in this folder. Raises LaunchError and ConfigError."""
     if args.config in COMMANDS:
         if args.nodes != 1 or args.check:
             raise LaunchError(f"ctpo {args.config} runs on one node, without --nodes and --check")
-        return Command((args.config, *args.overrides), cluster, Path.cwd())
+        return VerbJob((args.config, *args.overrides), cluster, Path.cwd())
     config = load_config(args.config, [*args.overrides, *of_the_launch(args.nodes)])
     return Launch(config, for_check(cluster) if args.check else cluster, args.nodes, Path.cwd(), check=args.check)
 

@@ -16,6 +16,7 @@ SILENCE_S = 90  # after which the kernel reports a host as gone
 
 # Commands on the submitting machine and on nodes.
 CHECK_WAIT_S = 3600.0  # for a check to be started by Slurm and to end
+CHECK_SIGNAL_S = 60  # before the end of a job that checks, Slurm says so
 CHECK_POLL_S = 2.0  # between two questions whether it has
 SUBMIT_COMMAND_TIMEOUT_S = 60.0  # one Slurm command of `ctpo launch`
 NODE_COMMAND_TIMEOUT_S = 20.0  # one Slurm command of a node program

@@ -13,7 +13,6 @@ import yaml
 from pydantic import ValidationError
 
 from ctpo_megatron.config import Config, ConfigError, dump, dump_differences, load_config, load_with_sources
-from ctpo_megatron.config import sources as files
 from ctpo_megatron.config.keys import known_keys, nearest
 from tests.support.prefork import ROOT
 
@@ -363,14 +362,3 @@ def test_only_what_differs_is_shown(config_with: Callable[..., Config]) -> None:
     assert shown["rollout"]["max_turns"] == 7 and "tools" not in shown["rollout"]
     assert "betas" in shown["policy"]["optimizer"] and "schedule" not in shown["policy"]["optimizer"]
     assert shown["run"].keys() >= {"name", "steps"} and "checkpoint" not in shown
-
-
-def test_the_configurations_of_a_wheel_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """USR-9. There they are a package without __init__.py, whose resources are no path."""
-    (tmp_path / "a_wheel" / "configs").mkdir(parents=True)
-    (tmp_path / "a_wheel" / "__init__.py").touch()
-    (tmp_path / "a_wheel" / "configs" / "only_there.yaml").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(files, "_PACKAGE", "a_wheel.configs")
-    monkeypatch.chdir(tmp_path)
-    assert files.locate("only_there") == tmp_path / "a_wheel" / "configs" / "only_there.yaml"

@@ -52,11 +52,11 @@ def problems() -> list[str]:
 
 def test_a_temporary_directory_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters give each job a folder with a long name; a container's root may be read-only."""
-    for length, fits in ((70, True), (71, False)):
+    for length, fits in ((52, True), (53, False)):
         monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * (length - 1)}")
         assert (problems() == []) == fits
     (found,) = problems()
-    assert "TMPDIR" in found and "has 71 characters" in found
+    assert "TMPDIR" in found and "has 53 characters" in found
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
     monkeypatch.setenv("TMPDIR", "/none")

@@ -13,7 +13,7 @@ import pytest
 
 from ctpo_launchers import LaunchError, environment, executor, launch, task
 from ctpo_launchers.clusters import Cluster, for_check
-from ctpo_launchers.jobs import Command, Launch
+from ctpo_launchers.jobs import Launch, VerbJob
 from ctpo_megatron import cli
 from ctpo_megatron.config import load_config
 from tests.support.deadlines import scaled
@@ -39,9 +39,9 @@ def test_a_check_is_a_short_job_of_the_same_program_beside_the_run(tmp_path: Pat
 def test_a_command_is_run_where_it_was_typed(tmp_path: Path) -> None:
     """The command is `ctpo data prepare`, which refuses: it exists, and was reached."""
     words = ("data", "prepare", "a b.json", "--output", "x.txt")
-    arguments = Command(words, slurm(tmp_path), tmp_path).arguments()
+    arguments = VerbJob(words, slurm(tmp_path), tmp_path).arguments()
     done = subprocess.run(
-        [sys.executable, "-m", Command.module, *arguments],
+        [sys.executable, "-m", VerbJob.module, *arguments],
         capture_output=True,
         text=True,
         timeout=scaled(60),
