@@ -111,7 +111,7 @@ class RankCheck:
         self._store.set(key, json.dumps({"host": host, "took": list(took), "problems": rows}))
 
     def _hear(self, key: str, until: float) -> Any:
-        """What was told; None when it has not come by then."""
+        """The value that a rank has set; None when it has not come by then."""
         from torch.distributed import DistStoreError
 
         try:
