@@ -233,3 +233,8 @@ class ObjectiveConfig(Section):
     count_masked_sequences: bool | None = Field(
         default=None, description="fully masked sequences count in the denominator"
     )
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether the rewards of turns are trained on."""
+        return self.credit == "turn"

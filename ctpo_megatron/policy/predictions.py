@@ -226,7 +226,7 @@ def configured_loss(config: ObjectiveConfig) -> LossFunction:
     Raises ExtensionError when that cannot be found or called; `extensions.activate` comes first.
     """
     objective = objective_from_config(config)
-    if config.credit == "turn":
+    if config.by_turn:
         how = _TURN_RATIOS[objective.turn_ratio] if config.function is None else f"as {config.function} has it"
         log.info("objective: credit by turn, %s", how)
     if config.function is not None or not objective.on_kernels:

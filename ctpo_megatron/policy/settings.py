@@ -87,7 +87,7 @@ class Reinforcement:
         self.objective = objective_from_config(settings.objective)
         self.ratio = None if settings.objective.function else self.objective
         self.loss = configured_loss(settings.objective)
-        self.knows_turns = settings.objective.credit == "turn" or settings.objective.function is not None
+        self.knows_turns = settings.objective.by_turn or settings.objective.function is not None
 
 
 @dataclass(frozen=True)

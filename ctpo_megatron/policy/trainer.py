@@ -169,7 +169,7 @@ class Trainer:
 
     def _advantages(self, batch: Batch, rl: Reinforcement) -> Sequence[Advantage]:
         """One per trajectory; empty on ranks other than zero."""
-        if rl.settings.objective.credit == "turn":
+        if rl.settings.objective.by_turn:
             return turn_advantages([group.returns for group in batch.trained], rl.advantage)
         return batch_advantages([group.rewards for group in batch.trained], rl.advantage)
 

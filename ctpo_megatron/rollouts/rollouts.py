@@ -50,8 +50,7 @@ class RolloutSettings:
         rollout = config.rollout
         if rollout.replay is not None:
             rollout = rollout.model_copy(update={"max_staleness": 0})
-        by_turn = config.objective.credit == "turn"
-        return cls(rollout, config.run.steps, config.policy.mini_batch_prompts, by_turn)
+        return cls(rollout, config.run.steps, config.policy.mini_batch_prompts, config.objective.by_turn)
 
 
 class Rollouts:

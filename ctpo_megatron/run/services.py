@@ -58,7 +58,7 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
         training, evaluating = _replay(config.rollout) if pool is None else _schedulers(pool)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path, logs.rewards))
         penalty = _overlong_penalty(config.reward, config.rollout)
-        scoring = Scorer(scorers, penalty, by_turn=config.objective.credit == "turn")
+        scoring = Scorer(scorers, penalty, by_turn=config.objective.by_turn)
         settings = RolloutSettings.of(config)
         rollouts = Rollouts(settings, training, scoring, prompts, stop, phases)
         evaluation = Evaluation(config.eval, evaluating, Scorer(scorers), held_out, stop, phases)
