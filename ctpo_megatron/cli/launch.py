@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     Raises UsageError for a job that its nodes would refuse, unless `--no-check`; ConfigError for a bad configuration.
     """
     try:
+        environment.need_checkout()
         if args.config not in launch.ASKING and not args.no_check:
             _check(args)
         return environment.launch(launch.as_words(args))
