@@ -28,7 +28,7 @@ setup(
         "ctpo_megatron.configs": ["**/*.yaml", "**/*.json"],
         **{package: ["py.typed", "**/*.j2"] for package in separate},
     },
-    # The base install checks configurations and machines, launches, and draws reports, as on a login node. The heavy
+    # The base install checks configurations and machines, as on a login node. The heavy
     # stack is an extra, pinned in requirements/.
     install_requires=[
         "omegaconf>=2.3",

@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     Raises UsageError for a job that its nodes would refuse, unless `--no-check`; ConfigError for a bad configuration.
     """
     try:
+        environment.need_checkout()
         if args.config in COMMANDS:
             parse([args.config, *args.overrides])  # what the command would refuse is refused here
         elif args.config not in launch.ASKING and not args.no_check:

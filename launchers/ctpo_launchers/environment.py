@@ -34,10 +34,15 @@ def launch(arguments: Sequence[str]) -> int:
     os.execve(python, [str(python), "-m", "ctpo_launchers.launch", *arguments], environment)
 
 
-def _python() -> Path:
-    """The interpreter of the environment for the current requirements/launch.txt."""
+def need_checkout() -> None:
+    """Raises LaunchError in an installed wheel, which has neither the code to pack nor the files of clusters."""
     if not REQUIREMENTS.is_file():
         raise LaunchError(f"ctpo launch works from a checkout: there is no {REQUIREMENTS}")
+
+
+def _python() -> Path:
+    """The interpreter of the environment for the current requirements/launch.txt."""
+    need_checkout()
     wanted, stamp = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest(), FOLDER / "requirements.sha256"
 
     def made() -> bool:
