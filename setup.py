@@ -36,6 +36,7 @@ setup(
         "rich>=13",
         "aiohttp>=3.10",
         "httpx>=0.27",
+        "pebble>=5.0",
         "psutil>=6",
     ],
     extras_require={

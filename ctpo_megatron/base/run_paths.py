@@ -109,7 +109,7 @@ class RunPaths:
 
     @property
     def checked_nodes(self) -> Path:
-        """The same of `ctpo launch --check`, beside a job that may run meanwhile."""
+        """The same of `ctpo launch --check`: a job may run meanwhile."""
         return self.nodes / "check"
 
     @property

@@ -112,7 +112,7 @@ class RankCheck:
         self._store.set(key, json.dumps({"host": host, "took": list(took), "problems": rows}))
 
     def _hear(self, key: str, until: float) -> Any:
-        """What was told; None when it has not come by then."""
+        """What another rank says under a key; None when it has not come by then."""
         from torch.distributed import DistStoreError
 
         try:

@@ -114,7 +114,7 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
 
 
 def _request(args: argparse.Namespace, cluster: Cluster) -> Launch | Command:
-    """The job that was asked for, started in this folder. Raises LaunchError and ConfigError."""
+    """The job of these arguments, started in this folder. Raises LaunchError and ConfigError."""
     if args.config in COMMANDS:
         if args.nodes != 1 or args.check:
             raise LaunchError(f"ctpo {args.config} runs on one node, without --nodes and --check")
