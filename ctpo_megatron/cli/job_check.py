@@ -10,7 +10,7 @@ from ctpo_megatron.base.printable import say
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.doctor import STATUS
 from ctpo_megatron.config import ConfigError, Job, Problem, load_with_sources
-from ctpo_megatron.preflight import RankCheck, diagnose_node, failed, gpus, verdict
+from ctpo_megatron.preflight import BETWEEN, RankCheck, diagnose_node, failed, gpus, verdict
 
 NOT_READY = 2
 
@@ -45,9 +45,8 @@ def table(found: Mapping[str, Sequence[Problem]]) -> list[tuple[str, str, str]]:
         for each in problems:
             detail = f"{each.message}; {each.fix}" if each.fix else each.message
             where.setdefault((each.key, STATUS[each.severity], detail), []).append(node)
-    nodes = len(found) - 1  # and what holds between them
-    common = [(row, len(names) == nodes or names == [list(found)[-1]]) for row, names in where.items()]
-    return [row if shared else (row[0], row[1], f"{', '.join(where[row])}: {row[2]}") for row, shared in common]
+    shared = ([name for name in found if name != BETWEEN], [BETWEEN])
+    return [row if names in shared else (*row[:2], f"{', '.join(names)}: {row[2]}") for row, names in where.items()]
 
 
 if __name__ == "__main__":

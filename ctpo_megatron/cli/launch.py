@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ctpo_launchers import LaunchError, environment, jobs, launch
+from ctpo_launchers import LaunchError, environment, launch
 from ctpo_launchers.command import COMMANDS
+from ctpo_launchers.jobs import of_the_launch
 from ctpo_megatron.cli import parse
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """What every rank of the job would check, and the data: here, before the job waits in a queue."""
     cluster = launch.cluster_of(args)
-    words = [*args.overrides, *args.unknown, *jobs.of_the_launch(args.nodes)]
+    words = [*args.overrides, *args.unknown, *of_the_launch(args.nodes)]
     config, sources = load_with_sources(args.config, words)
     cuda = has_cuda_device() if cluster.executor == "local" else cluster.gpus_per_node is not None
     ranks = config.placement.trainer_gpus or 1  # of a node, as its program starts them

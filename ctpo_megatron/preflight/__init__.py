@@ -33,10 +33,11 @@ from ctpo_megatron.preflight.machine import START_CHECKS, check_libraries, weigh
 from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
 from ctpo_megatron.preflight.placement import GpuMemory
 from ctpo_megatron.preflight.plan import RunPlan, memory_table
-from ctpo_megatron.preflight.ranks import RankCheck
+from ctpo_megatron.preflight.ranks import BETWEEN, RankCheck
 from ctpo_megatron.preflight.template import check_template
 
 __all__ = [
+    "BETWEEN",
     "DURATION_TITLE",
     "LAUNCH_CHECKS",
     "MFU",

@@ -28,7 +28,7 @@ from ctpo_megatron.preflight import (
 )
 from ctpo_megatron.preflight.devices import check_collectives, check_devices, gpus
 from ctpo_megatron.preflight.machine import NODE, check_machine, check_sandbox
-from ctpo_megatron.preflight.nodes import _versions
+from ctpo_megatron.preflight.nodes import compare_versions
 from ctpo_megatron.preflight.packages import (
     check_imports,
     check_package,
@@ -224,7 +224,7 @@ def test_the_sandbox_of_a_node_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
 def test_nodes_that_differ_are_named() -> None:
     same = [passed("python", "3.11.7 (/a)"), passed("ray", "2.60.0")]
     other = [passed("python", "3.11.7 (/b)"), Problem("ray", "2.59.0; tested with 2.60.0", severity="warning")]
-    differs, answered = _versions({"a": same, "b": other, "c": same})
+    differs, answered = compare_versions({"a": same, "b": other, "c": same})
     assert (differs.key, differs.severity) == ("ray", "error")
     assert differs.message == "differs between nodes: 2.60.0 on a, c; 2.59.0 on b"
     assert answered == passed("nodes", "3 answered")
