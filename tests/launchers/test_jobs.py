@@ -118,7 +118,7 @@ def test_a_wrong_request_is_said(call: str, message: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("check", [True, False])
 def test_a_check_is_never_requeued(check: bool) -> None:
-    """srun ends the other tasks of a failed one, and gives their 143, which else means: saved, go on in the next job."""
+    """srun ends the other tasks of a failed one and gives their 143, which else says: saved, continue."""
     template = jinja2.Template((TEMPLATES / "slurm.sh.j2").read_text(encoding="utf-8"))
     command = f"srun python -m ctpo_launchers.node {'--check ' if check else ''}-- my.yaml"
     script = template.render(srun_commands=[command], max_retries=3)
