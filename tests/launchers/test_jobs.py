@@ -9,11 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jinja2
 import pytest
 
 from ctpo_launchers import LaunchError, environment, executor, launch, task
 from ctpo_launchers.clusters import Cluster, for_check
 from ctpo_launchers.jobs import Launch, VerbJob
+from ctpo_launchers.template import TEMPLATES
 from ctpo_megatron import cli
 from ctpo_megatron.config import load_config
 from tests.support.deadlines import scaled
@@ -112,3 +114,12 @@ def test_a_wrong_request_is_said(call: str, message: str, tmp_path: Path) -> Non
     cluster = Cluster(executor="local", job_dir=str(tmp_path))
     with pytest.raises(LaunchError, match=re.escape(message)):
         eval(call, {"task": task, "executor": executor, "c": cluster})
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_check_is_never_requeued(check: bool) -> None:
+    """srun ends the other tasks of a failed one and gives their 143, which else says: saved, continue."""
+    template = jinja2.Template((TEMPLATES / "slurm.sh.j2").read_text(encoding="utf-8"))
+    command = f"srun python -m ctpo_launchers.node {'--check ' if check else ''}-- my.yaml"
+    script = template.render(srun_commands=[command], max_retries=3)
+    assert ("scontrol requeue" in script) is not check and script.endswith('\nexit "$status"')
