@@ -44,7 +44,7 @@ PARTS = ("sft", "trajectories", "metrics", "positions", "evaluation", "tensors")
 NEEDED = ("trajectories", "metrics", "tensors")
 """Without one of these two runs are not called equal, unless `--only` leaves it out."""
 ABSENT = ("no_verdict", "advantage", "dropped", "log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
-ABSENT += ("turn_rewards", "turn_advantages", "more")
+ABSENT += ("turn_rewards", "turn_advantages", "sequence_starts", "more")
 """Fields of a trajectory that a line lacks where a column is null, or false."""
 ROUNDED = (", log_ratio", ", clip_low", ", clip_high", ", prefix_log_ratio")
 """Fields of a trajectory that JSON lines of earlier versions have with 6 decimals, where parquet has float32."""

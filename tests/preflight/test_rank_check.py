@@ -19,7 +19,7 @@ RANK = """
 import json, sys, time
 from ctpo_megatron.config import Problem
 from ctpo_megatron.preflight import RankCheck, ranks
-ranks._FINDINGS_S = float(sys.argv[2])
+ranks.FINDINGS_TIMEOUT_S = float(sys.argv[2])
 given = [Problem(*row[:3], severity=row[3]) for row in json.loads(sys.argv[1])]
 found, ready = RankCheck().run(lambda: time.sleep(float(sys.argv[3])) or given)
 rows = {node: [[p.key, p.severity, p.message] for p in part] for node, part in found.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.base import files
 from ctpo_megatron.base.files import DamagedFileError, aside, write_json
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.cli import main
@@ -154,10 +155,12 @@ def test_nothing_stays_of_a_file_that_could_not_be_written(tmp_path: Path) -> No
 def test_a_full_disk_names_the_file_that_it_did_not_take(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(OSError, match=r"No space left on device: '.*note\.json'"), aside(tmp_path / "note.json"):
         raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(files, "FULL_S", 0.0)
     with MetricsWriter(tmp_path) as writer:
-        writer._file.close()
-        writer._file = Path("/dev/full").open("a")  # noqa: SIM115 - the writer closes it
-        for fails in (lambda: writer.log(1, {"a": 1.0}), writer.close):
+        for buffered, fails in (("", lambda: writer.log(1, {"a": 1.0})), ("some", writer.close)):
+            writer._file.close()
+            writer._file = Path("/dev/full").open("a")  # noqa: SIM115 - the writer closes it
+            writer._file.write(buffered)
             with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
                 fails()
 
