@@ -18,6 +18,7 @@ from collections.abc import Generator
 
 import pytest
 
+from ctpo_sandbox import temporary
 from tests.support import ranks
 from tests.support.deadlines import scaled
 
@@ -100,6 +101,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """
     if item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _stay_in_the_temporary_directory() -> Generator[None, None, None]:
+    """A run moves its process to a folder of its own for good; here that process is the one of all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(temporary, "move_in", lambda: None)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -413,13 +413,9 @@ def test_compare_names_what_is_no_run_and_no_page(folder: Path, capsys: pytest.C
 
 
 def test_sandbox_serve_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = types.ModuleType("ctpo_sandbox.server")
-    server.add_arguments = lambda parser: parser.add_argument("--port", type=int)  # type: ignore[attr-defined]
-    server.run = lambda args: args.port  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ctpo_sandbox.server", server)
-    package = sys.modules.get("ctpo_sandbox") or types.ModuleType("ctpo_sandbox")
-    monkeypatch.setattr(package, "server", server, raising=False)
-    monkeypatch.setitem(sys.modules, "ctpo_sandbox", package)
+    from ctpo_sandbox import server
+
+    monkeypatch.setattr(server, "run", lambda args: args.port)
     assert cli.main(["sandbox", "serve", "--port", "5"]) == 5
 
 
