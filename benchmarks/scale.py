@@ -527,7 +527,7 @@ def written(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
             "# A job in simulated time",
             "Serial: from the end of the last group, or from the call where sampling is ahead, to the first pass; CPU "
             "time of rank zero. Counted steps come after an epoch. Other programs used the machine, too (`load` in "
-            "scale.json). Assumed of the machine where a row does not say otherwise, and not measured on any: "
+            "scale.json). Assumed of the machine, unless a row says otherwise; never measured: "
             f"{assumed}.",
             report.markdown(header, table),
             report.describe(about),

@@ -27,12 +27,12 @@ SETTINGS = (
     "rollout.max_turn_tokens=32",
 )
 ENDS = ("trainer", "gcs")
-"""Kinds without which a run does not go on."""
+"""Kinds whose death ends a run."""
 _LOG = machine.WORK / "log"
 
 
 class Victim:
-    """A run that goes on from its last checkpoint at each start. killed: how often each kind was."""
+    """A run that continues from its last checkpoint at each start. killed: how often each kind was."""
 
     def __init__(self, seed: int) -> None:
         self.killed: Counter[str] = Counter()
@@ -63,7 +63,7 @@ class Victim:
             time.sleep(0.1)
 
     def kill(self, kind: str) -> None:
-        """Kill one of that kind, and see the run go on, by a new start where it has ended."""
+        """Kill one of that kind, and wait until the run has made steps again, after a new start where it has ended."""
         deadline = time.monotonic() + scaled(60)
         while not (chosen := kills.kill(self._run.pid, kind, 1, self._rng)):
             assert time.monotonic() < deadline, f"there is no {kind} to be killed"

@@ -91,7 +91,7 @@ class Run:
                 print(f"left: {left}", flush=True)
 
     def again(self) -> bool:
-        """Whether it has to go on: it is started again where a fault, or its exit status, asks for it.
+        """Whether it runs on: it is started again after a fault that ends it, or an exit status that says so.
 
         Raises AssertionError for any other end.
         """

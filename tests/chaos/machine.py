@@ -1,4 +1,4 @@
-"""A machine of its own for a program: its processes, network, shared memory and temporary files are nobody else's.
+"""A machine of its own for a program, with processes, network, shared memory and temporary files that no other has.
 
 So what a run leaves behind is all that is there. Made of the kernel's namespaces, which takes root.
 """

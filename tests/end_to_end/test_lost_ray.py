@@ -1,4 +1,4 @@
-"""Ray's GCS and raylet die in the middle of a run: it is saved, or goes on."""
+"""Ray's GCS and raylet die in the middle of a run: it saves, or continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray's own processes die: the driver's process goes on, hears of it at once, and Ray prints nothing."""
+"""Ray's own processes die: the driver's process continues and is notified at once, and Ray prints nothing."""
 
 from __future__ import annotations
 

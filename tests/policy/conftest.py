@@ -6,8 +6,29 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
+
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.policy import destroy_distributed, init_distributed
+from ctpo_megatron.policy.parallel import Layout
+from tests.policy import models
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory: Qwen3 of two layers."""
+    directory = tmp_path_factory.mktemp("model")
+    models.build("qwen3-tied", directory, layers=2)
+    return directory
+
+
+@pytest.fixture
+def layout() -> Iterator[Layout]:
+    """One rank, this process."""
+    yield init_distributed(PolicyConfig(), seed=0)
+    destroy_distributed()
 
 
 @pytest.fixture

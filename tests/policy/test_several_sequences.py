@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,24 +14,11 @@ from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tokens import joined
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import Trainer, policy_gradient
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.reports import of_trajectories
 from tests.policy import models
 from tests.policy.test_train import Run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("several")
-    models.build("qwen3-tied", directory, layers=2)
-    return directory
-
-
-@pytest.fixture
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 def as_one(parts: list[Trajectory]) -> Trajectory:

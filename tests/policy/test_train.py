@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +51,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"context_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("start")
-    models.build("qwen3-tied", directory, layers=2)
-    return directory
-
-
-@pytest.fixture
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 def a_batch() -> Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,6 @@ from tests.policy.test_train import Run, a_batch, comparable
 from tests.support import ranks
 
 OF_TURNS = [(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (1.0, 1.0)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("start")
-    models.build("qwen3-tied", directory, layers=2)
-    return directory
-
-
-@pytest.fixture
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 def by_turn() -> Batch:
