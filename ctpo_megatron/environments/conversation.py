@@ -131,7 +131,7 @@ class Conversation:
         if repeated:
             said = repeated[-1]
             rest = messages[said.messages :]
-            if not any(message["role"] == "assistant" for message in rest):
+            if rest and not any(message["role"] == "assistant" for message in rest):
                 new = [Message(m["role"], m["content"], self._name_of(m, messages)) for m in rest]
                 try:
                     return said.sequence.record.token_ids[: said.length] + self.episode.codec.encode(

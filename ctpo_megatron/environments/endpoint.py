@@ -15,7 +15,7 @@ from typing import Any
 from ctpo_megatron.base.extensions import ExtensionError, called, load, shown
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.config import EndpointConfig, Extension
-from ctpo_megatron.environments.chat_api import MODEL
+from ctpo_megatron.environments.chat_api import MODEL, over_budget
 from ctpo_megatron.environments.conversation import Conversation
 from ctpo_megatron.environments.endpoint_server import EndpointServer, OpenConversation
 from ctpo_megatron.environments.episode import Episode
@@ -84,13 +84,14 @@ class EndpointEnvironment:
         """See Environment. Raises what the agent raises, and TimeoutError when it has not ended in time."""
         server = await self._started()
         conversation = Conversation(episode, self._offered)
-        with server.opened(conversation) as opened:
+        async with server.opened(conversation) as opened:
             returned, error = await self._outcome(self._begun(self._task(episode, server, opened)), opened)
         if error is not None and conversation.over is None:
             raise error
         last = conversation.last
         if last is None:
-            raise RuntimeError(f"the agent {self._name} ended without an answer of the model")
+            why = "" if conversation.over is None else f": {over_budget(conversation.over)}"
+            raise RuntimeError(f"the agent {self._name} ended without an answer of the model{why}")
         if not isinstance(returned, str | None):
             kind = type(returned).__name__
             raise TypeError(f"the agent {self._name} returned a {kind}; return the final answer as a text, or None")
@@ -110,7 +111,11 @@ class EndpointEnvironment:
         async with self._starting:
             if self._server is None:
                 server = EndpointServer()
-                await server.start()
+                try:
+                    await server.start()
+                except BaseException:
+                    await server.aclose()
+                    raise
                 self._server = server
         self._server.check()
         return self._server

@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import uvicorn
@@ -67,13 +67,21 @@ class OpenConversation:
                 self.fail(error)
                 raise RefusedRequest(f"the engine failed: {shown(error)}", status=500) from error
 
-    def close(self) -> None:
-        """End the calls that are still answered."""
-        for call in self._calls:
-            call.cancel()
-        if self.failure.done():
-            self.failure.exception()  # it was raised, or the episode had ended before
-        self.failure.cancel()
+    async def close(self) -> None:
+        """End the calls that are still answered, and wait until they have taken back what they added.
+
+        Raises TimeoutError when one does not end.
+        """
+        try:
+            for call in self._calls:
+                call.cancel()
+            late = (await asyncio.wait(self._calls, timeout=_CLOSING_S))[1] if self._calls else ()
+            if late:
+                raise TimeoutError(f"{len(late)} calls of the model have not ended {_CLOSING_S:g} s after their agent")
+        finally:
+            if self.failure.done():
+                self.failure.exception()  # it was raised, or the episode had ended before
+            self.failure.cancel()
 
 
 class EndpointServer:
@@ -135,8 +143,8 @@ class EndpointServer:
             await asyncio.wait([self._serving], timeout=_CLOSING_S)
         self._listener.close()
 
-    @contextmanager
-    def opened(self, conversation: Conversation) -> Iterator[OpenConversation]:
+    @asynccontextmanager
+    async def opened(self, conversation: Conversation) -> AsyncIterator[OpenConversation]:
         """Answer a conversation within the context; afterwards its token is refused."""
         opened = OpenConversation(conversation)
         self._open[opened.token] = opened
@@ -144,7 +152,7 @@ class EndpointServer:
             yield opened
         finally:
             del self._open[opened.token]
-            opened.close()
+            await opened.close()
 
     def _named(self, request: Request) -> OpenConversation:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -155,8 +163,9 @@ class EndpointServer:
         return opened
 
     async def _completions(self, request: Request) -> JSONResponse:
-        opened = self._named(request)
+        self._named(request)
         body = await request.body()
+        opened = self._named(request)  # again: it may have ended while the body was read
         try:
             given = json.loads(body)
             json.dumps(given, ensure_ascii=False).encode()
@@ -191,7 +200,10 @@ async def _not_served(request: Request, error: Exception) -> JSONResponse:
 
 def _without_proxy() -> None:
     """Have HTTP clients of this process reach loopback without the proxy that the environment may name."""
+    given = {name: os.environ[name] for name in ("no_proxy", "NO_PROXY") if name in os.environ}
     for name in ("NO_PROXY", "no_proxy"):
-        hosts = [host for host in os.environ.get(name, "").split(",") if host]
-        if HOST not in hosts:
-            os.environ[name] = ",".join([*hosts, HOST])
+        # The one that is not set begins as the other: clients prefer the lower-case name.
+        hosts = [host for host in given.get(name, next(iter(given.values()), "")).split(",") if host]
+        if HOST not in hosts and hosts != ["*"]:
+            hosts.append(HOST)
+        os.environ[name] = ",".join(hosts)

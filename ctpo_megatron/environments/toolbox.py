@@ -102,6 +102,10 @@ class Toolbox:
             for request in requests:
                 if not isinstance(request.name, str) or not isinstance(request.arguments, dict):
                     raise ParseError("the name of a call must be a text, and its arguments an object")
+                try:
+                    json.dumps([request.name, request.arguments], ensure_ascii=False).encode()
+                except UnicodeEncodeError:
+                    raise ParseError("a call contains an unpaired surrogate and cannot be encoded") from None
             said = getattr(self._parser, "said", None)
             return "" if said is None else str(said(text)), requests
 

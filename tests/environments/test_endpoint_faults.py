@@ -1,0 +1,74 @@
+"""Agents that give up calls, repeat the model's own words, or meet half a character."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ctpo_megatron.environments.endpoint import AgentTask
+from ctpo_megatron.environments.endpoint_server import _without_proxy
+from ctpo_megatron.environments.episode import ModelTurn
+from tests.environments.endpoint_stand import Engine, asked, played, sampled, sequences, solve
+
+
+class Hanging(Engine):
+    """Does not answer where its text is "hang"."""
+
+    async def __call__(self, token_ids: Sequence[int], **options: Any) -> ModelTurn:
+        if self.texts[0] == "hang":
+            await asyncio.sleep(3600)
+        return await super().__call__(token_ids, **options)
+
+
+def test_a_call_that_the_agent_has_given_up_leaves_nothing_in_the_tokens() -> None:
+    async def impatient(task: AgentTask) -> str:
+        first = await asked(task, task.messages)
+        await asked(task, [{"role": "user", "content": "And 2?"}])
+        with pytest.raises(TimeoutError):
+            more = [*task.messages, first, {"role": "user", "content": "Sure?"}]
+            await asyncio.wait_for(asked(task, more), 0.5)
+        return "done"
+
+    trajectory = played(Hanging("one", "two", "hang"), impatient)
+    assert sampled(trajectory) == ["one<|im_end|>", "two<|im_end|>"]
+    assert [sequence.count("Sure?") for sequence in sequences(trajectory)] == [0, 0]
+    assert trajectory.final_text == "done"
+
+
+def test_a_history_that_ends_with_the_models_own_answer_is_rendered() -> None:
+    async def again(task: AgentTask) -> None:
+        first = await asked(task, task.messages)
+        await asked(task, [*task.messages, first])
+
+    trajectory = played(Engine("one", "two"), again)
+    assert sampled(trajectory) == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_a_call_with_half_a_character_stays_text() -> None:
+    half = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "\\ud83d"}}</tool_call>'
+    trajectory = played(Engine(half), solve)
+    assert [call.status for call in trajectory.tool_calls] == ["parse_error"]
+    assert sampled(trajectory) == [f"{half}<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, ("127.0.0.1", "127.0.0.1")),
+        ({"NO_PROXY": "corp"}, ("corp,127.0.0.1", "corp,127.0.0.1")),
+        ({"no_proxy": "a", "NO_PROXY": "b"}, ("a,127.0.0.1", "b,127.0.0.1")),
+        ({"no_proxy": "*"}, ("*", "*")),
+    ],
+)
+def test_hosts_without_a_proxy_stay(given: dict[str, str], wanted: tuple[str, str], monkeypatch: Any) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")  # so that both are restored
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    _without_proxy()
+    assert (os.environ["no_proxy"], os.environ["NO_PROXY"]) == wanted
