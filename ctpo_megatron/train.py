@@ -97,6 +97,7 @@ def reinforce(run: Run, trainer: TrainerGroup, controller: Controller) -> None:
         batch = controller.next_batch(step)
         if batch is None:  # stopped while sampling
             break
+        run.begin_updates()
         result = trainer.train(batch)
         if not run.agree_to_stop():
             controller.publish(run.version)

@@ -39,6 +39,7 @@ class Run:
         self._persistence, self._report, self._stop = persistence, report, stop
         self._verdicts = Verdicts(config.reward.max_failed)
         self.done = 0
+        self._updating = False
         self.resumed = False
 
     @property
@@ -84,12 +85,16 @@ class Run:
         """Whether the run is to stop, because any rank is."""
         return self._trainer.stop_agreed()
 
+    def begin_updates(self) -> None:
+        """From now until `finish_step` the weights are ahead of the steps done."""
+        self._updating = True
+
     def finish_step(self, step: int, batch: Batch, result: TrainResult) -> None:
         """A step's updates are done: log it; evaluate and save when due.
 
         Raises TooManyFailed, once the state is saved, when `reward.max_failed` is exceeded.
         """
-        self.done = step
+        self.done, self._updating = step, False
         # Before the line of this step begins: its result belongs to the line of an earlier one.
         self._controller.end_evaluation()
         self._report.log_step(step, batch, result)
@@ -133,14 +138,15 @@ class Run:
     def saved_at_least(self) -> Iterator[None]:
         """Within, a failure that is not a refusal of the run gets a note (`BEGUN`); one to write a file a checkpoint.
 
-        That is where the run has trained, now or before a resume.
+        That is where the run has trained, now or before a resume. Nothing is saved within a step's updates: the weights
+        are between two steps then, and other ranks may wait in a collective.
         """
         try:
             yield
         except Exception as error:
             if self.done:
                 error.add_note(f"{BEGUN} {self.done}")
-                if isinstance(error, OSError):
+                if isinstance(error, OSError) and not self._updating:
                     self._save_after(error)
             raise
 
@@ -148,8 +154,8 @@ class Run:
         log.error("the run ends after step %d, and is saved first: %s", self.done, error)
         try:
             self._persistence.ensure_saved(self.done)
-        except (OSError, CheckpointWriteError) as failed:
-            log.error("%s", failed)
+        except Exception as failed:  # the error that came first is raised, with its note
+            log.error("the state after step %d could not be saved: %s", self.done, failed)
 
     @property
     def evaluates(self) -> bool:
