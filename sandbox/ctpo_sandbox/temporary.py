@@ -85,12 +85,14 @@ class _Process:
 
     lock = threading.Lock()
     ledger: _Ledger | bool | None = None
+    own: Path | None = None
+    """The latest ledger of this process: its lock does not keep this process itself out."""
     moved_in = False
 
     @classmethod
     def forget(cls) -> None:
         """A forked child keeps a ledger of its own."""
-        cls.lock, cls.ledger = threading.Lock(), None
+        cls.lock, cls.ledger, cls.own = threading.Lock(), None, None
 
     @classmethod
     def close(cls) -> None:
@@ -114,18 +116,22 @@ def note(name: str | Path) -> None:
                 # After everything of multiprocessing's, and so after what is noted.
                 Finalize(None, _Process.close, exitpriority=-200)
             if isinstance(_Process.ledger, _Ledger):
-                _Process.ledger.add(str(name))
+                try:
+                    _Process.ledger.add(str(name))
+                finally:
+                    _Process.own = _Process.ledger.path
         except OSError as error:
             _Process.ledger = False
             _log.warning("what this process makes is not removed by a later start, should it be killed: %s", error)
 
 
 def forget(name: str | Path) -> None:
-    """Take back a note: nothing of that name exists any more."""
+    """Take back a note, unless something of that name is still there: then a later start removes it."""
     with _Process.lock:
         if isinstance(_Process.ledger, _Ledger):
             with contextlib.suppress(OSError):  # it still names what is gone, which does no harm
-                _Process.ledger.remove(str(name))
+                if not _of_ours(str(name)):
+                    _Process.ledger.remove(str(name))
 
 
 def new_folder(prefix: str, parent: str | Path | None = None) -> Path:
@@ -170,12 +176,20 @@ def move_in() -> None:
     mark = f"ctpo-{os.getpid()}-{secrets.token_hex(4)}"
     note(_SEMAPHORES / f"sem.{mark}*")
     processes.current_process()._config["semprefix"] = f"/{mark}"  # type: ignore[attr-defined]
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
     place = new_folder("ctpo-")  # short, as paths of sockets have to be
     place.chmod(0o711)  # runs of the sandbox have other users, and their folders below
     tempfile.tempdir = os.environ["TMPDIR"] = str(place)
     # The priority of multiprocessing's own: its helpers end by messages through sockets there.
     Finalize(None, _give_back, args=(place,), exitpriority=-100)
+
+
+def _user() -> str:
+    """As torch names its folder: in a container a user need not have a name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid_{os.getuid()}"
 
 
 def _give_back(path: Path) -> None:
@@ -189,7 +203,7 @@ def sweep() -> list[str]:
     Ledgers of living processes stay, and names that other users have taken since.
     """
     swept: list[str] = []
-    own = _Process.ledger.path if isinstance(_Process.ledger, _Ledger) else None
+    own = _Process.own
     try:
         found = [path for path in ledgers().iterdir() if path != own]
     except (FileNotFoundError, NotADirectoryError, PermissionError):

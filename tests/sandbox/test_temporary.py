@@ -19,8 +19,10 @@ from tests.support.deadlines import scaled
 
 MAKES = """
 import multiprocessing, os, sys, tempfile, time
+from pathlib import Path
 from ctpo_sandbox import temporary
 place = tempfile.tempdir = sys.argv[1]
+temporary.ledgers = lambda: Path(sys.argv[2])
 temporary.move_in()
 lock = multiprocessing.get_context("spawn").Lock()
 of_a_library = tempfile.mkdtemp()
@@ -39,11 +41,10 @@ time.sleep(600)
 MADE = 3
 """Names in its place, of which one is the folder of what libraries make."""
 FORKS = """
-if os.fork() == 0:
-    os.write(1, f"{os.getpid()}\\n".encode())
+if (child := os.fork()) == 0:
     time.sleep(600)
     os._exit(0)
-time.sleep(0.5)
+os.write(1, f"{child}\\n".encode())
 """
 FILLS = """
 import contextlib, os, sys, time
@@ -57,10 +58,18 @@ while time.monotonic() < end:
 ENDS = "from ctpo_sandbox import temporary as t\nwith t.folder('ctpo-test-') as f: print(f, t._Process.ledger.path)"
 
 
+@pytest.fixture(autouse=True)
+def _own_ledgers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every server that another test starts meanwhile sweeps the ledgers of the user."""
+    folder = tmp_path_factory.mktemp("ledgers") / "own"
+    monkeypatch.setattr(temporary, "ledgers", lambda: folder)
+    monkeypatch.setattr(temporary._Process, "ledger", None)
+
+
 @contextmanager
 def maker(place: Path, then: str = "") -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """A process that has made temporary names in `place`, and the lines that it said."""
-    command = [sys.executable, "-c", MAKES.replace("{then}", then), str(place)]
+    command = [sys.executable, "-c", MAKES.replace("{then}", then), str(place), str(temporary.ledgers())]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stdout is not None
@@ -182,3 +191,28 @@ def test_what_a_dying_process_still_fills_is_waited_for(tmp_path: Path) -> None:
     temporary.sweep()
     assert filler.wait(scaled(10)) == 0
     assert names(tmp_path) == []
+
+
+def test_what_could_not_be_removed_stays_noted(tmp_path: Path) -> None:
+    folder = temporary.new_folder("ctpo-test-", tmp_path)
+    temporary.forget(folder)
+    (ledger,) = temporary.ledgers().iterdir()
+    assert str(folder) in ledger.read_text()
+    folder.rmdir()
+    temporary.forget(folder)
+    assert str(folder) not in ledger.read_text()
+
+
+def test_a_user_without_a_name_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(temporary.getpass, "getuser", nobody)
+    assert temporary._user() == f"uid_{os.getuid()}"
+
+
+def test_a_sweep_leaves_the_ledger_of_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock does not keep its own process out, also where it can note nothing more, as on a full disk."""
+    folder = temporary.new_folder("ctpo-test-", tmp_path)
+    monkeypatch.setattr(temporary._Process, "ledger", False)
+    assert temporary.sweep() == [] and folder.exists()
