@@ -2,7 +2,7 @@
 # make test         fresh machine -> .venv -> the CPU test suite
 # make test-cluster several nodes on this one: a Slurm, and Ray nodes in network namespaces (needs root); INSTALL=1
 #                  installs Debian's packages of Slurm where they are missing
-# make test-long-life  a run of 600 steps to which 60 faults happen, beside runs that are left alone (45 minutes, root)
+# make test-long-life  a run of 600 steps with 60 injected faults, compared with undisturbed runs (45 minutes, root)
 # make test-kernels the sandbox on Debian's kernels 5.10, 6.1 and 6.12, in QEMU (needs root, x86-64); INSTALL=1 installs it
 # make test-cuda-environment   the lock for GPUs in .venv-cuda, without a GPU: everything imports, fits and compiles (an hour,
 #                  20 GB); CUDA_PYTHON=python3.12 for another Python

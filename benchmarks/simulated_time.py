@@ -37,6 +37,7 @@ class Clock:
         self._waiting: list[_Waiting] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._stuck: RuntimeError | None = None
         self._thread = threading.local()
         self._enter("")
 
@@ -93,6 +94,8 @@ class Clock:
         self._waiting.append(me)
         self._hand_over()
         me.turn.wait()
+        if self._stuck:
+            raise self._stuck
         self._thread.mark = time.thread_time()
 
     def _hand_over(self) -> None:
@@ -109,7 +112,11 @@ class Clock:
                 return
             following = [waiting.until for waiting in self._waiting] + [when for when, *_ in self._events[:1]]
             if (earliest := min(following)) == math.inf:
-                raise RuntimeError(f"every thread waits for ever at {self.now:.1f} s")
+                # To all of them: a thread that raised alone would leave the main one waiting.
+                self._stuck = RuntimeError(f"every thread waits for ever at {self.now:.1f} s")
+                for waiting in self._waiting:
+                    waiting.turn.set()
+                return
             self.now = earliest
 
     @contextmanager

@@ -42,9 +42,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "first.yaml").write_text(CONFIG)
-    # A run moves to a folder of its own there; the tests after this one stay where they were.
-    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
-    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
     return tmp_path
 
 

@@ -37,7 +37,8 @@ def test_a_configuration_of_the_page_fits(
     words = ["train", "my.yaml", "--dry-run", "--cuda", "--gpu-gib", str(gib), "--shapes", sizes]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert {int(number) for number in re.findall(r"^  GPU (\d+)", shown, re.MULTILINE)} <= set(range(gpus))
+    named = re.findall(r"^  GPUs? (\d+)(?: to (\d+))?", shown, re.MULTILINE)
+    assert named and {int(number) for row in named for number in row if number} <= set(range(gpus))
 
 
 def test_it_is_one_screen() -> None:

@@ -109,7 +109,7 @@ class RunPaths:
 
     @property
     def checked_nodes(self) -> Path:
-        """The same of `ctpo launch --check`; a job of the run may go at the same time."""
+        """The same for `ctpo launch --check`: the run itself may have a job at the same time."""
         return self.nodes / "check"
 
     @property

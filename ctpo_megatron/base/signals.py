@@ -63,7 +63,9 @@ def end_with(process: int) -> None:
 
     def wait() -> None:
         with suppress(ProcessLookupError):
-            select.select([os.pidfd_open(process)], [], [])
+            ended = select.poll()  # `select` takes no descriptor beyond 1023
+            ended.register(os.pidfd_open(process), select.POLLIN)
+            ended.poll()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="end-with", daemon=True).start()

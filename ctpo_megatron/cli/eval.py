@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns 0 when every prompt was evaluated, 1 when some were left out."""
     from ctpo_megatron.evaluate import find_target, read_config
 
+    if problems := run_checks(START_CHECKS, None):  # before the temporary directory becomes a longer one
+        raise UsageError(str(problems[0]))
     temporary.sweep()
     temporary.move_in()
     target = find_target(args.model, args.config)
@@ -88,8 +90,6 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _check(config: Config, sources: Sources) -> None:
     if not config.data.eval:
         raise UsageError("nothing to evaluate on: give --data FILE")
-    if problems := run_checks(START_CHECKS, None):
-        raise UsageError(str(problems[0]))
     print_warnings(validate_sampling(config, cuda=torch_has_cuda(), sources=sources))
     check_extensions(config, sources)
 

@@ -170,11 +170,14 @@ class PromptMix:
         self, files: Sequence[MixedFile], seed: int, shuffle: bool = True, *, rerendered: bool = False
     ) -> None:
         """Raises ValueError when a file with a weight above 0 has no prompts."""
-        self._files, self._seed, self._shuffle, self._rerendered = files, seed, shuffle, rerendered
-        self._taken = 0
+        self._files, self._seed, self._taken = files, seed, 0
         if empty := [file.name for file in files if file.weight and not file.prompts]:
             raise ValueError(f"data.train: {empty[0]} has a weight, and no prompts")
-        self._start()
+        self._streams = {
+            number: PromptSampler(file.prompts, f"{seed}/{number}", shuffle, rerendered=rerendered)
+            for number, file in enumerate(files)
+            if file.prompts
+        }
 
     @property
     def taken(self) -> int:
@@ -233,25 +236,18 @@ class PromptMix:
                 f"the run was begun with the weights {state['weights']} in data.train, this one has {self._weights}: "
                 "give it those, or begin another run from the weights of its model"
             )
-        self._start()
         self._taken = state["taken"]
         for number, stream in self._streams.items():
             saved = state["files"][number] if self._taken else None
-            if saved is not None:
-                try:
-                    stream.load_state_dict(saved)
-                except ValueError as error:
-                    raise ValueError(f"{self._files[number].name}: {error}") from error
+            if saved is None:
+                stream._start(epoch=0, cursor=0)
+                continue
+            try:
+                stream.load_state_dict(saved)
+            except ValueError as error:
+                raise ValueError(f"{self._files[number].name}: {error}") from error
         if self._taken != sum(stream.taken for stream in self._streams.values()):
             raise ValueError("a file of data.train has no prompts any more: give the run what it was begun with")
-
-    def _start(self) -> None:
-        self._taken = 0
-        self._streams = {
-            number: PromptSampler(file.prompts, f"{self._seed}/{number}", self._shuffle, rerendered=self._rerendered)
-            for number, file in enumerate(self._files)
-            if file.prompts
-        }
 
     @property
     def _weights(self) -> list[float]:

@@ -349,11 +349,11 @@ class EnginePool:
 
     def restart(self, engine: EngineHandle, why: object = "it died") -> None:
         """Begin a new process for an engine. Raises EngineError, or has the run stop, where Ray cannot start one."""
-        self.counts["engine_restarts"] += 1
         engine.kill()
         if self._runtime is not None and (lost := self._runtime.lost):
             engine.park()
             return self._end(f"{engine.name} cannot be replaced ({why}), as {lost}")
+        self.counts["engine_restarts"] += 1
         log.warning("%s is replaced: %s; log: %s", engine.name, why, engine.log_path)
         engine.launch()
 

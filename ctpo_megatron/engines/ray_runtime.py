@@ -245,9 +245,10 @@ class RayRuntime:
 
     def close(self) -> None:
         """Shut Ray down if this object started or joined it. Idempotent."""
-        if self._daemons is not None and not self._closing.is_set():
-            self._daemons.close()
-        self._closing.set()
+        if not self._closing.is_set():
+            self._closing.set()  # first: `_run` looks at it after it has set `_daemons`
+            if self._daemons is not None:
+                self._daemons.close()
         self._keeper.join(RAY_CLOSE_S)
 
     def _run(self) -> None:
@@ -261,7 +262,7 @@ class RayRuntime:
         except BaseException as error:  # raised by `wait` and `is_up`
             self._error = error
         self._up.set()
-        if self._daemons is not None:
+        if self._daemons is not None and not self._closing.is_set():
             self._daemons.watch(self._head_lost)
         self._closing.wait()
         self._disconnect()

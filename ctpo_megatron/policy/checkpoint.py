@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 # torch derives this from BaseException.
 from torch.distributed.checkpoint.api import CheckpointException as DistributedWriteError
 
+from ctpo_megatron.base.files import patiently
 from ctpo_megatron.base.run_paths import step_name
 from ctpo_megatron.base.signals import children_spared
 from ctpo_megatron.config.schema import CheckpointConfig
@@ -90,7 +91,7 @@ class Writer:
         """
         self.finish()
         _start_results_queue()
-        aside: Path = self._layout.on_rank_zero(lambda: files.begin(directory, step))
+        aside: Path = self._layout.on_rank_zero(lambda: patiently(lambda: files.begin(directory, step), directory))
         self._aside = aside
         # 0.16 writes the state that is neither model nor optimizer now, with torch.save.
         with _named_failure(aside):
@@ -190,7 +191,9 @@ class _PickledQueue:
         try:
             return pickle.loads(self._queue.get_nowait())
         except EOFError as error:  # an OSError, as where it went before the connection was made
-            raise ConnectionResetError("the process that collects results of writers is gone; killed?") from error
+            raise ConnectionResetError(
+                "the process that collects writers' results has ended; was it killed?"
+            ) from error
 
 
 def _start_results_queue() -> None:

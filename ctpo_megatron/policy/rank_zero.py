@@ -207,8 +207,10 @@ class RankZero:
         timer = threading.Timer(self._lost_after_s, lambda: self._judge(0, time.monotonic() - began, set()))
         timer.daemon = True
         timer.start()
-        yield
-        timer.cancel()
+        try:
+            yield
+        finally:
+            timer.cancel()
         if (for_s := time.monotonic() - began) > self._lost_after_s:
             logger.warning("%s is back after %.0f s", self.names[0], for_s)
 

@@ -135,13 +135,16 @@ def exchange(address: str, backend: str, here: Sequence[int], ranks: int) -> tup
     address: where rank 0 listens, with its port. here: the ranks that this process starts.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHERS)}
+    # Several ranks here are all there are. Each takes a GPU of its own, also where this process is a rank of torchrun.
+    # They are read one after the other, so NCCL must not fill their pipes.
+    alone = len(here) == 1
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _RANK, address, backend, str(rank), str(ranks)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=inherited | {"NCCL_DEBUG": "INFO"},
+            env=inherited | ({"NCCL_DEBUG": "INFO"} if alone else {"LOCAL_RANK": str(rank)}),
         )
         for rank in here
     ]

@@ -134,10 +134,12 @@ class Quarantine:
         """The next replacement that is not quarantined. Raises TooManyQuarantined when all are."""
         # An endless stream that visits every prompt once an epoch has no longer row of quarantined ones than twice
         # their number. In a mix a file that has no others may be drawn again and again.
-        for _ in range(_DRAWS * (len(self.records) + 1)):
+        draws = _DRAWS * (len(self.records) + 1)
+        for _ in range(draws):
             prompt = next(replacements)
             if prompt.id not in self:
                 return prompt
         raise TooManyQuarantined(
-            f"all prompts of the data are quarantined; the last: {'; '.join(map(str, self.records[-_SHOWN:]))}"
+            f"{draws} prompts drawn in a row are all quarantined: remove the cause, or have data.sampler or the "
+            f"weights of data.train choose others; the last: {'; '.join(map(str, self.records[-_SHOWN:]))}"
         )

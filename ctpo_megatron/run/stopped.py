@@ -34,7 +34,11 @@ class StoppedProcesses:
 
 
 def _stopped(parent: psutil.Process) -> Iterator[tuple[psutil.Process, str]]:
-    for child in parent.children():
+    try:
+        children = parent.children()
+    except psutil.NoSuchProcess:  # it has ended, and another process has its number
+        return
+    for child in children:
         try:
             name, status = child.name(), child.status()
         except psutil.NoSuchProcess:

@@ -82,7 +82,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file; the writer cannot be used afterwards."""
-        with naming(self.path):  # closing retries what a full disk refused
+        with naming(self.path):  # a network file system may report only now
             self._file.close()
 
     def __enter__(self) -> MetricsWriter:

@@ -1,4 +1,4 @@
-"""A tool of one's own, beside the sandbox: it looks words up."""
+"""A tool of one's own, in addition to the sandbox: it looks words up."""
 
 from pathlib import Path
 from typing import ClassVar

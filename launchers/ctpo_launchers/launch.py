@@ -139,7 +139,10 @@ def _table(launch: Launch, identity: str) -> int:
     try:
         return int(launch.status_files[0].read_text())
     except (OSError, ValueError) as error:
-        raise LaunchError(f"job {job} has ended ({state}) and left no status ({error}): its output is above") from error
+        raise LaunchError(
+            f"job {job} is no longer in the queue as far as Slurm answers ({state}), and has left no status ({error}): "
+            f"its output so far is above; later: ctpo launch logs {job}"
+        ) from error
 
 
 def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:

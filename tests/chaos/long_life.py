@@ -64,7 +64,6 @@ class Run:
         program = ["ctpo_megatron.train"] if clock is None else ["tests.chaos.moved_clock", str(clock)]
         self._command = [sys.executable, "-m", *program, str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS]
         self._command += [f"run.name={name}", f"run.steps={steps}", f"run.seed={seed}", sft]
-        self._before, self._done_before, self._looked = machine.there(), 0, False
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:

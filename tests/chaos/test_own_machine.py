@@ -8,10 +8,13 @@ from tests.chaos import machine
 from tests.support import children
 from tests.support.prefork import ROOT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(machine.reason_against()), reason=machine.reason_against() or "none"),
-]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _possible_here() -> None:
+    if reason := machine.reason_against():
+        pytest.skip(reason)
 
 
 @pytest.mark.timeout(3600)

@@ -1,4 +1,4 @@
-"""A run whose checkpoint writer is killed, and whose disk is full for a while: it goes on, with every step."""
+"""A run whose checkpoint writer is killed, and whose disk is full for a while: it continues, and loses no step."""
 
 from __future__ import annotations
 

@@ -174,7 +174,6 @@ def test_a_file_outside_the_package_is_found_and_bound(tmp_path, monkeypatch) ->
 
 def test_the_example_of_the_documentation_runs(monkeypatch) -> None:
     folder = Path(__file__).parents[2] / "examples" / "objective"
-    assert len((folder / "soft_clip.py").read_text(encoding="utf-8").splitlines()) <= 80
     monkeypatch.setattr(sys, "path", [*sys.path])
     activate([folder])
     function = load_objective(Extension(name="soft_clip:soft_clip", arguments={"width": 0.1}))

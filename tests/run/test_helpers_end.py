@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -90,10 +91,13 @@ def test_helpers_end_with_a_killed_trainer(start: Callable[[Path], list[int]], t
         assert done.returncode == 0, done.stderr
         helpers = said(tmp_path / "helpers")
         assert len(helpers) == {collector: 1, writers: 2, scorers: 2}[start]
-        _, alive = psutil.wait_procs([psutil.Process(each) for each in helpers if psutil.pid_exists(each)], scaled(5))
-        assert alive == []
+        running = []
+        for helper in helpers:
+            with suppress(psutil.NoSuchProcess):
+                running.append(psutil.Process(helper))
+        assert psutil.wait_procs(running, scaled(5))[1] == []
     finally:
         if (tmp_path / "helpers").exists():
             for helper in said(tmp_path / "helpers"):
-                if psutil.pid_exists(helper):
+                with suppress(ProcessLookupError):
                     os.kill(helper, signal.SIGKILL)

@@ -26,7 +26,7 @@ export PYTHONSAFEPATH=1
 srun --output /shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/log-ctpo.golden_%j_"${SLURM_RESTART_COUNT:-0}".out --container-image /shared/images/ctpo-cuda.sqsh --container-mounts /shared/ctpo/jobs:/shared/ctpo/jobs,/home/me/project:/home/me/project,/shared:/shared,/shared/ctpo/jobs/experiments/golden/golden_dry-run/golden:/nemo_run --container-workdir /nemo_run/code --container-env CTPO_HOSTS,PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,WANDB_API_KEY --wait=60 --kill-on-bad-exit=1 python -m ctpo_launchers.node --workdir /home/me/project --start-timeout 1200 -- /shared/ctpo/jobs/configs/golden-DIGEST.yaml run.resume=auto
 status=$?
 
-# 143: asked to end before the time limit, and everything is saved: the next job goes on. 2: the request was wrong.
+# 143: asked to end before the time limit, and everything is saved: the next job continues. 2: the request was wrong.
 # Whatever else failed is tried again, 3 restarts in all. A job that was cancelled does not run any more.
 again=no
 [ "$status" -ne 143 ] || again=yes

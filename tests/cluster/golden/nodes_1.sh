@@ -29,7 +29,7 @@ module load cuda/13.0
 srun --output /shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/log-ctpo.golden_%j_"${SLURM_RESTART_COUNT:-0}".out --chdir /shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/code --wait=60 --kill-on-bad-exit=1 /shared/ctpo/.venv/bin/python -m ctpo_launchers.node --workdir /home/me/project --start-timeout 600 --interface ib0 -- /shared/ctpo/jobs/configs/golden-DIGEST.yaml run.resume=auto
 status=$?
 
-# 143: asked to end before the time limit, and everything is saved: the next job goes on. 2: the request was wrong.
+# 143: asked to end before the time limit, and everything is saved: the next job continues. 2: the request was wrong.
 # Whatever else failed is tried again, 3 restarts in all. A job that was cancelled does not run any more.
 again=no
 [ "$status" -ne 143 ] || again=yes
