@@ -315,6 +315,8 @@ class Simulated:
 
     def begin(self) -> None: ...
 
+    def begin_updates(self) -> None: ...
+
     def steps(self) -> Iterator[int]:
         yield from range(1, self.steps_made + 1)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.base.run_paths import AHEAD, AHEAD_JSON
-from ctpo_megatron.data.tokens import joined, records
+from ctpo_megatron.data.tokens import TOKEN, common_type, joined, records
 from ctpo_megatron.data.trajectory import Trajectory
 
 _STATE, _TYPE = b"state", b"type"
@@ -23,29 +23,44 @@ _STATE, _TYPE = b"state", b"type"
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration, RecursionError)
 """What content of another form leads to."""
 _FACTS, _LENGTH = "facts", "length"
+_GROUP_TOKENS = 1 << 18
+"""Tokens of a row group."""
 
 
 def encode_ahead(ahead: Mapping[str, Any]) -> bytes:
     """The file of `Rollouts.state_dict()["ahead"]`."""
     trajectories = [trajectory for record in _sampled(ahead) for trajectory in record["trajectories"]]
-    tokens = joined([records(0), *(trajectory.tokens for trajectory in trajectories)])
-    columns = {name: _flat(tokens[name]) for name in tokens.dtype.names or ()}
-    lengths = [len(trajectory) for trajectory in trajectories]
-    offsets = pa.array(np.cumsum([0, *lengths], dtype=np.int64))
-    table = pa.table(
-        {
-            _FACTS: [json.dumps(trajectory.facts()) for trajectory in trajectories],
-            _LENGTH: pa.array(lengths, pa.int32()),
-            **{name: pa.LargeListArray.from_arrays(offsets, values) for name, values in columns.items()},
-        }
-    )
-    state = json.dumps(ahead, default=_not_here)
-    table = table.replace_schema_metadata({_STATE: state, _TYPE: json.dumps(tokens.dtype.descr)})
+    kind = common_type([TOKEN, *(trajectory.tokens.dtype for trajectory in trajectories)])
+    metadata = {_STATE: json.dumps(ahead, default=_not_here), _TYPE: json.dumps(kind.descr)}
+    schema = _table([], kind).schema.with_metadata(metadata)
     sink = pa.BufferOutputStream()
     split = ["token_ids.list.element", "rollout_log_probs.list.element"]  # smaller, and less work for zstd
-    pq.write_table(table, sink, compression="zstd", use_dictionary=False, use_byte_stream_split=split)
+    options = {"compression": "zstd", "use_dictionary": False, "use_byte_stream_split": split}
+    with pq.ParquetWriter(sink, schema, **options) as writer:
+        for part in _parts(trajectories):
+            writer.write_table(_table(part, kind).cast(schema))
     content: bytes = sink.getvalue().to_pybytes()
     return content
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]]:
+    """One after another, of `_GROUP_TOKENS` tokens or a few more: the memory of one serves the next."""
+    start = tokens = 0
+    for end, trajectory in enumerate(trajectories, start=1):
+        tokens += len(trajectory)
+        if tokens >= _GROUP_TOKENS or end == len(trajectories):
+            yield trajectories[start:end]
+            start, tokens = end, 0
+
+
+def _table(trajectories: Sequence[Trajectory], kind: np.dtype[np.void]) -> pa.Table:
+    """A row each."""
+    tokens = joined([records(0), *(trajectory.tokens for trajectory in trajectories)], kind)
+    lengths = [len(trajectory) for trajectory in trajectories]
+    offsets = pa.array(np.cumsum([0, *lengths], dtype=np.int64))
+    columns = {name: pa.LargeListArray.from_arrays(offsets, _flat(tokens[name])) for name in kind.names or ()}
+    facts = pa.array([json.dumps(trajectory.facts()) for trajectory in trajectories], pa.string())
+    return pa.table({_FACTS: facts, _LENGTH: pa.array(lengths, pa.int32()), **columns})
 
 
 def read_ahead(checkpoint: Path) -> dict[str, Any] | None:

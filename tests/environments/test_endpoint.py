@@ -476,6 +476,9 @@ class NoAgent:
     pass
 
 
+NOT_CALLABLE = 3
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "problem"),
     [
@@ -484,7 +487,7 @@ class NoAgent:
         ("Maker", {"steps": 3}, ""),
         ("Maker", {}, "missing a required argument: 'steps'"),
         ("NoAgent", {}, "has no method __call__"),
-        ("TEMPLATE", {}, "is not callable"),
+        ("NOT_CALLABLE", {}, "is not callable"),
     ],
 )
 def test_agents_that_are_refused(name: str, arguments: dict[str, Any], problem: str) -> None:
