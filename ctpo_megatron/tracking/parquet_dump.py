@@ -67,8 +67,6 @@ SCHEMA = pa.schema(
 )
 """Columns of a dump. `other`: JSON of fields without a column; null where there are none."""
 
-_REPEATED = ("response_mask", "loss_mask", "weight_version", "turn")
-"""Long runs of one number, which a dictionary with run lengths makes tiny."""
 _SPLIT = ("token_ids", "rollout_log_probs", *_TRACES, "segments.list.element.token_chars")
 """Numbers whose bytes of equal weight compress better side by side."""
 _OPTIONAL = {
@@ -92,8 +90,8 @@ _OF_TIMES = {"scored_at", "tool_calls.began_at", "tool_calls.wall_s"}
 def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows, whose fields are values or, of each token, sequences or arrays. Raises OSError."""
     split = [f"{name}.list.element" for name in _SPLIT]
-    dictionary = [f"{name}.list.element" for name in _REPEATED]
-    options = {"compression": "zstd", "use_dictionary": dictionary, "use_byte_stream_split": split}
+    # Without dictionaries: zstd makes long runs of one number as small, in less time.
+    options = {"compression": "zstd", "use_dictionary": False, "use_byte_stream_split": split}
     give_way = GiveWay()
     with pq.ParquetWriter(path, SCHEMA, **options) as writer:
         for part in _parts(rows):

@@ -53,10 +53,11 @@ class Texts:
     def _text(self, ids: NDArray[Any], kind: str) -> Record:
         text, chars = "", list[NDArray[Any]]()
         apart = kind == "model"
-        for part, piece in self._parts(ids.tolist()):
+        listed = ids.tolist()
+        for part, piece in self._parts(listed):
             text += piece
             if apart:
-                counted = self._chars(ids[part], piece)
+                counted = self._chars(ids[part], listed[part], piece)
                 apart = counted is not None
                 chars += [] if counted is None else [counted]
             self._give_way.after(part.stop - part.start)
@@ -78,13 +79,16 @@ class Texts:
             yield slice(start, end), text[len(before) :]
             start = end
 
-    def _chars(self, ids: NDArray[Any], text: str) -> NDArray[Any] | None:
-        """Characters of `text` a token; None where the texts of the tokens are not the text of all."""
-        pieces, lengths = self._singles.of(ids)
+    def _chars(self, ids: NDArray[Any], listed: list[int], text: str) -> NDArray[Any] | None:
+        """Characters of `text` a token; None where the texts of the tokens are not the text of all.
+
+        listed: the same ids.
+        """
+        pieces, lengths = self._singles.of(ids, listed)
         if "".join(pieces) == text:
             return lengths
         joined = [*pieces]
-        self._join(ids.tolist(), joined)
+        self._join(listed, joined)
         return np.array([*map(len, joined)], np.int32) if "".join(joined) == text else None
 
     def _join(self, ids: list[int], pieces: list[str]) -> None:
@@ -108,8 +112,8 @@ class _Singles:
         self._texts: list[str] = []
         self._lengths = np.empty(0, np.int32)
 
-    def of(self, ids: NDArray[Any]) -> tuple[Sequence[str], NDArray[Any]]:
-        """The text of each token of `ids`, at least one, and its characters."""
+    def of(self, ids: NDArray[Any], listed: list[int]) -> tuple[Sequence[str], NDArray[Any]]:
+        """The text of each token of `ids`, at least one, and its characters. listed: the same ids."""
         missing = int(ids.max()) + 1 - len(self._texts)
         if missing > 0:
             self._texts += [""] * missing
@@ -122,7 +126,7 @@ class _Singles:
                 self._lengths[token] = len(self._texts[token])
             lengths = self._lengths[ids]
         # itemgetter takes half the time of a loop, and gives no tuple for a single id.
-        texts = itemgetter(*ids.tolist())(self._texts) if len(ids) > 1 else [self._texts[ids[0]]]
+        texts = itemgetter(*listed)(self._texts) if len(listed) > 1 else [self._texts[listed[0]]]
         return texts, lengths
 
 
