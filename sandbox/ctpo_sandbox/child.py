@@ -62,18 +62,7 @@ def prepare_child(
 
 def entering(directory: str) -> list[Step]:
     """Steps of a run before the others, that depend on its directory."""
-    return [
-        partial(os.chdir, os.fsencode(directory)),
-        partial(sys.path.insert, 0, os.path.realpath(directory)),
-        partial(_name_directory, directory),
-    ]
-
-
-def _name_directory(directory: str) -> None:
-    # In the child: in a worker, the C library would keep the values of all runs. One by one: `update` first asks an
-    # abstract class, whose answer no fork remembers, which takes a tenth of a short run.
-    for name in ("HOME", "TMPDIR", "PWD"):
-        os.environ[name] = directory
+    return [partial(os.chdir, os.fsencode(directory)), partial(sys.path.insert, 0, os.path.realpath(directory))]
 
 
 def become_snippet(child: PreparedChild, enter: list[Step]) -> NoReturn:

@@ -34,6 +34,8 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
 _with_interpreter_lock = ctypes.PyDLL(None, use_errno=True)
 _BARE_FORK = _with_interpreter_lock.fork
+_variables: dict[str, ctypes.Array[ctypes.c_char]] = {}
+"""What `putenv` was given: the environment points there."""
 
 
 def check(result: int, what: str) -> int:
@@ -51,6 +53,18 @@ def fork() -> int:
     The caller must seed random number generators.
     """
     return check(_BARE_FORK(), "fork")
+
+
+def set_variable(name: str, value: str) -> None:
+    """Set an environment variable of this process and its children, for Python and for C, often: nothing is kept.
+
+    `os.environ` lets the C library keep every value that a variable ever had.
+    """
+    encoded = os.fsencode(name), os.fsencode(value)
+    os.environ._data.__setitem__(*encoded)  # type: ignore[attr-defined] # whose setter calls setenv
+    there = ctypes.create_string_buffer(b"=".join(encoded))
+    check(-_libc.putenv(there), f"putenv {name}")
+    _variables[name] = there
 
 
 Step = partial[Any]

@@ -48,6 +48,8 @@ class ForkServer:
         path = self._work.path
         if path != self._path:
             self._path, self._enter = path, entering(path)
+            for name in ("HOME", "TMPDIR", "PWD"):
+                libc.set_variable(name, path)
             substitutes.own_directory(os.path.realpath(path))
         ruleset = self._confinement.ruleset(path)
         files, run_timeout_s = self._next_request()
