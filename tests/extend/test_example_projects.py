@@ -17,7 +17,7 @@ from tests.support.prefork import ROOT
 
 EXAMPLES = ROOT / "examples"
 CONFIGURED = ("environment", "judge", "objective", "reward", "tool")
-PROJECTS = (*CONFIGURED, "kernels")
+PROJECTS = (*CONFIGURED, "kernels", "plain_rl")
 MOST_LINES = 80
 
 
