@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--pretend-cuda",
         action="store_true",
-        help="run tests/rehearsal, or what is named, with ranks that take the CPU for a GPU (docs/policy.md)",
+        help="run tests/rehearsal, or what is named, with ranks that take the CPU for a GPU",
     )
 
 

@@ -24,7 +24,7 @@ from tests.prose.__main__ import ROOT, count, of_markdown, sentences
 
 CORE = "ctpo_megatron"
 PRODUCT = (CORE, "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
-GENERATED = ("docs/config.md", "docs/parallelism.md")
+GENERATED = ("docs/config.md", "docs/reference/sizing.md")
 LOOP = ("train.py", "reinforce")
 ARGUMENTS, WORDS = 6, 30
 """Most arguments of a constructor; most words of a sentence."""

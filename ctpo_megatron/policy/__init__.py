@@ -18,8 +18,9 @@ warnings.filterwarnings("ignore", module=r"megatron\.core")
 # megatron-core is called through `device.scope()`, so its warnings are attributed to torch, not to megatron.
 warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning)
-# Said by megatron-core 0.19: what follows `GPTModel` (docs/policy.md), that it lays out the gradient buffers itself, or
-# that a checkpoint is one of 0.16. Said at import by the compiler in torch's CUDA builds, which 0.19 imports: no GPU.
+# Said by megatron-core 0.19: what follows `GPTModel` (megatron_versions.py), that it lays out the gradient buffers
+# itself, or that a checkpoint is one of 0.16. Said at import by the compiler in torch's CUDA builds, which 0.19
+# imports: no GPU.
 for _name in (
     "models.gpt.gpt_model",
     "distributed.distributed_data_parallel",

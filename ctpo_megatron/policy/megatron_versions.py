@@ -2,6 +2,12 @@
 
 0.16.1 is the last for Python 3.11; 0.19.2 needs 3.12. The other files of this package are written for both. Checkpoints
 of each load in the other.
+
+0.19 deprecates `GPTModel` for `HybridModel`. What that needs, by its sources:
+- two layers for each decoder layer (`*-` or `*E` in `hybrid_layer_pattern`), so other name tables, and a translation of
+  checkpoints; `|` in the pattern between stages;
+- a stack of ours without Transformer Engine, which its specs lack, with norms of q and k in the attention;
+- `position_embedding_type`, and frequencies of ours for Llama 3.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Settings of Megatron-Core that train wrongly without an error are refused by not being offered: `batch_p2p_comm`,
 `overlap_p2p_comm`, `deallocate_pipeline_outputs`, `perform_initialization`, `expert_tensor_parallel_size`.
-docs/parallelism.md says what each of them would do.
+docs/config.md says what each of them would do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes docs/reference from the code: `make reference`. The command line, and the API of three packages."""
+"""Writes docs/reference from the code: `make reference`. Command line, API of three packages, memory of models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from ctpo_launchers import node
 from ctpo_launchers.clusters import Cluster
 from ctpo_megatron import cli
+from ctpo_megatron.preflight.sizing import sizing
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
 HEAD = "<!-- Written by `make reference`. -->\n"
@@ -21,12 +22,24 @@ APIS = {
     "sandbox.md": ("ctpo_sandbox", "The service and its limits: [sandbox.md](../sandbox.md)."),
 }
 """Page -> package, and where its names are explained."""
+SIZING = """\
+GiB on the fullest rank, as the dry run computes it: bfloat16, distributed optimizer, `recompute: full`, streaming head,
+CP = 1, SP with TP, 16,384 tokens a micro-batch. P is the number of parameters on that rank. The formulas are in
+[parallelism.md](../parallelism.md#memory-of-a-rank). No row has been trained.
+"""
+READING = """\
+Qwen3-32B does not fit on 8 GPUs: with DP = 1 nothing divides the optimizer state. Qwen3-30B-A3B barely fits on 8 in any
+layout, and TP makes its experts 384 or 192 wide, so 16 GPUs are better.
+
+Activations and head grow in proportion to the tokens of a micro-batch. With CP = c, sequences of c x 16,384 tokens cost
+the same memory on c times the GPUs.
+"""
 
 
 def pages() -> dict[str, str]:
     """Every generated page: its name below docs/reference, and its text."""
     apis = {page: api(importlib.import_module(package), text) for page, (package, text) in APIS.items()}
-    return {"command_line.md": command_line(), **apis, "launchers.md": launchers()}
+    return {"command_line.md": command_line(), **apis, "launchers.md": launchers(), "sizing.md": memory()}
 
 
 def command_line() -> str:
@@ -56,6 +69,11 @@ def launchers() -> str:
         default = "**required**" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
         rows.append(f"| `{name}` | {default} | {_cell(field.description or '')} |")
     return "\n".join([*parts, *rows, ""])
+
+
+def memory() -> str:
+    """GiB of models on 8, 16 and 64 GPUs."""
+    return "\n".join([HEAD, "# Memory of models by layout\n", SIZING, sizing(), READING])
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tests.support import children
 from tests.support.prefork import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
-PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+EXAMPLE = ROOT / "examples" / "nemo_run" / "sweep_then_eval.py"
 PATHS = ":".join(str(ROOT / folder) for folder in ("", "kernels", "sandbox", "launchers"))
 SURFACES = {
     "slurm.fill_template": "assert 'fill_template(\"slurm.sh.j2\", vars_to_fill)' in source(slurm.SlurmBatchRequest)",
@@ -81,19 +80,14 @@ def test_what_we_use_of_nemo_runs_insides_is_there(surface: str, moved: dict[str
     assert moved.get(surface) is None, f"NeMo Run has moved {surface}:\n{moved[surface]}"
 
 
-def script_of_the_page() -> str:
-    (text,) = re.findall(r"^```python\n# sweep_then_eval.py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return str(text)
-
-
-def test_the_script_of_the_page_trains_then_evaluates(tmp_path: Path) -> None:
+def test_the_example_trains_then_evaluates(tmp_path: Path) -> None:
     """With a stand-in for the interpreter, which notes what it was to run and in which folder."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$PWD $*" >>{tmp_path}/called\n')
     python.chmod(0o755)
     (tmp_path / "my_cluster.yaml").write_text(f"executor: local\njob_dir: {tmp_path}/jobs\npython: {python}\n")
     (tmp_path / "my.yaml").write_text((ROOT / "configs" / "quickstart.yaml").read_text())
-    done = of_nemo_run(script_of_the_page(), tmp_path, 400)
+    done = of_nemo_run(EXAMPLE.read_text(encoding="utf-8"), tmp_path, 400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     called = [line.partition(" ")[2] for line in (tmp_path / "called").read_text().splitlines()]
     trained = [line for line in called if line.startswith("-m ctpo_launchers.node ")]
