@@ -1,4 +1,4 @@
-"""Writes docs/reference from the code: `make reference`. The command line, and the API of three packages."""
+"""Writes docs/reference from the code: `make reference`. Keys, the command line, and the API of three packages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from ctpo_launchers import node
 from ctpo_launchers.clusters import Cluster
 from ctpo_megatron import cli
+from ctpo_megatron.config import reference
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
 HEAD = "<!-- Written by `make reference`. -->\n"
@@ -21,17 +22,33 @@ APIS = {
     "sandbox.md": ("ctpo_sandbox", "The service and its limits: [sandbox.md](../sandbox.md)."),
 }
 """Page -> package, and where its names are explained."""
+HAND_WRITTEN = {"metrics.md"}
+"""Pages of the folder that no code declares; tests/tracking/test_metrics_page.py compares them with the code."""
 
 
 def pages() -> dict[str, str]:
     """Every generated page: its name below docs/reference, and its text."""
     apis = {page: api(importlib.import_module(package), text) for page, (package, text) in APIS.items()}
-    return {"command_line.md": command_line(), **apis, "launchers.md": launchers()}
+    return {
+        "configuration.md": configuration(),
+        "command_line.md": command_line(),
+        **apis,
+        "launchers.md": launchers(),
+    }
+
+
+def configuration() -> str:
+    """Every key of a configuration file."""
+    introduction = (
+        "How files, overrides and errors work: [config.md](../config.md). **Required** means within its section;\n"
+        "without the optional sections `prepare` and `sft` that stage does not happen.\n"
+    )
+    return "\n".join([HEAD, "# Configuration keys\n", introduction, reference.reference()])
 
 
 def command_line() -> str:
     """Every verb of `ctpo` with its arguments, and the program of a node."""
-    parts = [HEAD, "# Command line\n", "A word `a.b=c` replaces a key of [config.md](../config.md).\n"]
+    parts = [HEAD, "# Command line\n", "A word `a.b=c` replaces a [key](configuration.md).\n"]
     for verb, summary in cli.VERBS.items():
         parser = argparse.ArgumentParser(prog=f"ctpo {verb}")
         importlib.import_module(f"ctpo_megatron.cli.{verb}").add_arguments(parser)
