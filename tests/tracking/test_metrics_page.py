@@ -1,6 +1,6 @@
 """docs/reference/metrics.md against the code: no metric without a row, and no row that no code writes.
 
-Names are found in the strings of the package, since some are put together: `f"{name}_mean"` below `f"rollout_corr/..."`.
+Names are found in the strings of the package. Some are put together: `f"{name}_mean"` below `f"rollout_corr/{name}"`.
 tests/end_to_end/test_ring.py compares the rows with what a run writes.
 """
 
