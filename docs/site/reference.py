@@ -22,8 +22,8 @@ APIS = {
     "sandbox.md": ("ctpo_sandbox", "The service and its limits: [sandbox.md](../sandbox.md)."),
 }
 """Page -> package, and where its names are explained."""
-HAND_WRITTEN = {"metrics.md"}
-"""Pages of the folder that no code declares; tests/tracking/test_metrics_page.py compares them with the code."""
+HAND_WRITTEN = {"dumps.md", "metrics.md"}
+"""Pages of the folder that are not generated: test_metrics_page and test_dump_format of tests/tracking check them."""
 
 
 def pages() -> dict[str, str]:
