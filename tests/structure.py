@@ -24,7 +24,10 @@ from tests.prose.__main__ import ROOT, count, of_markdown, sentences
 
 CORE = "ctpo_megatron"
 PRODUCT = (CORE, "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
-GENERATED = ("docs/config.md", "docs/reference/sizing.md")
+GENERATED = tuple(
+    f"docs/reference/{page}.md"
+    for page in ("command_line", "configuration", "kernels", "launchers", "sandbox", "sizing")
+)
 LOOP = ("train.py", "reinforce")
 ARGUMENTS, WORDS = 6, 30
 """Most arguments of a constructor; most words of a sentence."""

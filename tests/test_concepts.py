@@ -73,6 +73,13 @@ def test_a_concept_is_defined_where_the_page_says(name: str) -> None:
     assert set(listed) - defined_members(ROOT / module, name) == set()
 
 
+def test_the_loop_is_the_one_of_the_code() -> None:
+    (shown,) = re.findall(r"The whole loop:\n\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    tree = ast.parse((ROOT / "ctpo_megatron" / "train.py").read_text(encoding="utf-8"))
+    (loop,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "reinforce"]
+    assert ast.unparse(ast.parse(shown)) == "\n".join(map(ast.unparse, loop.body[1:]))
+
+
 def test_members_are_read_from_lists() -> None:
     section = "Members, all collective:\n\n- `a(x, y)`: one `b`.\n  More of `c`.\n- `d()`, `e`: two: three.\n\nText.\n"
     assert listed_members(section) == ["a", "d", "e"]

@@ -39,7 +39,7 @@ def tree(tmp_path: Path) -> Path:
         "tests/test_a.py": "x = 1\n" * 3,
         "README.md": "One two three.\n",
         "docs/a.md": "Four words stand here.\n\n" + "Word " * 31 + "end.\n",
-        "docs/config.md": "Not counted.\n",
+        "docs/reference/configuration.md": "Not counted.\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

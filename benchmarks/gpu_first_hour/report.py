@@ -15,7 +15,7 @@ STEP_FIGURES = (
     "actor/grad_norm",
     "time/step",
 )
-"""Of the last step of the quickstart; docs/metrics.md."""
+"""Of the last step of the quickstart; docs/reference/metrics.md."""
 
 
 def page(stages: Sequence[Stage], records: Mapping[str, Mapping[str, Any]], environment: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ _STANDARD_OUTPUT = Path("-")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.description = "Write trajectories of a run as JSON lines. docs/monitoring.md explains every field."
+    parser.description = "Write trajectories of a run as JSON lines. docs/reference/dumps.md explains every field."
     parser.add_argument("directory", type=Path, metavar="RUN", help="run directory, e.g. runs/quickstart")
     parser.add_argument(
         "--jsonl", type=Path, required=True, metavar="FILE", help="file to write, which must not be there; -: print"

@@ -297,7 +297,7 @@ class CheckpointConfig(Section):
     keep_best: NonNegativeInt = Field(default=0, description="additional checkpoints kept, ranked by `best_metric`")
     best_metric: str = Field(
         default="reward/mean",
-        description="metric of that step, larger is better, e.g. val/<data_source>/acc/mean@1",
+        description="metric of that step, larger is better, e.g. `val/<data_source>/acc/mean@1`",
     )
     asynchronous: bool = Field(
         default=False, description="write in a forked process while training continues; complete at a later step"

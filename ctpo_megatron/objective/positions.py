@@ -46,7 +46,7 @@ COUNTS = (
 )
 SUMS = ("t", "S", "S2", "d", "d2", "r", "r2", "x", "x2", "entropy")
 COLUMNS = COUNTS + SUMS
-"""What is known of the tokens of a cell, a sign and a bin; docs/metrics.md defines them."""
+"""What is known of the tokens of a cell, a sign and a bin; docs/reference/metrics.md defines them."""
 SIDES = ("high", "low", "dual")
 
 FIXED_WINDOW = (math.log(0.5), math.log(5.0))

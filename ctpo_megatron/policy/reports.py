@@ -211,7 +211,7 @@ def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def cost_metrics(costs: Sequence[Cost]) -> dict[str, float]:
-    """Metrics of all optimizer steps of one batch; see docs/metrics.md."""
+    """Metrics of all optimizer steps of one batch; see docs/reference/metrics.md."""
     trained, flops = sum(c.work.trained_tokens for c in costs), sum(c.work.trained_flops for c in costs)
     replicas = [report for cost in costs for report in cost.replicas]
     peaks = [report.peak_mib for report in costs[-1].ranks]

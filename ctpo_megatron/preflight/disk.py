@@ -15,7 +15,7 @@ from ctpo_megatron.preflight.check import DiskNeeds, RunContext
 from ctpo_megatron.preflight.plan import RunPlan, TableRow
 
 TOKEN_BYTES = {"parquet": 8, "jsonl": 44}
-"""Of a dump, text included (docs/monitoring.md)."""
+"""Of a dump, text included (docs/reference/dumps.md)."""
 RATIO_BYTES = {"parquet": 8, "jsonl": 36}
 """Of a token of a dump that has log r and its bounds."""
 FILE_BYTES = 16 << 10

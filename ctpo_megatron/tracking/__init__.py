@@ -6,7 +6,7 @@
     with Display(config.tracking.live, config.run.steps) as display: ...
     write_trajectories(directory, step, groups, decode)     trajectories/step_%06d.parquet; `DumpWriter`: in a thread
 
-Training code calls these and ignores their results. Every metric is defined in docs/metrics.md.
+Training code calls these and ignores their results. Every metric is defined in docs/reference/metrics.md.
 """
 
 from ctpo_megatron.tracking.display import Display

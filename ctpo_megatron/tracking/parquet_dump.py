@@ -1,4 +1,4 @@
-"""Dumps as parquet with zstd: a row a trajectory, its tokens as typed arrays. docs/monitoring.md has the columns."""
+"""Dumps as parquet with zstd: a row a trajectory, its tokens as typed arrays (docs/reference/dumps.md)."""
 
 from __future__ import annotations
 

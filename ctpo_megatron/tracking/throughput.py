@@ -15,7 +15,7 @@ _WORK = {
 
 
 def throughput_metrics(metrics: Mapping[str, float], peaks: Mapping[str, float | None]) -> dict[str, float]:
-    """`throughput/<phase>_*` of the phases timed in `metrics`; see docs/metrics.md.
+    """`throughput/<phase>_*` of the phases timed in `metrics`; see docs/reference/metrics.md.
 
     metrics: of one step, with `time/<phase>` (seconds), `tokens/*` and `tokens/forward_tflop`. peaks: FLOP/s of all
     devices of a phase, by phase; None (as on a CPU): no MFU. Other phases are omitted.

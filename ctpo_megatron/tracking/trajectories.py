@@ -46,7 +46,8 @@ def write_trajectories(
 
     A record is `Trajectory.to_json()` plus `answer`, `data_source` and `segments` (`Texts.segments`). `extra` adds
     fields by the trajectory's index: `dropped` if it was not trained on. The report draws `advantage` and the per-token
-    `log_ratio`, `clip_low` and `clip_high`, lists or arrays of the length of `token_ids`. docs/monitoring.md has all.
+    `log_ratio`, `clip_low` and `clip_high`, lists or arrays of the length of `token_ids`. docs/reference/dumps.md
+    has all.
 
     For use in a thread: it lets other threads have the interpreter's lock every few milliseconds.
     """

@@ -1,4 +1,4 @@
-"""Writes docs/reference from the code: `make reference`. Command line, API of three packages, memory of models."""
+"""Writes docs/reference from the code: `make reference`. Keys, command line, API of three packages, memory of models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from ctpo_launchers import node
 from ctpo_launchers.clusters import Cluster
 from ctpo_megatron import cli
+from ctpo_megatron.config import reference
 from ctpo_megatron.preflight.sizing import sizing
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
@@ -34,17 +35,34 @@ layout, and TP makes its experts 384 or 192 wide, so 16 GPUs are better.
 Activations and head grow in proportion to the tokens of a micro-batch. With CP = c, sequences of c x 16,384 tokens cost
 the same memory on c times the GPUs.
 """
+HAND_WRITTEN = {"dumps.md", "metrics.md"}
+"""Pages of the folder that are not generated: test_metrics_page and test_dump_format of tests/tracking check them."""
 
 
 def pages() -> dict[str, str]:
     """Every generated page: its name below docs/reference, and its text."""
     apis = {page: api(importlib.import_module(package), text) for page, (package, text) in APIS.items()}
-    return {"command_line.md": command_line(), **apis, "launchers.md": launchers(), "sizing.md": memory()}
+    return {
+        "configuration.md": configuration(),
+        "command_line.md": command_line(),
+        **apis,
+        "launchers.md": launchers(),
+        "sizing.md": memory(),
+    }
+
+
+def configuration() -> str:
+    """Every key of a configuration file."""
+    introduction = (
+        "How files, overrides and errors work: [config.md](../config.md). **Required** means within its section;\n"
+        "without the optional sections `prepare` and `sft` that stage does not happen.\n"
+    )
+    return "\n".join([HEAD, "# Configuration keys\n", introduction, reference.reference()])
 
 
 def command_line() -> str:
     """Every verb of `ctpo` with its arguments, and the program of a node."""
-    parts = [HEAD, "# Command line\n", "A word `a.b=c` replaces a key of [config.md](../config.md).\n"]
+    parts = [HEAD, "# Command line\n", "A word `a.b=c` replaces a [key](configuration.md).\n"]
     for verb, summary in cli.VERBS.items():
         parser = argparse.ArgumentParser(prog=f"ctpo {verb}")
         importlib.import_module(f"ctpo_megatron.cli.{verb}").add_arguments(parser)

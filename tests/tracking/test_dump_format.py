@@ -37,8 +37,8 @@ RECORDED = (
 
 
 def documented() -> dict[str, str]:
-    """Column -> type, of the table in docs/monitoring.md."""
-    text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8").split("| column | type |")[1]
+    """Column -> type, of the table in docs/reference/dumps.md."""
+    text = (ROOT / "docs" / "reference" / "dumps.md").read_text(encoding="utf-8").split("| column | type |")[1]
     return dict(re.findall(r"^\| `([a-z_.]+)` \| ([a-z0-9_<>, ]+?)(?: \[T\])? \|", text, re.MULTILINE))
 
 
@@ -64,7 +64,7 @@ def test_the_documented_columns_are_the_written_ones(tmp_path: Path) -> None:
     of_no_token = {"turn_rewards", "turn_advantages", "sequence_starts", "scored_at"}
     lists = {field.name for field in schema if pa.types.is_list(field.type) and "struct" not in str(field.type)}
     tokens = lists - of_no_token
-    text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "dumps.md").read_text(encoding="utf-8")
     assert tokens == set(re.findall(r"^\| `(\w+)` \| list<\w+> \[T\] \|", text, re.MULTILINE))
 
 

@@ -103,11 +103,11 @@ class Prometheus:
 
         yield InfoMetricFamily("ctpo_run", "the run", {"name": self._name})
         yield _family(GaugeMetricFamily("ctpo_step", "latest step that is done", labels=["stage"]), self._steps)
-        text = "metric of the latest step that has it, by its name in docs/metrics.md"
+        text = "metric of the latest step that has it, by its name in docs/reference/metrics.md"
         yield _family(GaugeMetricFamily("ctpo_metric", text, labels=["name"]), self._latest)
         text = "wall seconds in phases of the steps since the start"
         yield _family(CounterMetricFamily("ctpo_phase_seconds", text, labels=["phase"]), self._seconds)
-        text = "what went wrong and was survived since the start, by its name in docs/metrics.md"
+        text = "what went wrong and was survived since the start, by its name in docs/reference/metrics.md"
         yield _family(CounterMetricFamily("ctpo_faults", text, labels=["kind"]), self._faults)
         if (heartbeat := read_heartbeat(self._run_dir)) is not None:
             now = clock.now()
