@@ -22,6 +22,7 @@ from ctpo_megatron.tracking.trajectories import Form, trajectory_of
 from tests.support.prefork import ROOT
 from tests.tracking.synthetic_run import decode, make_groups, ratio_fields, write_run
 
+PAGE = ROOT / "docs" / "reference" / "dumps.md"
 RECORDED = (
     '{"prompt_id": "a-1", "sample_index": 0, "seed": 7, "token_ids": [5, 6, 7, 8], "response_mask": [0, 1, 0, 1], '
     '"loss_mask": [0, 1, 0, 1], "rollout_log_probs": [0.0, -0.30000001192092896, 0.0, -1.25], '
@@ -37,8 +38,8 @@ RECORDED = (
 
 
 def documented() -> dict[str, str]:
-    """Column -> type, of the table in docs/monitoring.md."""
-    text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8").split("| column | type |")[1]
+    """Column -> type, of the table in docs/reference/dumps.md."""
+    text = PAGE.read_text(encoding="utf-8").split("| column | type |")[1]
     return dict(re.findall(r"^\| `([a-z_.]+)` \| ([a-z0-9_<>, ]+?)(?: \[T\])? \|", text, re.MULTILINE))
 
 
@@ -64,8 +65,8 @@ def test_the_documented_columns_are_the_written_ones(tmp_path: Path) -> None:
     of_no_token = {"turn_rewards", "turn_advantages", "sequence_starts", "scored_at"}
     lists = {field.name for field in schema if pa.types.is_list(field.type) and "struct" not in str(field.type)}
     tokens = lists - of_no_token
-    text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    assert tokens == set(re.findall(r"^\| `(\w+)` \| list<\w+> \[T\] \|", text, re.MULTILINE))
+    table = PAGE.read_text(encoding="utf-8")
+    assert tokens == set(re.findall(r"^\| `(\w+)` \| list<\w+> \[T\] \|", table, re.MULTILINE))
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
