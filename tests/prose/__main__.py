@@ -29,8 +29,10 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md")
 LIMIT = 30
 """Words of a sentence."""
 
-FENCE = re.compile(r"^([ ]*)(```|~~~|\$\$).*?^[ ]*\2[ ]*$|^<!-- sizing: begin.*?end -->$", re.MULTILINE | re.DOTALL)
-"""Blocks without prose: code, formulas, and the generated figures of docs/parallelism.md."""
+FENCE = re.compile(
+    r"^([ ]*)(```|~~~|\$\$).*?^[ ]*\2[ ]*$|^<!-- sizing: begin.*?end -->$|^<!-- [^\n]* -->$", re.MULTILINE | re.DOTALL
+)
+"""Blocks without prose: code, formulas, the generated figures of docs/parallelism.md, comments."""
 CODE = re.compile(r"``[^`]+``|`[^`]+`|\$[^$\n]+\$")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+|^\s*>\s?|^#{1,6}\s+")
