@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.cli import main, parse
+from ctpo_megatron.config import load_config
 from ctpo_megatron.config.sources import read_overrides
 from tests.extend.examples import DOCS, HOWTO, MOST_LINES, blocks
 from tests.support.prefork import ROOT
@@ -42,8 +43,8 @@ def typed(page: Path) -> list[tuple[str, str, str]]:
     """(what the comment says, kind, text) of each block that a reader types or saves."""
     text = page.read_text(encoding="utf-8").replace("```\n```yaml", "```\n<!-- with the one above -->\n```yaml")
     found = (match.group("mark", "kind", "fenced", "indented") for match in BLOCK.finditer(text))
-    blocks = [(mark or "", kind or "bash", fenced or indented) for mark, kind, fenced, indented in found]
-    return [block for block in blocks if not block[2].startswith(SHOWN)]
+    given = [(mark or "", kind or "bash", fenced or indented) for mark, kind, fenced, indented in found]
+    return [block for block in given if not block[2].startswith(SHOWN)]
 
 
 def commands(text: str) -> list[str]:
@@ -76,6 +77,15 @@ def test_every_command_of_ctpo_is_one(page: Path) -> None:
                 given = parse(words)
                 _, problems = read_overrides([word for word in getattr(given, "overrides", ()) if "=" in word])
                 assert problems == [], line
+
+
+@pytest.mark.parametrize("page", MARKED, ids=name)
+def test_every_configuration_is_one(page: Path, tmp_path: Path) -> None:
+    """Keys and kinds of values of what a reader saves as YAML, over the quickstart's configuration."""
+    for _, kind, text in typed(page):
+        if kind == "yaml":
+            (tmp_path / "own.yaml").write_text(f"defaults: {ROOT / 'configs' / 'quickstart.yaml'}\n{text}")
+            load_config(tmp_path / "own.yaml")
 
 
 @pytest.mark.parametrize("page", RUN)
