@@ -72,7 +72,7 @@ setup(
         "wandb": ["wandb>=0.19"],
         # Needs an environment of its own: `tracking.python`, requirements/trackers.txt.
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13", "psutil>=6"],
-        # The pretrained model of docs/tutorials/small_model.md, pinned with what they need in requirements/examples.txt.
+        # The pretrained model of docs/tutorials/small_model.md, pinned with its needs in requirements/examples.txt.
         "examples": ["gguf>=0.19", "accelerate>=1.15", "reasoning-gym==0.1.25"],
         "dev": [
             "pytest>=8",

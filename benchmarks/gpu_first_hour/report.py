@@ -1,4 +1,4 @@
-"""The page that the first hour ends in: stages, figures beside the goals of docs/kernels.md, and what failed."""
+"""The page that the first hour ends in: stages, figures beside the goals of benchmarks.kernels, and what failed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def page(stages: Sequence[Stage], records: Mapping[str, Mapping[str, Any]], envi
     parts.append(report.markdown(("stage", "what it shows", "result", "seconds", "commit"), rows))
     if goals := _goals(records):
         header = ("goal", "demand", "stretch", "measured", "verdict")
-        parts += ["## Kernels: measured beside the goals of docs/kernels.md", report.markdown(header, goals)]
+        parts += ["## Kernels: measured beside the goals of benchmarks.kernels", report.markdown(header, goals)]
     if figures := _figures(records):
         parts += ["## Ring", report.markdown(("stage", "figure", "value"), figures)]
     for name, record in records.items():

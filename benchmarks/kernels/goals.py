@@ -73,7 +73,7 @@ def _loss(session: Session) -> list[Goal]:
             None,
         ),
         # On an H100 SXM 145 us are half the speed of a copy. With one instruction a cycle and scheduler it would be
-        # 96 us (170 instructions a token, docs/kernels.md), so no share above 0.76 can be reached.
+        # 96 us (170 instructions a token, benchmarks/results/kernels-aot.md), so no share above 0.76 can be reached.
         _at_most("A, 16.8M tokens: graph replay", "us", _times(large.get("graph_s"), 1e6), 145, 100),
         _at_least("A, 16.8M tokens: share of copy bandwidth at 13 B a token", "", share, 0.5, 0.72),
         _at_least("A, 16.8M tokens: torch.compile / ours", "x", _wall(session, LARGE, "torch.compile"), 2.5, None),

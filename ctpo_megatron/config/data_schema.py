@@ -49,7 +49,7 @@ class DataConfig(Section):
     shuffle: bool = Field(default=True, description="new order of the training prompts every epoch (seeded)")
     sampler: Extension | None = Field(
         default=None,
-        description="`package.module:Name` of a class that chooses the training prompts (docs/extend.md#a-sampler); "
+        description="`package.module:Name` of a class that chooses the training prompts (docs/howto/sampler.md); "
         "null: the order of `shuffle` and weights",
     )
     tool_in_prompt: bool | None = Field(

@@ -70,9 +70,11 @@ def load_family(extension: Extension, search_path: Sequence[str]) -> ModelFamily
     try:
         family = load(extension.name)(**extension.arguments)
     except (ExtensionError, TypeError) as error:
-        raise ConfigError([Problem("model.family", str(error), "see docs/extend.md", extension.name)]) from error
+        raise ConfigError(
+            [Problem("model.family", str(error), "see docs/howto/model_family.md", extension.name)]
+        ) from error
     if not isinstance(family, ModelFamily):
-        fix = "name a subclass of ctpo_megatron.models.ModelFamily (docs/extend.md)"
+        fix = "name a subclass of ctpo_megatron.models.ModelFamily (docs/howto/model_family.md)"
         raise ConfigError([Problem("model.family", f"makes a {type(family).__name__}", fix, extension.name)])
     return family
 
@@ -104,7 +106,7 @@ def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
         message = f"architecture {architecture} is not the one of model.family, {family.architecture}"
         raise ConfigError([Problem("model.path", message, where=str(file))])
     if family is None and architecture not in FAMILIES:
-        fix = f"supported: {', '.join(FAMILIES)}, or your own in model.family (docs/extend.md)"
+        fix = f"supported: {', '.join(FAMILIES)}, or your own in model.family (docs/howto/model_family.md)"
         raise ConfigError(
             [Problem("model.path", f"architecture {architecture} is not supported", fix, where=str(file))]
         )

@@ -75,7 +75,7 @@ class ModelConfig(Section):
     path: Annotated[str, Reads()] = Field(description="directory with config.json, weights and tokenizer")
     family: Extension | None = Field(
         default=None,
-        description="your own model family, `package.module:Name` (docs/extend.md); null: one of ours",
+        description="your own model family, `package.module:Name` (docs/howto/model_family.md); null: one of ours",
     )
     chat_template: Annotated[str | None, Reads(is_template_file)] = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""Writes docs/reference from the code: `make reference`. Keys, command line, API of three packages, memory of models."""
+"""Writes docs/reference: `make reference`. Keys, command line, API of three packages, memory of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain RL without tools, with the configuration that docs/tutorials/plain_rl.md explains, on the quickstart's model."""
+"""Plain RL without tools, with the configuration that docs/tutorials/plain_rl.md explains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path of docs/tutorials/small_model.md with a tiny random Llama in place of SmolLM2, and problems that are made here."""
+"""The path of docs/tutorials/small_model.md with a tiny random Llama in its place, and problems that are made here."""
 
 from __future__ import annotations
 

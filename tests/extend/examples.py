@@ -1,26 +1,37 @@
-"""Takes the examples out of docs/extend.md and others, so that tests run what the documents say."""
+"""Takes the examples out of docs/howto and other pages, so that tests run what the documents say."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "extend.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+HOWTO = DOCS / "howto"
 MOST_LINES = 25
 
 
-def example(name: str, folder: Path, document: Path = DOCUMENT) -> tuple[Path, str]:
-    """Writes the Python block after `<!-- example: NAME -->` to the file that its first line names.
+def blocks(document: Path, name: str) -> tuple[str, str]:
+    """The Python block after `<!-- example: NAME -->` and the YAML block after it.
 
-    Returns the file, and the YAML block after it. Raises LookupError when the document has no such example.
+    Raises LookupError when the document has no such example.
     """
     pattern = rf"<!-- example: {re.escape(name)} -->\n```python\n(.*?)```\n```yaml\n(.*?)```"
     found = re.search(pattern, document.read_text(encoding="utf-8"), re.DOTALL)
     if found is None:
         raise LookupError(f"{document} has no example {name!r} with a python and a yaml block")
-    code, settings = found[1], found[2]
+    return found[1], found[2]
+
+
+def example(name: str, folder: Path, document: Path | None = None) -> tuple[Path, str]:
+    """Writes the Python of an example to the file in `folder` that its first line names.
+
+    document: by default the page of docs/howto with the example's name. Returns the file, and the YAML.
+    """
+    document = document or HOWTO / f"{name.replace(' ', '_')}.md"
+    code, settings = blocks(document, name)
+    first, _, code = code.partition("\n")
     if (lines := len(code.splitlines())) > MOST_LINES:
         raise ValueError(f"{document}: example {name!r} has {lines} lines, at most {MOST_LINES} are promised")
-    file = folder / code.splitlines()[0].removeprefix("# ")
+    file = folder / first.removeprefix("# ")
     file.write_text(code, encoding="utf-8")
     return file, settings

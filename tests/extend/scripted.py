@@ -1,9 +1,8 @@
-"""What the tests of docs/extend.md and of the examples share: their configurations, and a scripted model."""
+"""What the tests of docs/howto and of the examples share: their configurations, and a scripted model."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,26 +15,15 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.protocol import Message
+from tests.extend.examples import example
 
 ROOT = Path(__file__).resolve().parents[2]
-LONGEST_EXAMPLE = 25
 STOP = 0
 
 
-def blocks(title: str) -> tuple[str, str]:
-    """The Python and the YAML of a section of docs/extend.md."""
-    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-    section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    python, settings = (re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("python", "yaml"))
-    assert python and settings
-    return python[1], settings[1]
-
-
-def saved_example(title: str, module: str, folder: Path) -> Config:
+def saved_example(name: str, folder: Path) -> Config:
     """The configuration of the example, both in files in `folder`, with the user's module ready to be imported."""
-    python, settings = blocks(title)
-    assert len(python.splitlines()) <= LONGEST_EXAMPLE
-    (folder / f"{module}.py").write_text(python, encoding="utf-8")
+    _, settings = example(name, folder)
     tree = {"defaults": str(ROOT / "configs" / "quickstart.yaml"), "run": {"name": "tried", "root": str(folder)}}
     for section, keys in yaml.safe_load(settings).items():
         tree[section] = keys

@@ -11,6 +11,7 @@ import pytest
 
 from ctpo_megatron.preflight import check_extensions
 from tests.end_to_end.small_run import SMALL, Ctpo, records
+from tests.extend.examples import HOWTO
 from tests.extend.scripted import project
 from tests.support import children
 from tests.support.prefork import ROOT
@@ -34,10 +35,10 @@ def test_a_project_passes_the_checks_of_a_dry_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGURED)
 def test_the_how_to_includes_the_files_instead_of_repeating_them(name: str) -> None:
-    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-    included = re.findall(r"^```\{literalinclude\} \.\./examples/(\S+)$", text, re.MULTILINE)
-    assert any(path.startswith(f"{name}/") for path in included)
-    assert [path for path in included if not (EXAMPLES / path).is_file() or f"](../examples/{path})" not in text] == []
+    text = (HOWTO / f"{name}.md").read_text(encoding="utf-8")
+    included = re.findall(r"^```\{literalinclude\} \.\./\.\./examples/(\S+)$", text, re.MULTILINE)
+    assert {path.partition("/")[0] for path in included} == {name}
+    assert [path for path in included if not (EXAMPLES / path).is_file() or f"/examples/{path})" not in text] == []
 
 
 def test_every_project_is_in_the_list() -> None:

@@ -1,9 +1,8 @@
-"""The example of docs/extend.md: a family in a file outside the package, from the configuration to the export."""
+"""The family of docs/howto/model_family.md, in a file outside the package: from the configuration to the export."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -17,22 +16,16 @@ from ctpo_megatron.export import resolve
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed, policy_gradient
 from ctpo_megatron.verify import batch, job, run
+from tests.extend.examples import example
 from tests.support import ranks
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "extend.md"
-LONGEST_EXAMPLE = 25
 VOCAB = 300
-
-
-def example() -> str:
-    section = DOCUMENT.read_text(encoding="utf-8").partition("## A model family")[2].partition("\n## ")[0]
-    return re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A configuration next to `my_models.py`, and the directory of a small model."""
-    (tmp_path / "my_models.py").write_text(example())
+    example("model family", tmp_path)
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = SeedOssForCausalLM(
@@ -52,10 +45,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.delitem(sys.modules, "my_models", raising=False)
     yield load_config(file)
     sys.modules.pop("my_models", None)
-
-
-def test_the_example_is_short() -> None:
-    assert len(example().splitlines()) <= LONGEST_EXAMPLE
 
 
 def test_a_family_from_a_file_trains_and_exports(config: Config, tmp_path: Path) -> None:
@@ -94,7 +83,7 @@ def test_an_export_finds_the_family_of_the_run(config: Config, tmp_path: Path) -
     (run / "model").mkdir(parents=True)
     (run / "config.yaml").write_text((tmp_path / "run.yaml").read_text())
     (run / "model" / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
-    (run / "my_models.py").write_text(example())
+    example("model family", run)
     assert resolve(run, None, None).family.architecture == "SeedOssForCausalLM"
 
 

@@ -1,4 +1,4 @@
-"""The sampler of docs/extend.md, as a reader would save it, and samplers that misbehave."""
+"""The sampler of docs/howto/sampler.md, as a reader would save it, and samplers that misbehave."""
 
 from __future__ import annotations
 

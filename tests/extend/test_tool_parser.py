@@ -1,4 +1,4 @@
-"""The tool parser of docs/extend.md, as a reader would save it."""
+"""The tool parser of docs/howto/tool_parser.md, as a reader would save it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         "    async def __call__(self, arguments):\n"
         "        return ToolResult(arguments['code'].upper())\n"
     )
-    config = saved_example("A tool parser", "my_parser", tmp_path)
+    config = saved_example("tool parser", tmp_path)
     # What the program prints is the sandbox' business; this one gives back what it was told to run.
     rollout = config.rollout.model_copy(update={"tools": (Extension(name="adder:Reader"),)})
     return config.model_copy(update={"rollout": rollout})

@@ -1,8 +1,7 @@
-"""The tracker of docs/extend.md, as a reader would save it."""
+"""The tracker of docs/howto/tracker.md, as a reader would save it."""
 
 from __future__ import annotations
 
-import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -12,17 +11,9 @@ import pytest
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import load_config
 from ctpo_megatron.tracking import MetricsWriter, open_trackers, tracker_problem
+from tests.extend.examples import example
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def example() -> tuple[str, str]:
-    """The Python and the YAML of the section."""
-    section = re.split(r"^## ", (ROOT / "docs" / "extend.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    (tracker,) = [part for part in section if part.startswith("A tracker")]
-    python, yaml = (re.search(rf"```{kind}\n(.*?)```", tracker, re.DOTALL) for kind in ("python", "yaml"))
-    assert python and yaml
-    return python[1], yaml[1]
 
 
 @pytest.fixture
@@ -45,15 +36,9 @@ def received():
         server.shutdown()
 
 
-def test_the_example_is_short():
-    python, yaml = example()
-    assert len((python + yaml).splitlines()) <= 25
-
-
 def test_the_example_gets_the_metrics(tmp_path, received, caplog, monkeypatch):
     url, texts = received
-    python, yaml = example()
-    (tmp_path / "my_tracker.py").write_text(python)
+    _, yaml = example("tracker", tmp_path)
     base = f"defaults: {ROOT / 'configs' / 'quickstart.yaml'}\nrun: {{name: tried, root: {tmp_path}}}\n"
     (tmp_path / "run.yaml").write_text(base + yaml.replace("http://localhost:8080/", url))
     config = load_config(tmp_path / "run.yaml")

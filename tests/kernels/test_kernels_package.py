@@ -29,7 +29,7 @@ print(json.dumps([ctpo_kernels.__file__, ctpo_kernels.__version__]))
 def examples() -> str:
     """All Python of the README, one block after the other."""
     blocks = re.findall(r"```python\n(.*?)```", (KERNELS / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 3
     return "\n".join(blocks)
 
 

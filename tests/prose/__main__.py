@@ -29,8 +29,8 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md")
 LIMIT = 30
 """Words of a sentence."""
 
-FENCE = re.compile(r"^([ ]*)(```|~~~|\$\$).*?^[ ]*\2[ ]*$", re.MULTILINE | re.DOTALL)
-"""Blocks without prose: code and formulas."""
+FENCE = re.compile(r"^([ ]*)(```|~~~|\$\$).*?^[ ]*\2[ ]*$|^<!-- [^\n]* -->$", re.MULTILINE | re.DOTALL)
+"""Blocks without prose: code, formulas, comments."""
 CODE = re.compile(r"``[^`]+``|`[^`]+`|\$[^$\n]+\$")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+|^\s*>\s?|^#{1,6}\s+")

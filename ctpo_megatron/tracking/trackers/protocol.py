@@ -90,7 +90,7 @@ def tracker_problem(extension: Extension, python: str | None = None) -> str | No
     package = _PACKAGES.get(extension.name)
     is_here = python is None or extension.name in OF_THIS_ENVIRONMENT
     if is_here and package and not is_installed(package):
-        return f"the package {package} is not installed: see docs/extend.md for it and for tracking.python"
+        return f"the package {package} is not installed: see docs/howto/tracker.md for it and for tracking.python"
     return _does_not_bind(make, extension) or _lacks(make, extension)
 
 
