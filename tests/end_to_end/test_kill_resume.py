@@ -15,12 +15,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ctpo_megatron import cli
 from ctpo_megatron.config import Config, load_config
-from ctpo_megatron.data import Group, Prompt, PromptRules, PromptSampler, Trajectory, prepare
+from ctpo_megatron.data import (
+    Group,
+    MixedFile,
+    Prompt,
+    PromptMix,
+    PromptRules,
+    PromptSampler,
+    PromptStream,
+    Trajectory,
+    prepare,
+)
 from ctpo_megatron.rollouts.buffer import UniformGroups
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
@@ -53,13 +64,23 @@ SETTINGS = (
 REPLAY = ("rollout.replay=runs/recorded",)
 
 
+def drawn_by(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptStream:
+    """The prompts in the order in which a run of this configuration draws them."""
+    rules = PromptRules(config.data.max_prompt_tokens)
+    if (weights := config.data.train_weights) is None:
+        prompts = load_prompts(config.data.train_files, tokenizer, rules)
+        return PromptSampler(prompts, config.run.seed, config.data.shuffle)
+    named = zip(config.data.train_files, weights, strict=True)
+    files = [MixedFile(name, weight, load_prompts([name], tokenizer, rules)) for name, weight in named]
+    return PromptMix(files, config.run.seed, config.data.shuffle)
+
+
 def record(config: Config, chance: float = 0.5) -> None:
     """A run directory with made-up answers to the prompts that a run of this configuration draws, some right."""
     rng = random.Random(0)
     directory = open_run_directory(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    prompts = load_prompts(config.data.train, tokenizer, PromptRules(config.data.max_prompt_tokens))
-    sampler = PromptSampler(prompts, config.run.seed, config.data.shuffle)
+    sampler = drawn_by(config, tokenizer)
 
     def answer(prompt: Prompt, sample: int) -> Trajectory:
         trajectory = Trajectory(prompt.id, sample, seed=sample)
@@ -270,6 +291,36 @@ def test_a_killed_run_without_uniform_groups_goes_on_bit_for_bit(folder: Path, m
         "tracking/nonfinite" in line for line in whole
     )  # though some optimizer step has no token in its loss
     assert [line["actor/lr"] for line in whole[1:]] == sorted((line["actor/lr"] for line in whole[1:]), reverse=True)
+
+
+@pytest.mark.slow  # of the stream alone: tests/data/test_mix.py
+def test_a_killed_run_of_a_mix_goes_on_bit_for_bit(folder: Path) -> None:
+    rows = pq.read_table(folder / "task" / "train.parquet")
+    pq.write_table(rows.slice(0, 5), folder / "easy.parquet")
+    pq.write_table(rows.slice(5), folder / "hard.parquet")
+    settings = ["data.train=[{path: easy.parquet, weight: 3}, {path: hard.parquet, weight: 1}]"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        record(load_config(ROOT / "configs" / "quickstart.yaml", [*SETTINGS, *settings, "run.name=recorded-mix"]))
+    settings.append("rollout.replay=runs/recorded-mix")
+    done = train(folder, *settings, "run.name=mix")
+    assert done.returncode == 0, done.stderr[-4000:]
+    killed = train(folder, *settings, "run.name=mix-killed", kill_at=("score", 10))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    resumed = train(folder, *settings, "run.name=mix-killed", "run.resume=true")
+    assert resumed.returncode == 0 and "continuing after step" in resumed.stdout, resumed.stderr[-4000:]
+    whole, again = (records(folder / "runs" / name) for name in ("mix", "mix-killed"))
+    assert [repeatable(line) for line in again] == [repeatable(line) for line in whole]
+    assert whole[-1]["data/drawn/easy"] > whole[-1]["data/drawn/hard"] > 0
+    assert whole[-1]["data/epochs/easy"] > 1  # whose order was made again
+    other = train(
+        folder,
+        "rollout.replay=runs/recorded-mix",
+        "run.name=mix-killed",
+        "run.resume=true",
+        settings[0].replace("3", "2"),
+    )
+    assert other.returncode == 2 and "weight" in other.stderr, other.stderr[-4000:]
 
 
 @pytest.mark.parametrize(

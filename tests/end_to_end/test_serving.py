@@ -14,9 +14,14 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import openai
+import pyarrow.parquet as pq
 import pytest
 
+from ctpo_megatron.data.toolmath.tokenizer import CHAT_TEMPLATE
+from ctpo_megatron.tracking import read_trajectories
 from tests.end_to_end.small_run import Ctpo
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
@@ -24,6 +29,17 @@ from tests.support.prefork import ROOT
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 ENOUGH = ("sft.steps=450", "prepare.sft_conversations=7200", "prepare.tokenizer_conversations=4000")
 """Of SFT, for a model that calls the tool and answers; with the right numbers or not."""
+QUESTIONS = 24
+THOUGHT = "('<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking else '')"
+TEMPLATE = (
+    CHAT_TEMPLATE.replace("turn('assistant', ", f"turn('assistant', {THOUGHT} + ")
+    .replace(
+        "turn(message.role, content)",
+        f"turn(message.role, ({THOUGHT} if message.role == 'assistant' else '') + content)",
+    )
+    .replace("{{- '<|im_start|>assistant\\n' -}}", f"{{{{- '<|im_start|>assistant\\n' + {THOUGHT} -}}}}")
+)
+"""As Qwen3's: without its keyword the model is asked another prompt than it was trained on."""
 
 
 def documented(pattern: str) -> str:
@@ -61,15 +77,49 @@ def answers(address: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_client_has_its_call_run_and_gets_an_answer(tmp_path: Path) -> None:
-    done = Ctpo(tmp_path).launch(*ENOUGH, "run.steps=0", "data.eval=[]", "eval.every=0", "tracking.report=false")
+def test_a_served_model_calls_as_in_training_and_a_client_gets_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "keyword.jinja").write_text(TEMPLATE)
+    keyword = ("model.chat_template=keyword.jinja", "model.chat_template_kwargs={enable_thinking: false}")
+    ctpo = Ctpo(tmp_path)
+    done = ctpo.launch(
+        *ENOUGH, *keyword, "run.steps=0", f"prepare.heldout_prompts={QUESTIONS}", "tracking.report=false"
+    )
     assert done.returncode == 0, done.stderr[-4000:]
+    run = tmp_path / "runs" / "quickstart"
+    (dump,) = (run / "evaluation").iterdir()
+    in_training = {
+        record["prompt_id"]: bool(record["tool_calls"]) and record["tool_calls"][0]["status"] != "parse_error"
+        for record in read_trajectories(dump)
+    }
+    assert len(in_training) == QUESTIONS and sum(in_training.values()) >= QUESTIONS / 2
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (tmp_path / "client.py").write_text(documented(r"```python\n(# client\.py\n.*?)```").replace("8000", str(port)))
-    with served(tmp_path / "runs" / "quickstart" / "model", port, tmp_path):
+    with served(run / "model", port, tmp_path):
+        assert calls_of(port, run / "task" / "heldout.parquet") == sum(in_training.values())
         command = [sys.executable, "client.py", "What is the sum of 34 and 70?"]
         client = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), cwd=tmp_path)
+    check_conversation(client)
+
+
+def calls_of(port: int, questions: Path) -> int:
+    """How many questions an OpenAI client gets a well-formed call for, greedily."""
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    tool: dict[str, Any] = {"name": "code_interpreter", "parameters": {"properties": {"code": {"type": "string"}}}}
+    found = 0
+    for row in pq.read_table(questions).to_pylist():
+        asked: Any = {"messages": row["prompt"], "tools": [{"type": "function", "function": tool}]}
+        reply = client.chat.completions.create(model=model, **asked, temperature=0, max_tokens=64)
+        calls = reply.choices[0].message.tool_calls or []
+        found += [(call.function.name, [*json.loads(call.function.arguments)]) for call in calls] == [
+            ("code_interpreter", ["code"])
+        ]
+    return found
+
+
+def check_conversation(client: subprocess.CompletedProcess[str]) -> None:
+    """Calls of the tool, each with its output, and an answer."""
     assert client.returncode == 0, client.stderr
     *before, answer = map(json.loads, client.stdout.splitlines())
     assert len(before) >= 2
