@@ -35,7 +35,7 @@ def step_name(step: int) -> str:
 
 
 def step_in(name: str) -> int | None:
-    """The step that `step_name` made this of; None: it is of another form, such as that of a discarded checkpoint."""
+    """The step that `step_name` made this of; None: the name has another form, e.g. of a discarded checkpoint."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 

@@ -27,7 +27,7 @@ def shares_gpus(placement: PlacementConfig, rollout: RolloutConfig) -> bool:
 
 
 def choose_transport(weights: WeightsConfig, placement: PlacementConfig, device: Device, *, cluster: bool) -> Transport:
-    """What carries weights to engines on `device`; cluster: Ray is that of `RAY_ADDRESS`, over nodes."""
+    """What carries weights to engines on `device`; cluster: Ray runs over several nodes (`RAY_ADDRESS`)."""
     if weights.transport != "auto":
         return weights.transport
     if device == "cuda":

@@ -179,7 +179,7 @@ class EngineHandle:
             return []
 
     def forget_finished(self) -> None:
-        """Drop what was asked for during an earlier call, whose samples may be of the same prompts."""
+        """Drop the requests of an earlier call, whose samples may be of the same prompts."""
         self._asked = None
 
     def begin_sleep(self, level: int) -> Any:

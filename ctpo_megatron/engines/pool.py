@@ -144,7 +144,7 @@ class EnginePool:
             raise EngineError(f"the rollout side did not start: {error}") from error
 
     def _await_one(self) -> None:
-        """Block until an engine is up, which then has no weights but those of its model directory."""
+        """Block until an engine is up. It has the weights of its model directory then, and no others."""
         self._await_runtime()
         with self.lock:
             while not any(engine.live for engine in self._engines):
@@ -319,9 +319,9 @@ class EnginePool:
     def stats(self) -> dict[str, float]:
         """Counts and seconds since the last call, then reset; of updates that were over by then.
 
-        group_retries, late_groups, quarantined (prompts), engine_restarts; sync_s, sync_bytes (of one engine), and
-        their rate sync_gb_per_s and sync_by_<transport> (updates) where there was a sync; lost_<status>: tool calls of
-        attempts that were thrown away, which therefore appear in no trajectory.
+        Always group_retries, late_groups, quarantined (prompts) and engine_restarts. After a sync also sync_s,
+        sync_bytes (of one engine), sync_gb_per_s and sync_by_<transport> (updates). The lost_<status> are tool calls of
+        discarded attempts, which appear in no trajectory.
         """
         with self.lock:
             stats = pool_stats({**self.counts, **self._seconds})

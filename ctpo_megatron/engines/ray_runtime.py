@@ -106,7 +106,7 @@ def check_token(nodes: int, environment: Mapping[str, str]) -> None:
         return
     path = environment.get(TOKEN_FILE)
     advice = (
-        f"{nodes} Ray nodes (cluster.nodes) run code for whoever reaches them. On every node, before `ray start`: "
+        f"{nodes} Ray nodes (cluster.nodes) run code for anyone who can connect. On every node, before `ray start`: "
         f"export {AUTH_MODE}=token {TOKEN_FILE}=FILE, with the same secret in FILE, of mode 0600"
     )
     if environment.get(AUTH_MODE, "").lower() != "token" or not path:

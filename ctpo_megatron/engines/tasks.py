@@ -21,8 +21,9 @@ INITIAL_VERSION = 0
 class EngineSpec:
     """What every engine of a pool is made from.
 
-    sandbox_url: None: that of the engine's own node. log_mark: tells an engine on a cluster whether its node sees
-    `log_dir` (`rollout.logs`). driver: the process that engines of a private Ray end with; None: Ray is a cluster's.
+    sandbox_url: None: the sandbox of the engine's own node. log_mark: tells an engine on a cluster whether its node
+    sees `log_dir` (`rollout.logs`). driver: the process that engines of a private Ray end with; None: Ray is a
+    cluster's.
     """
 
     config: Config

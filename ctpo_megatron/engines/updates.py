@@ -210,7 +210,7 @@ class WeightClient:
         self._call("receive_weights", [update_info] * len(self._update.engines))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """All engines compute with the new weights and report them; the version is that of the offer."""
+        """All engines compute with the new weights and report them, under the version of the offer."""
         versions = [self._update.offer.version] * len(self._update.engines)
         for engine, report in self._call("finish_weight_update", versions):
             self._update.take(engine, report)

@@ -30,7 +30,8 @@ def check_grace(context: LaunchContext) -> Iterator[Problem]:
     """Whether a checkpoint can be written between the signal and the end of the job."""
     if context.signal_s is not None and context.grace_s >= context.signal_s:
         message = (
-            f"but the job is told only {context.signal_s:g} s before its time limit (signal_s of the cluster file)"
+            f"but the job gets its signal only {context.signal_s:g} s before its time limit "
+            "(signal_s of the cluster file)"
         )
         yield Problem("checkpoint.grace_s", message, "raise signal_s, or lower checkpoint.grace_s", context.grace_s)
 

@@ -81,7 +81,7 @@ def _open(config: Config) -> Path:
                 f"  run.name=other       keep it and use another name\n"
                 f"  run.resume=true      continue from its last checkpoint (auto: start where there is no run)"
             )
-        # Given back at once: NFS cannot delete a folder with an open file in it.
+        # Unlocked at once: NFS cannot delete a folder with an open file in it.
         os.close(_own(directory))
         _delete(directory, _inputs(config))
     elif _is_occupied(directory, config.prepare):
@@ -168,7 +168,7 @@ def _check_code(directory: Path, files: Mapping[str, Path], resume: bool | str) 
         raise RunDirectoryError(
             f"run.resume={str(resume).lower()}, but users' own code is not what {directory} was begun with "
             f"(copies are in {RunPaths(directory).extensions}):\n{describe(changes)}\n"
-            f"Restore it, or type run.accept_changed_code=true to go on with the code as it is now"
+            f"Restore it, or type run.accept_changed_code=true to continue with the code as it is now"
         )
 
 
@@ -230,11 +230,11 @@ def _describe(directory: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _changes(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]] | None:
-    """Every key whose value differs from that of the run being continued: what it was and is; None: that is unknown."""
+    """Every key whose value differs from the run being continued: what it was and is; None: unknown."""
     try:
         former = dict(flattened(read_mapping(RunPaths(directory).config)))
     except DamagedFileError as error:
-        log.warning("%s: which values differ from those of the run is unknown", error)
+        log.warning("%s: which values differ from the run's is unknown", error)
         return None
     current = dict(flattened(settings))
     not_compared = {"checkpoint.load", "data.rerender", *(f"run.{name}" for name in _ONE_TIME)}
@@ -246,9 +246,9 @@ def _changes(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[An
 
 
 def claim(directory: Path) -> int:
-    """Lock `directory` for this process and return the descriptor that holds the lock; closing it gives it back.
+    """Lock `directory` for this process and return the descriptor that holds the lock; closing it releases the lock.
 
-    Left open, it is given back by the kernel when the process ends, however it ends. Raises BlockingIOError, whose
+    Else the kernel releases it when the process ends, however it ends. Raises BlockingIOError, whose
     message is the owner as the file names it, when another process holds it. A file system without locks is a warning.
     """
     descriptor = os.open(RunPaths(directory).owner, os.O_RDWR | os.O_CREAT, 0o644)

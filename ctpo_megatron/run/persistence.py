@@ -96,7 +96,7 @@ class Persistence:
     def restore_sft(self, total_steps: int, checkpoint: Path | None, order: Mapping[str, Any]) -> int:
         """Put trainer and `sft.jsonl` where `checkpoint` was saved, or at the beginning; returns the SFT steps done.
 
-        order: what that of the batches follows from (`data.batch_order`). Raises CheckpointError if it was another.
+        order: what decides the order of batches (`data.batch_order`). Raises CheckpointError if it was another.
         """
         done = -1
         if checkpoint is not None:

@@ -72,7 +72,7 @@ def describe_sft_source(run: str) -> dict[str, Any]:
 def _commit(folder: Path) -> str | None:
     """Commit of this code's checkout, `+changes` where tracked files differ; None outside of a checkout."""
     try:
-        _git(folder, "ls-files", "--error-unmatch", __file__)  # not that of a project around an installed package
+        _git(folder, "ls-files", "--error-unmatch", __file__)  # not the commit of a project around an installed package
         return _git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
     except (OSError, subprocess.SubprocessError):  # no git, no checkout, or not ours to read
         return None
@@ -173,7 +173,7 @@ def record_extensions(files: Mapping[str, Path], directory: Path) -> None:
     copies, previous = paths.extensions, paths.previous_extensions
     accepted: list[Any] = []
     if begun:
-        log.warning("run.accept_changed_code=true: going on with changed code\n%s", describe(changes))
+        log.warning("run.accept_changed_code=true: continuing with changed code\n%s", describe(changes))
         accepted = read_note(paths.extensions_record, operator.itemgetter("accepted"), [], "what was accepted is lost")
         accepted.append({name: {"was": old, "is": new} for name, (old, new) in changes.items()})
         shutil.rmtree(previous, ignore_errors=True)

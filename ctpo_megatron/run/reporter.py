@@ -92,7 +92,7 @@ class Reporter:
 
     @property
     def latest(self) -> Mapping[str, Any]:
-        """The record of the latest step, `step` included; without any, that of step -1."""
+        """The record of the latest step, `step` included; the record of step -1 before the first."""
         return self._metrics.latest
 
     def note(self, text: str) -> None:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TimeSpent:
-    """Accumulated time; `cpu` is that of this process, all threads; `cpu_all` adds engines, sandbox and scorers.
+    """Accumulated time. `cpu`: of this process, all threads; `cpu_all` adds engines, sandbox and scorers.
 
     `cpu_all` is measured for stages only: walking the process tree is too slow for the phases of a step.
     """

@@ -136,7 +136,7 @@ class NodeProgram:
         except TimeoutError:
             raise LaunchError(f"the other nodes were not ready after {timeout_s:g} s: see the head's output") from None
         if first is None or first.get("state") != "start":
-            raise LaunchError(f"the head has given up: {first.get('reason') if first else 'its node program is gone'}")
+            raise LaunchError(f"the head has stopped: {first.get('reason') if first else 'its node program is gone'}")
         listener = asyncio.create_task(self._listen(head))
         self._status = await self._train(self._of_many(facts), environment)
         await head.send(state="ended", status=self._status)

@@ -75,5 +75,5 @@ def test_a_node_that_is_cut_off_for_good_ends_a_job_that_trains_and_one_that_sta
         assert "node 1 (rank 1) is lost" in trains.output(0) and f"node 0 ({cable.here}) is lost" in trains.output(1)
         assert [f"rank {rank} saves after SIGTERM" in trains.output(rank) for rank in (0, 1)] == [True, True]
         assert "node 1 (rank 1) is lost" in starts.output(0)
-        assert "the head has given up: its node program is gone" in starts.output(1)
+        assert "the head has stopped: its node program is gone" in starts.output(1)
         assert trains.survivors() == starts.survivors() == []

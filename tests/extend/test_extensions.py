@@ -167,11 +167,11 @@ def test_changed_code_is_refused_and_may_be_accepted(folder: Path) -> None:
     assert f"helper.py: {before['files']['helper.py']} -> {now['helper.py']}" in refused
     assert f"pack/words.py: {before['files']['pack/words.py']} -> absent" in refused
     assert "pack/__init__.py:" not in refused
-    assert refused.strip().endswith("type run.accept_changed_code=true to go on with the code as it is now")
+    assert refused.strip().endswith("type run.accept_changed_code=true to continue with the code as it is now")
     assert json.loads((run / "extensions.json").read_text()) == before
 
     accepted = resume(folder, "run.accept_changed_code=true")
-    assert accepted.returncode == 0 and "going on with changed code" in accepted.stderr
+    assert accepted.returncode == 0 and "continuing with changed code" in accepted.stderr
     record = json.loads((run / "extensions.json").read_text())
     assert record["files"] == now
     (change,) = record["accepted"]

@@ -1,14 +1,25 @@
 """docs/howto and docs/tutorials: what a reader would type or save is run by a test, or the page says why not.
 
-A comment before a block says which. `run`: the commands are run here, in a checkout with a finished run.
-`example: NAME`: tests take it from the page. `tested: FILE`: this test does the same. `not run: REASON`.
+A comment before a block says which:
+
+    run              the commands are run here, in a checkout with finished runs
+    dry run: REASON  so are those of `ctpo`, with --dry-run
+    example: NAME    tests take the block from the page
+    tested: FILES    these tests do the same: they read the page, or contain every name of the block
+    not run: REASON  the tests that it names exist
+
 docs/tutorials/own_reward.md needs none: all of it is typed by test_own_reward_tutorial.py.
 """
 
 from __future__ import annotations
 
+import glob
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +27,7 @@ import pytest
 from ctpo_megatron.cli import main, parse
 from ctpo_megatron.config import load_config
 from ctpo_megatron.config.sources import read_overrides
+from ctpo_megatron.data import prepare
 from tests.extend.examples import DOCS, HOWTO, MOST_LINES, blocks
 from tests.support.prefork import ROOT
 from tests.tracking.synthetic_run import write_run
@@ -25,14 +37,14 @@ PAGES = sorted([*HOWTO.glob("*.md"), *(DOCS / "tutorials").glob("*.md")])
 MARKED = [page for page in PAGES if page != TYPED_WHOLE]
 BLOCK = re.compile(
     r"(?:<!-- (?P<mark>[^\n]*) -->\n)?"
-    r"(?:```(?P<kind>python|yaml|bash)\n(?P<fenced>.*?)^```$|(?P<indented>(?:^    \S[^\n]*\n)+))",
+    r"(?:```(?P<kind>python|yaml|bash)\n(?P<fenced>.*?)^```$|(?P<indented>^    \S[^\n]*\n(?:^    [^\n]+\n)*))",
     re.MULTILINE | re.DOTALL,
 )
-SHOWN = "    ╭"
-"""How the output of a command begins, which nobody types."""
+SHOWN = ("    ╭", "    [", "    ```")
+"""How output begins, of a command or a model, which nobody types."""
 LONGEST_SHORT_PAGE = 250
-RUN = ("does_not_learn", "memory")
-"""Pages with commands that are run here."""
+PART = re.compile(r"\b(?:name: (\w+)\b(?!:)|(\w+:\w+)\b)")
+"""A part that a configuration names: a built-in one, or one of a user's module."""
 
 
 def name(page: Path) -> str:
@@ -48,8 +60,34 @@ def typed(page: Path) -> list[tuple[str, str, str]]:
 
 
 def commands(text: str) -> list[str]:
-    """The lines of a block, without what stands behind them."""
-    return [line.split("  #")[0].strip() for line in text.splitlines()]
+    """The lines of a block, without variables before them and what stands behind them."""
+    lines = (line.split("  #")[0].strip() for line in text.replace("\\\n", " ").splitlines())
+    return [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line) for line in lines]
+
+
+def names(kind: str, text: str) -> Iterator[str]:
+    """What a test of a block contains: shipped files by name, parts, and of our commands verbs, options and keys."""
+    shipped = (Path(word) for word in re.findall(r"[\w./-]+\.\w+", text))
+    yield from (path.name for path in shipped if (ROOT / path).is_file())
+    yield from (built_in or own for built_in, own in PART.findall(text))
+    for line in commands(text) if kind == "bash" else ():
+        if line.startswith("ctpo "):
+            words = shlex.split(line)
+            yield from (verb for verb in words[1:2] if verb != "train")  # every other test trains
+            yield from (word for word in words if word.startswith("--"))
+            yield from (word.partition("=")[0] for word in words if re.match(r"[a-z_.]+=", word))
+
+
+def stale(page: Path, kind: str, text: str, tests: dict[str, str]) -> Iterator[str]:
+    """What is wrong with the tests that a comment names. tests: file -> its code."""
+    reads = re.compile(rf"[\"/]{re.escape(page.name)}\b")
+    others = {file: code for file, code in tests.items() if not reads.search(code)}
+    wanted = sorted(set(names(kind, text)))
+    if len(others) == len(tests):
+        yield from (f"no test has {word}" for word in wanted if not any(word in code for code in tests.values()))
+    yield from (
+        f"{file} has nothing of it" for file, code in others.items() if not any(word in code for word in wanted)
+    )
 
 
 @pytest.mark.parametrize("page", MARKED, ids=name)
@@ -61,10 +99,13 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
             assert len(code.splitlines()) <= MOST_LINES + 1
             assert any(f'"{rest}"' in test.read_text() for test in (ROOT / "tests").rglob("test_*.py")), rest
         elif what == "tested":
-            assert [file for file in rest.split(", ") if not (ROOT / file).is_file()] == [], text
+            tests = {file: ROOT / file for file in rest.split(", ")}
+            assert list(stale(page, kind, text, {file: path.read_text() for file, path in tests.items()})) == [], text
+        elif what == "not run":
+            assert rest and all((ROOT / file).exists() for file in re.findall(r"tests/[\w/]+(?:\.py)?", rest)), mark
         else:
-            assert (what == "not run" and rest) or mark in ("run", "with the one above"), f"{name(page)}: {text}"
-        assert mark != "run" or (kind == "bash" and page.stem in RUN), name(page)
+            assert (what == "dry run" and rest) or mark in ("run", "with the one above"), f"{name(page)}: {text}"
+        assert what not in ("run", "dry run") or kind == "bash", name(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -88,17 +129,59 @@ def test_every_configuration_is_one(page: Path, tmp_path: Path) -> None:
             load_config(tmp_path / "own.yaml")
 
 
-@pytest.mark.parametrize("page", RUN)
-def test_the_commands_that_need_no_more_are_run(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "runs").rename(tmp_path / "runs" / "quickstart")
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has finished, with the model that the quickstart starts from."""
+    folder = write_run(tmp_path_factory.mktemp("finished"))
+    small = [f"prepare.{key}=64" for key in ("train_prompts", "heldout_prompts", "sft_conversations")]
+    quickstart = load_config(ROOT / "configs" / "quickstart.yaml", [*small, f"prepare.directory={folder / 'task'}"])
+    assert quickstart.prepare is not None
+    prepare(quickstart.prepare, "hermes")
+    return folder
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what is shipped, the quickstart's run, and the reader's configuration."""
+    shutil.copytree(finished, tmp_path / "runs" / "quickstart")
+    for shipped in ("configs", "examples"):
+        (tmp_path / shipped).symlink_to(ROOT / shipped)
+    (tmp_path / "mine.yaml").write_text("defaults: configs/quickstart.yaml\nrun: {name: mine}\n")
     monkeypatch.chdir(tmp_path)
-    lines = [line for mark, _, text in typed(HOWTO / f"{page}.md") if mark == "run" for line in commands(text)]
-    assert lines
-    for line in lines:
-        assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
+    return tmp_path
+
+
+def expanded(word: str, finished: Path) -> list[str]:
+    """A word as a shell gives it; a run that the reader has by now is made, and two for a pattern of runs."""
+    if word.startswith("runs/"):
+        for run in dict.fromkeys(word.replace("*", number) for number in "01"):
+            shutil.copytree(finished, run, dirs_exist_ok=True)
+    return sorted(glob.glob(word)) or [word]
+
+
+def to_run(page: Path) -> list[list[str]]:
+    """The commands of a page that are run here, as words."""
+    found = []
+    for mark, _, text in typed(page):
+        lines = [shlex.split(line) for line in commands(text)]
+        if mark == "run":
+            found += [words for words in lines if words != ["source", ".venv/bin/activate"]]
+        elif mark.startswith("dry run"):
+            ours = (words for words in lines if words[0] == "ctpo")
+            found += [words if "--dry-run" in words else [*words, "--dry-run"] for words in ours]
+    return found
+
+
+@pytest.mark.parametrize("page", filter(to_run, MARKED), ids=name)
+def test_the_commands_that_need_no_more_are_run(
+    page: Path, checkout: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for program, *words in to_run(page):
+        words = [found for word in words for found in expanded(word, finished)]
+        if program == "python":
+            subprocess.run([sys.executable, *words], check=True, timeout=60)
+        else:
+            assert program == "ctpo" and main(words) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", ["does_not_learn", "memory", "preemption"])
@@ -115,3 +198,19 @@ def test_every_key_that_a_page_names_is_one() -> None:
         named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?::[^`]*)?`", page.read_text(encoding="utf-8"))
         wrong = [key for key in named if key.partition(".")[0] in sections and key not in known]
         assert [key for key in wrong if not key.endswith(".py")] == [], page
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ('PAGES / "my_page.md"', []),
+        ('main(["train", "mine.yaml", "--dry-run"]), "quickstart.yaml", "run.seed=1"', []),
+        ('main(["train", "--dry-run", "run.seed=1"])', ["no test has quickstart.yaml"]),
+        ('main(["train", "quickstart.yaml"])', ["no test has --dry-run", "no test has run.seed"]),
+    ],
+)
+def test_a_test_without_what_the_block_names_is_stale(code: str, expected: list[str]) -> None:
+    block = "    X=1 ctpo train configs/quickstart.yaml run.seed=0 --dry-run  # sums\n"
+    assert list(stale(Path("my_page.md"), "bash", block, {"test_a.py": code})) == expected
+    both = {"test_a.py": code, "test_b.py": "main(['train'])"}
+    assert list(stale(Path("my_page.md"), "bash", block, both)) == [*expected, "test_b.py has nothing of it"]

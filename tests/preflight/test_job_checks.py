@@ -29,7 +29,7 @@ def checkout(folder: Path) -> Path:
 @pytest.mark.parametrize(("signal_s", "fits"), [(None, True), (600, True), (120, False), (60, False)])
 def test_a_checkpoint_has_to_fit_between_the_signal_and_the_end(signal_s: float | None, fits: bool) -> None:
     found = texts(LaunchContext(120.0, signal_s))
-    assert found == [] if fits else "job is told only" in found[0] and "raise signal_s" in found[0]
+    assert found == [] if fits else "job gets its signal only" in found[0] and "raise signal_s" in found[0]
     assert fits or found[0].startswith("checkpoint.grace_s = 120.0: ")
 
 

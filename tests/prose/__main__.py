@@ -1,31 +1,31 @@
-"""Prose lint of documents and product code: python -m tests.prose [--update].
+"""Prose lint of documents and product code: python -m tests.prose.
 
 Phrases of phrases.toml are found in documents, comments, docstrings and messages, and named with their replacement.
-Sentences of documents and docstrings have at most 30 words. What was there before stands in baseline.json: a count for
-each phrase, and a digest for each long sentence, independent of the file, so that moved text is not new. The baseline
-may only shrink: an entry that is no longer needed fails until `--update` removes it; `--update` never adds one.
+Sentences of documents and docstrings have at most 30 words.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import hashlib
 import io
-import json
 import re
 import sys
 import tokenize
 import tomllib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 PRODUCT = ("ctpo_megatron", "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md")
+DOCUMENTS = (
+    "*.md",
+    "docs/**/*.md",
+    "benchmarks/README.md",
+    "examples/README.md",
+    "kernels/README.md",
+)
 LIMIT = 30
 """Words of a sentence."""
 
@@ -50,22 +50,6 @@ class Text:
     line: int
     words: str
     bounded: bool
-
-
-@dataclass
-class Baseline:
-    """What was there before. phrases: how often; sentences: digest -> first words, for people."""
-
-    phrases: dict[str, int] = field(default_factory=dict)
-    sentences: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path) -> Baseline:
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
-
-    def write(self, path: Path) -> None:
-        text = json.dumps({"phrases": self.phrases, "sentences": self.sentences}, indent=1, sort_keys=True)
-        path.write_text(text + "\n", encoding="utf-8")
 
 
 def texts(root: Path) -> Iterator[Text]:
@@ -154,11 +138,6 @@ def count(sentence: str) -> int:
     return len(WORD.findall(sentence))
 
 
-def digest(sentence: str) -> str:
-    """Of its words alone: punctuation, case and line breaks do not count."""
-    return hashlib.sha256(" ".join(WORD.findall(sentence.lower())).encode()).hexdigest()[:12]
-
-
 def phrases() -> dict[str, str]:
     """Phrase -> what to write instead."""
     return tomllib.loads((HERE / "phrases.toml").read_text(encoding="utf-8"))
@@ -180,45 +159,21 @@ def occurrences(found: Iterable[Text], banned: Mapping[str, str]) -> Iterator[tu
             yield Text(text.path, line, text.words, text.bounded), " ".join(match.group().lower().split())
 
 
-def lint(root: Path, banned: Mapping[str, str], baseline: Baseline) -> tuple[list[str], Baseline]:
-    """What is wrong, one line each, and the baseline without what is no longer there."""
-    found = list(texts(root))
-    places = list(occurrences(found, banned))
-    long = list(long_sentences(found))
-    counts = Counter(phrase for _, phrase in places)
-    problems = [
-        f"{text.path}:{text.line}: {phrase!r}: write {banned[phrase]!r} (in all {counts[phrase]} times, "
-        f"{baseline.phrases.get(phrase, 0)} in the baseline)"
-        for text, phrase in places
-        if counts[phrase] > baseline.phrases.get(phrase, 0)
+def problems(root: Path) -> list[str]:
+    """What is wrong below a root, one line each."""
+    found, banned = list(texts(root)), phrases()
+    return [
+        *(
+            f"{text.path}:{text.line}: {phrase!r}: write {banned[phrase]!r}"
+            for text, phrase in occurrences(found, banned)
+        ),
+        *(
+            f"{text.path}:{text.line}: {count(each)} words, at most {LIMIT}: {each}"
+            for text, each in long_sentences(found)
+        ),
     ]
-    problems += [
-        f"{text.path}:{text.line}: {count(each)} words, at most {LIMIT}: {each}"
-        for text, each in long
-        if digest(each) not in baseline.sentences
-    ]
-    present = {digest(each) for _, each in long}
-    kept = Baseline(
-        {phrase: min(n, counts[phrase]) for phrase, n in baseline.phrases.items() if counts[phrase]},
-        {key: words for key, words in baseline.sentences.items() if key in present},
-    )
-    if kept != baseline:
-        problems.append("the baseline names what is no longer there: python -m tests.prose --update")
-    return problems, kept
-
-
-def main(argv: Sequence[str] | None = None, root: Path = ROOT, baseline: Path = HERE / "baseline.json") -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.prose", description=__doc__)
-    parser.add_argument("--update", action="store_true", help="remove what is no longer there from the baseline")
-    options = parser.parse_args(argv)
-    if options.update:
-        lint(root, phrases(), Baseline.read(baseline))[1].write(baseline)
-    before = Baseline.read(baseline)
-    problems, _ = lint(root, phrases(), before)
-    left = f"{sum(before.phrases.values())} phrases and {len(before.sentences)} long sentences"
-    print(*(problems or [f"prose: nothing new; {left} left in the baseline"]), sep="\n")
-    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if found := problems(ROOT):
+        sys.exit("\n".join(found))

@@ -54,7 +54,7 @@ def test_a_resume_says_that_it_cannot_compare_configurations(config_in, caplog, 
     (directory / "config.yaml").write_bytes(left)
     open_run_directory(config_in(run={"resume": True}))
     take_over(config_in(run={"resume": True}))
-    assert "which values differ from those of the run is unknown" in caplog.text
+    assert "which values differ from the run's is unknown" in caplog.text
     assert (directory / "config.yaml").read_text() == whole
     assert not (directory / "config.previous.yaml").exists()
 

@@ -242,7 +242,7 @@ class WeightServer:
 
 
 def _send(peer: socket.socket, content: memoryview) -> None:
-    """All of it. Faster than sendfile, which hands over page by page; the time-out is that of each part."""
+    """Send all of it; the time-out is for each part. Faster than sendfile, which copies page by page."""
     while content:
         content = content[peer.send(content) :]
 

@@ -1,7 +1,7 @@
 """Transports by vLLM's own trainer-side engines: an NCCL broadcast from rank zero, or CUDA IPC on shared GPUs.
 
 vLLM sends and receives; ours are the source of the tensors, the checksums, the deadline, and what follows a failure.
-Nobody has run this on a GPU: its tests run vLLM's classes with a communicator that records.
+This was never run on a GPU: its tests run vLLM's classes with a communicator that records.
 """
 
 from __future__ import annotations
