@@ -21,7 +21,7 @@ DISK_GB = 20
 STEPS = {"lock": "## 1. ", "transformer-engine": "## 2. "}
 """Step -> how its heading begins."""
 
-NOT_HERE = ("sudo ", "ctpo doctor", "python3.12 -m venv", 'python -c "import transformer_engine')
+NOT_HERE = ("sudo ", "ctpo doctor", "python3.12 -m venv", 'python -c "import torch, transformer_engine')
 """How lines begin that need root, a GPU, or make the environment, which is there by then."""
 
 OLDER_ENGINE = {"3.11": "2.11.0"}

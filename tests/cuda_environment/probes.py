@@ -19,6 +19,8 @@ H100 = {"count": 8, "capability": (9, 0), "name": "NVIDIA H100 80GB HBM3", "memo
 
 
 def imported(module: str) -> str:
+    import torch  # noqa: F401 - as in every process of ours: it loads libraries that others do not look for
+
     importlib.import_module(module)
     return module
 
