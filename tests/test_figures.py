@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import get_args
@@ -9,11 +10,25 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ctpo_kernels import fused_linear_ctpo
+from ctpo_kernels.tiles import TILE
+from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.config.rollout_schema import Transport
+from ctpo_megatron.rollouts.ledger import Ledger
 from ctpo_sandbox.records import LEVELS
+from tests.kernels.heads import random_head, sweep, watched
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = {"parallel": "parallelism.md", "sandbox": "sandbox.md", "steps": "rollout.md", "weights": "rollout.md"}
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = {
+    "architecture": "architecture.md",
+    "kernels": "kernels.md",
+    "parallel": "parallelism.md",
+    "rollout": "rollout.md",
+    "sandbox": "sandbox.md",
+    "steps": "rollout.md",
+    "weights": "rollout.md",
+}
 """Figure -> the page that shows it."""
 PHONE = 358
 """CSS pixels of a figure on a screen of 390."""
@@ -30,6 +45,11 @@ def drawn(name: str) -> ElementTree.Element:
 def words(name: str) -> list[str]:
     """The texts of a figure."""
     return ["".join(text.itertext()) for text in drawn(name).iter(f"{SVG}text")]
+
+
+def titles(name: str) -> list[str]:
+    """The titles of its boxes."""
+    return ["".join(text.itertext()) for text in drawn(name).iter(f"{SVG}text") if text.attrib.get("class") == "title"]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -54,6 +74,15 @@ def test_its_page_shows_it_and_describes_it(name: str, page: str) -> None:
     assert len(alternative.split()) > 20
 
 
+def test_a_phone_gets_the_narrow_figure_of_the_quickstart_at_full_width() -> None:
+    page = (DOCS / "tutorials" / "quickstart.md").read_text(encoding="utf-8")
+    assert re.search(r'<source media="\(max-width: \d+px\)" srcset="\.\./figures/quickstart-narrow\.svg">', page)
+    assert re.search(r'<img width="100%" [^>]*src="\.\./figures/quickstart\.svg">', page)
+    source = (DOCS / "figures" / "quickstart-narrow.svg").read_text(encoding="utf-8")
+    sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)px"', source)]
+    assert min(sizes) * PHONE / float(drawn("quickstart-narrow").attrib["width"]) > SMALLEST
+
+
 def test_the_weights_travel_by_every_transport() -> None:
     headings = [text.partition(" (auto: ")[0] for text in words("weights") if " (auto: " in text]
     assert headings == list(get_args(Transport))
@@ -76,6 +105,48 @@ def test_the_ranks_have_the_order_of_megatron() -> None:
         sorted((int(a), int(b))) for a, b in zip(*[iter(text for text in shown if text.isdigit())] * 2, strict=True)
     ]
     assert pairs == ranks.get_ranks("tp")
+
+
+PACKAGES = {
+    "Checkpoints": "policy",
+    "Environment": "environments",
+    "Loop (train.py)": "train.py",
+    "Metrics": "tracking",
+    "Policy": "policy",
+    "Prompts": "data",
+    "Reward": "rewards",
+    "Rollouts": "rollouts",
+    "vLLM engine": "engines",
+}
+"""Box of the architecture -> the package that owns it; the sandbox is a package of its own."""
+
+
+def test_the_architecture_names_what_there_is() -> None:
+    assert set(titles("architecture")) == {*PACKAGES, "Sandbox server"}
+    assert all((ROOT / "ctpo_megatron" / package).exists() for package in PACKAGES.values())
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    assert all(f"`{package}/`" in page or f"`{package}`" in page for package in PACKAGES.values())
+
+
+def test_a_trajectory_ends_as_the_ledger_counts_it() -> None:
+    ends = {state.capitalize() for state in Ledger(None).state_dict()}
+    assert ends == {"Trained", "Dropped", "Quarantined"} == ends & set(titles("rollout"))
+    fields, shown = RolloutConfig.model_fields, " ".join(words("rollout"))
+    assert "continue" in get_args(fields["partial"].annotation) and "(continue):" in shown
+    assert "refill" in get_args(fields["uniform_groups"].annotation) and "refill:" in shown
+    assert "max_staleness" in fields and "with max_staleness k" in shown
+
+
+def test_the_sweep_has_three_products_and_the_one_of_sequences_four() -> None:
+    shown = words("kernels")
+    head = random_head(1)
+    products = [
+        len(watched(lambda mode=mode: sweep(head, ratio_mode=mode)).products) for mode in ("cumprod", "sequence")
+    ]
+    assert products == [len([text for text in shown if re.fullmatch(r"product \d", text)]), 4]
+    assert "phases, four products." in " ".join(shown) and f"tiles of {TILE} rows" in " ".join(shown)
+    assert "skip_clipped_tiles" in inspect.signature(fused_linear_ctpo).parameters
+    assert any("skip_clipped_tiles" in text for text in shown)
 
 
 def test_a_step_publishes_the_version_of_the_next() -> None:
