@@ -14,8 +14,50 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ctpo_megatron.base.files import aside
-from ctpo_megatron.report.axes import Axis, channel
 from ctpo_megatron.report.theme import CONFIG, CYCLE, LIGHT, coloured, sizes, variable
+
+_NUMBER = (
+    "datum.value == 0 ? '0' : abs(datum.value) >= 1e4 ? format(datum.value, '~s') : "
+    "abs(datum.value) < 1e-3 ? format(datum.value, '~e') : format(datum.value, '~r')"
+)
+"""Label of a tick: plain where that is short, thousands and powers of ten where not."""
+_LOG_TICK = (
+    "indexof(domain('CHANNEL')[1] / domain('CHANNEL')[0] < 300 ? [1, 2, 5] : [1], "
+    "round(datum.value / pow(10, floor(log(datum.value) / LN10 + 1e-9)))) >= 0"
+)
+"""Which ticks of a log axis count: 1, 2, 5 over a short range, powers of ten over a long one."""
+
+_ROOM = [{"expr": "height"}, 4]
+"""Of a y axis: so that a point at the upper end is not cut off."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """low, high: fixed ends; None: fitted to the data. whole: ticks at whole numbers only. base: of the logarithm."""
+
+    title: str
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    whole: bool = False
+    base: int = 10
+
+
+def channel(field: str, axis: Axis, of: Literal["x", "y"] = "y") -> dict[str, Any]:
+    """A field on this axis, as a channel of an encoding."""
+    scale: dict[str, Any] = {"type": "log", "base": axis.base} if axis.log else {"zero": False}
+    scale |= ({"nice": True, "range": _ROOM} if of == "y" else {"nice": False, "padding": 4}) | {
+        f"domain{end}": value for end, value in (("Min", axis.low), ("Max", axis.high)) if value is not None
+    }
+    ticks: dict[str, Any] = {"tickCount": 5 if of == "y" else 6, "labelExpr": _NUMBER}
+    if axis.log and axis.base == 10:
+        shown = _LOG_TICK.replace("CHANNEL", of)
+        ticks |= {"labelExpr": f"{shown} ? ({_NUMBER}) : ''", "labelOverlap": "greedy", "tickCount": 10}
+        ticks["gridOpacity"] = {"condition": {"test": shown, "value": 1}, "value": 0}
+    elif axis.whole:
+        ticks["tickMinStep"] = 1
+    return {"field": field, "type": "quantitative", "title": axis.title, "scale": scale, "axis": ticks}
+
 
 Spec = dict[str, Any]
 Format = Literal["png", "svg", "pdf"]
@@ -189,7 +231,7 @@ def for_file(chart: Chart, titled: bool = False) -> Spec:
     """Its specification with light theme and the size of a column, white behind it, without what needs a pointer."""
     height = HEIGHT + _further_legend(chart.spec)
     spec = {"width": COLUMN, "height": height, "autosize": {"type": "fit", "contains": "padding"}} | still(chart.spec)
-    spec |= {"config": file_config(), "description": chart.caption}
+    spec |= {"$schema": SCHEMA, "config": file_config(), "description": chart.caption}
     if titled:
         spec["title"] = chart.title
     return coloured(spec, LIGHT)
@@ -256,7 +298,6 @@ def _spec(rows: list[dict[str, Any]], series: Sequence[Curve], x: Axis, layers: 
         }
     ]
     return {
-        "$schema": SCHEMA,
         "data": {"values": rows},
         "params": [{"name": "hidden", "value": []}, {"name": "at", "value": None}],
         "transform": [SHOWN],

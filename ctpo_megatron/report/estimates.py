@@ -1,23 +1,115 @@
-"""Mean scores and differences with their intervals: what is paired with what, and what can be said. docs/compare.md"""
+"""Scores of evaluations, problem by problem; their means and differences with intervals: what is paired with what."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.report.confidence import (
-    Ends,
-    SignedTables,
-    hierarchical_interval,
-    student_interval,
-    welch_interval,
-)
-from ctpo_megatron.report.scored_problems import ScoredSet, judged_in_all, same_problems
+from ctpo_megatron.base.run_paths import EVALUATION
+from ctpo_megatron.report.confidence import Ends, SignedTables, hierarchical_interval, student_interval, welch_interval
+from ctpo_megatron.report.groups import RunGroup
+from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.tracking import read_scores, trajectory_files
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+ScoredSet = Mapping[str, "ScoredProblem"]
+"""By prompt id."""
+
+
+@dataclass(frozen=True)
+class ScoredProblem:
+    """answer: the ground truth. score: mean over the samples with a verdict; None: no sample has one."""
+
+    answer: str
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """One evaluation of each seed of a group that has one. steps: after which they were made, each once, ascending."""
+
+    by_seed: Mapping[str, Mapping[str, ScoredSet]]
+    steps: list[int]
+
+    @property
+    def sources(self) -> list[str]:
+        return sorted({source for sources in self.by_seed.values() for source in sources})
+
+    def of(self, source: str) -> dict[str, ScoredSet]:
+        """Seed -> its problems of a data source; without seeds that have none."""
+        return {seed: sources[source] for seed, sources in self.by_seed.items() if source in sources}
+
+
+def same_problems(many: Sequence[ScoredSet]) -> bool:
+    """Whether they have prompts in common, and equal ids mean equal ground truths.
+
+    A task that was made with another seed has the same ids and other problems.
+    """
+    common = set.intersection(*map(set, many)) if many else set()
+    return bool(common) and all(len({each[name].answer for each in many}) == 1 for name in common)
+
+
+def judged_in_all(many: Sequence[ScoredSet]) -> list[str]:
+    """Ids of the problems with a score everywhere, in the order of the first."""
+    return [name for name in many[0] if all(name in each and each[name].score is not None for each in many)]
+
+
+def evaluations(group: RunGroup, *, last: bool) -> Evaluations:
+    """Of each run the one before training, or the last one after a step. Raises DamagedFileError."""
+    by_seed, steps = {}, set()
+    for seed, runs in group.by_seed.items():
+        dumps = [dump for run in runs if (dump := _dump(run, last))]
+        if dumps:
+            steps |= {step for step, _ in dumps}
+            by_seed[seed] = _merged([_read(path) for _, path in dumps])
+    return Evaluations(by_seed, sorted(steps))
+
+
+def _dump(run: RunData, last: bool) -> tuple[int, Path] | None:
+    found = trajectory_files(run.directory, EVALUATION)
+    steps = [step for step in found if (step > 0) == last]
+    return (max(steps), found[max(steps)]) if steps else None
+
+
+def _read(path: Path) -> dict[str, dict[str, ScoredProblem]]:
+    answers: dict[str, dict[str, str]] = {}
+    scores: dict[tuple[str, str], list[float]] = {}
+    for each in read_scores(path):
+        answers.setdefault(each.data_source, {})[each.prompt_id] = each.answer
+        if each.reward is not None:
+            scores.setdefault((each.data_source, each.prompt_id), []).append(each.reward)
+    return {
+        source: {
+            name: ScoredProblem(answer, _mean_of_judged(scores.get((source, name))))
+            for name, answer in problems.items()
+        }
+        for source, problems in answers.items()
+    }
+
+
+def _merged(repeated: Sequence[Mapping[str, Mapping[str, ScoredProblem]]]) -> Mapping[str, ScoredSet]:
+    """The mean of runs of one seed, which have the same problems."""
+    merged: dict[str, ScoredSet] = {}
+    for source in dict.fromkeys(source for each in repeated for source in each):
+        many = [each[source] for each in repeated if source in each]
+        names = dict.fromkeys(name for each in many for name in each)
+        merged[source] = {name: _mean_problem([each[name] for each in many if name in each]) for name in names}
+    return merged
+
+
+def _mean_problem(many: Sequence[ScoredProblem]) -> ScoredProblem:
+    return ScoredProblem(many[0].answer, _mean_of_judged([each.score for each in many if each.score is not None]))
+
+
+def _mean_of_judged(values: Sequence[float] | None) -> float | None:
+    return sum(values) / len(values) if values else None
+
 
 ONE_SEED = "one seed: says nothing about other seeds"
 
@@ -52,7 +144,7 @@ def mean_score(by_seed: Mapping[str, ScoredSet]) -> Estimate:
     names = judged_in_all(many)
     left_out = len(set.union(*map(set, many))) - len(names)
     table = _table(many, names)
-    return _estimate([[(1.0, table)]], _bounds(many, 0.0), left_out, seeds, _seed_interval([1.0], [table]), [])
+    return _estimate([[(1.0, table)]], _bounds(many, 0.0), left_out, seeds, [])
 
 
 def difference(by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet]) -> Estimate:
@@ -71,9 +163,8 @@ def difference(by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet]
         left_out = len(set.union(*map(set, [*left, *right]))) - len(names)
         a, b = _table(left, names), _table(right, names)
         if paired:
-            return _estimate([[(1.0, a - b)]], bounds, left_out, seeds, _seed_interval([1.0], [a - b]), notes)
-        block = [(1.0, a), (-1.0, b)]
-        return _estimate([block], bounds, left_out, seeds, _seed_interval([1.0, -1.0], [a, b]), notes)
+            return _estimate([[(1.0, a - b)]], bounds, left_out, seeds, notes)
+        return _estimate([[(1.0, a), (-1.0, b)]], bounds, left_out, seeds, notes)
     if paired and all(same_problems(pair) for pair in zip(left, right, strict=True)):
         return _within_seeds(left, right, seeds, notes)
     return _unpaired(left, right, seeds, [*notes, "not paired: the groups have other problems"])
@@ -101,14 +192,7 @@ def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], seeds: list
         tables = [_table(side, judged) for side, judged in zip(sides, names, strict=True)]
         known = sum(len(set.union(*map(set, side))) for side in sides)
         blocks = [[(1.0, tables[0])], [(-1.0, tables[1])]]
-        return _estimate(
-            blocks,
-            _bounds([*left, *right], -1.0),
-            known - sum(map(len, names)),
-            seeds,
-            _seed_interval([1.0, -1.0], tables),
-            notes,
-        )
+        return _estimate(blocks, _bounds([*left, *right], -1.0), known - sum(map(len, names)), seeds, notes)
     means = [[own_mean(problems) for problems in side] for side in sides]
     value = _mean(means[0]) - _mean(means[1])
     interval = _if_known(welch_interval(*means)) if min(map(len, means)) > 1 else None
@@ -116,16 +200,13 @@ def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], seeds: list
 
 
 def _estimate(
-    blocks: Sequence[SignedTables],
-    bounds: Ends | None,
-    left_out: int,
-    seeds: list[str],
-    over_seeds: Ends | None,
-    notes: list[str],
+    blocks: Sequence[SignedTables], bounds: Ends | None, left_out: int, seeds: list[str], notes: list[str]
 ) -> Estimate:
+    """Of one table, or of the difference of two."""
     tables = [(factor, table) for block in blocks for factor, table in block]
     problems = sum(block[0][1].shape[1] for block in blocks)
     few = min(table.shape[1] for _, table in tables)
+    over_seeds = _seed_interval([table for _, table in tables])
     several = all(len(table) > 1 for _, table in tables)
     if not several:
         # The spread over seeds is unknown on one side: what the other side has of it must not pass for the whole.
@@ -147,11 +228,11 @@ def _bounds(many: Sequence[ScoredSet], lowest: float) -> Ends | None:
     return (lowest, 1.0) if scores and min(scores) >= 0 and max(scores) <= 1 else None
 
 
-def _seed_interval(factors: Sequence[float], tables: Sequence[NDArray[Any]]) -> Ends | None:
+def _seed_interval(tables: Sequence[NDArray[Any]]) -> Ends | None:
     if any(len(table) < 2 or not table.shape[1] for table in tables):
         return None
     means = [table.mean(1).tolist() for table in tables]
-    return student_interval(means[0]) if len(factors) == 1 else welch_interval(*means)
+    return student_interval(means[0]) if len(tables) == 1 else welch_interval(*means)
 
 
 def _seed_notes(

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.terminal import Terminal
-from ctpo_megatron.report.best import Best, best_step
-from ctpo_megatron.report.decline import Trend, decline_of
+from ctpo_megatron.report.learning import Best, Trend, best_step, decline_of
 from ctpo_megatron.report.run_data import ACCURACY, RunData, Series
 from ctpo_megatron.tracking import PHASES, TimeSpent, duration
 

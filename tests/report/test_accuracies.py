@@ -17,11 +17,10 @@ from scipy import stats
 
 from ctpo_megatron.report import accuracies
 from ctpo_megatron.report.accuracies import UNDECIDED, compare_accuracies
-from ctpo_megatron.report.comparison_table import accuracy_table, difference_table, notes_of_accuracies
-from ctpo_megatron.report.estimates import ONE_SEED, difference, mean_score
+from ctpo_megatron.report.comparison import accuracy_table, difference_table, notes_of_accuracies
+from ctpo_megatron.report.estimates import ONE_SEED, ScoredProblem, ScoredSet, difference, mean_score
 from ctpo_megatron.report.groups import groups_of
 from ctpo_megatron.report.run_data import RunData
-from ctpo_megatron.report.scored_problems import ScoredProblem, ScoredSet
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, write_trajectories
 from tests.tracking.synthetic_run import decode, make_config, make_groups

@@ -10,8 +10,7 @@ import pytest
 
 from ctpo_megatron.config import known_keys
 from ctpo_megatron.report.differences import NOT_COMPARED, differences
-from ctpo_megatron.report.group_notes import notes_of
-from ctpo_megatron.report.groups import RunGroup, groups_of
+from ctpo_megatron.report.groups import RunGroup, groups_of, notes_of
 from ctpo_megatron.report.run_data import RunData
 from tests.tracking.synthetic_run import make_config
 

@@ -37,9 +37,8 @@ from ctpo_megatron.tracking import (
     write_trajectories,
 )
 from ctpo_megatron.tracking.dump_writer import WAITING
-from ctpo_megatron.tracking.give_way import AT_ONCE
 from ctpo_megatron.tracking.parquet_dump import SCHEMA
-from ctpo_megatron.tracking.records import Head, texts_in
+from ctpo_megatron.tracking.records import AT_ONCE, Head, texts_in
 from ctpo_megatron.tracking.segments import Texts
 from ctpo_megatron.tracking.timing import read_stages
 from ctpo_megatron.tracking.trajectories import read_heads, read_texts, records_at
@@ -153,7 +152,7 @@ def test_a_dump_gives_way_to_other_threads_every_few_thousand_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any
 ) -> None:
     pauses = list[float]()
-    monkeypatch.setattr("ctpo_megatron.tracking.give_way.time.sleep", pauses.append)
+    monkeypatch.setattr("ctpo_megatron.tracking.records.time.sleep", pauses.append)
     groups = [one_turn([97] * 10_000) for _ in range(4)]
     write_trajectories(tmp_path, 1, groups, decode, form=form)
     assert len(pauses) >= 4 * 10_000 // AT_ONCE and all(0 < pause < 1e-3 for pause in pauses)
