@@ -14,7 +14,6 @@ from ctpo_megatron.report.estimates import (
     difference,
     evaluations,
     mean_score,
-    own_mean,
 )
 from ctpo_megatron.report.groups import RunGroup
 
@@ -23,13 +22,11 @@ UNDECIDED = "cannot be told apart"
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of one group and one data source. steps: after which it was evaluated. by_seed: the mean of each seed."""
+    """Of one group and one data source."""
 
     group: str
     source: str
-    steps: list[int]
     estimate: Estimate
-    by_seed: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def _of_source(source: str, evaluated: Sequence[tuple[RunGroup, Evaluations, Eva
     for group, last, first in evaluated:
         if scores := last.of(source):
             after[group.label] = scores
-            found.accuracies.append(_accuracy(group, source, last.steps, scores))
+            found.accuracies.append(_accuracy(group, source, scores))
             found.gains.extend(_gain(group.label, source, scores, first.of(source)))
     for other, group_label in itertools.combinations(after, 2):
         estimate = difference(after[group_label], after[other])
@@ -112,9 +109,8 @@ def _gain(
         yield AccuracyDifference(label, BEFORE, source, estimate)
 
 
-def _accuracy(group: RunGroup, source: str, steps: list[int], by_seed: Mapping[str, ScoredSet]) -> Accuracy:
-    means = {seed: own_mean(problems) for seed, problems in by_seed.items()}
+def _accuracy(group: RunGroup, source: str, by_seed: Mapping[str, ScoredSet]) -> Accuracy:
     estimate = mean_score(by_seed)
     if missing := [seed for seed in group.seeds if seed not in by_seed]:
         estimate.notes.append(f"no evaluation of seed {', '.join(missing)}")
-    return Accuracy(group.label, source, steps, estimate, means)
+    return Accuracy(group.label, source, estimate)

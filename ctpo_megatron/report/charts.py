@@ -124,7 +124,6 @@ class ReferenceLine:
 
     value: float
     label: str
-    colour: str = "red"
 
 
 def cycled(series: Iterable[Curve]) -> list[Curve]:
@@ -149,15 +148,13 @@ def curves(series: Sequence[Curve], x: Axis, y: Axis, rules: Sequence[ReferenceL
     return spec
 
 
-def points(
-    measured: Sequence[Curve], fitted: Sequence[Curve], x: Axis, y: Axis, rules: Sequence[ReferenceLine] = ()
-) -> Spec:
+def points(measured: Sequence[Curve], fitted: Sequence[Curve], x: Axis, y: Axis) -> Spec:
     """Points, each series with a curve fitted to it if `fitted` has one of the same label."""
     rows = [row for curve in measured for row in _rows(curve, x, y)]
     lines = [row for curve in fitted for row in _rows(curve, x, y)]
     layers = [_layer({"type": "line", "clip": True, "opacity": 0.6}, y) | {"data": {"values": lines}}] if lines else []
     layers.append(_layer({"type": "point", "filled": True, "clip": True}, y))
-    return _spec(rows, measured, x, [*layers, *_rules(rules, y), *_marked(y)])
+    return _spec(rows, measured, x, [*layers, *_marked(y)])
 
 
 def stacked(parts: Sequence[Curve], x: Axis, y: Axis) -> Spec:
@@ -329,7 +326,7 @@ def _rules(rules: Sequence[ReferenceLine], y: Axis) -> list[Spec]:
     layers: list[Spec] = []
     for rule in rules:
         at = {"datum": rule.value, "type": "quantitative", "scale": channel("y", y)["scale"]}
-        colour = {"value": variable(rule.colour)}
+        colour = {"value": variable("red")}
         line = {"type": "rule", "strokeDash": [4, 3], "clip": True}
         text = {"type": "text", "align": "right", "dx": -2, "dy": 2, "baseline": "top"}
         anywhere: Spec = {"data": {"values": [{}]}}

@@ -32,10 +32,9 @@ class ScoredProblem:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """One evaluation of each seed of a group that has one. steps: after which they were made, each once, ascending."""
+    """One evaluation of each seed of a group that has one."""
 
     by_seed: Mapping[str, Mapping[str, ScoredSet]]
-    steps: list[int]
 
     @property
     def sources(self) -> list[str]:
@@ -62,19 +61,17 @@ def judged_in_all(many: Sequence[ScoredSet]) -> list[str]:
 
 def evaluations(group: RunGroup, *, last: bool) -> Evaluations:
     """Of each run the one before training, or the last one after a step. Raises DamagedFileError."""
-    by_seed, steps = {}, set()
+    by_seed = {}
     for seed, runs in group.by_seed.items():
-        dumps = [dump for run in runs if (dump := _dump(run, last))]
-        if dumps:
-            steps |= {step for step, _ in dumps}
-            by_seed[seed] = _merged([_read(path) for _, path in dumps])
-    return Evaluations(by_seed, sorted(steps))
+        if dumps := [dump for run in runs if (dump := _dump(run, last))]:
+            by_seed[seed] = _merged([_read(dump) for dump in dumps])
+    return Evaluations(by_seed)
 
 
-def _dump(run: RunData, last: bool) -> tuple[int, Path] | None:
+def _dump(run: RunData, last: bool) -> Path | None:
     found = trajectory_files(run.directory, EVALUATION)
     steps = [step for step in found if (step > 0) == last]
-    return (max(steps), found[max(steps)]) if steps else None
+    return found[max(steps)] if steps else None
 
 
 def _read(path: Path) -> dict[str, dict[str, ScoredProblem]]:
@@ -118,33 +115,28 @@ ONE_SEED = "one seed: says nothing about other seeds"
 class Estimate:
     """A mean score, or a difference of two, with its 95 % interval.
 
-    interval: over what `over` names; None where nothing can be said. over_seeds: Student's t over the seeds, for these
-    very problems; None with fewer than two. problems: that it is of. left_out: further ones, without a verdict or
-    without a counterpart. seeds: it is of. notes: what a reader has to know of it.
+    interval: over what `over` names; None where nothing can be said. left_out: problems without a verdict or without a
+    counterpart. notes: what a reader has to know of it.
     """
 
     value: float
     interval: Ends | None
     over: str
-    over_seeds: Ends | None
-    problems: int
     left_out: int
-    seeds: list[str]
     notes: list[str]
 
 
 def mean_score(by_seed: Mapping[str, ScoredSet]) -> Estimate:
     """The mean score over problems and seeds. by_seed: seed -> its problems, one seed or more."""
-    many, seeds = [*by_seed.values()], [*by_seed]
+    many = [*by_seed.values()]
     if len(many) > 1 and not same_problems(many):
         means = [own_mean(problems) for problems in many]
-        over_seeds = _if_known(student_interval(means))
-        note = "each seed has problems of its own"
-        return Estimate(_mean(means), over_seeds, "seeds", over_seeds, *_sizes(many), seeds, [note])
+        interval = _if_known(student_interval(means))
+        return Estimate(_mean(means), interval, "seeds", _unjudged(many), ["each seed has problems of its own"])
     names = judged_in_all(many)
     left_out = len(set.union(*map(set, many))) - len(names)
     table = _table(many, names)
-    return _estimate([[(1.0, table)]], _bounds(many, 0.0), left_out, seeds, [])
+    return _estimate([[(1.0, table)]], _bounds(many, 0.0), left_out, [])
 
 
 def difference(by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet]) -> Estimate:
@@ -156,83 +148,65 @@ def difference(by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet]
     paired = len(common) > 1 or (len(by_seed) == len(others) == len(common) == 1)
     left, right = ([each[seed] for seed in (common if paired else each)] for each in (by_seed, others))
     notes = _seed_notes(by_seed, others, common if paired else None)
-    seeds = common if paired else list(dict.fromkeys([*by_seed, *others]))
     bounds = _bounds([*left, *right], -1.0)
     if same_problems([*left, *right]):
         names = judged_in_all([*left, *right])
         left_out = len(set.union(*map(set, [*left, *right]))) - len(names)
         a, b = _table(left, names), _table(right, names)
         if paired:
-            return _estimate([[(1.0, a - b)]], bounds, left_out, seeds, notes)
-        return _estimate([[(1.0, a), (-1.0, b)]], bounds, left_out, seeds, notes)
+            return _estimate([[(1.0, a - b)]], bounds, left_out, notes)
+        return _estimate([[(1.0, a), (-1.0, b)]], bounds, left_out, notes)
     if paired and all(same_problems(pair) for pair in zip(left, right, strict=True)):
-        return _within_seeds(left, right, seeds, notes)
-    return _unpaired(left, right, seeds, [*notes, "not paired: the groups have other problems"])
+        return _within_seeds(left, right, notes)
+    return _unpaired(left, right, [*notes, "not paired: the groups have other problems"])
 
 
-def _within_seeds(
-    left: Sequence[ScoredSet], right: Sequence[ScoredSet], seeds: list[str], notes: list[str]
-) -> Estimate:
+def _within_seeds(left: Sequence[ScoredSet], right: Sequence[ScoredSet], notes: list[str]) -> Estimate:
     """Where each seed has problems of its own, which both sides have."""
-    found, problems, left_out = [], 0, 0
+    found, left_out = [], 0
     for pair in zip(left, right, strict=True):
         names = judged_in_all(pair)
         found.append(_own_mean_of(pair[0], names) - _own_mean_of(pair[1], names))
-        problems += len(names)
         left_out += len(pair[0].keys() | pair[1].keys()) - len(names)
     interval = _if_known(student_interval(found))
-    note = "each seed has problems of its own"
-    return Estimate(_mean(found), interval, "seeds", interval, problems, left_out, seeds, [*notes, note])
+    return Estimate(_mean(found), interval, "seeds", left_out, [*notes, "each seed has problems of its own"])
 
 
-def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], seeds: list[str], notes: list[str]) -> Estimate:
+def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], notes: list[str]) -> Estimate:
     sides = [left, right]
     if all(len(side) == 1 or same_problems(side) for side in sides):
         names = [judged_in_all(side) for side in sides]
         tables = [_table(side, judged) for side, judged in zip(sides, names, strict=True)]
         known = sum(len(set.union(*map(set, side))) for side in sides)
         blocks = [[(1.0, tables[0])], [(-1.0, tables[1])]]
-        return _estimate(blocks, _bounds([*left, *right], -1.0), known - sum(map(len, names)), seeds, notes)
+        return _estimate(blocks, _bounds([*left, *right], -1.0), known - sum(map(len, names)), notes)
     means = [[own_mean(problems) for problems in side] for side in sides]
     value = _mean(means[0]) - _mean(means[1])
     interval = _if_known(welch_interval(*means)) if min(map(len, means)) > 1 else None
-    return Estimate(value, interval, "seeds", interval, *_sizes([*left, *right]), seeds, notes)
+    return Estimate(value, interval, "seeds", _unjudged([*left, *right]), notes)
 
 
-def _estimate(
-    blocks: Sequence[SignedTables], bounds: Ends | None, left_out: int, seeds: list[str], notes: list[str]
-) -> Estimate:
+def _estimate(blocks: Sequence[SignedTables], bounds: Ends | None, left_out: int, notes: list[str]) -> Estimate:
     """Of one table, or of the difference of two."""
     tables = [(factor, table) for block in blocks for factor, table in block]
-    problems = sum(block[0][1].shape[1] for block in blocks)
     few = min(table.shape[1] for _, table in tables)
-    over_seeds = _seed_interval([table for _, table in tables])
     several = all(len(table) > 1 for _, table in tables)
     if not several:
         # The spread over seeds is unknown on one side: what the other side has of it must not pass for the whole.
         blocks = [[(factor, table.mean(0, keepdims=True)) for factor, table in block] for block in blocks]
         notes = [*notes, ONE_SEED]
     if few == 0:
-        return Estimate(math.nan, None, "", None, 0, left_out, seeds, [*notes, "no problem is judged on both sides"])
+        return Estimate(math.nan, None, "", left_out, [*notes, "no problem is judged on both sides"])
     value = sum(factor * float(table.mean()) for factor, table in tables)
     interval = hierarchical_interval(blocks, bounds) if few > 1 else None
     notes = notes if few > 1 else [*notes, "one problem"]
-    return Estimate(
-        value, interval, "problems and seeds" if several else "problems", over_seeds, problems, left_out, seeds, notes
-    )
+    return Estimate(value, interval, "problems and seeds" if several else "problems", left_out, notes)
 
 
 def _bounds(many: Sequence[ScoredSet], lowest: float) -> Ends | None:
     """Of a mean (`lowest` 0) or a difference (-1) of scores that are between 0 and 1; None for other scores."""
     scores = [each.score for problems in many for each in problems.values() if each.score is not None]
     return (lowest, 1.0) if scores and min(scores) >= 0 and max(scores) <= 1 else None
-
-
-def _seed_interval(tables: Sequence[NDArray[Any]]) -> Ends | None:
-    if any(len(table) < 2 or not table.shape[1] for table in tables):
-        return None
-    means = [table.mean(1).tolist() for table in tables]
-    return student_interval(means[0]) if len(tables) == 1 else welch_interval(*means)
 
 
 def _seed_notes(
@@ -264,10 +238,8 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def _sizes(many: Sequence[ScoredSet]) -> tuple[int, int]:
-    """Judged problems, and the others."""
-    judged = sum(len(judged_in_all([problems])) for problems in many)
-    return judged, sum(map(len, many)) - judged
+def _unjudged(many: Sequence[ScoredSet]) -> int:
+    return sum(len(problems) - len(judged_in_all([problems])) for problems in many)
 
 
 def _if_known(interval: Ends) -> Ends | None:

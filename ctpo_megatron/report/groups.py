@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +44,13 @@ class RunGroup:
         return {seed: [*map(run_name, runs)] for seed, runs in self.by_seed.items() if len(runs) > 1}
 
 
-def groups_of(runs: Sequence[RunData], ignored: Collection[str] = ()) -> list[RunGroup]:
+def groups_of(runs: Sequence[RunData]) -> list[RunGroup]:
     """Group runs by what differs in their configurations (`differences`), in the order of their first runs.
 
-    A directory that is given twice counts once. ignored: keys or sections that are not to separate groups.
+    A directory that is given twice counts once.
     """
     runs = list({run.directory.resolve(): run for run in runs}.values())
-    found = differences(runs, ignored)
+    found = differences(runs)
     seeds = _seeds(runs, found)
     members: dict[str, list[int]] = {}
     for place in range(len(runs)):
@@ -152,10 +152,10 @@ _NAMED = 3
 """Runs that a note names."""
 
 
-def notes_of(groups: Sequence[RunGroup], ignored: Collection[str] = ()) -> list[str]:
-    """One sentence or two a note; empty where there is nothing to say. ignored: as for `groups_of`."""
+def notes_of(groups: Sequence[RunGroup]) -> list[str]:
+    """One sentence or two a note; empty where there is nothing to say."""
     runs = [run for group in groups for run in group.runs]
-    found = differences(runs, ignored)
+    found = differences(runs)
     return [
         *_repeated(groups),
         *_confounded(groups),

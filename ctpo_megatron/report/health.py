@@ -37,16 +37,11 @@ def checks(run: RunData) -> Iterator[Indicator]:
         ("reward/crashes", "Scorer crashes", "its process died: no verdict"),
         ("reward/nones", "Scorer without an answer", "returned None: no verdict"),
         ("reward/not_finite", "Scorer not finite", "NaN or infinite: no verdict"),
+        ("tracking/failures", "Tracker failures", "calls of a tracker; the run continued"),
+        (DUMP_FAILURES, "Dumps lost", "their trajectories are not on disk (train.log says why); the run continued"),
     ):
         if series := run.series(metric):
             yield Indicator(label, f"{sum(series.values):,.0f}", sum(series.values) == 0, note)
-    if failures := run.series("tracking/failures"):
-        yield Indicator(
-            "Tracker failures", f"{sum(failures.values):,.0f}", False, "calls of a tracker; the run continued"
-        )
-    if lost := run.series(DUMP_FAILURES):
-        note = "their trajectories are not on disk (train.log says why); the run continued"
-        yield Indicator("Dumps lost", f"{sum(lost.values):,.0f}", False, note)
     if overflows := run.series("actor/overflow_steps"):
         scale = run.series("actor/loss_scale")
         note = f"optimizer steps skipped in float16; loss scale {scale.values[-1]:,.0f} at last" if scale else ""

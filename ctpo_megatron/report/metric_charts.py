@@ -26,7 +26,6 @@ class Band:
     seed. seeds: that have the metric. without: that do not. left_out: steps that only some of them have.
     """
 
-    metric: str
     steps: list[float]
     mean: list[float]
     low: list[float] | None
@@ -61,7 +60,6 @@ def mean_and_band(group: RunGroup, metric: str) -> Band | None:
     columns = [[curve[step] for curve in found.values()] for step in steps]
     ends = _ends(columns, len(found))
     return Band(
-        metric=metric,
         steps=steps,
         mean=[sum(column) / len(column) for column in columns],
         low=None if ends is None else [low for low, _ in ends],
@@ -196,11 +194,11 @@ MOST = 400
 _SMOOTHED_FROM = 100
 
 
-def kept(values: Sequence[float], most: int = MOST) -> list[int]:
+def kept(values: Sequence[float]) -> list[int]:
     """Places of the values to keep: of each interval the smallest and the largest, so that peaks stay."""
-    if len(values) <= most:
+    if len(values) <= MOST:
         return list(range(len(values)))
-    stride = -(-2 * len(values) // most)
+    stride = -(-2 * len(values) // MOST)
     places = {0, len(values) - 1}
     for start in range(0, len(values), stride):
         interval = range(start, min(start + stride, len(values)))

@@ -186,11 +186,6 @@ def test_long_labels_are_short_and_unique() -> None:
     assert max(map(len, labels)) <= 100
 
 
-def test_what_is_ignored_does_not_separate() -> None:
-    runs = [run("a", policy__optimizer__lr=1e-6), run("b", 1, policy__optimizer__lr=2e-6)]
-    assert len(groups_of(runs, ignored=["policy.optimizer"])) == 1
-
-
 def test_other_machines_code_and_stages_are_said() -> None:
     commits = ["a" * 40, "a" * 40 + "+changes"]
     environments = [
