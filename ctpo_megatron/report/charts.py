@@ -134,7 +134,7 @@ def cycled(series: Iterable[Curve]) -> list[Curve]:
 def curves(series: Sequence[Curve], x: Axis, y: Axis, rules: Sequence[ReferenceLine] = ()) -> Spec:
     """Lines over x with their bands. Points that a log axis cannot show are left out."""
     mains, thin = [c for c in series if c.of is None], [c for c in series if c.of is not None]
-    rows = [row for curve in mains for row in _rows(curve, x, y)]
+    rows = _rows(mains, x, y)
     layers: list[Spec] = []
     if any("low" in row for row in rows):
         layers.append(_layer({"type": "area", "opacity": 0.16, "clip": True}, y, {"y2": {"field": "high"}}, "low"))
@@ -150,8 +150,7 @@ def curves(series: Sequence[Curve], x: Axis, y: Axis, rules: Sequence[ReferenceL
 
 def points(measured: Sequence[Curve], fitted: Sequence[Curve], x: Axis, y: Axis) -> Spec:
     """Points, each series with a curve fitted to it if `fitted` has one of the same label."""
-    rows = [row for curve in measured for row in _rows(curve, x, y)]
-    lines = [row for curve in fitted for row in _rows(curve, x, y)]
+    rows, lines = _rows(measured, x, y), _rows(fitted, x, y)
     layers = [_layer({"type": "line", "clip": True, "opacity": 0.6}, y) | {"data": {"values": lines}}] if lines else []
     layers.append(_layer({"type": "point", "filled": True, "clip": True}, y))
     return _spec(rows, measured, x, [*layers, *_marked(y)])
@@ -159,7 +158,9 @@ def points(measured: Sequence[Curve], fitted: Sequence[Curve], x: Axis, y: Axis)
 
 def stacked(parts: Sequence[Curve], x: Axis, y: Axis) -> Spec:
     """Parts of a whole over x, the first at the bottom: bars if there are few x, else areas. All have the same x."""
-    rows = [row | {"place": place} for place, curve in enumerate(parts) for row in _rows(curve, x, y)]
+    rows = []
+    for place, curve in enumerate(parts):
+        rows += [row | {"place": place} for row in _rows([curve], x, y)]
     few = len({row["x"] for row in rows}) <= _FEW
     layer = _bars(rows, x, y, 0.8) if few else _layer({"type": "area", "clip": True, "strokeWidth": 0}, y)
     layer["encoding"]["y"]["stack"] = "zero"
@@ -169,7 +170,7 @@ def stacked(parts: Sequence[Curve], x: Axis, y: Axis) -> Spec:
 
 def bars(heights: Sequence[Curve], x: Axis, y: Axis) -> Spec:
     """One bar for each x, from halfway to its neighbours; several series lie over each other."""
-    rows = [row for curve in heights for row in _rows(curve, x, y)]
+    rows = _rows(heights, x, y)
     layer = _bars(rows, x, y, 1.0)
     layer["encoding"]["y"]["stack"] = None
     layer["mark"]["opacity"] = 1 if len(heights) == 1 else 0.6
@@ -258,16 +259,19 @@ def still(spec: Spec) -> Spec:
     return rest | {"layer": layers} if "layer" in spec else spec
 
 
-def _rows(curve: Curve, x: Axis, y: Axis) -> list[dict[str, Any]]:
-    band = list(zip(curve.low, curve.high, strict=True)) if curve.low is not None and curve.high is not None else None
+def _rows(series: Iterable[Curve], x: Axis, y: Axis) -> list[dict[str, Any]]:
     rows = []
-    for place, (at, value) in enumerate(zip(curve.x, curve.y, strict=True)):
-        if not math.isfinite(value) or (y.log and value <= 0) or (x.log and at <= 0):
-            continue
-        row = {"x": at, "y": value, "series": curve.label}
-        if band and all(math.isfinite(end) and (end > 0 or not y.log) for end in band[place]):
-            row["low"], row["high"] = band[place]
-        rows.append(row)
+    for curve in series:
+        band = None
+        if curve.low is not None and curve.high is not None:
+            band = list(zip(curve.low, curve.high, strict=True))
+        for place, (at, value) in enumerate(zip(curve.x, curve.y, strict=True)):
+            if not math.isfinite(value) or (y.log and value <= 0) or (x.log and at <= 0):
+                continue
+            row = {"x": at, "y": value, "series": curve.label}
+            if band and all(math.isfinite(end) and (end > 0 or not y.log) for end in band[place]):
+                row["low"], row["high"] = band[place]
+            rows.append(row)
     return rows
 
 
@@ -316,7 +320,9 @@ def _dashes(series: Sequence[Curve]) -> Spec:
 
 
 def _thin_layer(series: Sequence[Curve], x: Axis, y: Axis) -> Spec:
-    rows = [row | {"series": curve.of, "member": curve.label} for curve in series for row in _rows(curve, x, y)]
+    rows = []
+    for curve in series:
+        rows += [row | {"series": curve.of, "member": curve.label} for row in _rows([curve], x, y)]
     mark = {"type": "line", "clip": True, "opacity": 0.35, "strokeWidth": 0.8}
     shown = {"detail": {"field": "member"}, "tooltip": {"field": "member", "type": "nominal"}}
     return _layer(mark, y, shown) | {"data": {"values": rows}}

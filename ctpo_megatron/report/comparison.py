@@ -14,11 +14,10 @@ from rich.text import Text
 
 from ctpo_megatron.report.accuracies import AccuracyDifference, SourceComparison, compare_accuracies
 from ctpo_megatron.report.confidence import Ends
-from ctpo_megatron.report.cost import StepCost
 from ctpo_megatron.report.estimates import ONE_SEED, Estimate
 from ctpo_megatron.report.groups import RunGroup, groups_of, notes_of, run_name, shown
 from ctpo_megatron.report.run_data import RunData
-from ctpo_megatron.report.summary import LAST, Change, summarize
+from ctpo_megatron.report.summary import LAST, Change, StepCost, summarize
 from ctpo_megatron.report.theme import CYCLE
 from ctpo_megatron.tracking import duration
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +53,16 @@ def figures_of(compared: Comparison) -> tuple[list[Figure], list[Figure]]:
     return [figure for figure in found if figure.charts], by_position
 
 
+def charts_of(figures: Iterable[Figure]) -> list[Chart]:
+    return list(itertools.chain.from_iterable(figure.charts.values() for figure in figures))
+
+
 def write_figures(run: RunData, figures: Sequence[Figure]) -> None:
     """Write `figures/<name>.png` of a run and `figures/overview.png`; files of an earlier report are removed."""
     import vl_convert
 
     folder = RunPaths(run.directory).figures
-    charts = {figure.name: chart for figure in figures for chart in figure.charts.values()}
+    charts = {chart.name: chart for chart in charts_of(figures)}
     written = {path.name for path in save_charts(charts.values(), folder, ("png",), SCREEN)}
     if chosen := [charts[name] for name in OVERVIEW if name in charts]:
         spec = coloured(_together(chosen, 3), LIGHT)
@@ -76,7 +81,7 @@ def save_figures(compared: Comparison, folder: Path) -> list[Path]:
     as in a README. Raises DamagedFileError.
     """
     by_step, by_position = figures_of(compared)
-    charts = [chart for figure in (*by_step, *by_position) for chart in figure.charts.values()]
+    charts = charts_of([*by_step, *by_position])
     written = save_charts([*charts, *outcome_charts(compared.groups)], folder)
     found = {chart.name: chart for chart in charts}
     if chosen := [found[name] for name in OVERVIEW if name in found and len(compared.runs) == 1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class RunGroup:
 
     @property
     def runs(self) -> list[RunData]:
-        return [run for runs in self.by_seed.values() for run in runs]
+        return list(itertools.chain.from_iterable(self.by_seed.values()))
 
     @property
     def seeds(self) -> list[str]:
@@ -61,6 +62,10 @@ def groups_of(runs: Sequence[RunData]) -> list[RunGroup]:
         RunGroup(label, _by_seed(runs, seeds, places), chosen)
         for label, places, chosen in zip(labels, members.values(), settings, strict=True)
     ]
+
+
+def runs_of(groups: Iterable[RunGroup]) -> list[RunData]:
+    return list(itertools.chain.from_iterable(group.runs for group in groups))
 
 
 def run_name(run: RunData) -> str:
@@ -154,7 +159,7 @@ _NAMED = 3
 
 def notes_of(groups: Sequence[RunGroup]) -> list[str]:
     """One sentence or two a note; empty where there is nothing to say."""
-    runs = [run for group in groups for run in group.runs]
+    runs = runs_of(groups)
     found = differences(runs)
     return [
         *_repeated(groups),

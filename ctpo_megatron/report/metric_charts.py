@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ctpo_megatron.report.charts import Axis, Chart, Curve, ReferenceLine, curves, stacked
 from ctpo_megatron.report.confidence import student_interval
-from ctpo_megatron.report.groups import RunGroup, run_name
+from ctpo_megatron.report.groups import RunGroup, run_name, runs_of
 from ctpo_megatron.report.panels import Line, Panel
 from ctpo_megatron.report.run_data import RunData, Series
 from ctpo_megatron.report.theme import CYCLE
@@ -106,7 +106,7 @@ def panel_chart(panel: Panel, run: RunData) -> Chart:
 def comparison_charts(panel: Panel, groups: Sequence[RunGroup]) -> Iterator[tuple[str, Chart]]:
     """Label and chart of each metric of a panel: the groups' means with their bands, and each run thinly beneath."""
     x, y = _axes(panel)
-    rules = [*_references(panel, [run for group in groups for run in group.runs])]
+    rules = [*_references(panel, runs_of(groups))]
     for line in panel.compared:
         drawn = [curve for place, group in enumerate(groups) for curve in _of_group(line, place, group)]
         if drawn:

@@ -15,13 +15,12 @@ from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report.charts import Chart
 from ctpo_megatron.report.comparison import Comparison, in_short, page_values
-from ctpo_megatron.report.cost import StepCost
-from ctpo_megatron.report.figures import Figure, figures_of, write_figures
+from ctpo_megatron.report.figures import Figure, charts_of, figures_of, write_figures
 from ctpo_megatron.report.health import checks, rank_memory
 from ctpo_megatron.report.page_data import bundle, chart_json, rendered
 from ctpo_megatron.report.panels import Panel, panels
 from ctpo_megatron.report.run_data import RunData, Series
-from ctpo_megatron.report.summary import LAST, Summary, conversation_uses, evaluation_label, summarize
+from ctpo_megatron.report.summary import LAST, StepCost, Summary, conversation_uses, evaluation_label, summarize
 from ctpo_megatron.report.trajectories.ratio import ratio_spec
 from ctpo_megatron.report.trajectories.sample import sample_of_run
 from ctpo_megatron.tracking import duration
@@ -70,7 +69,7 @@ Figures = tuple[list[Figure], list[Figure]]
 def _page(compared: Comparison, figures: Figures, watched: bool = False) -> str:
     one = compared.runs[0] if len(compared.runs) == 1 else None
     values = _of_run(one, figures[0]) if one else page_values(compared)
-    charts = [chart for figure in (*figures[0], *figures[1]) for chart in figure.charts.values()]
+    charts = charts_of([*figures[0], *figures[1]])
     values |= {"figures": figures[0], "by_position": figures[1], "one": one, "watched": watched}
     return page_of("report.html.jinja", charts, **values)
 

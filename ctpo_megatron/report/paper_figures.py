@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from ctpo_megatron.report.charts import SHOWN, Axis, Chart, Curve, Spec, channel, curves, cycled, points
-from ctpo_megatron.report.groups import RunGroup
+from ctpo_megatron.report.groups import RunGroup, runs_of
 from ctpo_megatron.report.metric_charts import Band, mean_and_band
 from ctpo_megatron.report.positions_of_groups import (
     GUIDE,
@@ -39,7 +40,8 @@ def law_charts(groups: Sequence[RunGroup]) -> list[Chart]:
 
 def outcome_charts(groups: Sequence[RunGroup]) -> list[Chart]:
     """Figure 2: accuracies, clip fraction, response length and reward against the step."""
-    sources = {name: match["source"] for name in _names(groups) if (match := ACCURACY.fullmatch(name))}
+    names = sorted(set().union(*(run.accuracy_names for run in runs_of(groups))))
+    sources = {name: match["source"] for name in names if (match := ACCURACY.fullmatch(name))}
     panels: list[tuple[str, str, str, str, tuple[float | None, float | None]]] = [
         (name, f"figure2_accuracy_{number}", f"Accuracy on {source}", "accuracy", (0.0, 1.0))
         for number, (name, source) in enumerate(sources.items(), start=1)
@@ -48,15 +50,11 @@ def outcome_charts(groups: Sequence[RunGroup]) -> list[Chart]:
         panels.append((clip, "figure2_clip", "Clipped tokens", "share of loss tokens", (0.0, None)))
     panels.append(("rollout/response_length_mean", "figure2_length", "Response length", "tokens", (0.0, None)))
     panels.append(("reward/mean", "figure2_reward", "Reward in training", "mean reward", (None, None)))
-    return [chart for panel in panels for chart in _outcome(groups, *panel)]
-
-
-def _names(groups: Sequence[RunGroup]) -> list[str]:
-    return sorted({name for group in groups for run in group.runs for name in run.accuracy_names})
+    return list(itertools.chain.from_iterable(_outcome(groups, *panel) for panel in panels))
 
 
 def _clip_key(groups: Sequence[RunGroup]) -> str | None:
-    runs = [run for group in groups for run in group.runs]
+    runs = runs_of(groups)
     having = (key for key in CLIP_KEYS if all(run.series(key) for run in runs))
     anywhere = (key for key in CLIP_KEYS if any(run.series(key) for run in runs))
     return next(having, next(anywhere, None))
@@ -132,7 +130,7 @@ def _window_chart(late: Sequence[PositionSums]) -> Chart:
 
 
 def _steps(late: Sequence[PositionSums]) -> str:
-    steps = sorted({step for sums in late for step in sums.steps})
+    steps = sorted(set().union(*(sums.steps for sums in late)))
     return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
 
 

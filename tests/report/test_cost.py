@@ -11,8 +11,8 @@ import pytest
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report import Comparison, RunData, cost_table, write_comparison
-from ctpo_megatron.report.cost import REST, StepCost
 from ctpo_megatron.report.page import report_page
+from ctpo_megatron.report.summary import REST, StepCost
 
 
 def write(run: Path, steps: list[dict[str, Any]], rows: str = "") -> RunData:
