@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron import __version__
+from ctpo_megatron.base.files import write_json
 from ctpo_megatron.base.run_paths import LOGS
 from ctpo_megatron.config import Config, Extension, RewardConfig
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.answering import answer, reference_scores
 from ctpo_megatron.evaluate.page import write_evaluation_page
-from ctpo_megatron.evaluate.results import REFERENCE_SCORER, ScoreColumn, results, write_results
+from ctpo_megatron.evaluate.results import REFERENCE_SCORER, RESULTS_FILE, ScoreColumn, results
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.evaluate.target import settings_of
 from ctpo_megatron.rollouts import unjudged
@@ -72,7 +73,7 @@ def evaluate(
             "no prompt has a sample with a verdict: the lines above say why; the same command tries again"
         )
     found = _facts(config, scorers, left_out) | results(samples, scorers, config.run.seed)
-    write_results(output, found)
+    write_json(output / RESULTS_FILE, found)
     page = write_evaluation_page(output, found, prompts, problems, scorers[0])
     return Outcome(found, left_out, unjudged(samples), page)
 

@@ -62,7 +62,7 @@ def write_evaluation_page(
         f"at temperature {found['temperature']:g}.",
         tiles=list(_tiles(found)),
         accuracy=[_accuracy(scorer, groups, k) for scorer in found["scorers"]],
-        figures=[Figure(chart.name, chart.title, chart.caption, {chart.title: chart}) for chart in charts],
+        figures=[Figure.of(chart) for chart in charts],
         conduct_columns=[label for label, _ in _CONDUCT.values()],
         conduct=[(source, [_cell(figures, name) for name in _CONDUCT]) for source, figures in groups.items()],
         problems=rows[:_PROBLEMS],

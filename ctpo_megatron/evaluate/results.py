@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ctpo_megatron.base.files import write_json
 from ctpo_megatron.rewards import answer_part, last_boxed, reference_answer, votes
 from ctpo_megatron.rollouts import (
     LEVEL,
@@ -93,8 +91,3 @@ def _with_intervals(problems: Sequence[Mapping[str, float]], seed: int) -> dict[
     values = np.array([[problem[name] for name in names] for problem in problems])
     columns = zip(names, values.mean(axis=0), *bootstrap(values, seed), strict=True)
     return {name: {"value": float(v), "low": float(low), "high": float(high)} for name, v, low, high in columns}
-
-
-def write_results(directory: Path, content: Mapping[str, Any]) -> Path:
-    """Write `results.json`; returns its path."""
-    return write_json(directory / RESULTS_FILE, content)

@@ -1,25 +1,18 @@
 """report: what people see of finished and running runs, from their files alone.
 
 `print_summary` and `write_report` take a run directory, `write_comparison` and `save_figures` a `Comparison`.
-Its figures are for `accuracy_table`, `difference_table`, `cost_table` and `paper_figures` (docs/compare.md).
+Its figures are for `accuracy_table`, `difference_table` and `cost_table` (docs/compare.md).
 `write_page` writes a page in the same style, with charts of its own: one file that opens offline.
 `first_batch_warnings` says whether anything can be learned from a batch, `Decline` whether a run gets worse.
 """
 
-from ctpo_megatron.report.accuracies import SourceComparison
-from ctpo_megatron.report.axes import Axis
-from ctpo_megatron.report.charts import Chart, Curve, bars, curves, cycled, points, save_charts
-from ctpo_megatron.report.comparison import Comparison
-from ctpo_megatron.report.comparison_table import accuracy_table, cost_table, difference_table
-from ctpo_megatron.report.decline import Decline, decline_of
+from ctpo_megatron.report.charts import Axis, Chart, Curve, bars, curves, cycled, points, save_charts
+from ctpo_megatron.report.comparison import Comparison, accuracy_table, cost_table, difference_table
 from ctpo_megatron.report.figures import Figure, save_figures
-from ctpo_megatron.report.groups import RunGroup, groups_of
-from ctpo_megatron.report.learning import FALLEN, first_batch_warnings
+from ctpo_megatron.report.learning import FALLEN, Decline, decline_of, first_batch_warnings
 from ctpo_megatron.report.page import write_comparison, write_page, write_report
-from ctpo_megatron.report.paper_figures import paper_figures
-from ctpo_megatron.report.position_charts import position_charts
 from ctpo_megatron.report.run_data import RunData
-from ctpo_megatron.report.summary import Summary, conversation_uses, print_summary, summarize
+from ctpo_megatron.report.summary import conversation_uses, print_summary, summarize
 
 __all__ = [
     "FALLEN",
@@ -30,9 +23,6 @@ __all__ = [
     "Decline",
     "Figure",
     "RunData",
-    "RunGroup",
-    "SourceComparison",
-    "Summary",
     "accuracy_table",
     "bars",
     "conversation_uses",
@@ -42,10 +32,7 @@ __all__ = [
     "decline_of",
     "difference_table",
     "first_batch_warnings",
-    "groups_of",
-    "paper_figures",
     "points",
-    "position_charts",
     "print_summary",
     "save_charts",
     "save_figures",

@@ -6,22 +6,27 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ctpo_megatron.report.estimates import ONE_SEED, Estimate, difference, mean_score, own_mean
+from ctpo_megatron.report.estimates import (
+    ONE_SEED,
+    Estimate,
+    Evaluations,
+    ScoredSet,
+    difference,
+    evaluations,
+    mean_score,
+)
 from ctpo_megatron.report.groups import RunGroup
-from ctpo_megatron.report.scored_problems import Evaluations, ScoredSet, first_evaluations, last_evaluations
 
 UNDECIDED = "cannot be told apart"
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of one group and one data source. steps: after which it was evaluated. by_seed: the mean of each seed."""
+    """Of one group and one data source."""
 
     group: str
     source: str
-    steps: list[int]
     estimate: Estimate
-    by_seed: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -75,30 +80,23 @@ BEFORE = "before training"
 
 def compare_accuracies(groups: Sequence[RunGroup]) -> list[SourceComparison]:
     """Of the last evaluation of each run, by data source; empty without evaluations. Raises DamagedFileError."""
-    last = [last_evaluations(group) for group in groups]
-    first = [first_evaluations(group) for group in groups]
-    sources = sorted({source for each in last for source in each.sources})
-    return [_of_source(source, groups, last, first) for source in sources]
+    evaluated = [(group, evaluations(group, last=True), evaluations(group, last=False)) for group in groups]
+    sources = sorted({source for _, last, _ in evaluated for source in last.sources})
+    return [_of_source(source, evaluated) for source in sources]
 
 
-def _of_source(
-    source: str, groups: Sequence[RunGroup], last: Sequence[Evaluations], first: Sequence[Evaluations]
-) -> SourceComparison:
-    labels = [group.label for group in groups]
-    seeds = {group.label: group.seeds for group in groups}
-    after = {label: each.of(source) for label, each in zip(labels, last, strict=True)}
-    before = {label: each.of(source) for label, each in zip(labels, first, strict=True)}
-    steps = {label: each.steps for label, each in zip(labels, last, strict=True)}
-    there = [label for label in labels if after[label]]
-    return SourceComparison(
-        source,
-        [_accuracy(label, source, steps[label], after[label], seeds[label]) for label in there],
-        [gain for label in there for gain in _gain(label, source, after[label], before[label])],
-        [
-            AccuracyDifference(group, other, source, difference(after[group], after[other]))
-            for other, group in itertools.combinations(there, 2)
-        ],
-    )
+def _of_source(source: str, evaluated: Sequence[tuple[RunGroup, Evaluations, Evaluations]]) -> SourceComparison:
+    found = SourceComparison(source, [], [], [])
+    after: dict[str, dict[str, ScoredSet]] = {}
+    for group, last, first in evaluated:
+        if scores := last.of(source):
+            after[group.label] = scores
+            found.accuracies.append(_accuracy(group, source, scores))
+            found.gains.extend(_gain(group.label, source, scores, first.of(source)))
+    for other, group_label in itertools.combinations(after, 2):
+        estimate = difference(after[group_label], after[other])
+        found.differences.append(AccuracyDifference(group_label, other, source, estimate))
+    return found
 
 
 def _gain(
@@ -111,11 +109,8 @@ def _gain(
         yield AccuracyDifference(label, BEFORE, source, estimate)
 
 
-def _accuracy(
-    label: str, source: str, steps: list[int], by_seed: Mapping[str, ScoredSet], seeds: Sequence[str]
-) -> Accuracy:
-    means = {seed: own_mean(problems) for seed, problems in by_seed.items()}
+def _accuracy(group: RunGroup, source: str, by_seed: Mapping[str, ScoredSet]) -> Accuracy:
     estimate = mean_score(by_seed)
-    if missing := [seed for seed in seeds if seed not in by_seed]:
+    if missing := [seed for seed in group.seeds if seed not in by_seed]:
         estimate.notes.append(f"no evaluation of seed {', '.join(missing)}")
-    return Accuracy(label, source, steps, estimate, means)
+    return Accuracy(group.label, source, estimate)

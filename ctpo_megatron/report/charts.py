@@ -14,8 +14,50 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ctpo_megatron.base.files import aside
-from ctpo_megatron.report.axes import Axis, channel
 from ctpo_megatron.report.theme import CONFIG, CYCLE, LIGHT, coloured, sizes, variable
+
+_NUMBER = (
+    "datum.value == 0 ? '0' : abs(datum.value) >= 1e4 ? format(datum.value, '~s') : "
+    "abs(datum.value) < 1e-3 ? format(datum.value, '~e') : format(datum.value, '~r')"
+)
+"""Label of a tick: plain where that is short, thousands and powers of ten where not."""
+_LOG_TICK = (
+    "indexof(domain('CHANNEL')[1] / domain('CHANNEL')[0] < 300 ? [1, 2, 5] : [1], "
+    "round(datum.value / pow(10, floor(log(datum.value) / LN10 + 1e-9)))) >= 0"
+)
+"""Which ticks of a log axis count: 1, 2, 5 over a short range, powers of ten over a long one."""
+
+_ROOM = [{"expr": "height"}, 4]
+"""Of a y axis: so that a point at the upper end is not cut off."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """low, high: fixed ends; None: fitted to the data. whole: ticks at whole numbers only. base: of the logarithm."""
+
+    title: str
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    whole: bool = False
+    base: int = 10
+
+
+def channel(field: str, axis: Axis, of: Literal["x", "y"] = "y") -> dict[str, Any]:
+    """A field on this axis, as a channel of an encoding."""
+    scale: dict[str, Any] = {"type": "log", "base": axis.base} if axis.log else {"zero": False}
+    scale |= ({"nice": True, "range": _ROOM} if of == "y" else {"nice": False, "padding": 4}) | {
+        f"domain{end}": value for end, value in (("Min", axis.low), ("Max", axis.high)) if value is not None
+    }
+    ticks: dict[str, Any] = {"tickCount": 5 if of == "y" else 6, "labelExpr": _NUMBER}
+    if axis.log and axis.base == 10:
+        shown = _LOG_TICK.replace("CHANNEL", of)
+        ticks |= {"labelExpr": f"{shown} ? ({_NUMBER}) : ''", "labelOverlap": "greedy", "tickCount": 10}
+        ticks["gridOpacity"] = {"condition": {"test": shown, "value": 1}, "value": 0}
+    elif axis.whole:
+        ticks["tickMinStep"] = 1
+    return {"field": field, "type": "quantitative", "title": axis.title, "scale": scale, "axis": ticks}
+
 
 Spec = dict[str, Any]
 Format = Literal["png", "svg", "pdf"]
@@ -82,7 +124,6 @@ class ReferenceLine:
 
     value: float
     label: str
-    colour: str = "red"
 
 
 def cycled(series: Iterable[Curve]) -> list[Curve]:
@@ -93,7 +134,7 @@ def cycled(series: Iterable[Curve]) -> list[Curve]:
 def curves(series: Sequence[Curve], x: Axis, y: Axis, rules: Sequence[ReferenceLine] = ()) -> Spec:
     """Lines over x with their bands. Points that a log axis cannot show are left out."""
     mains, thin = [c for c in series if c.of is None], [c for c in series if c.of is not None]
-    rows = [row for curve in mains for row in _rows(curve, x, y)]
+    rows = _rows(mains, x, y)
     layers: list[Spec] = []
     if any("low" in row for row in rows):
         layers.append(_layer({"type": "area", "opacity": 0.16, "clip": True}, y, {"y2": {"field": "high"}}, "low"))
@@ -107,20 +148,19 @@ def curves(series: Sequence[Curve], x: Axis, y: Axis, rules: Sequence[ReferenceL
     return spec
 
 
-def points(
-    measured: Sequence[Curve], fitted: Sequence[Curve], x: Axis, y: Axis, rules: Sequence[ReferenceLine] = ()
-) -> Spec:
+def points(measured: Sequence[Curve], fitted: Sequence[Curve], x: Axis, y: Axis) -> Spec:
     """Points, each series with a curve fitted to it if `fitted` has one of the same label."""
-    rows = [row for curve in measured for row in _rows(curve, x, y)]
-    lines = [row for curve in fitted for row in _rows(curve, x, y)]
+    rows, lines = _rows(measured, x, y), _rows(fitted, x, y)
     layers = [_layer({"type": "line", "clip": True, "opacity": 0.6}, y) | {"data": {"values": lines}}] if lines else []
     layers.append(_layer({"type": "point", "filled": True, "clip": True}, y))
-    return _spec(rows, measured, x, [*layers, *_rules(rules, y), *_marked(y)])
+    return _spec(rows, measured, x, [*layers, *_marked(y)])
 
 
 def stacked(parts: Sequence[Curve], x: Axis, y: Axis) -> Spec:
     """Parts of a whole over x, the first at the bottom: bars if there are few x, else areas. All have the same x."""
-    rows = [row | {"place": place} for place, curve in enumerate(parts) for row in _rows(curve, x, y)]
+    rows = []
+    for place, curve in enumerate(parts):
+        rows += [row | {"place": place} for row in _rows([curve], x, y)]
     few = len({row["x"] for row in rows}) <= _FEW
     layer = _bars(rows, x, y, 0.8) if few else _layer({"type": "area", "clip": True, "strokeWidth": 0}, y)
     layer["encoding"]["y"]["stack"] = "zero"
@@ -130,7 +170,7 @@ def stacked(parts: Sequence[Curve], x: Axis, y: Axis) -> Spec:
 
 def bars(heights: Sequence[Curve], x: Axis, y: Axis) -> Spec:
     """One bar for each x, from halfway to its neighbours; several series lie over each other."""
-    rows = [row for curve in heights for row in _rows(curve, x, y)]
+    rows = _rows(heights, x, y)
     layer = _bars(rows, x, y, 1.0)
     layer["encoding"]["y"]["stack"] = None
     layer["mark"]["opacity"] = 1 if len(heights) == 1 else 0.6
@@ -189,7 +229,7 @@ def for_file(chart: Chart, titled: bool = False) -> Spec:
     """Its specification with light theme and the size of a column, white behind it, without what needs a pointer."""
     height = HEIGHT + _further_legend(chart.spec)
     spec = {"width": COLUMN, "height": height, "autosize": {"type": "fit", "contains": "padding"}} | still(chart.spec)
-    spec |= {"config": file_config(), "description": chart.caption}
+    spec |= {"$schema": SCHEMA, "config": file_config(), "description": chart.caption}
     if titled:
         spec["title"] = chart.title
     return coloured(spec, LIGHT)
@@ -219,16 +259,19 @@ def still(spec: Spec) -> Spec:
     return rest | {"layer": layers} if "layer" in spec else spec
 
 
-def _rows(curve: Curve, x: Axis, y: Axis) -> list[dict[str, Any]]:
-    band = list(zip(curve.low, curve.high, strict=True)) if curve.low is not None and curve.high is not None else None
+def _rows(series: Iterable[Curve], x: Axis, y: Axis) -> list[dict[str, Any]]:
     rows = []
-    for place, (at, value) in enumerate(zip(curve.x, curve.y, strict=True)):
-        if not math.isfinite(value) or (y.log and value <= 0) or (x.log and at <= 0):
-            continue
-        row = {"x": at, "y": value, "series": curve.label}
-        if band and all(math.isfinite(end) and (end > 0 or not y.log) for end in band[place]):
-            row["low"], row["high"] = band[place]
-        rows.append(row)
+    for curve in series:
+        band = None
+        if curve.low is not None and curve.high is not None:
+            band = list(zip(curve.low, curve.high, strict=True))
+        for place, (at, value) in enumerate(zip(curve.x, curve.y, strict=True)):
+            if not math.isfinite(value) or (y.log and value <= 0) or (x.log and at <= 0):
+                continue
+            row = {"x": at, "y": value, "series": curve.label}
+            if band and all(math.isfinite(end) and (end > 0 or not y.log) for end in band[place]):
+                row["low"], row["high"] = band[place]
+            rows.append(row)
     return rows
 
 
@@ -256,7 +299,6 @@ def _spec(rows: list[dict[str, Any]], series: Sequence[Curve], x: Axis, layers: 
         }
     ]
     return {
-        "$schema": SCHEMA,
         "data": {"values": rows},
         "params": [{"name": "hidden", "value": []}, {"name": "at", "value": None}],
         "transform": [SHOWN],
@@ -278,7 +320,9 @@ def _dashes(series: Sequence[Curve]) -> Spec:
 
 
 def _thin_layer(series: Sequence[Curve], x: Axis, y: Axis) -> Spec:
-    rows = [row | {"series": curve.of, "member": curve.label} for curve in series for row in _rows(curve, x, y)]
+    rows = []
+    for curve in series:
+        rows += [row | {"series": curve.of, "member": curve.label} for row in _rows([curve], x, y)]
     mark = {"type": "line", "clip": True, "opacity": 0.35, "strokeWidth": 0.8}
     shown = {"detail": {"field": "member"}, "tooltip": {"field": "member", "type": "nominal"}}
     return _layer(mark, y, shown) | {"data": {"values": rows}}
@@ -288,7 +332,7 @@ def _rules(rules: Sequence[ReferenceLine], y: Axis) -> list[Spec]:
     layers: list[Spec] = []
     for rule in rules:
         at = {"datum": rule.value, "type": "quantitative", "scale": channel("y", y)["scale"]}
-        colour = {"value": variable(rule.colour)}
+        colour = {"value": variable("red")}
         line = {"type": "rule", "strokeDash": [4, 3], "clip": True}
         text = {"type": "text", "align": "right", "dx": -2, "dy": 2, "baseline": "top"}
         anywhere: Spec = {"data": {"values": [{}]}}

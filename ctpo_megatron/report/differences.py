@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +45,13 @@ class Differences:
     unknown: dict[str, list[Any]]
 
 
-def differences(runs: Sequence[RunData], ignored: Collection[str] = ()) -> Differences:
-    """Compare the configurations of runs, in the order of the schema. ignored: keys or sections not to compare."""
+def differences(runs: Sequence[RunData]) -> Differences:
+    """Compare the configurations of runs, in the order of the schema."""
     found = Differences({}, {}, {}, {}, {})
-    left_out = {*NOT_COMPARED, ORIGIN, *ignored}
     run_seeds = [run.setting("run.seed", 0) for run in runs]
     unequal = _unequal("", [_plain(with_defaults(run.config)) for run in runs])
     for key, values in sorted(unequal, key=lambda pair: _rank(pair[0])):
-        if any(key == each or key.startswith(f"{each}.") for each in left_out):
+        if any(key == each or key.startswith(f"{each}.") for each in (*NOT_COMPARED, ORIGIN)):
             continue
         last = key.rpartition(".")[2]
         if last == SEED:

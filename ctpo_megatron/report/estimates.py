@@ -1,23 +1,112 @@
-"""Mean scores and differences with their intervals: what is paired with what, and what can be said. docs/compare.md"""
+"""Scores of evaluations, problem by problem; their means and differences with intervals: what is paired with what."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.report.confidence import (
-    Ends,
-    SignedTables,
-    hierarchical_interval,
-    student_interval,
-    welch_interval,
-)
-from ctpo_megatron.report.scored_problems import ScoredSet, judged_in_all, same_problems
+from ctpo_megatron.base.run_paths import EVALUATION
+from ctpo_megatron.report.confidence import Ends, SignedTables, hierarchical_interval, student_interval, welch_interval
+from ctpo_megatron.report.groups import RunGroup
+from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.tracking import read_scores, trajectory_files
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+ScoredSet = Mapping[str, "ScoredProblem"]
+"""By prompt id."""
+
+
+@dataclass(frozen=True)
+class ScoredProblem:
+    """answer: the ground truth. score: mean over the samples with a verdict; None: no sample has one."""
+
+    answer: str
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """One evaluation of each seed of a group that has one."""
+
+    by_seed: Mapping[str, Mapping[str, ScoredSet]]
+
+    @property
+    def sources(self) -> list[str]:
+        return sorted({source for sources in self.by_seed.values() for source in sources})
+
+    def of(self, source: str) -> dict[str, ScoredSet]:
+        """Seed -> its problems of a data source; without seeds that have none."""
+        return {seed: sources[source] for seed, sources in self.by_seed.items() if source in sources}
+
+
+def same_problems(many: Sequence[ScoredSet]) -> bool:
+    """Whether they have prompts in common, and equal ids mean equal ground truths.
+
+    A task that was made with another seed has the same ids and other problems.
+    """
+    common = set.intersection(*map(set, many)) if many else set()
+    return bool(common) and all(len({each[name].answer for each in many}) == 1 for name in common)
+
+
+def judged_in_all(many: Sequence[ScoredSet]) -> list[str]:
+    """Ids of the problems with a score everywhere, in the order of the first."""
+    return [name for name in many[0] if all(name in each and each[name].score is not None for each in many)]
+
+
+def evaluations(group: RunGroup, *, last: bool) -> Evaluations:
+    """Of each run the one before training, or the last one after a step. Raises DamagedFileError."""
+    by_seed = {}
+    for seed, runs in group.by_seed.items():
+        if dumps := [dump for run in runs if (dump := _dump(run, last))]:
+            by_seed[seed] = _merged([_read(dump) for dump in dumps])
+    return Evaluations(by_seed)
+
+
+def _dump(run: RunData, last: bool) -> Path | None:
+    found = trajectory_files(run.directory, EVALUATION)
+    steps = [step for step in found if (step > 0) == last]
+    return found[max(steps)] if steps else None
+
+
+def _read(path: Path) -> dict[str, dict[str, ScoredProblem]]:
+    answers: dict[str, dict[str, str]] = {}
+    scores: dict[tuple[str, str], list[float]] = {}
+    for each in read_scores(path):
+        answers.setdefault(each.data_source, {})[each.prompt_id] = each.answer
+        if each.reward is not None:
+            scores.setdefault((each.data_source, each.prompt_id), []).append(each.reward)
+    return {
+        source: {
+            name: ScoredProblem(answer, _mean_of_judged(scores.get((source, name))))
+            for name, answer in problems.items()
+        }
+        for source, problems in answers.items()
+    }
+
+
+def _merged(repeated: Sequence[Mapping[str, Mapping[str, ScoredProblem]]]) -> Mapping[str, ScoredSet]:
+    """The mean of runs of one seed, which have the same problems."""
+    merged: dict[str, ScoredSet] = {}
+    for source in dict.fromkeys(source for each in repeated for source in each):
+        many = [each[source] for each in repeated if source in each]
+        names = dict.fromkeys(name for each in many for name in each)
+        merged[source] = {name: _mean_problem([each[name] for each in many if name in each]) for name in names}
+    return merged
+
+
+def _mean_problem(many: Sequence[ScoredProblem]) -> ScoredProblem:
+    return ScoredProblem(many[0].answer, _mean_of_judged([each.score for each in many if each.score is not None]))
+
+
+def _mean_of_judged(values: Sequence[float] | None) -> float | None:
+    return sum(values) / len(values) if values else None
+
 
 ONE_SEED = "one seed: says nothing about other seeds"
 
@@ -26,33 +115,28 @@ ONE_SEED = "one seed: says nothing about other seeds"
 class Estimate:
     """A mean score, or a difference of two, with its 95 % interval.
 
-    interval: over what `over` names; None where nothing can be said. over_seeds: Student's t over the seeds, for these
-    very problems; None with fewer than two. problems: that it is of. left_out: further ones, without a verdict or
-    without a counterpart. seeds: it is of. notes: what a reader has to know of it.
+    interval: over what `over` names; None where nothing can be said. left_out: problems without a verdict or without a
+    counterpart. notes: what a reader has to know of it.
     """
 
     value: float
     interval: Ends | None
     over: str
-    over_seeds: Ends | None
-    problems: int
     left_out: int
-    seeds: list[str]
     notes: list[str]
 
 
 def mean_score(by_seed: Mapping[str, ScoredSet]) -> Estimate:
     """The mean score over problems and seeds. by_seed: seed -> its problems, one seed or more."""
-    many, seeds = [*by_seed.values()], [*by_seed]
+    many = [*by_seed.values()]
     if len(many) > 1 and not same_problems(many):
         means = [own_mean(problems) for problems in many]
-        over_seeds = _if_known(student_interval(means))
-        note = "each seed has problems of its own"
-        return Estimate(_mean(means), over_seeds, "seeds", over_seeds, *_sizes(many), seeds, [note])
+        interval = _if_known(student_interval(means))
+        return Estimate(_mean(means), interval, "seeds", _unjudged(many), ["each seed has problems of its own"])
     names = judged_in_all(many)
     left_out = len(set.union(*map(set, many))) - len(names)
     table = _table(many, names)
-    return _estimate([[(1.0, table)]], _bounds(many, 0.0), left_out, seeds, _seed_interval([1.0], [table]), [])
+    return _estimate([[(1.0, table)]], _bounds(many, 0.0), left_out, [])
 
 
 def difference(by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet]) -> Estimate:
@@ -64,67 +148,47 @@ def difference(by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet]
     paired = len(common) > 1 or (len(by_seed) == len(others) == len(common) == 1)
     left, right = ([each[seed] for seed in (common if paired else each)] for each in (by_seed, others))
     notes = _seed_notes(by_seed, others, common if paired else None)
-    seeds = common if paired else list(dict.fromkeys([*by_seed, *others]))
     bounds = _bounds([*left, *right], -1.0)
     if same_problems([*left, *right]):
         names = judged_in_all([*left, *right])
         left_out = len(set.union(*map(set, [*left, *right]))) - len(names)
         a, b = _table(left, names), _table(right, names)
         if paired:
-            return _estimate([[(1.0, a - b)]], bounds, left_out, seeds, _seed_interval([1.0], [a - b]), notes)
-        block = [(1.0, a), (-1.0, b)]
-        return _estimate([block], bounds, left_out, seeds, _seed_interval([1.0, -1.0], [a, b]), notes)
+            return _estimate([[(1.0, a - b)]], bounds, left_out, notes)
+        return _estimate([[(1.0, a), (-1.0, b)]], bounds, left_out, notes)
     if paired and all(same_problems(pair) for pair in zip(left, right, strict=True)):
-        return _within_seeds(left, right, seeds, notes)
-    return _unpaired(left, right, seeds, [*notes, "not paired: the groups have other problems"])
+        return _within_seeds(left, right, notes)
+    return _unpaired(left, right, [*notes, "not paired: the groups have other problems"])
 
 
-def _within_seeds(
-    left: Sequence[ScoredSet], right: Sequence[ScoredSet], seeds: list[str], notes: list[str]
-) -> Estimate:
+def _within_seeds(left: Sequence[ScoredSet], right: Sequence[ScoredSet], notes: list[str]) -> Estimate:
     """Where each seed has problems of its own, which both sides have."""
-    found, problems, left_out = [], 0, 0
+    found, left_out = [], 0
     for pair in zip(left, right, strict=True):
         names = judged_in_all(pair)
         found.append(_own_mean_of(pair[0], names) - _own_mean_of(pair[1], names))
-        problems += len(names)
         left_out += len(pair[0].keys() | pair[1].keys()) - len(names)
     interval = _if_known(student_interval(found))
-    note = "each seed has problems of its own"
-    return Estimate(_mean(found), interval, "seeds", interval, problems, left_out, seeds, [*notes, note])
+    return Estimate(_mean(found), interval, "seeds", left_out, [*notes, "each seed has problems of its own"])
 
 
-def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], seeds: list[str], notes: list[str]) -> Estimate:
+def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], notes: list[str]) -> Estimate:
     sides = [left, right]
     if all(len(side) == 1 or same_problems(side) for side in sides):
         names = [judged_in_all(side) for side in sides]
         tables = [_table(side, judged) for side, judged in zip(sides, names, strict=True)]
         known = sum(len(set.union(*map(set, side))) for side in sides)
         blocks = [[(1.0, tables[0])], [(-1.0, tables[1])]]
-        return _estimate(
-            blocks,
-            _bounds([*left, *right], -1.0),
-            known - sum(map(len, names)),
-            seeds,
-            _seed_interval([1.0, -1.0], tables),
-            notes,
-        )
+        return _estimate(blocks, _bounds([*left, *right], -1.0), known - sum(map(len, names)), notes)
     means = [[own_mean(problems) for problems in side] for side in sides]
     value = _mean(means[0]) - _mean(means[1])
     interval = _if_known(welch_interval(*means)) if min(map(len, means)) > 1 else None
-    return Estimate(value, interval, "seeds", interval, *_sizes([*left, *right]), seeds, notes)
+    return Estimate(value, interval, "seeds", _unjudged([*left, *right]), notes)
 
 
-def _estimate(
-    blocks: Sequence[SignedTables],
-    bounds: Ends | None,
-    left_out: int,
-    seeds: list[str],
-    over_seeds: Ends | None,
-    notes: list[str],
-) -> Estimate:
+def _estimate(blocks: Sequence[SignedTables], bounds: Ends | None, left_out: int, notes: list[str]) -> Estimate:
+    """Of one table, or of the difference of two."""
     tables = [(factor, table) for block in blocks for factor, table in block]
-    problems = sum(block[0][1].shape[1] for block in blocks)
     few = min(table.shape[1] for _, table in tables)
     several = all(len(table) > 1 for _, table in tables)
     if not several:
@@ -132,26 +196,17 @@ def _estimate(
         blocks = [[(factor, table.mean(0, keepdims=True)) for factor, table in block] for block in blocks]
         notes = [*notes, ONE_SEED]
     if few == 0:
-        return Estimate(math.nan, None, "", None, 0, left_out, seeds, [*notes, "no problem is judged on both sides"])
+        return Estimate(math.nan, None, "", left_out, [*notes, "no problem is judged on both sides"])
     value = sum(factor * float(table.mean()) for factor, table in tables)
     interval = hierarchical_interval(blocks, bounds) if few > 1 else None
     notes = notes if few > 1 else [*notes, "one problem"]
-    return Estimate(
-        value, interval, "problems and seeds" if several else "problems", over_seeds, problems, left_out, seeds, notes
-    )
+    return Estimate(value, interval, "problems and seeds" if several else "problems", left_out, notes)
 
 
 def _bounds(many: Sequence[ScoredSet], lowest: float) -> Ends | None:
     """Of a mean (`lowest` 0) or a difference (-1) of scores that are between 0 and 1; None for other scores."""
     scores = [each.score for problems in many for each in problems.values() if each.score is not None]
     return (lowest, 1.0) if scores and min(scores) >= 0 and max(scores) <= 1 else None
-
-
-def _seed_interval(factors: Sequence[float], tables: Sequence[NDArray[Any]]) -> Ends | None:
-    if any(len(table) < 2 or not table.shape[1] for table in tables):
-        return None
-    means = [table.mean(1).tolist() for table in tables]
-    return student_interval(means[0]) if len(factors) == 1 else welch_interval(*means)
 
 
 def _seed_notes(
@@ -183,10 +238,8 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def _sizes(many: Sequence[ScoredSet]) -> tuple[int, int]:
-    """Judged problems, and the others."""
-    judged = sum(len(judged_in_all([problems])) for problems in many)
-    return judged, sum(map(len, many)) - judged
+def _unjudged(many: Sequence[ScoredSet]) -> int:
+    return sum(len(problems) - len(judged_in_all([problems])) for problems in many)
 
 
 def _if_known(interval: Ends) -> Ends | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +12,9 @@ from ctpo_megatron.base.files import aside, write_text
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report.charts import COLUMN, HEIGHT, SCHEMA, Chart, Spec, file_config, save_charts, still
 from ctpo_megatron.report.comparison import Comparison
-from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.metric_charts import comparison_charts, panel_chart
-from ctpo_megatron.report.panels import OVERVIEW, Panel, compared_panels, panels
-from ctpo_megatron.report.paper_figures import law_charts, outcome_charts
-from ctpo_megatron.report.position_charts import position_charts
+from ctpo_megatron.report.panels import OVERVIEW, compared_panels, panels
+from ctpo_megatron.report.paper_figures import law_charts, outcome_charts, position_charts
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.step_timeline import step_timeline
 from ctpo_megatron.report.theme import DARK, LIGHT, coloured, variable
@@ -33,26 +32,43 @@ class Figure:
     caption: str
     charts: dict[str, Chart]
 
+    @classmethod
+    def of(cls, chart: Chart) -> Figure:
+        """Of one chart."""
+        return cls(chart.name, chart.title, chart.caption, {chart.title: chart})
+
 
 def figures_of(compared: Comparison) -> tuple[list[Figure], list[Figure]]:
     """Figures by step, and by position in the response; each with data in at least one run."""
     runs, groups = compared.runs, compared.groups
     if len(runs) == 1:
-        found = [_alone(panel_chart(panel, runs[0])) for panel in panels(runs[0]) if panel.has_data(runs[0])]
-        found += [_alone(chart)] if (chart := step_timeline(runs[0].directory)) else []
+        found = [Figure.of(panel_chart(panel, runs[0])) for panel in panels(runs[0]) if panel.has_data(runs[0])]
+        found += [Figure.of(chart)] if (chart := step_timeline(runs[0].directory)) else []
     else:
-        found = [_compared(panel, groups) for panel in compared_panels(runs)]
-    by_position = [_alone(chart) for chart in (*law_charts(groups), *position_charts(groups))]
+        found = [
+            Figure(panel.name, panel.title, panel.caption, dict(comparison_charts(panel, groups)))
+            for panel in compared_panels(runs)
+        ]
+    by_position = [Figure.of(chart) for chart in (*law_charts(groups), *position_charts(groups))]
     return [figure for figure in found if figure.charts], by_position
+
+
+def charts_of(figures: Iterable[Figure]) -> list[Chart]:
+    return list(itertools.chain.from_iterable(figure.charts.values() for figure in figures))
 
 
 def write_figures(run: RunData, figures: Sequence[Figure]) -> None:
     """Write `figures/<name>.png` of a run and `figures/overview.png`; files of an earlier report are removed."""
+    import vl_convert
+
     folder = RunPaths(run.directory).figures
-    charts = {figure.name: chart for figure in figures for chart in figure.charts.values()}
+    charts = {chart.name: chart for chart in charts_of(figures)}
     written = {path.name for path in save_charts(charts.values(), folder, ("png",), SCREEN)}
     if chosen := [charts[name] for name in OVERVIEW if name in charts]:
-        written.add(write_overview(chosen, folder / "overview.png").name)
+        spec = coloured(_together(chosen, 3), LIGHT)
+        with aside(folder / "overview.png") as new:
+            new.write_bytes(vl_convert.vegalite_to_png(spec, ppi=SCREEN))
+        written.add("overview.png")
     for path in folder.glob("*.png"):
         if path.name not in written:
             path.unlink()
@@ -65,22 +81,13 @@ def save_figures(compared: Comparison, folder: Path) -> list[Path]:
     as in a README. Raises DamagedFileError.
     """
     by_step, by_position = figures_of(compared)
-    found = {figure.name: chart for figure in (*by_step, *by_position) for chart in figure.charts.values()}
-    charts = [chart for figure in (*by_step, *by_position) for chart in figure.charts.values()]
+    charts = charts_of([*by_step, *by_position])
     written = save_charts([*charts, *outcome_charts(compared.groups)], folder)
+    found = {chart.name: chart for chart in charts}
     if chosen := [found[name] for name in OVERVIEW if name in found and len(compared.runs) == 1]:
         for name, columns in (("overview", 3), ("overview-narrow", 1)):
             written.append(write_text(folder / f"{name}.svg", _adaptive(chosen, columns)))
     return written
-
-
-def write_overview(charts: Sequence[Chart], path: Path) -> Path:
-    """Write several charts as one PNG."""
-    import vl_convert
-
-    with aside(path) as new:
-        new.write_bytes(vl_convert.vegalite_to_png(coloured(_together(charts, 3), LIGHT), ppi=SCREEN))
-    return path
 
 
 def _adaptive(charts: Sequence[Chart], columns: int) -> str:
@@ -102,7 +109,6 @@ def _together(charts: Sequence[Chart], columns: int) -> Spec:
     parts = []
     for chart in charts:
         part = still(chart.spec) | {"width": width, "height": height, "title": chart.title}
-        part.pop("$schema", None)
         # Here the signal `height` is of the whole, and not of a part.
         parts.append(json.loads(json.dumps(part).replace('{"expr": "height"}', str(height))))
     apart = {"scale": {"color": "independent", "strokeDash": "independent"}}
@@ -115,11 +121,3 @@ def _together(charts: Sequence[Chart], columns: int) -> Spec:
         "resolve": apart,
         "spacing": 14,
     }
-
-
-def _alone(chart: Chart) -> Figure:
-    return Figure(chart.name, chart.title, chart.caption, {chart.title: chart})
-
-
-def _compared(panel: Panel, groups: Sequence[RunGroup]) -> Figure:
-    return Figure(panel.name, panel.title, panel.caption, dict(comparison_charts(panel, groups)))

@@ -14,8 +14,6 @@ from ctpo_megatron.tracking import DUMP_FAILURES
 
 ROUNDING = {"float32": 0.005, "bfloat16": 0.05, "float16": 0.02}
 """Mean |sampler - trainer log-prob| in nats that rounding gives at most, by the precision of both; generous."""
-
-
 _NEVER_TOKENS = 1e9
 
 
@@ -27,8 +25,9 @@ def checks(run: RunData) -> Iterator[Indicator]:
     yield from _noise(run)
     yield from _position_law(run)
     note = "nats in the first mini-batch; above 0.001 the pass for old log-probs and the training pass disagree"
-    if run.setting("objective.anchor") != "behaviour":  # there the first ratio compares sampler and trainer
-        yield from _largest(run, "pg_update/first_log_ratio_abs_max", "First log-ratio", 1e-3, note)
+    first = run.series("pg_update/first_log_ratio_abs_max")
+    if first and run.setting("objective.anchor") != "behaviour":  # there the first ratio compares sampler and trainer
+        yield Indicator("First log-ratio", f"{max(first.values):.2g}", max(first.values) <= 1e-3, note)
     for metric, label, note in (
         ("sandbox/infrastructure_error", "Sandbox failures", "tool calls the service could not serve"),
         ("rollout/group_retries", "Groups retried", "replaced as a whole, never trained on in part"),
@@ -38,17 +37,11 @@ def checks(run: RunData) -> Iterator[Indicator]:
         ("reward/crashes", "Scorer crashes", "its process died: no verdict"),
         ("reward/nones", "Scorer without an answer", "returned None: no verdict"),
         ("reward/not_finite", "Scorer not finite", "NaN or infinite: no verdict"),
+        ("tracking/failures", "Tracker failures", "calls of a tracker; the run continued"),
+        (DUMP_FAILURES, "Dumps lost", "their trajectories are not on disk (train.log says why); the run continued"),
     ):
-        series = run.series(metric)
-        if series:
+        if series := run.series(metric):
             yield Indicator(label, f"{sum(series.values):,.0f}", sum(series.values) == 0, note)
-    if failures := run.series("tracking/failures"):
-        yield Indicator(
-            "Tracker failures", f"{sum(failures.values):,.0f}", False, "calls of a tracker; the run continued"
-        )
-    if lost := run.series(DUMP_FAILURES):
-        note = "their trajectories are not on disk (train.log says why); the run continued"
-        yield Indicator("Dumps lost", f"{sum(lost.values):,.0f}", False, note)
     if overflows := run.series("actor/overflow_steps"):
         scale = run.series("actor/loss_scale")
         note = f"optimizer steps skipped in float16; loss scale {scale.values[-1]:,.0f} at last" if scale else ""
@@ -151,10 +144,3 @@ def _packing(run: RunData) -> Iterator[Indicator]:
         middle = statistics.median(imbalance)
         note = "largest over mean model FLOPs of the data-parallel ranks, median"
         yield Indicator("Rank imbalance", f"{middle:.3f}", middle < 1.1, note)
-
-
-def _largest(run: RunData, metric: str, label: str, limit: float | None, note: str) -> Iterator[Indicator]:
-    series = run.series(metric)
-    if series:
-        largest = max(series.values)
-        yield Indicator(label, f"{largest:.2g}", None if limit is None else largest <= limit, note)

@@ -1,13 +1,150 @@
-"""Whether a run can learn: warnings about its first batch, and rows of the report's health section."""
+"""Whether a run learns: warnings about its first batch, its decline, its best step, and their rows in the report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from ctpo_megatron.report.best import best_step
-from ctpo_megatron.report.decline import decline_of
-from ctpo_megatron.report.run_data import RunData, Series
+from ctpo_megatron.base.run_paths import MARKER, RunPaths, step_name
+from ctpo_megatron.report.run_data import ACCURACY, RunData, Series
+
+REWARD = "reward/mean"
+WINDOWS = (1, 5)
+"""Steps at the start and at the end whose mean rewards are compared: one shows a collapse at once, five a slow fall."""
+_ERRORS = 3.5
+"""A fall is one of at least this many standard errors of the difference."""
+_SHARE = 0.25
+"""And of at least this many standard deviations of the reward of a trajectory, so that small steady losses pass."""
+_FEWEST = 30
+"""Held-out problems that an evaluation without their number is taken to have."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A quantity at the start of a run and lately. worse: it has fallen by more than noise explains."""
+
+    label: str
+    start: float
+    now: float
+    worse: bool
+
+    def __str__(self) -> str:
+        return f"{self.label} {'fell' if self.worse else 'went'} from {self.start:.3g} to {self.now:.3g}"
+
+
+@dataclass
+class Decline:
+    """Compares each step of a run with its start.
+
+    groups: prompts of a step. They are taken as the number of independent rewards, as the samples of a prompt may
+    all be alike. The standard error of an accuracy follows from its number of problems.
+    """
+
+    groups: int
+    _rewards: list[float] = field(default_factory=list)
+    _spread: float = 0.0
+    _accuracies: dict[str, list[float]] = field(default_factory=dict)
+    _problems: dict[str, float] = field(default_factory=dict)
+    _said: set[str] = field(default_factory=set)
+
+    def add(self, record: Mapping[str, Any]) -> list[str]:
+        """Take the metrics of a step, of an evaluation or both. Returns a text for each quantity that has fallen far
+        for the first time."""
+        if (reward := record.get(REWARD)) is not None:
+            self._rewards.append(reward)
+            self._spread = max(self._spread, record.get("reward/std") or 0.0)
+        for name, value in record.items():
+            if value is not None and (match := ACCURACY.fullmatch(name)):
+                self._accuracies.setdefault(name, []).append(value)
+                problems = record.get(f"val/{match['source']}/problems")
+                self._problems[name] = problems or self._problems.get(name, _FEWEST)
+        fallen = {name: str(trend) for name, trend in self.trends().items() if trend.worse}
+        new = [text for name, text in fallen.items() if name not in self._said]
+        self._said |= fallen.keys()
+        return new
+
+    def trends(self) -> dict[str, Trend]:
+        """Of the reward and of each accuracy with two values at least, by metric."""
+        found = {}
+        if len(self._rewards) >= 2:
+            found[REWARD] = self._reward()
+        for name, values in self._accuracies.items():
+            if len(values) >= 2 and (match := ACCURACY.fullmatch(name)):
+                pooled = min(1.0, max(0.0, (values[0] + values[-1]) / 2))
+                spread = math.sqrt(pooled * (1 - pooled))
+                worse = _fell(values[0], values[-1], spread, self._problems[name])
+                found[name] = Trend(f"accuracy on {match['source']}", values[0], values[-1], worse)
+        return found
+
+    def _reward(self) -> Trend:
+        """Over the longest window that shows a fall, else over the longest that fits."""
+        fitting = [window for window in WINDOWS if len(self._rewards) >= 2 * window]
+        trends = []
+        for window in reversed(fitting):
+            start, now = (sum(part) / window for part in (self._rewards[:window], self._rewards[-window:]))
+            worse = _fell(start, now, self._spread, self.groups * window)
+            trends.append(Trend("sampled reward", start, now, worse))
+        return next((trend for trend in trends if trend.worse), trends[0])
+
+
+def decline_of(records: Iterable[Mapping[str, Any]], groups: int) -> Decline:
+    """Of steps in their order; see `Decline`."""
+    decline = Decline(groups)
+    for record in records:
+        decline.add(record)
+    return decline
+
+
+def _fell(start: float, now: float, spread: float, count: float) -> bool:
+    """start, now: means of `count` independent values each, of standard deviation `spread`."""
+    error = spread * math.sqrt(2 / count)
+    return start - now >= max(_ERRORS * error, _SHARE * spread, math.ulp(abs(start)))
+
+
+@dataclass(frozen=True)
+class Best:
+    """value: of `measure`, the largest of the run, of equal ones the latest. last: of the last step that has it.
+
+    checkpoint: complete, of that step; None where it was not saved or not kept.
+    """
+
+    step: int
+    measure: str
+    value: float
+    last: float
+    checkpoint: Path | None
+
+    @property
+    def where(self) -> str:
+        """The checkpoint, or how the next run keeps it."""
+        if self.checkpoint is not None:
+            return str(self.checkpoint)
+        return "its checkpoint is not there; checkpoint.keep_best: 1 keeps the best by checkpoint.best_metric"
+
+
+def best_step(run: RunData) -> Best | None:
+    """By `checkpoint.best_metric` where `keep_best` ranks checkpoints by it, else by the mean accuracy over all sources
+    of held-out prompts. None where no step has that."""
+    names, measure = run.accuracy_names, "held-out accuracy"
+    if run.setting("checkpoint.keep_best"):
+        measure = run.setting("checkpoint.best_metric")
+        names = [measure]
+    values = {
+        record["step"]: statistics.fmean(record[name] for name in names)
+        for record in run.metrics
+        if names and all(record.get(name) is not None for name in names)
+    }
+    if not values:
+        return None
+    step = max(values, key=lambda step: (values[step], step))
+    folder = RunPaths(run.directory).checkpoints / step_name(step)
+    checkpoint = folder if (folder / MARKER).is_file() else None
+    return Best(step, measure, values[step], values[max(values)], checkpoint)
+
 
 MANY = 0.5
 """Share of the trajectories, or of the tool calls, from which a warning is given."""

@@ -14,16 +14,15 @@ from ctpo_megatron.base.files import write_text
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report.charts import Chart
-from ctpo_megatron.report.comparison import Comparison, page_values
-from ctpo_megatron.report.cost import StepCost
-from ctpo_megatron.report.figures import Figure, figures_of, write_figures
+from ctpo_megatron.report.comparison import Comparison, in_short, page_values
+from ctpo_megatron.report.figures import Figure, charts_of, figures_of, write_figures
 from ctpo_megatron.report.health import checks, rank_memory
-from ctpo_megatron.report.page_data import bundle, chart_json
+from ctpo_megatron.report.page_data import bundle, chart_json, rendered
 from ctpo_megatron.report.panels import Panel, panels
-from ctpo_megatron.report.rendering import rendered
 from ctpo_megatron.report.run_data import RunData, Series
-from ctpo_megatron.report.summary import LAST, Summary, conversation_uses, evaluation_label, summarize
-from ctpo_megatron.report.trajectories import ratio_spec, sample_of_run
+from ctpo_megatron.report.summary import LAST, StepCost, Summary, conversation_uses, evaluation_label, summarize
+from ctpo_megatron.report.trajectories.ratio import ratio_spec
+from ctpo_megatron.report.trajectories.sample import sample_of_run
 from ctpo_megatron.tracking import duration
 
 
@@ -70,7 +69,7 @@ Figures = tuple[list[Figure], list[Figure]]
 def _page(compared: Comparison, figures: Figures, watched: bool = False) -> str:
     one = compared.runs[0] if len(compared.runs) == 1 else None
     values = _of_run(one, figures[0]) if one else page_values(compared)
-    charts = [chart for figure in (*figures[0], *figures[1]) for chart in figure.charts.values()]
+    charts = charts_of([*figures[0], *figures[1]])
     values |= {"figures": figures[0], "by_position": figures[1], "one": one, "watched": watched}
     return page_of("report.html.jinja", charts, **values)
 
@@ -139,25 +138,18 @@ def tiles(run: RunData, summary: Summary) -> Iterator[Tile]:
         yield Tile("Time", duration(summary.wall_s), note=cpu)
     if summary.tokens:
         rate = f"{summary.tokens_per_second:,.0f} per second" if summary.tokens_per_second else ""
-        yield Tile("Tokens", _count(summary.tokens), note=rate)
+        yield Tile("Tokens", in_short(summary.tokens), note=rate)
     if update := run.series("throughput/update_tokens_per_s"):
         flops, mfu = run.series("throughput/update_model_tflops_per_s"), run.series("throughput/update_mfu")
         parts = [f"{_median(flops):.3g} model TFLOP/s"] if flops else []
         parts += [f"MFU {_median(mfu):.1%}"] if mfu else []
-        yield Tile("Update", _count(_median(update)), note=", ".join(["tokens per second", *parts]))
+        yield Tile("Update", in_short(_median(update)), note=", ".join(["tokens per second", *parts]))
     if summary.peak_mib:
         yield Tile("Trainer memory", f"{summary.peak_mib / 1024:.3g}", note="GiB, peak of the largest rank")
 
 
 def _median(series: Series) -> float:
     return statistics.median(series.values)
-
-
-def _count(number: float) -> str:
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"
 
 
 def left_out(run: RunData, shown: list[Panel], drawn: set[str]) -> Iterator[tuple[str, list[str]]]:

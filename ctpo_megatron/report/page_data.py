@@ -1,4 +1,4 @@
-"""Charts as compact JSON for a page: columns instead of rows, few digits, runs of equal steps as three numbers."""
+"""Pages from `templates/`, and charts as compact JSON: columns, few digits, equal steps as three numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ import logging
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.files import aside
+from ctpo_megatron.base.printable import printable
 from ctpo_megatron.report.charts import Chart
-from ctpo_megatron.report.theme import CONFIG, sizes
+from ctpo_megatron.report.theme import CONFIG, DARK, LIGHT, sizes
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 
 log = logging.getLogger(__name__)
 
@@ -28,17 +34,11 @@ _PAGE_TEXT = 12
 def chart_json(charts: Iterable[Chart]) -> str:
     """What the script of the page draws, safe inside of a `<script>` element: theme, and charts by name."""
     drawn = {
-        chart.name: {"title": chart.title, "caption": chart.caption, "spec": packed(_without_schema(chart.spec))}
-        for chart in charts
+        chart.name: {"title": chart.title, "caption": chart.caption, "spec": packed(chart.spec)} for chart in charts
     }
     config = {name: {**CONFIG.get(name, {}), **size} for name, size in sizes(_PAGE_TEXT).items()}
     text = json.dumps({"config": CONFIG | config, "charts": drawn}, separators=(",", ":"), ensure_ascii=False)
     return text.replace("<", "\\u003c")
-
-
-def _without_schema(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The page names the language itself, and no address."""
-    return {name: part for name, part in spec.items() if name != "$schema"}
 
 
 def bundle() -> str:
@@ -109,3 +109,30 @@ def _rounded(value: float) -> float:
         return value
     short = float(f"{value:.{_DIGITS}g}")
     return int(short) if short == int(short) else short
+
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def rendered(template: str, **values: Any) -> str:
+    """The page. Raises jinja2.UndefinedError for a value that the template wants and is not given."""
+    return _environment().get_template(template).render(colours={"light": LIGHT, "dark": DARK}, **values)
+
+
+def _shown(value: Any) -> Any:
+    """Texts of models and data show what would hide or reorder what stands next to it."""
+    return type(value)(printable(value, lines=True)) if isinstance(value, str) else value
+
+
+@cache
+def _environment() -> Environment:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ctpo_megatron.report.ratio_names import ratio_name
 from ctpo_megatron.report.run_data import ACCURACY, ENGINE, RunData, Series
+from ctpo_megatron.report.trajectories.ratio import ratio_name
 from ctpo_megatron.tracking import PHASES
 
 OVERVIEW = ("reward", "accuracy", "tool", "clip", "is_ratio", "time")
@@ -70,6 +70,7 @@ class Panel:
         return [line.metric for line in self.lines if line.series(run) is None]
 
 
+_COLOURS = ("blue", "orange", "green", "purple", "cyan", "red")
 _SHARE = (0.0, 1.0)
 _FROM_ZERO = (0.0, None)
 
@@ -77,10 +78,10 @@ _FROM_ZERO = (0.0, None)
 def panels(run: RunData) -> list[Panel]:
     """All figures, in the order of the report."""
     reward, tool, signal, clip, *others = _PANELS
-    first = [reward, _accuracy(run), tool, signal, *_no_box(run), *_turn_rewards(run), *_reward_parts(run), clip]
-    policy = [*_known(run, _CLIP_BY_SIGN), _ratio(run), *_known(run, _quantiles(run), _ESS, _ENTROPY)]
-    rest = [*others, *_known(run, _STALENESS, _SANDBOX)]
-    return [*first, *policy, *rest, *_sft_speed(run), *_utilization(run), *_occupancy(run), _memory(run)]
+    rewards = [reward, _accuracy(run), tool, signal, *_known(run, _NO_BOX, _turn_rewards(run), _reward_parts(run))]
+    policy = [clip, *_known(run, _CLIP_BY_SIGN), _ratio(run), *_known(run, _quantiles(run), _ESS, _ENTROPY)]
+    rest = _known(run, _STALENESS, _SANDBOX, _SFT_THROUGHPUT, _SFT_MFU, _utilization(run), _occupancy(run))
+    return [*rewards, *policy, *others, *rest, _memory(run)]
 
 
 def compared_panels(runs: Sequence[RunData]) -> list[Panel]:
@@ -93,7 +94,7 @@ def compared_panels(runs: Sequence[RunData]) -> list[Panel]:
             found[panel.name] = replace(known, lines=tuple(lines.values()))
     found.pop("occupancy", None)  # over minutes, engine by engine
     if "memory" in found:
-        found["memory"] = replace(found["memory"], lines=(Line("memory/trainer_peak_mib", "largest of the ranks"),))
+        found["memory"] = replace(found["memory"], lines=(_LARGEST_RANK,))
     if len({ratio_name(run) for run in runs}) > 1 and "is_ratio" in found:
         caption = f"{_RATIO_OF} The runs have objectives with different ratios; each shows its own."
         found["is_ratio"] = replace(found["is_ratio"], ylabel="ratio r", caption=caption)
@@ -102,7 +103,7 @@ def compared_panels(runs: Sequence[RunData]) -> list[Panel]:
 
 def _known(run: RunData, *optional: Panel) -> list[Panel]:
     """The panels of which the run has a metric."""
-    names = set(run.names)
+    names = {*run.names, *run.engines}
     return [panel for panel in optional if names & {line.metric for line in panel.lines}]
 
 
@@ -128,52 +129,38 @@ def _quantiles(run: RunData) -> Panel:
     return Panel("ratio_quantiles", title, ratio_name(run).symbol, caption, lines, log=True)
 
 
+def _coloured(names: Iterable[str], label: Callable[[str], str]) -> tuple[Line, ...]:
+    """A line for each metric, with the label that is made of its name."""
+    return tuple(
+        Line(name, label(name), colour) for name, colour in zip(names, itertools.cycle(_COLOURS), strict=False)
+    )
+
+
 def _accuracy(run: RunData) -> Panel:
-    colours = ("blue", "orange", "green", "purple", "cyan", "red")
     names = run.accuracy_names or ["val/<data_source>/acc/mean@1"]
-    lines = []
-    for index, name in enumerate(names):
-        match = ACCURACY.fullmatch(name)
-        lines.append(Line(name, match["source"] if match else name, colours[index % len(colours)]))
     return Panel(
         "accuracy",
         "Held-out accuracy",
         "accuracy",
         "Share of held-out prompts answered correctly, before, during and after training.",
-        tuple(lines),
+        _coloured(names, lambda name: match["source"] if (match := ACCURACY.fullmatch(name)) else name),
         limits=_SHARE,
     )
 
 
-def _no_box(run: RunData) -> list[Panel]:
-    """Empty if the reward function is not math_verify."""
-    caption = "Trajectories that end without \\boxed{}: whatever they say, they earn nothing."
-    lines = (Line(_NO_BOX, "no boxed answer", "orange"),)
-    panel = Panel("no_box", "Answers without a box", "trajectories per step", caption, lines, limits=_FROM_ZERO)
-    return [panel] if _NO_BOX in run.names else []
-
-
-def _reward_parts(run: RunData) -> list[Panel]:
-    """Components and metrics of users' reward functions; empty if they return a number alone."""
-    known = {*_REWARD, _NO_BOX, *_of_turns(run)}
+def _reward_parts(run: RunData) -> Panel:
+    """Components and metrics of users' reward functions; they return none if they return a number alone."""
+    known = {*_REWARD, *_of_turns(run)}
     names = [name for name in run.names if name.startswith("reward/") and name not in known]
-    colours = itertools.cycle(("blue", "orange", "green", "purple", "cyan", "red"))
-    lines = tuple(
-        Line(name, name.removeprefix("reward/"), colour) for name, colour in zip(names, colours, strict=False)
-    )
+    lines = _coloured(names, lambda name: name.removeprefix("reward/"))
     caption = "Components and metrics of the reward functions: means over the trajectories of a step, or counts."
-    return [Panel("reward_parts", "Parts of the reward", "mean or count", caption, lines)] if lines else []
+    return Panel("reward_parts", "Parts of the reward", "mean or count", caption, lines)
 
 
-def _turn_rewards(run: RunData) -> list[Panel]:
-    """Empty if no reward function says what turns earn."""
-    colours = itertools.cycle(("blue", "orange", "green", "purple", "cyan", "red"))
-    lines = tuple(
-        Line(name, f"turn {name.rpartition('/')[2]}", colour)
-        for name, colour in zip(_of_turns(run), colours, strict=False)
-    )
+def _turn_rewards(run: RunData) -> Panel:
+    lines = _coloured(_of_turns(run), lambda name: f"turn {name.rpartition('/')[2]}")
     caption = "Mean of what each turn earned, over the trajectories of the step that have it."
-    return [Panel("turn_rewards", "Reward of each turn", "mean reward", caption, lines)] if lines else []
+    return Panel("turn_rewards", "Reward of each turn", "mean reward", caption, lines)
 
 
 def _of_turns(run: RunData) -> list[str]:
@@ -181,78 +168,52 @@ def _of_turns(run: RunData) -> list[str]:
     return sorted(names, key=lambda name: int(name.rpartition("/")[2]))
 
 
-_NO_BOX = "reward/no_box"
 _REWARD = frozenset(
     f"reward/{name}"
     for name in (
-        *("mean", "std", "groups_mixed", "groups_unjudged", "no_verdict"),
+        *("mean", "std", "groups_mixed", "groups_unjudged", "no_verdict", "no_box"),
         *("timeouts", "failures", "crashes", "nones", "not_finite"),
     )
 )
-"""Reward metrics that every run has, with any reward function."""
+"""Reward metrics with figures of their own, or that every run has with any reward function."""
 
 
-def _sft_speed(run: RunData) -> list[Panel]:
-    """Empty without an SFT stage; no utilization if the peak is unknown."""
-    tokens = "Tokens of a supervised step over its wall time, packing included."
-    share = "Model FLOP/s of the supervised steps over the peak of the trainer's devices."
-    found = (
-        _of_sft("sft_throughput", "SFT throughput", "tokens per second", tokens, "sft/tokens_per_s"),
-        _of_sft("sft_mfu", "SFT utilization", "MFU", share, "sft/mfu"),
-    )
-    return [panel for panel in found if panel.lines[0].metric in run.names]
-
-
-def _of_sft(name: str, title: str, ylabel: str, caption: str, metric: str) -> Panel:
-    lines = (Line(metric, title, "purple"),)
-    return Panel(name, title, ylabel, caption, lines, smooth=True, limits=_FROM_ZERO, xlabel="SFT step")
-
-
-def _utilization(run: RunData) -> list[Panel]:
-    """Empty if the peak is unknown, as on a CPU."""
+def _utilization(run: RunData) -> Panel:
+    """Of the phases whose peak is known; on a CPU of none."""
     lines = tuple(line for line in _by_phase("mfu") if line.metric in run.names)
     caption = "Model FLOP/s over the peak of the devices that the phase runs on."
-    return [Panel("mfu", "Model FLOPs utilization", "MFU", caption, lines, limits=_FROM_ZERO)] if lines else []
+    return Panel("mfu", "Model FLOPs utilization", "MFU", caption, lines, limits=_FROM_ZERO)
 
 
-def _occupancy(run: RunData) -> list[Panel]:
-    """Empty if no engine ran, as in a replay; shows only the first of many engines."""
-    colours = ("blue", "orange", "green", "purple", "cyan", "red")
-    lines = tuple(
-        Line(name, f"engine {name.removeprefix(ENGINE)}", colour)
-        for name, colour in zip(run.engines, colours, strict=False)
-    )
+def _occupancy(run: RunData) -> Panel:
+    """Of the first of many engines."""
+    lines = _coloured([*run.engines][: len(_COLOURS)], lambda name: f"engine {name.removeprefix(ENGINE)}")
     caption = "Trajectories that each engine has in flight, of evaluations too. At zero it waits for the trainer."
-    panel = Panel("occupancy", "Engines", "trajectories in flight", caption, lines, limits=_FROM_ZERO, xlabel="minutes")
-    return [panel] if lines else []
+    return Panel("occupancy", "Engines", "trajectories in flight", caption, lines, limits=_FROM_ZERO, xlabel="minutes")
 
 
 def _memory(run: RunData) -> Panel:
     """One curve per rank for few ranks, else their spread."""
-    colours = ("blue", "orange", "green", "purple", "cyan", "red")
     ranks = sorted(set().union(*run.by_rank(RANK_PEAK).values()))
-    lines = [
-        Line(RANK_PEAK.replace("<r>", str(rank)), f"rank {rank}", colour)
-        for rank, colour in zip(ranks, colours, strict=False)
-    ]
-    if not ranks or len(ranks) > len(colours):
-        lines = [Line("memory/trainer_peak_mib", "largest of the ranks")]
-    if len(ranks) > len(colours):
-        lines += [
-            Line(RANK_PEAK, "median", "green", over_ranks=statistics.median),
-            Line(RANK_PEAK, "smallest", "grey", over_ranks=min),
-        ]
+    lines: tuple[Line, ...] = (_LARGEST_RANK,)
+    if 0 < len(ranks) <= len(_COLOURS):
+        names = [RANK_PEAK.replace("<r>", str(rank)) for rank in ranks]
+        lines = _coloured(names, lambda name: f"rank {name.split('_')[1]}")
+    elif ranks:
+        median = Line(RANK_PEAK, "median", "green", over_ranks=statistics.median)
+        lines = (_LARGEST_RANK, median, Line(RANK_PEAK, "smallest", "grey", over_ranks=min))
     return Panel(
         "memory",
         "Trainer memory",
         "MiB",
         "Most memory that a trainer rank has held since it began: tensors on a GPU, resident memory on a CPU.",
-        tuple(lines),
+        lines,
         limits=_FROM_ZERO,
     )
 
 
 RANK_PEAK = "memory/rank_<r>_peak_mib"
+_LARGEST_RANK = Line("memory/trainer_peak_mib", "largest of the ranks")
 
 
 def _by_phase(unit: str) -> tuple[Line, ...]:
@@ -378,6 +339,14 @@ _PANELS = (
     ),
 )
 
+_NO_BOX = Panel(
+    "no_box",
+    "Answers without a box",
+    "trajectories per step",
+    "Trajectories that end without \\boxed{}: whatever they say, they earn nothing.",
+    (Line("reward/no_box", "no boxed answer", "orange"),),
+    limits=_FROM_ZERO,
+)
 _CLIP_BY_SIGN = Panel(
     "clip_by_sign",
     "Clipped tokens by sign",
@@ -421,4 +390,24 @@ _SANDBOX = Panel(
     "Mean time that a call ran, and that it waited, travelled and was tried again.",
     (Line("sandbox/exec_s", "running", "green"), Line("sandbox/queue_s", "waiting", "grey")),
     limits=_FROM_ZERO,
+)
+_SFT_THROUGHPUT = Panel(
+    "sft_throughput",
+    "SFT throughput",
+    "tokens per second",
+    "Tokens of a supervised step over its wall time, packing included.",
+    (Line("sft/tokens_per_s", "SFT throughput", "purple"),),
+    smooth=True,
+    limits=_FROM_ZERO,
+    xlabel="SFT step",
+)
+_SFT_MFU = Panel(
+    "sft_mfu",
+    "SFT utilization",
+    "MFU",
+    "Model FLOP/s of the supervised steps over the peak of the trainer's devices.",
+    (Line("sft/mfu", "SFT utilization", "purple"),),
+    smooth=True,
+    limits=_FROM_ZERO,
+    xlabel="SFT step",
 )

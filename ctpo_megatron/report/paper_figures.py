@@ -1,18 +1,22 @@
-"""The figures of the paper: growth of S_t and windows by position (1), results against the step (2)."""
+"""Charts of groups: figures 1 and 2 of the paper, and more by position: clipping by sign, effective size, entropy."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
-from ctpo_megatron.report.axes import Axis, channel
-from ctpo_megatron.report.charts import SHOWN, Chart, Curve, Spec, curves, cycled, points
-from ctpo_megatron.report.groups import RunGroup
-from ctpo_megatron.report.intervals import Band, mean_and_band
+from ctpo_megatron.report.charts import SHOWN, Axis, Chart, Curve, Spec, channel, curves, cycled, points
+from ctpo_megatron.report.groups import RunGroup, runs_of
+from ctpo_megatron.report.metric_charts import Band, mean_and_band
 from ctpo_megatron.report.positions_of_groups import (
     GUIDE,
+    LEAST,
     Growth,
     PositionSums,
     chosen_steps,
+    clip_rates,
+    effective_sizes,
+    entropies,
     growth,
     late_positions,
     window_rates,
@@ -23,11 +27,6 @@ from ctpo_megatron.report.theme import CYCLE
 T_AXIS = Axis("position t in the response, model tokens", log=True)
 CLIP_KEYS = ("actor/pg_clipfrac", "pg_update/clip/total/rate")
 """Keys that the clip fraction of figure 2 may be: high and low bound, or the dual one too. The first that all have."""
-
-
-def paper_figures(groups: Sequence[RunGroup]) -> list[Chart]:
-    """Figures 1 and 2, as far as the runs have their data."""
-    return [*law_charts(groups), *outcome_charts(groups)]
 
 
 def law_charts(groups: Sequence[RunGroup]) -> list[Chart]:
@@ -41,7 +40,8 @@ def law_charts(groups: Sequence[RunGroup]) -> list[Chart]:
 
 def outcome_charts(groups: Sequence[RunGroup]) -> list[Chart]:
     """Figure 2: accuracies, clip fraction, response length and reward against the step."""
-    sources = {name: match["source"] for name in _names(groups) if (match := ACCURACY.fullmatch(name))}
+    names = sorted(set().union(*(run.accuracy_names for run in runs_of(groups))))
+    sources = {name: match["source"] for name in names if (match := ACCURACY.fullmatch(name))}
     panels: list[tuple[str, str, str, str, tuple[float | None, float | None]]] = [
         (name, f"figure2_accuracy_{number}", f"Accuracy on {source}", "accuracy", (0.0, 1.0))
         for number, (name, source) in enumerate(sources.items(), start=1)
@@ -50,15 +50,11 @@ def outcome_charts(groups: Sequence[RunGroup]) -> list[Chart]:
         panels.append((clip, "figure2_clip", "Clipped tokens", "share of loss tokens", (0.0, None)))
     panels.append(("rollout/response_length_mean", "figure2_length", "Response length", "tokens", (0.0, None)))
     panels.append(("reward/mean", "figure2_reward", "Reward in training", "mean reward", (None, None)))
-    return [chart for panel in panels for chart in _outcome(groups, *panel)]
-
-
-def _names(groups: Sequence[RunGroup]) -> list[str]:
-    return sorted({name for group in groups for run in group.runs for name in run.accuracy_names})
+    return list(itertools.chain.from_iterable(_outcome(groups, *panel) for panel in panels))
 
 
 def _clip_key(groups: Sequence[RunGroup]) -> str | None:
-    runs = [run for group in groups for run in group.runs]
+    runs = runs_of(groups)
     having = (key for key in CLIP_KEYS if all(run.series(key) for run in runs))
     anywhere = (key for key in CLIP_KEYS if any(run.series(key) for run in runs))
     return next(having, next(anywhere, None))
@@ -134,5 +130,49 @@ def _window_chart(late: Sequence[PositionSums]) -> Chart:
 
 
 def _steps(late: Sequence[PositionSums]) -> str:
-    steps = sorted({step for sums in late for step in sums.steps})
+    steps = sorted(set().union(*(sums.steps for sums in late)))
     return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+
+
+_WHEN = f"second half of the run, bins of {LEAST} tokens and more"
+
+
+def position_charts(groups: Sequence[RunGroup]) -> list[Chart]:
+    """Empty without a run that has positions.jsonl."""
+    whole = [sums for group in groups if (sums := late_positions(group, "all"))]
+    last = [sums for group in groups if (sums := late_positions(group, "last"))]
+    return [*_clipping(whole), *_effective(last), *_entropy(whole)]
+
+
+def _clipping(found: Sequence[PositionSums]) -> Iterator[Chart]:
+    drawn = []
+    for place, sums in enumerate(found):
+        for number, (side, rates) in enumerate(clip_rates(sums).items()):
+            words = f"{side} bound, {'positive' if side == 'high' else 'negative'} advantages"
+            label = words if len(found) == 1 else f"{sums.label}: {words}"
+            colour = CYCLE[(number if len(found) == 1 else place) % len(CYCLE)]
+            drawn.append(Curve(label, rates.t, rates.values, colour, dashed=side == "dual"))
+    caption = f"What each bound clips of the loss tokens of its sign, by position; all mini-batches, {_WHEN}."
+    if drawn:
+        spec = curves(drawn, T_AXIS, Axis("share of the loss tokens of the sign", 0.0))
+        yield Chart("clip_by_position", "Clipping by position", caption, spec)
+
+
+def _effective(found: Sequence[PositionSums]) -> Iterator[Chart]:
+    sizes = [effective_sizes(sums) for sums in found]
+    drawn = cycled(Curve(each.label, each.t, each.values) for each in sizes if each.t)
+    caption = (
+        "How many tokens there would be of equal weight, if each weighs exp S_t, as a share of all at that position; "
+        f"last mini-batch, {_WHEN}."
+    )
+    if drawn:
+        spec = curves(drawn, T_AXIS, Axis("effective share of tokens", 0.0, 1.0))
+        yield Chart("ess_by_position", "Effective sample size by position", caption, spec)
+
+
+def _entropy(found: Sequence[PositionSums]) -> Iterator[Chart]:
+    known = [each for sums in found if (each := entropies(sums)) and each.t]
+    drawn = cycled(Curve(each.label, each.t, each.values) for each in known)
+    caption = f"Mean entropy of the policy by position, before the updates of a step; {_WHEN}."
+    if drawn:
+        yield Chart("entropy_by_position", "Entropy by position", caption, curves(drawn, T_AXIS, Axis("nats", 0.0)))

@@ -29,16 +29,14 @@ class PositionSums:
 
 @dataclass(frozen=True)
 class Growth:
-    """Standard deviation of S_t, nats, at mean positions t of bins, each of `count` tokens (figure 1, top).
+    """Standard deviation of S_t, nats, at mean positions t of bins (figure 1, top).
 
     law: None for fewer than three bins, or without any spread.
     """
 
     label: str
-    steps: list[int]
     t: list[float]
     std: list[float]
-    count: list[float]
     law: PositionLaw | None
 
     @property
@@ -86,9 +84,7 @@ def growth(sums: PositionSums) -> Growth:
     from ctpo_megatron.objective import fit_law, points_of_bins
 
     points = points_of_bins(sums.stats)
-    return Growth(
-        sums.label, sums.steps, points.t.tolist(), points.std.tolist(), points.count.tolist(), fit_law(points)
-    )
+    return Growth(sums.label, points.t.tolist(), points.std.tolist(), fit_law(points))
 
 
 def window_rates(sums: PositionSums) -> dict[str, ByPosition]:

@@ -16,8 +16,7 @@ from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.base.run_paths import RunPaths, step_in, step_name
-from ctpo_megatron.report.axes import Axis
-from ctpo_megatron.report.charts import Chart, Curve, Span, timeline
+from ctpo_megatron.report.charts import Axis, Chart, Curve, Span, timeline
 from ctpo_megatron.report.metric_charts import PHASE_COLOURS
 from ctpo_megatron.tracking import read_times, trajectory_files
 

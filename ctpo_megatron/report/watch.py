@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import gzip
+import hashlib
 import ipaddress
 import logging
 import os
+import re
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +26,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.report.trajectories import OutOfTimeError, QueryError
-from ctpo_megatron.report.watch_assets import asset, known_scripts
+from ctpo_megatron.report.page_data import bundle, rendered
+from ctpo_megatron.report.trajectories.library import OutOfTimeError
+from ctpo_megatron.report.trajectories.query import QueryError
 from ctpo_megatron.report.watch_pages import BusyError, WatchPages
 from ctpo_sandbox.front import Guard, RequestRule, configured, listen, url_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 
 log = logging.getLogger(__name__)
 
@@ -213,3 +220,32 @@ def _listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise WatchError(f"--port {port}: {why}; give another port, or 0 for a free one") from error
+
+
+_CSS, _JS = "text/css", "text/javascript"
+_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+
+
+@cache
+def asset(name: str) -> tuple[bytes, str] | None:
+    """Content and media type of a file; None where there is none of this name."""
+    match name:
+        case "style.css":
+            return rendered("watch.css.jinja").encode(), _CSS
+        case "page.js":
+            return rendered("report.js.jinja").encode(), _JS
+        case "vega.js":
+            return gzip.decompress(base64.b64decode(bundle())), _JS
+    return None
+
+
+def known_scripts(page: str) -> list[str]:
+    """Hashes of our scripts in a report, as a Content-Security-Policy has them; of no other script that it may hold."""
+    own = rendered("report.js.jinja").strip()
+    texts = [match[1].encode() for match in _SCRIPT.finditer(page) if match[1].strip() == own]
+    library = asset("vega.js")
+    return [_hash(text) for text in [*texts, *([library[0]] if library else [])]]
+
+
+def _hash(text: bytes) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode('ascii')}'"

@@ -16,23 +16,12 @@ from markupsafe import Markup
 from ctpo_megatron.base.files import DamagedFileError, read_mapping
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report.page import report_page
-from ctpo_megatron.report.page_data import chart_json
-from ctpo_megatron.report.rendering import rendered
-from ctpo_megatron.report.trajectories import (
-    TOOLS,
-    Address,
-    Addressed,
-    Budget,
-    Deadline,
-    GroupView,
-    Query,
-    RatioQuantity,
-    SearchResult,
-    TrajectoryLibrary,
-    ratio_spec,
-    snippet,
-    view_of,
-)
+from ctpo_megatron.report.page_data import chart_json, rendered
+from ctpo_megatron.report.trajectories.heads import Address, Addressed
+from ctpo_megatron.report.trajectories.library import Deadline, SearchResult, TrajectoryLibrary
+from ctpo_megatron.report.trajectories.query import TOOLS, Query, snippet
+from ctpo_megatron.report.trajectories.ratio import RatioQuantity, ratio_spec
+from ctpo_megatron.report.trajectories.view import Budget, GroupView, view_of
 from ctpo_megatron.tracking import Head, records_at
 
 PAGE_SIZE = 25

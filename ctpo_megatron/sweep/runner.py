@@ -20,8 +20,11 @@ from ctpo_megatron.base.signals import heeded
 from ctpo_megatron.run.directory import claim
 from ctpo_megatron.sweep.plan import PlannedRun, Sweep
 from ctpo_megatron.sweep.record import SweepRecord, is_done
-from ctpo_megatron.sweep.timeouts import CLOSING_S, LOCK_POLL_S
 from ctpo_sandbox.libc import die_with_parent
+
+CLOSING_S = 120.0  # for a run to close its engines and its sandbox, after `checkpoint.grace_s`
+LOCK_POLL_S = 0.5  # between two attempts to lock a run directory
+
 
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit statuses of a run that has stopped on request; the sweep stops with it."""

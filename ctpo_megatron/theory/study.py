@@ -1,14 +1,18 @@
-"""The whole study: every table from one seed."""
+"""The whole study: every table from one seed, and its files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ctpo_megatron.theory.counterexample import Counterexample
+from ctpo_megatron.base.files import write_json
+from ctpo_megatron.theory.random_walk import clip_tables, correlated_table, simulated, spread_table
 from ctpo_megatron.theory.tables import (
+    Counterexample,
     TheoryTable,
     bias_tables,
     counterexample_table,
@@ -19,7 +23,6 @@ from ctpo_megatron.theory.tables import (
 )
 from ctpo_megatron.theory.tree import Tree, log_softmax
 from ctpo_megatron.theory.turns import turn_tables
-from ctpo_megatron.theory.walk_tables import clip_tables, correlated_table, simulated, spread_table
 
 MOST_SEQUENCES, MOST_SAMPLES, LEAST_SAMPLES = 10_000, 200_000, 100
 LIMITS = {"shift": (1e-6, 5.0), "sigma": (1e-6, 1.0)}
@@ -93,3 +96,23 @@ def study(settings: StudySettings) -> Study:
         correlated_table(increments, settings.samples, settings.sigma),
     )
     return Study(settings, tables, curves)
+
+
+TABLES, FIGURES = "theory.json", "figures"
+
+
+def write_study(found: Study, folder: Path) -> list[Path]:
+    """Write theory.json and the figures into an existing folder, replacing earlier ones; returns what was written.
+
+    Raises OSError.
+    """
+    from ctpo_megatron.report import save_charts
+    from ctpo_megatron.theory.figures import charts
+
+    return [write_json(folder / TABLES, content(found)), *save_charts(charts(found), folder / FIGURES)]
+
+
+def content(found: Study) -> dict[str, Any]:
+    """Plain JSON: `settings`; `tables`, name -> title, says, columns and rows; the curves are one of them."""
+    tables = {table.name: asdict(table) for table in (*found.tables, found.curves)}
+    return {"settings": asdict(found.settings), "tables": tables}

@@ -13,21 +13,26 @@ from ctpo_megatron.tracking.display import Display
 from ctpo_megatron.tracking.display_view import PHASES, duration
 from ctpo_megatron.tracking.dump_writer import FAILURES as DUMP_FAILURES
 from ctpo_megatron.tracking.dump_writer import DumpWriter
-from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
-from ctpo_megatron.tracking.metrics import MetricsWriter, read_metrics
-from ctpo_megatron.tracking.positions import PositionsWriter, read_positions
-from ctpo_megatron.tracking.records import Head, Record
-from ctpo_megatron.tracking.scores import ScoredAnswer, read_scores
+from ctpo_megatron.tracking.metrics import MetricsWriter, PositionsWriter, read_metrics, read_positions
+from ctpo_megatron.tracking.records import TRACES, Head, Record
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
-from ctpo_megatron.tracking.timing import Phases, PhaseTimer, Progress, TimeSpent, read_stages
-from ctpo_megatron.tracking.trackers import PROMETHEUS_ADDRESS, Tracker, Trackers, open_trackers, tracker_problem
+from ctpo_megatron.tracking.timing import (
+    Heartbeat,
+    Phases,
+    PhaseTimer,
+    Progress,
+    TimeSpent,
+    read_heartbeat,
+    read_stages,
+)
+from ctpo_megatron.tracking.trackers import PROMETHEUS_ADDRESS, open_trackers, tracker_problem
 from ctpo_megatron.tracking.train_log import TrainLog
 from ctpo_megatron.tracking.trajectories import (
-    TRACES,
     Decode,
     discard_dumps,
     export_lines,
     read_heads,
+    read_scores,
     read_texts,
     read_times,
     read_trajectories,
@@ -54,10 +59,7 @@ __all__ = [
     "PositionsWriter",
     "Progress",
     "Record",
-    "ScoredAnswer",
     "TimeSpent",
-    "Tracker",
-    "Trackers",
     "TrainLog",
     "discard_dumps",
     "duration",

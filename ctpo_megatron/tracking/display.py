@@ -33,7 +33,7 @@ def _harmless(method: Callable[Concatenate[Display, P], None]) -> Callable[Conca
             method(self, *args, **kwargs)
         except Exception as error:
             self.mode = "off"
-            self._stop_live()
+            self.stop()
             unknown = None if isinstance(error, OSError) else error  # such as a closed terminal
             log.warning("the display failed (%s) and is switched off; the run continues", error, exc_info=unknown)
 
@@ -119,14 +119,10 @@ class Display:
         if self.mode != "off":
             self._print(text)
 
-    def stop(self) -> None:
-        """Stop the panel, leaving its last state on the screen."""
-        self._stop_live()
-
     @_harmless
     def end(self, summary: Callable[[Console], None]) -> None:
         """Stop the panel and print a summary, in all modes."""
-        self._stop_live()
+        self.stop()
         summary(self.console)
 
     def _plain(self, line: str) -> None:
@@ -169,7 +165,8 @@ class Display:
                 self._rerouted.append((handler, handler.stream))
                 handler.setStream(replacement)
 
-    def _stop_live(self) -> None:
+    def stop(self) -> None:
+        """Stop the panel, leaving its last state on the screen."""
         for handler, stream in self._rerouted:
             handler.setStream(stream)
         self._rerouted.clear()

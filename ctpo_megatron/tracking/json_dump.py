@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.tracking.give_way import AT_ONCE, GiveWay
-from ctpo_megatron.tracking.records import Head, Record, Times, head_of, texts_in, times_in
+from ctpo_megatron.tracking.records import AT_ONCE, GiveWay, Record
 
 T = TypeVar("T")
 _NUMBER = 4
@@ -31,22 +30,8 @@ def read_lines(path: Path, places: Collection[int] | None = None) -> Iterator[Re
                 yield _parsed(line, f"{path}, line {place + 1},")
 
 
-def heads_of_lines(path: Path) -> Iterator[Head]:
-    """What the records are chosen by. Raises DamagedFileError."""
-    return _of_each(path, head_of)
-
-
-def texts_of_lines(path: Path) -> Iterator[list[str]]:
-    """The texts of each record, `texts_in`. Raises DamagedFileError."""
-    return _of_each(path, lambda _, record: texts_in(record))
-
-
-def times_of_lines(path: Path) -> Iterator[Times]:
-    """The times of each record. Raises DamagedFileError."""
-    return _of_each(path, lambda _, record: times_in(record))
-
-
-def _of_each(path: Path, take: Callable[[int, Record], T]) -> Iterator[T]:
+def parts_of_lines(path: Path, take: Callable[[int, Record], T]) -> Iterator[T]:
+    """What `take` makes of the place of each record and the record. Raises DamagedFileError."""
     for place, record in enumerate(read_lines(path)):
         try:
             taken = take(place, record)

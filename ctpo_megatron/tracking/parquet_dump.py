@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.tracking.give_way import GiveWay
-from ctpo_megatron.tracking.records import Head, Record, Times, head_of, statuses, texts_in, times_in
+from ctpo_megatron.tracking.records import TRACES, GiveWay, Head, Record, statuses
 
-_TRACES = ("log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
+T = TypeVar("T")
 _SEGMENT = pa.struct(
     [("turn", pa.int32()), ("kind", pa.string()), ("text", pa.string()), ("token_chars", pa.list_(pa.int32()))]
 )
@@ -58,7 +57,7 @@ SCHEMA = pa.schema(
         ("weight_version", pa.list_(pa.int32())),
         ("turn", pa.list_(pa.int32())),
         ("sequence_starts", pa.list_(pa.int32())),
-        *((name, pa.list_(pa.float32())) for name in _TRACES),
+        *((name, pa.list_(pa.float32())) for name in TRACES),
         ("segments", pa.list_(_SEGMENT)),
         ("tool_calls", pa.list_(_CALL)),
         ("more", pa.map_(pa.string(), _MORE)),
@@ -67,11 +66,11 @@ SCHEMA = pa.schema(
 )
 """Columns of a dump. `other`: JSON of fields without a column; null where there are none."""
 
-_SPLIT = ("token_ids", "rollout_log_probs", *_TRACES, "segments.list.element.token_chars")
+_SPLIT = ("token_ids", "rollout_log_probs", *TRACES, "segments.list.element.token_chars")
 """Numbers whose bytes of equal weight compress better side by side."""
 _OPTIONAL = {
     *("turn_rewards", "sequence_starts", "no_verdict", "scored_at", "advantage", "turn_advantages", "more"),
-    *_TRACES,
+    *TRACES,
 }
 """Fields that a record lacks where the column is null."""
 _GROUP_TOKENS = 1 << 16
@@ -83,8 +82,6 @@ _OF_HEADS = {
     *("prompt_id", "sample_index", "reward", "finish_reason", "response_mask", "log_ratio"),
     *("no_verdict.cause", "tool_calls.status"),
 }
-_OF_TEXTS = {"segments.text", "tool_calls.output"}
-_OF_TIMES = {"scored_at", "tool_calls.began_at", "tool_calls.wall_s"}
 
 
 def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -103,7 +100,7 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_table(path: Path, without: Collection[str] = ()) -> Iterator[Record]:
-    """The records, few in memory at a time; also of earlier versions. Raises DamagedFileError.
+    """The records, few in memory at a time. Raises DamagedFileError.
 
     without: columns that are not read.
     """
@@ -117,9 +114,6 @@ def heads_of_table(path: Path) -> Iterator[Head]:
     """What the records are chosen by, without reading the rest. Raises DamagedFileError."""
     place = 0
     with _opened(path) as file:
-        if _is_early(file):
-            yield from (head_of(place, record) for place, record in enumerate(read_table(path)))
-            return
         for batch in file.iter_batches(_READ_HEADS, columns=_leaves(file, _OF_HEADS)):
             rows = batch.drop_columns(["response_mask", "log_ratio"]).to_pylist()
             traced, sizes = batch["log_ratio"].is_valid().to_pylist(), _sums(batch["response_mask"])
@@ -138,27 +132,11 @@ def heads_of_table(path: Path) -> Iterator[Head]:
                 place += 1
 
 
-def texts_of_table(path: Path) -> Iterator[list[str]]:
-    """The texts of each record, `texts_in`, without reading the rest. Raises DamagedFileError."""
+def parts_of_table(path: Path, fields: Collection[str], take: Callable[[Record], T]) -> Iterator[T]:
+    """What `take` makes of these fields of each record; the rest is not read. Raises DamagedFileError."""
     with _opened(path) as file:
-        if _is_early(file):
-            yield from map(texts_in, read_table(path))
-            return
-        for batch in file.iter_batches(_READ_ROWS, columns=_leaves(file, _OF_TEXTS)):
-            yield from map(texts_in, batch.to_pylist())
-
-
-def times_of_table(path: Path) -> Iterator[Times]:
-    """The times of each record, without reading the rest. Raises DamagedFileError."""
-    with _opened(path) as file:
-        if not _is_early(file):
-            for batch in file.iter_batches(_READ_HEADS, columns=_leaves(file, _OF_TIMES)):
-                yield from map(times_in, batch.to_pylist())
-
-
-def _is_early(file: pq.ParquetFile) -> bool:
-    """Whether an earlier version wrote it, with texts and calls in `other`."""
-    return not {"segments", "tool_calls"} <= {*file.schema_arrow.names}
+        for batch in file.iter_batches(_READ_ROWS, columns=_leaves(file, fields)):
+            yield from map(take, batch.to_pylist())
 
 
 def _leaves(file: pq.ParquetFile, wanted: Collection[str]) -> list[str]:
@@ -203,7 +181,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(path) as file:
             yield file
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, LookupError) as error:
         raise DamagedFileError(f"{path} is damaged ({error})") from error
 
 

@@ -1,11 +1,14 @@
-"""What readers of a dump get, whatever its format."""
+"""What both formats of dumps have: what readers get, and how writers let other threads work."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+TRACES = ("log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
+"""Numbers of each token that a pass of the update gives, the last where the objective's ratio is not cumulative."""
 Record = dict[str, Any]
 """A trajectory as JSON lines have it: `Trajectory.to_json`, and the fields that `write_trajectories` adds."""
 
@@ -57,6 +60,10 @@ class Times:
     scoring: list[tuple[float, float]]
 
 
+OF_TIMES = ("scored_at", "tool_calls.began_at", "tool_calls.wall_s")
+"""The fields that `times_in` needs."""
+
+
 def times_in(record: Record) -> Times:
     """Its times; those that an earlier version did not record are missing."""
     calls = [call for call in record["tool_calls"] if call.get("began_at") is not None]
@@ -67,6 +74,30 @@ def times_in(record: Record) -> Times:
     )
 
 
+OF_TEXTS = ("segments.text", "tool_calls.output")
+"""The fields that `texts_in` needs."""
+
+
 def texts_in(record: Record) -> list[str]:
     """Its texts that are searched: prompt, turns and observations, then outputs of tools."""
     return [*(part["text"] for part in record["segments"]), *(call["output"] for call in record["tool_calls"])]
+
+
+AT_ONCE = 4_096
+"""Tokens of work that hold the lock for about a millisecond."""
+_PAUSE_S = 5e-5
+"""Long enough that a thread which waits is woken and takes the lock."""
+
+
+class GiveWay:
+    """Counts work in tokens, and pauses after each `AT_ONCE`. The interpreter alone would switch every 5 ms."""
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    def after(self, tokens: int) -> None:
+        """So much was done."""
+        self._held += tokens
+        if self._held >= AT_ONCE:
+            self._held = 0
+            time.sleep(_PAUSE_S)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctpo_megatron.tracking.give_way import AT_ONCE, GiveWay
-from ctpo_megatron.tracking.records import Record
+from ctpo_megatron.tracking.records import AT_ONCE, GiveWay, Record
 
 if TYPE_CHECKING:
     from ctpo_megatron.tracking.trajectories import Decode

@@ -1,4 +1,4 @@
-"""The phases of a step and the stages of a run: wall and CPU seconds, and the progress that the watchdog looks at."""
+"""Wall and CPU seconds of phases and stages, and the progress of a run: for the watchdog, and in the heartbeat file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -182,3 +182,32 @@ def _tree_cpu() -> float:
         with suppress(psutil.NoSuchProcess):  # it ended meanwhile; its parent has its time now
             total += sum(process.cpu_times()[:4])
     return total
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Content of the file, written by rank zero every few seconds.
+
+    state: `running`, or at the end `ended` or `failed`; a killed run stays `running`. phase: of rank zero, e.g.
+    `rl/step/update`. time, progress: seconds since the epoch by rank zero's clock, of this write and of the latest
+    begin or end of a phase on any rank. stalls: how often the stacks were dumped since the start.
+    """
+
+    state: Literal["running", "ended", "failed"]
+    step: int
+    phase: str
+    time: float
+    progress: float
+    stalls: int
+    ranks: int
+    pid: int
+    host: str
+
+    def write(self, directory: Path) -> None:
+        """Replace the file of a run directory atomically."""
+        write_json(RunPaths(directory).heartbeat, asdict(self), patient=False)
+
+
+def read_heartbeat(directory: Path) -> Heartbeat | None:
+    """The heartbeat of a run directory; None when it has none yet or a damaged one."""
+    return read_note(RunPaths(Path(directory)).heartbeat, lambda found: Heartbeat(**found), None, "no sign of life")

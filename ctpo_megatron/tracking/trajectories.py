@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
 from ctpo_megatron.base.files import DamagedFileError, aside
 from ctpo_megatron.base.run_paths import EVALUATION, TRAJECTORIES, RunPaths, discarded, step_in
-from ctpo_megatron.tracking.json_dump import (
-    heads_of_lines,
-    pieces_of_line,
-    read_lines,
-    texts_of_lines,
-    times_of_lines,
-    write_lines,
-)
-from ctpo_megatron.tracking.records import Head, Record, Times
+from ctpo_megatron.tracking.json_dump import parts_of_lines, pieces_of_line, read_lines, write_lines
+from ctpo_megatron.tracking.records import OF_TEXTS, OF_TIMES, TRACES, Head, Record, Times, head_of, texts_in, times_in
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.batch import Group
     from ctpo_megatron.data.trajectory import Trajectory
 
+
+T = TypeVar("T")
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens kept (`lambda ids: tokenizer.decode(ids, skip_special_tokens=False)`)."""
 
 Form = Literal["jsonl", "parquet"]
 
-TRACES = ("log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
-"""Numbers of each token that a pass of the update gives, the last where the objective's ratio is not cumulative."""
 _ADDED = ("answer", "data_source", "segments", "advantage", "turn_advantages", "dropped", *TRACES)
 """Fields of a record that no trajectory has."""
 
@@ -86,7 +80,7 @@ def read_trajectories(path: Path) -> list[Record]:
 def read_heads(path: Path) -> list[Head]:
     """What the records of one dump are chosen by. Raises DamagedFileError."""
     if path.suffix != ".parquet":
-        return [*heads_of_lines(path)]
+        return [*parts_of_lines(path, head_of)]
     from ctpo_megatron.tracking.parquet_dump import heads_of_table
 
     return [*heads_of_table(path)]
@@ -97,20 +91,21 @@ def read_texts(path: Path) -> Iterator[list[str]]:
 
     Raises DamagedFileError.
     """
-    if path.suffix != ".parquet":
-        return texts_of_lines(path)
-    from ctpo_megatron.tracking.parquet_dump import texts_of_table
-
-    return texts_of_table(path)
+    return _parts(path, OF_TEXTS, texts_in)
 
 
 def read_times(path: Path) -> Iterator[Times]:
     """When tools ran and scorers worked, for each record of one dump. Raises DamagedFileError."""
-    if path.suffix != ".parquet":
-        return times_of_lines(path)
-    from ctpo_megatron.tracking.parquet_dump import times_of_table
+    return _parts(path, OF_TIMES, times_in)
 
-    return times_of_table(path)
+
+def _parts(path: Path, fields: Collection[str], take: Callable[[Record], T]) -> Iterator[T]:
+    """What `take` makes of these fields of each record of one dump. Raises DamagedFileError."""
+    if path.suffix != ".parquet":
+        return parts_of_lines(path, lambda _, record: take(record))
+    from ctpo_megatron.tracking.parquet_dump import parts_of_table
+
+    return parts_of_table(path, fields, take)
 
 
 def records_at(path: Path, places: Sequence[int]) -> list[Record]:
@@ -224,3 +219,21 @@ def rounded_traces(record: Record) -> Record:
         | {name: [round(value, 6) for value in values] for name, values in traces.items()}
         | ({"segments": segments} if "segments" in record else {})
     )
+
+
+_COLUMNS = ("prompt_id", "data_source", "answer", "reward")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredAnswer:
+    """answer: the ground truth of the prompt. reward: None without a verdict."""
+
+    prompt_id: str
+    data_source: str
+    answer: str
+    reward: float | None
+
+
+def read_scores(path: Path) -> list[ScoredAnswer]:
+    """The scores of one dump, in its order. Raises DamagedFileError."""
+    return [*_parts(path, _COLUMNS, lambda record: ScoredAnswer(*(record[name] for name in _COLUMNS)))]

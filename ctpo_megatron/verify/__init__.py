@@ -5,8 +5,7 @@ Hugging Face name are compared. Layouts run as separate real jobs, grouped by th
 """
 
 from ctpo_megatron.verify.exported import Finding, check_exported
-from ctpo_megatron.verify.layouts import LAYOUTS
-from ctpo_megatron.verify.objectives import OBJECTIVES
+from ctpo_megatron.verify.layouts import LAYOUTS, OBJECTIVES
 from ctpo_megatron.verify.run import TOLERANCE, LayoutResult, unsupported_layouts, verify
 
 __all__ = [

@@ -23,8 +23,7 @@ from ctpo_megatron.policy import (
     init_distributed,
     policy_gradient,
 )
-from ctpo_megatron.verify.layouts import LAYOUTS
-from ctpo_megatron.verify.objectives import OBJECTIVES, is_by_turn
+from ctpo_megatron.verify.layouts import LAYOUTS, OBJECTIVES, is_by_turn
 
 
 def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import takewhile
@@ -15,16 +15,18 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from ctpo_megatron.config import ConfigError, PolicyConfig, check_parallel, read_spec, stored_tensors
+from ctpo_megatron.data import Trajectory
 from ctpo_megatron.models import ModelFamily, ModelSpec
-from ctpo_megatron.verify import batch, positions
-from ctpo_megatron.verify.layouts import LAYOUTS, LayoutCase
-from ctpo_megatron.verify.objectives import OBJECTIVES, is_by_turn
-from ctpo_megatron.verify.oracle import Oracle, Reference
+from ctpo_megatron.objective import Advantage, PolicyObjective, PositionStats, position_stats
+from ctpo_megatron.verify import batch
+from ctpo_megatron.verify.layouts import LAYOUTS, OBJECTIVES, LayoutCase, is_by_turn
+from ctpo_megatron.verify.oracle import Oracle, Reference, SampleKey
 from ctpo_sandbox import temporary
 
 TEMPERATURE = 0.9
@@ -33,6 +35,8 @@ JOB_TIMEOUT_S = 1800.0
 TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.1}
 """Of loss, log-probs and gradient against float64, by policy.dtype. In 16 bits the weights themselves are rounded.
 There a token near a bound may be clipped otherwise, which is no rounding error: take an objective without bounds."""
+POSITIONS_TOLERANCE = 1e-12
+"""Of the largest sum in a column of the statistics by position: the order of the tokens differs."""
 _LOG_CHARACTERS = 3000
 
 
@@ -217,10 +221,8 @@ def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle
         return LayoutResult(layout, objective, ranks, problem=f"gradients of other tensors: {', '.join(apart)[:500]}")
     work = pickle.loads((folder / "work.pickle").read_bytes())
     advantages = work["advantages"][is_by_turn(objective)]
-    of_layout = positions.expected_positions(
-        work["trajectories"], advantages, found["log_probs"], OBJECTIVES[objective]
-    )
-    if unlike := found["positions"][objective].unlike(of_layout, positions.TOLERANCE):
+    of_layout = _expected_positions(work["trajectories"], advantages, found["log_probs"], OBJECTIVES[objective])
+    if unlike := found["positions"][objective].unlike(of_layout, POSITIONS_TOLERANCE):
         return LayoutResult(layout, objective, ranks, problem=f"statistics by position: {unlike}")
     errors = {name: _norm(gradient[name].double() - tensor) for name, tensor in expected.items()}
     sizes = {name: _norm(tensor) for name, tensor in expected.items()}
@@ -238,6 +240,30 @@ def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle
         gradient=_together(errors) / _together(sizes),
         worst=ratios[worst],
         worst_name=worst,
+    )
+
+
+def _expected_positions(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[Advantage],
+    log_probs: Mapping[SampleKey, Tensor],
+    objective: PolicyObjective,
+) -> PositionStats:
+    """Statistics by position that the log-probs of a layout, float32 `[T]`, give. The sampler's are the anchor."""
+
+    def column(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([trajectory.tokens[name] for trajectory in trajectories]))
+
+    lengths = [len(trajectory) for trajectory in trajectories]
+    return position_stats(
+        torch.cat([log_probs[each.prompt_id, each.sample_index] for each in trajectories]),
+        column("rollout_log_probs"),
+        torch.from_numpy(batch.of_tokens(trajectories, advantages)),
+        column("response_mask"),
+        column("loss_mask"),
+        objective,
+        torch.tensor(np.cumsum([0, *lengths])),
+        turn=column("turn"),
     )
 
 

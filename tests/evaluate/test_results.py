@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from ctpo_megatron.base.files import write_json
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.page import write_evaluation_page
-from ctpo_megatron.evaluate.results import ScoreColumn, results, said, write_results
+from ctpo_megatron.evaluate.results import RESULTS_FILE, ScoreColumn, results, said
 from ctpo_megatron.rollouts.samples import Sample, by_problem
 
 
@@ -66,7 +67,7 @@ def written(directory: Path, scorers: list[ScoreColumn]) -> dict[str, Any]:
     found = facts | {"scorers": [each.name for each in scorers]} | results(SAMPLES, scorers, seed=0)
     prompts = [Prompt(id, "a", ({"role": "user", "content": f"What <b>is</b> {id}?"},), "7", ()) for id in BOXES]
     problems = {problem[0].prompt_id: problem for problem in by_problem(SAMPLES)} | {"z/9": []}
-    write_results(directory, found)
+    write_json(directory / RESULTS_FILE, found)
     write_evaluation_page(directory, found, prompts, problems, scorers[0])
     return found
 

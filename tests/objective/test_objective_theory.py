@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ctpo_megatron.objective import Denominators, PolicyObjective, policy_loss
-from ctpo_megatron.theory import RATIOS, Tree, relative_bias
-from ctpo_megatron.theory.tree import FloatArray
+from ctpo_megatron.theory.tree import RATIOS, FloatArray, Tree, relative_bias
 
 
 def tree(seed: int) -> tuple[Tree, FloatArray, FloatArray]:

@@ -17,11 +17,10 @@ from scipy import stats
 
 from ctpo_megatron.report import accuracies
 from ctpo_megatron.report.accuracies import UNDECIDED, compare_accuracies
-from ctpo_megatron.report.comparison_table import accuracy_table, difference_table, notes_of_accuracies
-from ctpo_megatron.report.estimates import ONE_SEED, difference, mean_score
+from ctpo_megatron.report.comparison import accuracy_table, difference_table, notes_of_accuracies
+from ctpo_megatron.report.estimates import ONE_SEED, ScoredProblem, ScoredSet, difference, mean_score
 from ctpo_megatron.report.groups import groups_of
 from ctpo_megatron.report.run_data import RunData
-from ctpo_megatron.report.scored_problems import ScoredProblem, ScoredSet
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, write_trajectories
 from tests.tracking.synthetic_run import decode, make_config, make_groups
@@ -75,34 +74,34 @@ def test_the_figures_of_two_groups(write) -> None:
     (found,) = compare_accuracies(groups_of(runs))
     assert found.source == "toolmath"
     ctpo, grpo = found.accuracies
-    assert (ctpo.group, ctpo.steps, ctpo.by_seed) == ("ctpo", [3], {"0": 0.5, "1": 0.625})
+    assert ctpo.group == "ctpo"
     # Problem 3 has no verdict in one seed of ctpo: three are left of ctpo, four of grpo.
     assert ctpo.estimate.value == pytest.approx((1 + 1 + 0.5 + 0 + 0 + 0.5) / 6)
     assert grpo.estimate.value == pytest.approx((0.5 + 1 + 1 + 1) / 8)
-    assert (ctpo.estimate.problems, ctpo.estimate.left_out, grpo.estimate.left_out) == (3, 1, 0)
+    assert (ctpo.estimate.left_out, grpo.estimate.left_out) == (1, 0)
     (pair,) = found.differences
     assert (pair.group, pair.other) == ("grpo", "ctpo")
     assert pair.estimate.value == pytest.approx(((0.5 - 1) + (1 - 1) - 0.5 + 0 + 0 - 0.5) / 6)
-    assert (pair.estimate.problems, pair.estimate.left_out, pair.estimate.seeds) == (3, 1, ["0", "1"])
+    assert (pair.estimate.left_out, pair.estimate.over) == (1, "problems and seeds")
     assert pair.verdict == UNDECIDED
     gains = {each.group: each for each in found.gains}
     assert gains["ctpo"].estimate.value == pytest.approx(ctpo.estimate.value)
     assert gains["ctpo"].estimate.over == "problems and seeds"
     # Only one seed of grpo was evaluated before training.
-    assert (gains["grpo"].estimate.seeds, gains["grpo"].estimate.over) == (["0"], "problems")
+    assert (gains["grpo"].estimate.value, gains["grpo"].estimate.over) == (0.375, "problems")
 
 
 def test_a_seed_that_was_not_evaluated_is_said(write) -> None:
     runs = [write("ctpo", 0, {3: [[1], [0]]}), write("ctpo", 1, {0: [[1], [0]]})]
     (found,) = compare_accuracies(groups_of(runs))
     assert "no evaluation of seed 1" in found.accuracies[0].estimate.notes
-    assert found.accuracies[0].estimate.seeds == ["0"]
+    assert found.accuracies[0].estimate.value == 0.5
 
 
 def test_repeated_runs_of_a_seed_are_one(write) -> None:
     runs = [write("ctpo", 0, {3: [[1], [0]]}), write("ctpo", 0, {3: [[0], [0]]}, answer="02")]
     (found,) = compare_accuracies(groups_of(runs))
-    assert found.accuracies[0].by_seed == {"0": 0.25}
+    assert found.accuracies[0].estimate.value == 0.25
     assert found.accuracies[0].estimate.over == "problems"
     assert ONE_SEED in found.accuracies[0].estimate.notes
 
@@ -142,22 +141,19 @@ def test_seeds_of_one_side_alone() -> None:
     """Common seeds are paired; with fewer than two, no seeds are, and the spread of both sides counts."""
     many = {str(seed): problems(drawn(0.6, seed=seed)) for seed in range(4)}
     paired = difference(many, {seed: many[seed] for seed in ("1", "2")})
-    assert (paired.seeds, paired.value, paired.notes) == (["1", "2"], 0, ["paired by seed, without 0, 3"])
+    assert (paired.value, paired.notes) == (0, ["paired by seed, without 0, 3"])
     other = {"7": problems(drawn(0.6, seed=7)), "8": problems(drawn(0.6, seed=8))}
     apart = difference(many, other)
     assert apart.notes == ["not paired by seed"]
-    assert apart.over == "problems and seeds" and apart.over_seeds is not None
-    means = [[np.mean([each.score for each in side[seed].values()]) for seed in side] for side in (many, other)]
-    expected = stats.ttest_ind(*means, equal_var=False).confidence_interval()
-    assert apart.over_seeds == pytest.approx((expected.low, expected.high))
+    assert apart.over == "problems and seeds" and apart.interval is not None
     single = difference(many, {"9": problems(drawn(0.6, seed=9))})
-    assert (single.over, single.over_seeds) == ("problems", None)
+    assert single.over == "problems"
     assert ONE_SEED in single.notes
 
 
 def test_one_seed_says_that_it_is_one() -> None:
     found = difference({"0": problems(drawn(0.9))}, {"0": problems(drawn(0.2))})
-    assert (found.over, found.over_seeds, found.notes) == ("problems", None, [ONE_SEED])
+    assert (found.over, found.notes) == ("problems", [ONE_SEED])
     said = accuracies.AccuracyDifference("a", "b", "s", found)
     assert said.verdict.startswith("a is 66.5 points above b (95 % interval +") and said.verdict.endswith(ONE_SEED)
     assert said.short_verdict == "above (one seed)"

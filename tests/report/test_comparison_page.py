@@ -19,8 +19,8 @@ from tests.tracking.synthetic_run import make_config, step_metrics
 PRESETS = ("ctpo", "grpo", "gspo")
 
 
-def write_runs(root: Path, steps: int, seeds: int = 3) -> list[Path]:
-    """Run directories of three objectives with some seeds each."""
+def write_runs(root: Path, steps: int, seeds: int = 3, only: str = "") -> list[Path]:
+    """Run directories of three objectives with some seeds each. only: how the names of their metrics begin."""
     found = []
     for number, preset in enumerate(PRESETS):
         for seed in range(seeds):
@@ -28,7 +28,8 @@ def write_runs(root: Path, steps: int, seeds: int = 3) -> list[Path]:
             run_dir, rng = open_run_directory(config), random.Random(10 * number + seed)
             with MetricsWriter(run_dir) as writer:
                 for step in range(1, steps + 1):
-                    writer.log(step, step_metrics(rng, step, steps) | {"val/toolmath/acc/mean@1": rng.random()})
+                    metrics = step_metrics(rng, step, steps) | {"val/toolmath/acc/mean@1": rng.random()}
+                    writer.log(step, {name: value for name, value in metrics.items() if name.startswith(only)})
             found.append(run_dir)
     return found
 
@@ -89,7 +90,7 @@ def test_figures_of_one_run_have_an_overview_that_follows_the_theme(tmp_path: Pa
 
 
 def test_the_verb_writes_page_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [str(path) for path in write_runs(tmp_path, steps=2, seeds=1)]
+    runs = [str(path) for path in write_runs(tmp_path, steps=2, seeds=1, only="reward/")]
     out, figures = tmp_path / "new" / "page.html", tmp_path / "figures"
     assert main(["compare", *runs, "--out", str(out), "--figures", str(figures)]) == 0
     printed = capsys.readouterr().out

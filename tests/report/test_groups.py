@@ -10,8 +10,7 @@ import pytest
 
 from ctpo_megatron.config import known_keys
 from ctpo_megatron.report.differences import NOT_COMPARED, differences
-from ctpo_megatron.report.group_notes import notes_of
-from ctpo_megatron.report.groups import RunGroup, groups_of
+from ctpo_megatron.report.groups import RunGroup, groups_of, notes_of
 from ctpo_megatron.report.run_data import RunData
 from tests.tracking.synthetic_run import make_config
 
@@ -185,11 +184,6 @@ def test_long_labels_are_short_and_unique() -> None:
         labels = [*members(groups_of([run("a", model__path=paths[0]), run("b", model__path=paths[1])]))]
         assert len(set(labels)) == 2
     assert max(map(len, labels)) <= 100
-
-
-def test_what_is_ignored_does_not_separate() -> None:
-    runs = [run("a", policy__optimizer__lr=1e-6), run("b", 1, policy__optimizer__lr=2e-6)]
-    assert len(groups_of(runs, ignored=["policy.optimizer"])) == 1
 
 
 def test_other_machines_code_and_stages_are_said() -> None:

@@ -9,8 +9,8 @@ import pytest
 from ctpo_megatron.report.health import checks
 from ctpo_megatron.report.learning import Indicator
 from ctpo_megatron.report.panels import compared_panels, panels
-from ctpo_megatron.report.ratio_names import ratio_name
 from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.report.trajectories.ratio import ratio_name
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter
 from tests.tracking.synthetic_run import make_config

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from ctpo_megatron.report.groups import RunGroup
-from ctpo_megatron.report.intervals import mean_and_band
+from ctpo_megatron.report.metric_charts import mean_and_band
 from ctpo_megatron.report.run_data import RunData
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctpo_megatron.report.charts import Axis, Chart, Curve, curves
+from ctpo_megatron.report.metric_charts import MOST, kept, smoothed
 from ctpo_megatron.report.page_data import bundle, chart_json, packed
-from ctpo_megatron.report.thinning import MOST, kept, smoothed
 
 
 def unpacked(table: dict[str, Any]) -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ import torch
 from ctpo_megatron.objective import PolicyObjective, PositionStats, position_stats, skipped_stats
 from ctpo_megatron.report.charts import save_charts
 from ctpo_megatron.report.groups import RunGroup
-from ctpo_megatron.report.paper_figures import law_charts, outcome_charts, paper_figures
-from ctpo_megatron.report.position_charts import position_charts
+from ctpo_megatron.report.paper_figures import law_charts, outcome_charts, position_charts
 from ctpo_megatron.report.positions_of_groups import (
     chosen_steps,
     clip_rates,
@@ -122,7 +121,7 @@ def test_bins_of_few_tokens_are_not_shown(tmp_path: Path) -> None:
 
 def test_runs_without_positions_have_no_figure_of_them(tmp_path: Path) -> None:
     group = RunGroup("old", {"0": (RunData(tmp_path, {}, {}, [], [], {}),)}, {})
-    assert paper_figures([group]) == [] and position_charts([group]) == []
+    assert law_charts([group]) == outcome_charts([group]) == [] and position_charts([group]) == []
 
 
 def test_groups_are_told_apart(tmp_path: Path) -> None:
@@ -160,7 +159,7 @@ def test_outcomes_name_the_key_that_is_drawn(tmp_path: Path) -> None:
 
 def test_figures_are_written(tmp_path: Path) -> None:
     group = written(tmp_path / "a", {1: drawn()[0], 2: drawn(seed=2)[0]})
-    charts = [*paper_figures([group]), *position_charts([group])]
+    charts = [*law_charts([group]), *outcome_charts([group]), *position_charts([group])]
     assert len({chart.name for chart in charts}) == len(charts) == 5
     for path in save_charts(charts, tmp_path / "figures", ("svg",)):
         assert "NaN" not in path.read_text() and "<svg" in path.read_text()[:200]

@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.data.verdict import NoVerdict
-from ctpo_megatron.report.trajectories import (
-    Address,
-    Deadline,
-    OutOfTimeError,
-    Query,
-    QueryError,
-    TrajectoryLibrary,
-    snippet,
-)
-from ctpo_megatron.report.trajectories.address import FOLDERS, addresses
-from ctpo_megatron.report.trajectories.query import TOOLS
+from ctpo_megatron.report.trajectories.heads import FOLDERS, Address, addresses
+from ctpo_megatron.report.trajectories.library import Deadline, OutOfTimeError, TrajectoryLibrary
+from ctpo_megatron.report.trajectories.query import TOOLS, Query, QueryError, snippet
 from ctpo_megatron.tracking import read_heads, read_texts, read_trajectories, trajectory_files, write_trajectories
 from ctpo_megatron.tracking.records import head_of, texts_in
 from tests.tracking.synthetic_run import decode, make_groups, ratio_fields

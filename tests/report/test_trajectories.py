@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctpo_megatron.config import PRESETS, ObjectiveConfig, objective_from_config
-from ctpo_megatron.report import write_report
-from ctpo_megatron.report.trajectories import Address, RatioQuantity, ratio_spec, sample_of_run
-from ctpo_megatron.report.trajectories.address import addresses
-from ctpo_megatron.report.trajectories.ratio import MOST_POINTS, ratio_points
+from ctpo_megatron.report.page import report_page
+from ctpo_megatron.report.trajectories.heads import Address, addresses
+from ctpo_megatron.report.trajectories.ratio import MOST_POINTS, RatioQuantity, ratio_points, ratio_spec
+from ctpo_megatron.report.trajectories.sample import sample_of_run
 from ctpo_megatron.tracking import read_heads, read_trajectories, trajectory_files, write_trajectories
 from ctpo_megatron.tracking.records import Head
 from tests.tracking.synthetic_run import HOSTILE, decode, make_groups, write_run
@@ -59,7 +59,7 @@ def test_hostile_names_stay_within_their_attributes(tmp_path):
                 call.name = call.status = call.output = evil
                 call.arguments = {evil: evil}
     write_trajectories(run_dir, 2, groups, decode)
-    elements = Elements(write_report(run_dir).read_text(encoding="utf-8")).found
+    elements = Elements(report_page(run_dir)).found
     assert not [each for each in elements if each[""] == "img" or any(name.startswith("on") for name in each)]
     ids = [each["id"] for each in elements if "id" in each]
     assert any(Address.parse(name).prompt_id == evil for name in ids if name.startswith("step-2-"))
@@ -114,7 +114,7 @@ def test_every_dump_has_its_share_of_single_tokens_and_the_page_says_what_has_no
     assert apart == dict.fromkeys([("training", 1), ("training", 3), ("evaluation", 0), ("evaluation", 3)], 200)
     plain = sum(not view.coloured for view in views)
     assert 0 < plain < len(views)
-    assert f"{plain} of {len(views)} trajectories are plain text" in write_report(run_dir).read_text(encoding="utf-8")
+    assert f"{plain} of {len(views)} trajectories are plain text" in report_page(run_dir)
 
 
 def test_a_view_keeps_no_tokens_but_those_it_shows(demo_run):
@@ -204,7 +204,7 @@ def test_the_page_of_another_objective_has_another_caption(tmp_path):
     run_dir = write_run(tmp_path, steps=2)
     config = (run_dir / "config.yaml").read_text(encoding="utf-8")
     (run_dir / "config.yaml").write_text(config.replace("preset: ctpo", "preset: gspo"), encoding="utf-8")
-    page = write_report(run_dir).read_text(encoding="utf-8")
+    page = report_page(run_dir)
     assert (
         "Log-ratio of the whole sequence divided by its length" in page
         and "umulative" not in page.split("</style>")[1].split("<script>")[0]

@@ -26,8 +26,8 @@ import pytest
 
 from ctpo_megatron.cli import main
 from ctpo_megatron.report import watch, watch_pages
-from ctpo_megatron.report.trajectories.address import addresses
-from ctpo_megatron.report.watch_assets import known_scripts
+from ctpo_megatron.report.trajectories.heads import addresses
+from ctpo_megatron.report.watch import known_scripts
 from ctpo_megatron.tracking import read_heads, trajectory_files, write_trajectories
 from tests.support.deadlines import scaled
 from tests.tracking.synthetic_run import HOSTILE, decode, make_groups, ratio_fields, write_run

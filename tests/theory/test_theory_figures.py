@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from ctpo_megatron.theory import Study, StudySettings, study, write_study
+from ctpo_megatron.theory import StudySettings, study, write_study
 from ctpo_megatron.theory.figures import charts
-from ctpo_megatron.theory.walk_tables import TOKENS
+from ctpo_megatron.theory.random_walk import TOKENS
+from ctpo_megatron.theory.study import Study
 
 
 @pytest.fixture(scope="module")

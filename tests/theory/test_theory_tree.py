@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctpo_megatron.theory import (
+from ctpo_megatron.theory.tables import Counterexample
+from ctpo_megatron.theory.tree import (
     RATIOS,
-    Counterexample,
     Tree,
     chi_squared,
     equal_factors,

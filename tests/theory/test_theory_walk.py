@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from ctpo_megatron.objective.position_law import Points, fit_law
 from ctpo_megatron.objective.positions import FIXED_WINDOW, WIDENING_WINDOW
-from ctpo_megatron.theory import (
+from ctpo_megatron.theory.random_walk import (
     Autoregressive,
-    CorrelatedWalk,
     TokenPairs,
     UnequalTrajectories,
     clip_rate,
@@ -137,7 +136,9 @@ def test_walks_of_token_pairs_are_sums_of_their_log_ratios() -> None:
 @pytest.mark.parametrize(
     "increments", [Autoregressive(SIGMA), UnequalTrajectories(SIGMA)], ids=lambda each: type(each).__name__
 )
-def test_correlated_increments_add_twice_the_sum_of_covariances(increments: CorrelatedWalk) -> None:
+def test_correlated_increments_add_twice_the_sum_of_covariances(
+    increments: Autoregressive | UnequalTrajectories,
+) -> None:
     t, count = np.array([1, 10, 1_000]), 20_000
     walks = increments.sample(np.random.default_rng(7), count, t)
     squares = (walks - walks.mean(0)) ** 2

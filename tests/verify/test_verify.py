@@ -13,7 +13,7 @@ import torch
 
 from ctpo_megatron import cli
 from ctpo_megatron.verify import LAYOUTS, OBJECTIVES, LayoutResult, batch, job, run, unsupported_layouts
-from ctpo_megatron.verify.objectives import is_by_turn
+from ctpo_megatron.verify.layouts import is_by_turn
 from tests.support import children
 from tests.support import ranks as pool
 

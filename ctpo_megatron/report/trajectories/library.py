@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.report.trajectories.address import FOLDERS, Address, Addressed, Source
-from ctpo_megatron.report.trajectories.heads import HeadTable
+from ctpo_megatron.report.trajectories.heads import FOLDERS, Address, Addressed, HeadTable, Source
 from ctpo_megatron.report.trajectories.query import Query
 from ctpo_megatron.tracking import Head, Record, read_heads, read_texts, records_at, trajectory_files
 

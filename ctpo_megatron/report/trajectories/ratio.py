@@ -1,15 +1,92 @@
-"""The ratio of the objective over the tokens of a trajectory: its points, its chart."""
+"""The ratio of the objective: what it is, its points over the tokens of a trajectory, its chart."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from ctpo_megatron.report.axes import Axis
-from ctpo_megatron.report.charts import Curve, Spec, curves
-from ctpo_megatron.report.ratio_names import RatioQuantity
+from ctpo_megatron.report.charts import Axis, Curve, Spec, curves
+from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.theme import variable
 from ctpo_megatron.tracking import Record
+
+
+@dataclass(frozen=True)
+class RatioQuantity:
+    """The ratio r of an objective, and log r, which dumps have as `log_ratio`.
+
+    symbol: of r, for an axis. words: what log r is, within a sentence. name: of log r, in a few words. meaning: of
+    log r at each token, for a caption.
+    """
+
+    symbol: str
+    words: str
+    name: str
+    meaning: str
+
+    @classmethod
+    def of(cls, objective: Any) -> RatioQuantity:
+        """By the section `objective` of a run's configuration, in which a preset may decide.
+
+        `objective.token_ratios` has the formulas. With a user's `objective.function` too, dumps have what `ratio_mode`
+        says.
+        """
+        from ctpo_megatron.config import PRESETS, PolicyObjective  # pydantic, which the metrics file does without
+
+        settings = objective if isinstance(objective, dict) else {}
+        if settings.get("turn_ratio") == "turn-end":
+            return _TURN_END
+        preset = PRESETS.get(str(settings.get("preset")))
+        default = None if preset is None else preset.get("ratio_mode", PolicyObjective.ratio_mode)
+        return _QUANTITIES.get(str(settings.get("ratio_mode") or default), _UNKNOWN)
+
+
+_UNKNOWN = RatioQuantity("r", "the objective's own log-ratio", "log-ratio", "The objective's own log-ratio")
+_TURN_END = RatioQuantity(
+    "r = exp S at the end of the turn",
+    "the log-ratios of all model tokens up to the end of the token's turn added up",
+    "log-ratio at the end of the turn",
+    "Cumulative log-ratio at the end of the turn, the same for each of its tokens",
+)
+_QUANTITIES = {
+    "cumprod": RatioQuantity(
+        "r = exp S_t",
+        "the log-ratios of all model tokens up to t added up",
+        "cumulative log-ratio",
+        "Cumulative log-ratio: the sum of all tokens up to each",
+    ),
+    "geomean": RatioQuantity(
+        "r = exp(S_t / t)",
+        "the mean log-ratio of the model tokens up to t",
+        "mean log-ratio so far",
+        "Cumulative log-ratio divided by the position of the token",
+    ),
+    "token": RatioQuantity(
+        "r = exp d_t", "the log-ratio of the token alone", "token log-ratio", "Log-ratio of each single token"
+    ),
+    "sequence": RatioQuantity(
+        "r = exp S_T",
+        "the log-ratios of the whole response added up",
+        "sequence log-ratio",
+        "Log-ratio of the whole sequence, the same for each of its tokens",
+    ),
+    "sequence-geomean": RatioQuantity(
+        "r = exp(S_T / T)",
+        "the mean log-ratio of the whole response",
+        "sequence log-ratio per token",
+        "Log-ratio of the whole sequence divided by its length, the same for each of its tokens",
+    ),
+}
+
+
+def ratio_name(run: RunData) -> RatioQuantity:
+    """Of the metrics `pg_update/is_ratio/*`: of a user's function the ratio of the token, which is recorded for it."""
+    if run.setting("objective.function"):
+        return _QUANTITIES["token"]
+    return RatioQuantity.of({"preset": "ctpo"} | (run.setting("objective") or {}))
+
 
 WINDOW = ("log_ratio", "clip_low", "clip_high")
 """Fields of a record: the ratio of the objective, and its window."""
@@ -44,7 +121,6 @@ def ratio_spec(quantity: RatioQuantity) -> Spec:
     """The chart of any trajectory, without data: rows have x, y, low, high, and `outside` for a clipped ratio."""
     example = Curve(quantity.name, [1, 2], [0.0, 0.0], low=[-1.0, -1.0], high=[1.0, 1.0])
     spec = curves([example], Axis("model token", whole=True), Axis(f"{quantity.name} (nats)"))
-    del spec["$schema"]  # an address on the web, in a page that loads nothing
     spec |= {"data": {"values": []}, "height": 140}
     for layer in spec["layer"]:
         layer["mark"].pop("point", None)  # of every token they would hide the line

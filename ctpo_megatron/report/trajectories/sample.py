@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.report.ratio_names import RatioQuantity
-from ctpo_megatron.report.trajectories.address import FOLDERS, Addressed, Source, addresses
+from ctpo_megatron.report.trajectories.heads import FOLDERS, Addressed, Source, addresses
+from ctpo_megatron.report.trajectories.ratio import RatioQuantity
 from ctpo_megatron.report.trajectories.view import Budget, GroupView, View, view_of
-from ctpo_megatron.tracking import Head, read_heads, records_at, trajectory_files
+from ctpo_megatron.tracking import read_heads, records_at, trajectory_files
 
 log = logging.getLogger(__name__)
 
@@ -125,13 +125,9 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join("–".join(map(str, run)) for run in runs)
 
 
-def reward_of(head: Head) -> float:
-    """By which trajectories are ranked: without a verdict last."""
-    return -math.inf if head.reward is None else head.reward
-
-
 def _reward(chosen: Addressed) -> float:
-    return reward_of(chosen[1])
+    """By which trajectories are ranked: without a verdict last."""
+    return -math.inf if chosen[1].reward is None else chosen[1].reward
 
 
 def _best_and_worst(named: Sequence[Addressed]) -> list[Addressed]:

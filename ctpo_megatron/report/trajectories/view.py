@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.report.ratio_names import RatioQuantity
-from ctpo_megatron.report.trajectories.address import Address, Addressed, Source
-from ctpo_megatron.report.trajectories.ratio import WINDOW, Point, ratio_points
+from ctpo_megatron.report.trajectories.heads import Address, Addressed, Source
+from ctpo_megatron.report.trajectories.ratio import WINDOW, Point, RatioQuantity, ratio_points
 from ctpo_megatron.tracking import TRACES, Record
 
 _OF_TOKENS = {"token_ids", "response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn", *TRACES}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base import clock
-from ctpo_megatron.tracking.heartbeat import read_heartbeat
+from ctpo_megatron.tracking.timing import read_heartbeat
 
 FAULTS = (
     "rollout/engine_restarts",
