@@ -76,7 +76,7 @@ def engine(config_path: str, model: str, mode: str, *overrides: str) -> dict[str
         "graphs": made.compilation_config.cudagraph_mode.name,
         "sleep": made.model_config.enable_sleep_mode,
         "log-probs": str(made.model_config.logprobs_mode),
-        "experts": made.model_config.enable_return_routed_experts,
+        "experts": made.aux_output_config.enable_return_routed_experts,
     }
 
 
@@ -129,7 +129,7 @@ def transformer_engine(distributed: str) -> dict[str, Any]:
 
 
 def _inner_optimizer(policy: Any) -> Any:
-    return policy._optimizer_steps._optimizer.chained_optimizers[0].optimizer
+    return policy._optimizer_steps.optimizer.chained_optimizers[0].optimizer
 
 
 def _fill(adam: Any) -> None:
