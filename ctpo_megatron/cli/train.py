@@ -44,7 +44,6 @@ from ctpo_megatron.preflight import (
     START_CHECKS,
     DataCheck,
     GpuMemory,
-    RunPlan,
     Speeds,
     check_dry,
     check_start,
@@ -54,6 +53,7 @@ from ctpo_megatron.preflight import (
     has_cuda_device,
     held_out_prompts,
     memory_table,
+    plan_tables,
     play_first,
     run_checks,
     torch_cuda,
@@ -236,7 +236,7 @@ def _print_config(config: Config, verbose: bool) -> None:
 
 
 def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> None:
-    for title, rows in RunPlan.of(config, job.world_size).tables().items():
+    for title, rows in plan_tables(config, job.world_size).items():
         print_table(title, ("", "value", "from"), rows)
     memory = memory_table(spec, Split.of(config.policy, job.world_size))
     print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)

@@ -32,7 +32,7 @@ from ctpo_megatron.preflight.job import LAUNCH_CHECKS, NODE_CHECKS, LaunchContex
 from ctpo_megatron.preflight.machine import START_CHECKS, check_libraries, weight_bytes
 from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
 from ctpo_megatron.preflight.placement import GpuMemory
-from ctpo_megatron.preflight.plan import RunPlan, memory_table
+from ctpo_megatron.preflight.plan import memory_table, plan_tables
 from ctpo_megatron.preflight.ranks import BETWEEN, RankCheck
 from ctpo_megatron.preflight.template import check_template
 
@@ -58,7 +58,6 @@ __all__ = [
     "NodeNeeds",
     "RankCheck",
     "RunContext",
-    "RunPlan",
     "Speeds",
     "Wanted",
     "check_data",
@@ -83,6 +82,7 @@ __all__ = [
     "install_line",
     "memory_table",
     "place",
+    "plan_tables",
     "play_first",
     "run_checks",
     "torch_cuda",

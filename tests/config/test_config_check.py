@@ -12,7 +12,8 @@ from ctpo_megatron.base.installed import Trouble
 from ctpo_megatron.config import Config, ConfigError, Job, load_with_sources
 from ctpo_megatron.config.keys import known_paths
 from ctpo_megatron.models import FAMILIES, ModelSpec
-from ctpo_megatron.preflight import RunContext, RunPlan, attention, validate
+from ctpo_megatron.preflight import RunContext, attention, plan_tables, validate
+from ctpo_megatron.preflight.plan import evaluations
 from ctpo_megatron.preflight.configuration import check_training
 
 Make = Callable[..., Config]
@@ -487,14 +488,14 @@ def test_whether_a_tool_can_be_called(config_with: Make, overrides: list[str], c
 
 
 def test_layout_arithmetic(config_with: Make) -> None:
-    layout = RunPlan.of(config_with("policy.tensor_model_parallel_size=2", "data.eval=[x]", "eval.every=3"), 8)
-    assert (layout.data_parallel, layout.sequences_per_batch, layout.mini_batches) == (4, 256, 8)
-    assert (layout.sequences_per_mini_batch, layout.sequences_per_rank, layout.optimizer_steps) == (32, 8, 32)
-    assert (layout.max_sequence_tokens, layout.max_batch_tokens) == (240, 61440)
-    assert layout.evaluations == 3  # before the first step, after step 3, after the last (4)
-    assert ("data parallel", "4", "world size / (tensor x pipeline x context)") in layout.tables()["Parallel layout"]
+    config = config_with("policy.tensor_model_parallel_size=2", "data.eval=[x]", "eval.every=3")
+    layout, batch, tokens = plan_tables(config, 8).values()
+    assert ("data parallel", "4", "world size / (tensor x pipeline x context)") in layout
+    assert [value for _, value, _ in batch] == ["256", "8", "32", "8", "32", "0", "3"]
+    assert evaluations(config) == 3  # before the first step, after step 3, after the last (4)
+    assert [value for _, value, _ in tokens] == ["240", "61,440", "245,760"]
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, 2), (1, 5), (2, 3), (4, 2), (9, 2)])
 def test_evaluations(config_with: Make, every: int, expected: int) -> None:
-    assert RunPlan.of(config_with("data.eval=[x]", f"eval.every={every}"), 1).evaluations == expected
+    assert evaluations(config_with("data.eval=[x]", f"eval.every={every}")) == expected

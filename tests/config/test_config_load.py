@@ -320,7 +320,7 @@ def test_every_key_is_its_own_nearest_and_has_a_meaning() -> None:
 
 def test_room_imports_nothing_heavy() -> None:
     code = (
-        "import sys, ctpo_megatron.config, ctpo_megatron.preflight, ctpo_megatron.config.reference\n"
+        "import sys, ctpo_megatron.config, ctpo_megatron.preflight\n"
         "heavy = {'torch', 'transformers', 'ray', 'vllm', 'megatron', 'pyarrow', 'numpy'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)"
     )

@@ -9,7 +9,7 @@ import pytest
 from ctpo_megatron.config import PolicyConfig, Split, head_chunk_rows, layer_activations, stage_memory
 from ctpo_megatron.config.memory import GIB, USABLE, in_flight, memory, parameters, peak, stage_parameters
 from ctpo_megatron.preflight import memory_table
-from ctpo_megatron.preflight.sizing import MODELS, SIZINGS
+from docs.site.sizing import MODELS, SIZINGS
 
 ROW = Split(micro_batch_tokens=16384)
 

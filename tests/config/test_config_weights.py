@@ -15,7 +15,7 @@ from ctpo_megatron.config.memory import parameters
 from ctpo_megatron.config.model_directory import stored_tensors
 from ctpo_megatron.models import ModelSpec, Shape
 from ctpo_megatron.preflight import validate
-from ctpo_megatron.preflight.sizing import MODELS
+from docs.site.sizing import MODELS
 
 SMALL = {
     "num_hidden_layers": 2,
