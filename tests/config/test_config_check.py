@@ -12,9 +12,9 @@ from ctpo_megatron.base.installed import Trouble
 from ctpo_megatron.config import Config, ConfigError, Job, load_with_sources
 from ctpo_megatron.config.keys import known_paths
 from ctpo_megatron.models import FAMILIES, ModelSpec
-from ctpo_megatron.preflight import RunContext, attention, plan_tables, validate
-from ctpo_megatron.preflight.plan import evaluations
+from ctpo_megatron.preflight import RunContext, configuration, plan_tables, validate
 from ctpo_megatron.preflight.configuration import check_training
+from ctpo_megatron.preflight.plan import evaluations
 
 Make = Callable[..., Config]
 SPEC = ModelSpec(
@@ -452,7 +452,7 @@ def test_every_precision_of_trainer_and_engines_is_taken(config_with: Make, trai
 def test_context_parallelism_in_local_layers_says_what_it_holds(
     config_with: Make, overrides: list[str], why: str, held: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "te_trouble", lambda: Trouble("not whole", "mend it"))
+    monkeypatch.setattr(configuration, "te_trouble", lambda: Trouble("not whole", "mend it"))
     engine = ["rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"] if overrides else []
     config = config_with(*overrides, *engine, "policy.context_parallel_size=2")
     (text,) = found(config, 2, cuda=True)
@@ -464,8 +464,8 @@ def test_context_parallelism_in_local_layers_says_what_it_holds(
 def test_context_parallelism_in_layers_of_transformer_engine_says_nothing(
     config_with: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "te_trouble", lambda: None)
-    monkeypatch.setattr(attention, "is_installed", lambda name: True)
+    monkeypatch.setattr(configuration, "te_trouble", lambda: None)
+    monkeypatch.setattr(configuration, "is_installed", lambda name: True)
     engine = ["rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"]
     config = config_with(*engine, "policy.dtype=bfloat16", "policy.context_parallel_size=2")
     assert found(config, 2, cuda=True) == []
