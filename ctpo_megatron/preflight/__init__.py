@@ -3,8 +3,7 @@
 `check_start` checks a configuration and users' parts before a start, `check_dry` the data, too. `Admission` is the pass
 over all rows of data, and `check_data` what a dry run says of them.
 `diagnose`, `diagnose_run` and `diagnose_nodes` are `ctpo doctor`; `diagnose_node` and `RankCheck` are the same in the
-ranks of a job, `ctpo launch --check`. `ctpo launch` runs `LAUNCH_CHECKS`, the node program
-`NODE_CHECKS`; `NodeNeeds` is what it starts.
+ranks of a job, `ctpo launch --check`. `NodeNeeds` is what a node program starts.
 """
 
 from ctpo_megatron.preflight.admission import Admission, DataCheck, check_data, check_prompt_file
@@ -28,7 +27,6 @@ from ctpo_megatron.preflight.dry_run import ROWS, check_dry, check_start
 from ctpo_megatron.preflight.duration import DURATION_TITLE, MFU, PEAK_TFLOPS, Speeds, duration_table
 from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.preflight.first_trajectory import play_first
-from ctpo_megatron.preflight.job import LAUNCH_CHECKS, NODE_CHECKS, LaunchContext, NodeContext
 from ctpo_megatron.preflight.machine import START_CHECKS, check_libraries, weight_bytes
 from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
 from ctpo_megatron.preflight.placement import GpuMemory
@@ -39,9 +37,7 @@ from ctpo_megatron.preflight.template import check_template
 __all__ = [
     "BETWEEN",
     "DURATION_TITLE",
-    "LAUNCH_CHECKS",
     "MFU",
-    "NODE_CHECKS",
     "PEAK_TFLOPS",
     "ROWS",
     "START_CHECKS",
@@ -51,10 +47,8 @@ __all__ = [
     "DiskNeeds",
     "Gpu",
     "GpuMemory",
-    "LaunchContext",
     "MachineContext",
     "NoCluster",
-    "NodeContext",
     "NodeNeeds",
     "RankCheck",
     "RunContext",
