@@ -35,6 +35,7 @@ from ctpo_megatron.config import (
     read_shapes,
     spec_for,
 )
+from ctpo_megatron.environments.factory import system_prompt
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight import (
     DURATION_TITLE,
@@ -254,8 +255,6 @@ def _print_cache(config: Config, spec: ModelSpec) -> None:
 
 
 def _print_system_prompt(data: DataConfig, rollout: RolloutConfig) -> None:
-    from ctpo_megatron.environments.factory import system_prompt
-
     prompt = system_prompt(data, rollout)
     source = "data.system_prompt" if prompt.chosen else f"rollout.tool_parser: {rollout.tool_parser}"
     print(f"\nSystem prompt ({source})")
