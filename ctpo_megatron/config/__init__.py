@@ -4,7 +4,6 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 """
 
 from ctpo_megatron.config.data_schema import DataConfig
-from ctpo_megatron.config.engine_cache import SHARE, CpuCache, cache_bytes, free_memory
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.keys import flattened, known_keys, with_defaults
 from ctpo_megatron.config.load import dump, dump_differences, load_config, load_with_sources, stored_settings
@@ -12,18 +11,22 @@ from ctpo_megatron.config.memory import (
     ELEMENT_BYTES,
     GIB,
     GPU_GIB,
+    SHARE,
     USABLE,
+    CpuCache,
     Memory,
     Split,
+    cache_bytes,
+    free_memory,
     gib,
     head_chunk_rows,
     in_flight,
     layer_activations,
+    model_parameters,
+    peak_memory,
     stage_memory,
     stage_parameters,
 )
-from ctpo_megatron.config.memory import parameters as model_parameters
-from ctpo_megatron.config.memory import peak as peak_memory
 from ctpo_megatron.config.model_directory import (
     PREPARED,
     TOKENIZERS,
