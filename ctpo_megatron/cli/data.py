@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.cli.console import print_table
-from ctpo_megatron.cli.errors import UsageError
+from ctpo_megatron.cli.errors import UsageError, make_folder
 from ctpo_megatron.preflight import check_prompt_file, failed
 
 if TYPE_CHECKING:
@@ -104,10 +104,7 @@ def _make_place(file: Path, flag: str) -> None:
     """Create the folder of an output file before any long work. Raises UsageError."""
     if file.is_dir():
         raise UsageError(f"{flag} {file}: is a folder; name a file")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{flag} {file}: {error.strerror}: {error.filename}; name another file") from error
+    make_folder(file.parent, f"{flag} {file}", "file")
 
 
 def _columns(pairs: Sequence[str], default: dict[str, str]) -> dict[str, str]:

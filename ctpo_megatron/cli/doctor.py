@@ -119,10 +119,10 @@ def _row(problem: Problem) -> dict[str, str]:
 
 def _print(found: Mapping[str, Sequence[Problem]], findings: Sequence[Problem]) -> None:
     for where, part in found.items():
-        rows = [(p.key, STATUS[p.severity], f"{p.message}; {p.fix}" if p.fix else p.message) for p in part]
+        rows = [(p.key, STATUS[p.severity], p.advice) for p in part]
         print_table(where, ("what", "status", "detail"), rows)
     print(f"\n{verdict(findings)}", flush=True)
     for finding in failed(findings):
-        say(f"  {finding.key}: {finding.message}{f'; {finding.fix}' if finding.fix else ''}", error=True)
+        say(f"  {finding.key}: {finding.advice}", error=True)
     if line := install_line(findings):
         print(f"To install what is missing: {line}", file=sys.stderr)

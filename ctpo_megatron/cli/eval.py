@@ -18,9 +18,16 @@ from ctpo_megatron.base.printable import log_to_terminal
 from ctpo_megatron.base.signals import ENDING, heeded
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import Config, Sources
-from ctpo_megatron.preflight import START_CHECKS, Admission, check_extensions, run_checks, validate_sampling
+from ctpo_megatron.preflight import (
+    START_CHECKS,
+    Admission,
+    check_extensions,
+    run_checks,
+    torch_has_cuda,
+    validate_sampling,
+    visible_gpus,
+)
 from ctpo_sandbox import temporary
 
 if TYPE_CHECKING:

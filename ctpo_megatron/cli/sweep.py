@@ -30,8 +30,6 @@ from ctpo_megatron.sweep import (
 )
 from ctpo_sandbox.arguments import positive
 
-"""Rows of a data file that a dry run checks."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""

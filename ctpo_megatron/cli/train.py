@@ -17,7 +17,6 @@ from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.base.stop import TRY_AGAIN
 from ctpo_megatron.cli.console import print_table, print_warnings
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
-from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import (
     GPU_GIB,
     Config,
@@ -58,6 +57,8 @@ from ctpo_megatron.preflight import (
     play_first,
     run_checks,
     torch_cuda,
+    torch_has_cuda,
+    visible_gpus,
     warnings_of,
 )
 from ctpo_sandbox import temporary

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from ctpo_megatron.base.installed import is_installed
-from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.cli.errors import UsageError
+from ctpo_megatron.cli.report import check_run
 
 _NEEDED = ("starlette", "uvicorn", "httptools", "pyarrow", "jinja2", "vl_convert")
 
@@ -24,8 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve; say the address."""
-    if not (config := RunPaths(args.directory).config).is_file():
-        raise UsageError(f"{args.directory} is not a run directory: it has no {config.name}")
+    check_run(args.directory)
     if missing := [name for name in _NEEDED if not is_installed(name)]:
         raise UsageError(f"{', '.join(missing)} missing: pip install 'ctpo-megatron[sandbox,train]'")
     from ctpo_megatron.report.watch import WatchError, serve

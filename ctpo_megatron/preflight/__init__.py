@@ -20,7 +20,7 @@ from ctpo_megatron.preflight.check import (
     warnings_of,
 )
 from ctpo_megatron.preflight.configuration import validate, validate_sampling
-from ctpo_megatron.preflight.devices import gpus, has_cuda_device, torch_cuda
+from ctpo_megatron.preflight.devices import gpus, has_cuda_device, torch_cuda, torch_has_cuda, visible_gpus
 from ctpo_megatron.preflight.disk import check_disk, disk_table, disk_use, held_out_prompts
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_node, diagnose_run, install_line, verdict
 from ctpo_megatron.preflight.dry_run import ROWS, check_dry, check_start
@@ -80,9 +80,11 @@ __all__ = [
     "play_first",
     "run_checks",
     "torch_cuda",
+    "torch_has_cuda",
     "validate",
     "validate_sampling",
     "verdict",
+    "visible_gpus",
     "warnings_of",
     "weight_bytes",
 ]
