@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Make prompt files."
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     prepare = actions.add_parser("prepare", help="from a collection of problems with final answers")
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prepare.add_argument("--max-tokens", type=int, metavar="N", help="longest rendered prompt; needs --model")
     prepare.add_argument("--report", type=Path, metavar="FILE", help="default: OUTPUT with .report.json")
     prepare.add_argument("--overwrite", action="store_true", help="replace OUTPUT")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,7 +33,6 @@ STATUS = {"ok": "ok", "warning": "note", "missing": "missing", "error": "broken"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Check this machine. Exit status: 0 ready, 1 something is missing or broken, 2 wrong request."
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="check for this configuration, too")
     parser.add_argument(
@@ -50,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check the chat template of CONFIG alone: does an episode have the tokens that it writes?",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -40,7 +40,6 @@ _STRICT = ("reward.function=math_verify", "reward.by_source={}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Evaluate a model: accuracies with intervals, by data source. Ended early, it can be resumed."
     parser.add_argument("model", type=Path, metavar="MODEL", help="model in Hugging Face format, or run directory")
     parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="override a key of the configuration")
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, metavar="FILE", help="configuration; default: the configuration of MODEL's run"
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: evaluations/MODEL-FILES")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

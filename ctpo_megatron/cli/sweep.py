@@ -32,7 +32,6 @@ from ctpo_sandbox.arguments import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Run the product of several values of some keys, e.g. --grid objective.preset=ctpo,grpo."
     parser.add_argument("config", metavar="CONFIG", help="YAML file, as for ctpo train")
     parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="overrides of all runs, as for ctpo train")
@@ -58,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trainer ranks of each run, by torchrun, on this node",
     )
     parser.add_argument("--dry-run", action="store_true", help="check all configurations, print the runs, start none")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from ctpo_megatron.cli.errors import UsageError, make_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Show the theory of CTPO by enumeration and simulation. docs/theory.md explains every table."
     parser.add_argument("--out", type=Path, metavar="DIR", help="write theory.json and figures (PNG, SVG, PDF) there")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of trees and simulations (%(default)s)")
@@ -24,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=int, default=20_000, metavar="N", help="sequences and walks of a simulation (%(default)s)"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,12 +14,10 @@ _NEEDED = ("starlette", "uvicorn", "httptools", "pyarrow", "jinja2", "vl_convert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Serve a run on this machine's loopback, read only, until ^C. The run may continue meanwhile."
     parser.add_argument("directory", type=Path, metavar="RUN", help="run directory, e.g. runs/quickstart")
     parser.add_argument("--host", default="127.0.0.1", help="a loopback address (default: 127.0.0.1)")
     parser.add_argument("--port", type=_port, default=8484, help="0: any free port (default: 8484)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
