@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.chat_template import CLOSE
 from ctpo_megatron.base.extensions import ExtensionError, activate
-from ctpo_megatron.base.thinking import CLOSE
 from ctpo_megatron.config import Config, Problem
 from ctpo_megatron.data import Group, Prompt, ToolCall
 from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ctpo_launchers import LaunchError, network
+from ctpo_launchers import LaunchError
 from ctpo_launchers.child import stop_status
 from ctpo_launchers.children import Child
-from ctpo_launchers.job import NodeJob
+from ctpo_launchers.job import NodeJob, free_ports
 from ctpo_launchers.roll_call import Connection, RollCall, report
 from ctpo_launchers.services import RayNode, new_ray_directory, sandbox, shared_token
 from ctpo_launchers.timeouts import AFTER_GRACE_S, CHILD_POLL_S
@@ -83,7 +83,7 @@ class NodeProgram:
         job, timeout_s = self._job, self._args.start_timeout
         token = await shared_token(self._token_file, timeout_s, (job.address, job.port))
         try:
-            ray_port, master_port = network.free_ports(job.address, job.port + 1, 2)
+            ray_port, master_port = free_ports(job.address, job.port + 1, 2)
         except OSError as error:
             raise LaunchError(str(error)) from error
         folder = new_ray_directory() if self._needs.ray else Path()

@@ -73,24 +73,3 @@ def test_parts(base: Path, override: str, message: str) -> None:
         check_extensions(config, sources)
     assert message in str(caught.value)
     assert str(caught.value).count(override.partition("=")[0]) == 1
-
-
-# What a file itself may have wrong.
-FILES = {
-    "run: {name: a\n": "not valid YAML",
-    "run:\n\tname: a\n": "not valid YAML",
-    "- run\n": "the file must be a mapping of sections",
-    "defaults: base.yaml\n": "the files include each other in a circle",
-    "defaults: [base]\n": "not a file name",
-    "defaults: nowhere.yaml\n": "no such file",
-    "": "run: required, but not given",
-    "run: {name: a, steps: 4}\n": "model: required, but not given",
-}
-
-
-@pytest.mark.parametrize("text", FILES)
-def test_files(base: Path, text: str) -> None:
-    base.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_with_sources(base, [])
-    assert FILES[text] in str(caught.value)

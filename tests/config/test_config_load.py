@@ -329,6 +329,9 @@ def test_required_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("run:\n  name: x\n bad: 1\n", "bad.yaml:3: not valid YAML: "),
         ("run: {name: x\n", "bad.yaml:2: not valid YAML: "),
+        ("run:\n\tname: a\n", "bad.yaml:2: not valid YAML: "),
+        ("defaults: bad.yaml\n", "bad.yaml: defaults: the files include each other in a circle: bad.yaml -> bad.yaml"),
+        ("defaults: nowhere.yaml\n", 'bad.yaml:1: defaults = "nowhere.yaml": no such file'),
         ("run: {seed: 1}\nrun: {seed: 2}\n", "bad.yaml:2: not valid YAML: found duplicate key run"),
         ("- run\n", "bad.yaml: the file must be a mapping of sections"),
         ("run:\n  name: ${x\n", "bad.yaml:2: run.name: broken interpolation: "),
