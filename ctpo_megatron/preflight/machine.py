@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import (
+    GIB,
     NO_VALUE,
     Problem,
     RolloutConfig,
@@ -42,7 +43,6 @@ from ctpo_sandbox.libraries import absent
 if TYPE_CHECKING:
     from ctpo_sandbox import Limits, SandboxServer
 
-GIB = 1 << 30
 _OPEN_FILES = (1024, 65536)
 """Fewer are not enough for Ray and an engine; Ray advises the second."""
 _LONGEST = 107 - len("/ctpo-c0ffeec0ffee/c0ffee00-0000-4000-8000-c0ffee000000")

@@ -16,9 +16,7 @@ from ctpo_megatron.config import (
     USABLE,
     Config,
     Job,
-    Memory,
     Placement,
-    PolicyConfig,
     Problem,
     Split,
     cache_bytes,
@@ -174,8 +172,17 @@ class GpuMemory:
             return (update,)
         transfer = TransferMemory.of(config, self.spec)
         if config.placement.mode == "colocated":
-            weights = _weights(config, self.spec)
-            return _shared(config.policy, weights, most, transfer, held, engines)
+            sent = {  # the engine sleeps, takes weights while the trainer has its own, then samples
+                "trainer": most.while_sampling("none"),
+                "engine's weights": _weights(config, self.spec) + ASLEEP,
+                "transfer": transfer.trainer + transfer.engine,
+            }
+            sampling = {"trainer": most.while_sampling(config.policy.offload), "engine": held}
+            return (
+                Moment(engines, "in an update", {"trainer": most.total, "sleeping engine": ASLEEP}),
+                Moment(engines, SENT, sent),
+                Moment(engines, "while sampling", sampling),
+            )
         return (
             update,
             Moment(trainer, SENT, {"trainer": most.while_sampling("none"), "transfer": transfer.trainer}),
@@ -317,28 +324,6 @@ def _loaded(config: Config, spec: ModelSpec) -> int:
     layer = max(experts, *(element * row.elements for row in rows if not row.per_expert))
     vocabulary = element * spec.vocab_size * spec.hidden_size if spec.vocab_size % _VOCABULARY_STEP else 0
     return experts + vocabulary + layer // config.rollout.engine.tensor_parallel_size
-
-
-def _shared(
-    policy: PolicyConfig, weights: float, most: Memory, transfer: TransferMemory, held: float, gpus: str
-) -> tuple[Moment, ...]:
-    """Colocated: the engine sleeps, takes weights while the trainer has its own, then samples.
-
-    weights, held: bytes of an engine while it takes weights, and while it samples.
-    """
-    return (
-        Moment(gpus, "in an update", {"trainer": most.total, "sleeping engine": ASLEEP}),
-        Moment(
-            gpus,
-            SENT,
-            {
-                "trainer": most.while_sampling("none"),
-                "engine's weights": weights + ASLEEP,
-                "transfer": transfer.trainer + transfer.engine,
-            },
-        ),
-        Moment(gpus, "while sampling", {"trainer": most.while_sampling(policy.offload), "engine": held}),
-    )
 
 
 def _weights(config: Config, spec: ModelSpec) -> float:

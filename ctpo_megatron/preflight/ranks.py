@@ -95,7 +95,8 @@ class RankCheck:
         if problems:
             return problems
         (first,) = self._hear("rank0", until)["problems"]
-        carried = transport_finding(names, self.nodes) if backend == "nccl" else _gloo(names)
+        gloo = passed("transport", f"gloo over {', '.join(sorted(names))}, on CPUs")
+        carried = transport_finding(names, self.nodes) if backend == "nccl" else gloo
         return [replace(first, key=f"{backend} between ranks"), carried]
 
     def _verdict(self) -> bool:
@@ -125,10 +126,6 @@ class RankCheck:
         rows = told["problems"]
         told["problems"] = [Problem(key, text, fix, severity=how, extra=extra) for key, text, fix, how, extra in rows]
         return told
-
-
-def _gloo(names: set[str]) -> Problem:
-    return passed("transport", f"gloo over {', '.join(sorted(names))}, on CPUs")
 
 
 def nccl_transports(log: str) -> set[str]:
