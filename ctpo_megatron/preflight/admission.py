@@ -6,7 +6,7 @@ Rows are rendered once, or taken from where a run keeps them, and checked (`row_
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,19 +106,13 @@ class Admission:
         """The prompts of `data.train`. Raises DamagedFileError for stored rows that are damaged; so do the others."""
         from ctpo_megatron.environments.prompts import training_prompts
 
-        with _uncollected():
-            stored = self.store.read("train")
-            found = training_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
-        return self._prompts("train", found, stored)
+        return self._prompts("train", training_prompts)
 
     def held_out(self) -> PromptSet:
         """The prompts of `data.eval`."""
         from ctpo_megatron.environments.prompts import held_out_prompts
 
-        with _uncollected():
-            stored = self.store.read("eval")
-            found = held_out_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
-        return self._prompts("eval", found, stored)
+        return self._prompts("eval", held_out_prompts)
 
     def conversations(self) -> ConversationSet:
         """The conversations of `sft.data`."""
@@ -164,10 +158,13 @@ class Admission:
     def _used(self, stored: StoredRows | None) -> StoredRows | None:
         return None if self.store.rerender else stored
 
-    def _prompts(self, kind: Kind, found: PromptSet, stored: StoredRows | None) -> PromptSet:
+    def _prompts(self, kind: Kind, read: Callable[..., PromptSet]) -> PromptSet:
         from ctpo_megatron.preflight import row_checks
 
         config = self.config
+        with _uncollected():
+            stored = self.store.read(kind)
+            found = read(config, self.tokenizer, self.limit, self._used(stored))
         if self._used(stored) is None:
             self._compare_readers(found)
         self._rows("prompt", found, ("system", "user", "tool"))
