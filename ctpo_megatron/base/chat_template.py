@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+OPEN, CLOSE = "<think>", "</think>"
+"""The tags around a model's thinking."""
 RENDER_S = 10.0
 """For a template to render one conversation; an ordinary one takes a millisecond."""
 EACH_S = 0.05

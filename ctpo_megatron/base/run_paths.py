@@ -25,6 +25,7 @@ MARKER = "COMPLETE.json"
 AHEAD, AHEAD_JSON = "ahead.parquet", "ahead.json.gz"
 """In a checkpoint of a run that samples ahead: the groups that were sampled and not trained on."""
 
+_OWNER = "owner.lock"
 _DISCARDED = "discarded_"
 _STEP = re.compile(r"step_(\d{6,})")
 
@@ -50,39 +51,38 @@ def is_discarded(path: Path) -> bool:
     return path.name.startswith(_DISCARDED)
 
 
+class _Entry:
+    """Attribute of a class of paths: what has this path below its `root`."""
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = parts
+
+    def __get__(self, paths: LogPaths | RunPaths | SweepPaths, _kind: type) -> Path:
+        return paths.root.joinpath(*self.parts)
+
+
 @dataclass(frozen=True, slots=True)
 class LogPaths:
     """A folder of logs: of a run, of `ctpo eval`, or of one node of a job."""
 
-    folder: Path
+    root: Path
 
-    @property
-    def train(self) -> Path:
-        """What the terminal shows, and the trainer's log."""
-        return self.folder / "train.log"
-
-    @property
-    def occupancy(self) -> Path:
-        """Trajectories in flight on each engine, over time."""
-        return self.folder / "engine_occupancy.csv"
-
-    @property
-    def sandbox(self) -> Path:
-        """Output of the sandbox server."""
-        return self.folder / "sandbox.log"
-
-    @property
-    def rewards(self) -> Path:
-        """What reward functions print."""
-        return self.folder / "rewards.log"
+    train = _Entry("train.log")
+    """What the terminal shows, and the trainer's log."""
+    occupancy = _Entry("engine_occupancy.csv")
+    """Trajectories in flight on each engine, over time."""
+    sandbox = _Entry("sandbox.log")
+    """Output of the sandbox server."""
+    rewards = _Entry("rewards.log")
+    """What reward functions print."""
 
     def engine(self, index: int) -> Path:
         """Output of engine number `index`."""
-        return self.folder / f"rollout_engine_{index}.log"
+        return self.root / f"rollout_engine_{index}.log"
 
     def tracker(self, name: str) -> Path:
         """Output of the process of a tracker."""
-        return self.folder / f"tracker_{_plain(name)}.log"
+        return self.root / f"tracker_{_plain(name)}.log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,7 @@ class RunPaths:
     @classmethod
     def names(cls) -> frozenset[str]:
         """The entries of a run directory that a run writes, besides the exported model."""
-        root = Path("run")
-        properties = [name for name, member in vars(cls).items() if isinstance(member, property)]
-        paths = [_path(getattr(cls(root), name)) for name in properties]
-        return frozenset(path.relative_to(root).parts[0] for path in paths if path.is_relative_to(root))
+        return frozenset([LOGS, *(entry.parts[0] for entry in vars(cls).values() if isinstance(entry, _Entry))])
 
     @property
     def nodes(self) -> Path:
@@ -113,164 +110,72 @@ class RunPaths:
         return self.nodes / "check"
 
     @property
-    def config(self) -> Path:
-        """The resolved configuration. A directory without it is no run directory."""
-        return self.root / "config.yaml"
-
-    @property
-    def previous_config(self) -> Path:
-        """The configuration before the latest resume that changed it."""
-        return self.root / "config.previous.yaml"
-
-    @property
-    def environment(self) -> Path:
-        """Commit, command, host, devices and versions of the latest start."""
-        return self.root / "environment.json"
-
-    @property
-    def owner(self) -> Path:
-        """The lock of the process that writes into the directory."""
-        return self.root / "owner.lock"
-
-    @property
-    def data(self) -> Path:
-        """Rows of the training files, and which were left out."""
-        return self.root / "data.json"
-
-    @property
-    def rows(self) -> Path:
-        """Folder of the rendered rows that the run was begun with."""
-        return self.root / ROWS
-
-    @property
-    def extensions(self) -> Path:
-        """Copies of the source files of users' parts."""
-        return self.root / "extensions"
-
-    @property
-    def previous_extensions(self) -> Path:
-        """The copies before the latest change that `run.accept_changed_code` allowed."""
-        return self.root / "extensions.previous"
-
-    @property
-    def extensions_record(self) -> Path:
-        """Digests of the copies, and which changes were accepted."""
-        return self.root / "extensions.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One object an RL step."""
-        return self.root / METRICS
-
-    @property
-    def discarded_metrics(self) -> Path:
-        """Lines of RL steps that a resume took out."""
-        return discarded(self.metrics)
-
-    @property
-    def sft_metrics(self) -> Path:
-        """One object a step of the supervised stage."""
-        return self.root / SFT_METRICS
-
-    @property
-    def discarded_sft_metrics(self) -> Path:
-        """Lines of supervised steps that a resume took out."""
-        return discarded(self.sft_metrics)
-
-    @property
-    def positions(self) -> Path:
-        """Statistics by position, one object an RL step or more."""
-        return self.root / POSITIONS
-
-    @property
-    def discarded_positions(self) -> Path:
-        """Its lines that a resume took out."""
-        return discarded(self.positions)
-
-    @property
-    def stages(self) -> Path:
-        """Seconds of each stage."""
-        return self.root / "stages.json"
-
-    @property
-    def heartbeat(self) -> Path:
-        """Whether the run lives, and where it is."""
-        return self.root / "heartbeat.json"
-
-    @property
-    def stalls(self) -> Path:
-        """Python stacks of a run without progress."""
-        return self.root / "stalls"
-
-    @property
-    def stall_report(self) -> Path:
-        """What was reported of each stall."""
-        return self.stalls / "report.txt"
-
-    @property
-    def trajectories(self) -> Path:
-        """Dumps of training steps."""
-        return self.root / TRAJECTORIES
-
-    @property
-    def evaluation(self) -> Path:
-        """Dumps of evaluations."""
-        return self.root / EVALUATION
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints of RL steps."""
-        return self.root / "checkpoints"
-
-    @property
-    def sft_checkpoints(self) -> Path:
-        """Checkpoints of the supervised stage, until RL has one."""
-        return self.checkpoints / SFT_CHECKPOINTS
-
-    @property
-    def sft_model(self) -> Path:
-        """The model after the supervised stage, in Hugging Face format."""
-        return self.root / "sft_model"
-
-    @property
-    def sft_record(self) -> Path:
-        """What that model was taught with; there once it is whole."""
-        return self.root / "sft_model.json"
-
-    @property
     def logs(self) -> LogPaths:
         """Output of the trainer, engines, sandbox and trackers."""
         return LogPaths(self.root / LOGS)
 
-    @property
-    def profile(self) -> Path:
-        """Folder of the traces of `run.profile_steps`; engines write theirs into it, too."""
-        return self.root / "profile"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def trackers(self) -> Path:
-        """By which each tracker finds the run again when it is resumed."""
-        return self.root / "trackers"
-
-    @property
-    def wandb(self) -> Path:
-        """What the wandb library itself writes into the run directory."""
-        return self.root / "wandb"
-
-    @property
-    def report(self) -> Path:
-        """The report."""
-        return self.root / REPORT
-
-    @property
-    def figures(self) -> Path:
-        """The figures of the report."""
-        return self.root / "figures"
+    config = _Entry("config.yaml")
+    """The resolved configuration. A directory without it is no run directory."""
+    previous_config = _Entry("config.previous.yaml")
+    """The configuration before the latest resume that changed it."""
+    environment = _Entry("environment.json")
+    """Commit, command, host, devices and versions of the latest start."""
+    owner = _Entry(_OWNER)
+    """The lock of the process that writes into the directory."""
+    data = _Entry("data.json")
+    """Rows of the training files, and which were left out."""
+    rows = _Entry(ROWS)
+    """Folder of the rendered rows that the run was begun with."""
+    extensions = _Entry("extensions")
+    """Copies of the source files of users' parts."""
+    previous_extensions = _Entry("extensions.previous")
+    """The copies before the latest change that `run.accept_changed_code` allowed."""
+    extensions_record = _Entry("extensions.json")
+    """Digests of the copies, and which changes were accepted."""
+    metrics = _Entry(METRICS)
+    """One object an RL step."""
+    discarded_metrics = _Entry(f"{_DISCARDED}{METRICS}")
+    """Lines of RL steps that a resume took out."""
+    sft_metrics = _Entry(SFT_METRICS)
+    """One object a step of the supervised stage."""
+    discarded_sft_metrics = _Entry(f"{_DISCARDED}{SFT_METRICS}")
+    """Lines of supervised steps that a resume took out."""
+    positions = _Entry(POSITIONS)
+    """Statistics by position, one object an RL step or more."""
+    discarded_positions = _Entry(f"{_DISCARDED}{POSITIONS}")
+    """Its lines that a resume took out."""
+    stages = _Entry("stages.json")
+    """Seconds of each stage."""
+    heartbeat = _Entry("heartbeat.json")
+    """Whether the run lives, and where it is."""
+    stalls = _Entry("stalls")
+    """Python stacks of a run without progress."""
+    stall_report = _Entry("stalls", "report.txt")
+    """What was reported of each stall."""
+    trajectories = _Entry(TRAJECTORIES)
+    """Dumps of training steps."""
+    evaluation = _Entry(EVALUATION)
+    """Dumps of evaluations."""
+    checkpoints = _Entry("checkpoints")
+    """Checkpoints of RL steps."""
+    sft_checkpoints = _Entry("checkpoints", SFT_CHECKPOINTS)
+    """Checkpoints of the supervised stage, until RL has one."""
+    sft_model = _Entry("sft_model")
+    """The model after the supervised stage, in Hugging Face format."""
+    sft_record = _Entry("sft_model.json")
+    """What that model was taught with; there once it is whole."""
+    profile = _Entry("profile")
+    """Folder of the traces of `run.profile_steps`; engines write theirs into it, too."""
+    tensorboard = _Entry("tensorboard")
+    """TensorBoard's event files."""
+    trackers = _Entry("trackers")
+    """By which each tracker finds the run again when it is resumed."""
+    wandb = _Entry("wandb")
+    """What the wandb library itself writes into the run directory."""
+    report = _Entry(REPORT)
+    """The report."""
+    figures = _Entry("figures")
+    """The figures of the report."""
 
     def rows_of(self, kind: str) -> Path:
         """Rendered rows of `train`, `eval` or `sft`."""
@@ -307,24 +212,12 @@ class SweepPaths:
 
     root: Path
 
-    @property
-    def record(self) -> Path:
-        """The grid, the runs and their states."""
-        return self.root / "sweep.json"
-
-    @property
-    def owner(self) -> Path:
-        """The lock of the process that runs the sweep."""
-        return RunPaths(self.root).owner
-
-    @property
-    def comparison(self) -> Path:
-        """The page that compares the runs."""
-        return self.root / "comparison.html"
-
-
-def _path(entry: Path | LogPaths) -> Path:
-    return entry.folder if isinstance(entry, LogPaths) else entry
+    record = _Entry("sweep.json")
+    """The grid, the runs and their states."""
+    owner = _Entry(_OWNER)
+    """The lock of the process that runs the sweep."""
+    comparison = _Entry("comparison.html")
+    """The page that compares the runs."""
 
 
 def _plain(name: str) -> str:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Protocol
@@ -68,13 +68,6 @@ _ONE_PRESS_S = 1.0  # a launcher may pass on the Ctrl-C that the terminal has se
 _CLOSING_S = 60.0
 
 
-class Gathers(Protocol):
-    """The ranks of a job: `Layout`."""
-
-    def gather(self, value: int) -> list[int]:
-        """Every rank's value, on every rank; collective."""
-
-
 class StopSignal:
     """Whether this process is to stop. Outside of `deferred` it stops at once, by SystemExit, so that engines and
     sandbox are closed.
@@ -102,10 +95,10 @@ class StopSignal:
         """Whether this process is to stop; local."""
         return bool(self._set_by)
 
-    def agreed(self, ranks: Gathers) -> bool:
-        """Whether any rank is to stop; then it is set on all of them. Collective."""
-        if any(ranks.gather(self.is_set())):
-            rank_zeros = ranks.gather(self.status)[0]  # which alone may be asked to stop for a fault
+    def agreed(self, gather: Callable[[int], list[int]]) -> bool:
+        """Whether any rank is to stop; then it is set on all of them. Collective, as `gather` is."""
+        if any(gather(self.is_set())):
+            rank_zeros = gather(self.status)[0]  # which alone may be asked to stop for a fault
             if not self.is_set():
                 self._set_by, self._set_at, self.status = "another rank", time.monotonic(), rank_zeros
                 _alarm_in(self._grace_s)

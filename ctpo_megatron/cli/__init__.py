@@ -27,7 +27,7 @@ VERBS = {
     "export": "write a checkpoint in Hugging Face format, or check one",
     "sandbox": "the code execution service",
 }
-"""Verb -> its line in `ctpo --help`. `add_arguments` of the module of that name declares arguments and sets `run`."""
+"""Verb -> its line in `ctpo --help`. The module of that name has `add_arguments`, and `run` for them."""
 
 
 _OVERRIDABLE = ("train", "sweep", "eval", "launch")
@@ -75,5 +75,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     for name, summary in VERBS.items():
         arguments = verbs.add_parser(name, help=summary)
         if name == verb:
-            importlib.import_module(f"ctpo_megatron.cli.{name}").add_arguments(arguments)
+            module = importlib.import_module(f"ctpo_megatron.cli.{name}")
+            module.add_arguments(arguments)
+            if hasattr(module, "run"):  # `sandbox` has one for each of its own verbs
+                arguments.set_defaults(run=module.run)
     return parser

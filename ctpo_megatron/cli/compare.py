@@ -17,12 +17,10 @@ PAGE = Path("comparison.html")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Compare runs: curves with the seeds of a configuration as mean and band, and accuracies."
     parser.add_argument("directories", type=Path, nargs="+", metavar="RUN", help="run directory; two or more")
     parser.add_argument("--out", type=Path, default=PAGE, metavar="PATH", help=f"the page (default: ./{PAGE})")
     add_figures(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.cli.console import print_table
-from ctpo_megatron.cli.errors import UsageError
+from ctpo_megatron.cli.errors import UsageError, make_folder
 from ctpo_megatron.preflight import check_prompt_file, failed
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Make prompt files."
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     prepare = actions.add_parser("prepare", help="from a collection of problems with final answers")
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prepare.add_argument("--max-tokens", type=int, metavar="N", help="longest rendered prompt; needs --model")
     prepare.add_argument("--report", type=Path, metavar="FILE", help="default: OUTPUT with .report.json")
     prepare.add_argument("--overwrite", action="store_true", help="replace OUTPUT")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,10 +102,7 @@ def _make_place(file: Path, flag: str) -> None:
     """Create the folder of an output file before any long work. Raises UsageError."""
     if file.is_dir():
         raise UsageError(f"{flag} {file}: is a folder; name a file")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{flag} {file}: {error.strerror}: {error.filename}; name another file") from error
+    make_folder(file.parent, f"{flag} {file}", "file")
 
 
 def _columns(pairs: Sequence[str], default: dict[str, str]) -> dict[str, str]:

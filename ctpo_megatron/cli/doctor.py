@@ -33,7 +33,6 @@ STATUS = {"ok": "ok", "warning": "note", "missing": "missing", "error": "broken"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Check this machine. Exit status: 0 ready, 1 something is missing or broken, 2 wrong request."
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="check for this configuration, too")
     parser.add_argument(
@@ -50,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check the chat template of CONFIG alone: does an episode have the tokens that it writes?",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,10 +117,10 @@ def _row(problem: Problem) -> dict[str, str]:
 
 def _print(found: Mapping[str, Sequence[Problem]], findings: Sequence[Problem]) -> None:
     for where, part in found.items():
-        rows = [(p.key, STATUS[p.severity], f"{p.message}; {p.fix}" if p.fix else p.message) for p in part]
+        rows = [(p.key, STATUS[p.severity], p.advice) for p in part]
         print_table(where, ("what", "status", "detail"), rows)
     print(f"\n{verdict(findings)}", flush=True)
     for finding in failed(findings):
-        say(f"  {finding.key}: {finding.message}{f'; {finding.fix}' if finding.fix else ''}", error=True)
+        say(f"  {finding.key}: {finding.advice}", error=True)
     if line := install_line(findings):
         print(f"To install what is missing: {line}", file=sys.stderr)

@@ -18,9 +18,16 @@ from ctpo_megatron.base.printable import log_to_terminal
 from ctpo_megatron.base.signals import ENDING, heeded
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import Config, Sources
-from ctpo_megatron.preflight import START_CHECKS, Admission, check_extensions, run_checks, validate_sampling
+from ctpo_megatron.preflight import (
+    START_CHECKS,
+    Admission,
+    check_extensions,
+    run_checks,
+    torch_has_cuda,
+    validate_sampling,
+    visible_gpus,
+)
 from ctpo_sandbox import temporary
 
 if TYPE_CHECKING:
@@ -33,7 +40,6 @@ _STRICT = ("reward.function=math_verify", "reward.by_source={}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Evaluate a model: accuracies with intervals, by data source. Ended early, it can be resumed."
     parser.add_argument("model", type=Path, metavar="MODEL", help="model in Hugging Face format, or run directory")
     parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="override a key of the configuration")
@@ -50,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, metavar="FILE", help="configuration; default: the configuration of MODEL's run"
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: evaluations/MODEL-FILES")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ from ctpo_sandbox.arguments import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Write the weights of a run or a checkpoint in Hugging Face format. Also under torchrun."
     parser.add_argument("source", type=Path, metavar="SOURCE", help="run, checkpoint, or exported directory to check")
     parser.add_argument(
@@ -30,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pipeline-parallel", type=positive(int), default=1, metavar="N", help="ranks sharing the stack"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

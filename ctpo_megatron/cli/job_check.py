@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
         print_table("Check of the job: no training", ("what", "status", "detail"), table(found))
         say(f"\n{verdict(everything)}")
         for problem in failed(everything):
-            say(f"  {problem.key}: {problem.message}{f'; {problem.fix}' if problem.fix else ''}")
+            say(f"  {problem.key}: {problem.advice}")
     return 0 if ready else NOT_READY
 
 
@@ -43,8 +43,7 @@ def table(found: Mapping[str, Sequence[Problem]]) -> list[tuple[str, str, str]]:
     where: dict[tuple[str, str, str], list[str]] = {}
     for node, problems in found.items():
         for each in problems:
-            detail = f"{each.message}; {each.fix}" if each.fix else each.message
-            where.setdefault((each.key, STATUS[each.severity], detail), []).append(node)
+            where.setdefault((each.key, STATUS[each.severity], each.advice), []).append(node)
     shared = ([name for name in found if name != BETWEEN], [BETWEEN])
     return [row if names in shared else (*row[:2], f"{', '.join(names)}: {row[2]}") for row, names in where.items()]
 

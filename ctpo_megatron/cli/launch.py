@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments, which the launcher parses again."""
     launch.add_arguments(parser)
     parser.add_argument("--no-check", action="store_true", help="submit without the checks of a dry run")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,11 +10,9 @@ from ctpo_megatron.cli.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Rebuild report.html."
     parser.add_argument("directory", type=Path, metavar="RUN", help="run directory, e.g. runs/quickstart")
     add_figures(parser)
-    parser.set_defaults(run=run)
 
 
 def add_figures(parser: argparse.ArgumentParser) -> None:

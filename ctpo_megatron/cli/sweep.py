@@ -13,8 +13,8 @@ from ctpo_megatron.base.run_paths import SweepPaths
 from ctpo_megatron.cli.compare import show_comparison
 from ctpo_megatron.cli.console import print_table, print_warnings
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import ConfigError, Job, Problem, world_size
-from ctpo_megatron.preflight import ROWS, has_cuda_device
+from ctpo_megatron.config import Job, Problem, world_size
+from ctpo_megatron.preflight import ROWS, Findings, has_cuda_device
 from ctpo_megatron.sweep import (
     PlannedRun,
     Runner,
@@ -30,11 +30,8 @@ from ctpo_megatron.sweep import (
 )
 from ctpo_sandbox.arguments import positive
 
-"""Rows of a data file that a dry run checks."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Run the product of several values of some keys, e.g. --grid objective.preset=ctpo,grpo."
     parser.add_argument("config", metavar="CONFIG", help="YAML file, as for ctpo train")
     parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="overrides of all runs, as for ctpo train")
@@ -60,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trainer ranks of each run, by torchrun, on this node",
     )
     parser.add_argument("--dry-run", action="store_true", help="check all configurations, print the runs, start none")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,19 +82,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _checked(sweep: Sweep, job: Job, dry_run: bool) -> list[Problem]:
     """The warnings of all checks. Raises ConfigError with everything that is wrong."""
-    problems: list[Problem] = []
-    warnings: list[Problem] = []
-    try:
-        warnings += check(sweep, job, cuda=has_cuda_device())
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        warnings += check_rows(sweep, ROWS) if dry_run else []
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return warnings
+    found = Findings()
+    found.take(lambda: check(sweep, job, cuda=has_cuda_device()))
+    if dry_run:
+        found.take(lambda: check_rows(sweep, ROWS))
+    found.raise_if_any()
+    return found.warnings
 
 
 def _print_plan(sweep: Sweep) -> None:

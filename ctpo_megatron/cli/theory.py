@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ctpo_megatron.cli.errors import UsageError
+from ctpo_megatron.cli.errors import UsageError, make_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Show the theory of CTPO by enumeration and simulation. docs/theory.md explains every table."
     parser.add_argument("--out", type=Path, metavar="DIR", help="write theory.json and figures (PNG, SVG, PDF) there")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of trees and simulations (%(default)s)")
@@ -24,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=int, default=20_000, metavar="N", help="sequences and walks of a simulation (%(default)s)"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if problems := list(settings.problems()):
         raise UsageError("\nctpo theory: ".join(problems))
     if args.out is not None:
-        _make_folder(args.out)
+        make_folder(args.out, f"--out {args.out}", "folder")
     found = study(settings)
     for table in found.tables:
         print_numbers(table.title, table.says, table.columns, table.rows)
@@ -45,11 +43,3 @@ def run(args: argparse.Namespace) -> int:
         for path in write_study(found, args.out):
             print(path)
     return 0
-
-
-def _make_folder(folder: Path) -> None:
-    """Before any work, so that a wrong place is known at once. Raises UsageError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}: {error.filename}; name another folder") from error

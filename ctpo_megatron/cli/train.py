@@ -17,7 +17,6 @@ from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.base.stop import TRY_AGAIN
 from ctpo_megatron.cli.console import print_table, print_warnings
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
-from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import (
     GPU_GIB,
     Config,
@@ -35,6 +34,7 @@ from ctpo_megatron.config import (
     read_shapes,
     spec_for,
 )
+from ctpo_megatron.environments.factory import system_prompt
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight import (
     DURATION_TITLE,
@@ -44,7 +44,6 @@ from ctpo_megatron.preflight import (
     START_CHECKS,
     DataCheck,
     GpuMemory,
-    RunPlan,
     Speeds,
     check_dry,
     check_start,
@@ -54,9 +53,12 @@ from ctpo_megatron.preflight import (
     has_cuda_device,
     held_out_prompts,
     memory_table,
+    plan_tables,
     play_first,
     run_checks,
     torch_cuda,
+    torch_has_cuda,
+    visible_gpus,
     warnings_of,
 )
 from ctpo_sandbox import temporary
@@ -125,7 +127,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="with --dry-run: all keys, not those alone that have other values"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -236,7 +237,7 @@ def _print_config(config: Config, verbose: bool) -> None:
 
 
 def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> None:
-    for title, rows in RunPlan.of(config, job.world_size).tables().items():
+    for title, rows in plan_tables(config, job.world_size).items():
         print_table(title, ("", "value", "from"), rows)
     memory = memory_table(spec, Split.of(config.policy, job.world_size))
     print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
@@ -254,8 +255,6 @@ def _print_cache(config: Config, spec: ModelSpec) -> None:
 
 
 def _print_system_prompt(data: DataConfig, rollout: RolloutConfig) -> None:
-    from ctpo_megatron.environments.factory import system_prompt
-
     prompt = system_prompt(data, rollout)
     source = "data.system_prompt" if prompt.chosen else f"rollout.tool_parser: {rollout.tool_parser}"
     print(f"\nSystem prompt ({source})")

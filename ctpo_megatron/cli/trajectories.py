@@ -15,7 +15,6 @@ _STANDARD_OUTPUT = Path("-")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Write trajectories of a run as JSON lines. docs/reference/dumps.md explains every field."
     parser.add_argument("directory", type=Path, metavar="RUN", help="run directory, e.g. runs/quickstart")
     parser.add_argument(
@@ -23,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", metavar="LIST", help="such as 1,20-24; default: all")
     parser.add_argument("--evaluations", action="store_true", help="held-out answers instead of trained trajectories")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

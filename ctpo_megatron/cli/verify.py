@@ -13,7 +13,6 @@ from ctpo_sandbox.arguments import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Run one optimizer step under many layouts and compare loss, log-probs and the full gradient."
     parser.add_argument("--model", type=Path, help="Hugging Face directory, small; default: a tiny random model")
     parser.add_argument("--family", metavar="MODULE:NAME", help="model family of your own, found from this folder")
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=positive(float), help="of loss, log-probs (nats) and gradient; default: of the dtype"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,25 +7,22 @@ import sys
 from pathlib import Path
 
 from ctpo_megatron.base.installed import is_installed
-from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.cli.errors import UsageError
+from ctpo_megatron.cli.report import check_run
 
 _NEEDED = ("starlette", "uvicorn", "httptools", "pyarrow", "jinja2", "vl_convert")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = "Serve a run on this machine's loopback, read only, until ^C. The run may continue meanwhile."
     parser.add_argument("directory", type=Path, metavar="RUN", help="run directory, e.g. runs/quickstart")
     parser.add_argument("--host", default="127.0.0.1", help="a loopback address (default: 127.0.0.1)")
     parser.add_argument("--port", type=_port, default=8484, help="0: any free port (default: 8484)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve; say the address."""
-    if not (config := RunPaths(args.directory).config).is_file():
-        raise UsageError(f"{args.directory} is not a run directory: it has no {config.name}")
+    check_run(args.directory)
     if missing := [name for name in _NEEDED if not is_installed(name)]:
         raise UsageError(f"{', '.join(missing)} missing: pip install 'ctpo-megatron[sandbox,train]'")
     from ctpo_megatron.report.watch import WatchError, serve

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from ctpo_megatron.config.reads import Reads, exists
+from ctpo_megatron.config.reads import Reads, exists, sections_in
 
 
 class Extension(BaseModel):
@@ -47,18 +47,6 @@ class Extension(BaseModel):
         return self.name
 
 
-def named_extensions(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Extension]]:
+def named_extensions(section: BaseModel) -> Iterator[tuple[str, Extension]]:
     """Dotted key and Extension of every part in a configuration; list items are numbered from 0."""
-    for name in type(section).model_fields:
-        yield from _within(getattr(section, name), f"{prefix}{name}")
-
-
-def _within(value: Any, key: str) -> Iterator[tuple[str, Extension]]:
-    if isinstance(value, Extension):
-        yield key, value
-    elif isinstance(value, BaseModel):
-        yield from named_extensions(value, f"{key}.")
-    elif isinstance(value, dict | tuple | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, item in items:
-            yield from _within(item, f"{key}.{name}")
+    return ((key, part) for key, part in sections_in(section) if isinstance(part, Extension))

@@ -145,9 +145,9 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
             keys = max(layer.places, key=len, default=())
             problems.append(Problem(".".join(keys), first_line(error), where=layer.places.get(keys, "")))
     # With the defaults below what is given, since interpolations may name keys that have a default.
-    values = _over(OmegaConf.create(defaults(Config, plain(given))), given)
+    below = OmegaConf.create(defaults(Config, plain(given)))
+    values = _over(below, given)
     if (taught := _sft_of_another_run(values, layers, problems)) is not None:
-        below = OmegaConf.create(defaults(Config, plain(given)))
         values = _over(_over(below, OmegaConf.create({"sft": taught})), given)
     if not _is_given(given, "objective.anchor") and _is_stale(values):
         values.objective.anchor = "behaviour"

@@ -1,20 +1,25 @@
-"""Memory of a trainer rank: bytes of weights, gradients, optimizer state and activations. No torch.
+"""Memory of a trainer rank: weights, gradients, optimizer state and activations; and of an engine's KV cache. No torch.
 
-Sizes are for Megatron-Core 0.16 on CUDA with Transformer Engine. Weights, gradients and optimizer state are exact up to
-the padding of gradient buffers. Activations follow Korthikanti et al., arXiv 2205.05198, for a layer with flash
-attention, grouped-query attention, RMSNorm and a gated MLP, without dropout. An upper bound of temporary memory of the
-backward pass is included. Not included: the CUDA context, NCCL and allocator fragmentation.
+Sizes of a rank are for Megatron-Core 0.16 on CUDA with Transformer Engine. Weights, gradients and optimizer state are
+exact up to the padding of gradient buffers. Activations follow Korthikanti et al., arXiv 2205.05198, for a layer with
+flash attention, grouped-query attention, RMSNorm and a gated MLP, without dropout. An upper bound of temporary memory
+of the backward pass is included. Not included: the CUDA context, NCCL and allocator fragmentation.
 """
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
 
 from ctpo_kernels.chunks import CHUNK_BYTES, chunk_rows, rows_within
-from ctpo_megatron.config.schema import PolicyConfig
+from ctpo_megatron.config.placement import engine_count
+from ctpo_megatron.config.schema import Config, PolicyConfig
 from ctpo_megatron.models import LayerSplit, ModelSpec, padded_vocabulary
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 GPU_GIB = 80
 """The GPU of the tables."""
 
@@ -23,6 +28,13 @@ USABLE = 0.9
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAIN_GRADIENT = 4
+SHARE = 0.5
+"""Of a CPU machine's free memory, for the caches of its engines; weights, the trainer and programs have the rest."""
+_BLOCK = 32
+_LIMITS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +133,7 @@ class Memory:
         return self.weights if offload == "optimizer" else 0
 
 
-def parameters(spec: ModelSpec) -> tuple[int, int]:
+def model_parameters(spec: ModelSpec) -> tuple[int, int]:
     """(all parameters, parameters active for a token), as a model card counts them."""
     dense, experts = spec.family.layer_parameters(spec)
     active = experts * spec.num_experts_per_token // spec.num_experts if spec.num_experts else 0
@@ -229,11 +241,69 @@ def memory(spec: ModelSpec, split: Split) -> list[Memory]:
     return [stage_memory(spec, split, stage) for stage in range(split.pipeline)]
 
 
-def peak(spec: ModelSpec, split: Split) -> Memory:
+def peak_memory(spec: ModelSpec, split: Split) -> Memory:
     """The stage that needs the most memory."""
     return max(memory(spec, split), key=lambda found: found.total)
 
 
 def gib(size: float) -> str:
     """Bytes as GiB with one decimal (MiB below that)."""
-    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 or not size else f"{size / (1 << 20):.1f} MiB"
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 or not size else f"{size / MIB:.1f} MiB"
+
+
+def cache_bytes(config: Config, spec: ModelSpec) -> int:
+    """Bytes of the keys and values of one token on each GPU of an engine."""
+    heads = max(1, spec.num_key_value_heads // config.rollout.engine.tensor_parallel_size)
+    return 2 * spec.num_layers * heads * spec.head_dim * ELEMENT_BYTES[config.engine_dtype]
+
+
+def free_memory() -> int:
+    """Bytes that processes of this machine can still take; within a container, of its limit."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # no Linux: a dry run for another machine
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, used in _LIMITS:
+        with suppress(OSError, ValueError):  # not there, or "max"
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return max(0, free)
+
+
+@dataclass(frozen=True)
+class CpuCache:
+    """The cache of one engine on a CPU.
+
+    mb: its MiB. least_mb: MiB without which the engine does not start, for one longest sequence. most_mb: MiB that the
+    machine has for it. sequences: that are sampled at once; tokens: of the longest; token_bytes: of each of these.
+    """
+
+    mb: int
+    least_mb: int
+    most_mb: int
+    sequences: int
+    tokens: int
+    token_bytes: int
+
+    @classmethod
+    def of(cls, config: Config, spec: ModelSpec, free_bytes: int) -> Self:
+        """As given, else for all that an engine samples at once, within its share of `free_bytes`."""
+        rollout, engines = config.rollout, engine_count(config)
+        batch = (rollout.prompts_per_step + rollout.oversample) * rollout.samples_per_prompt
+        sequences = min(rollout.engine.max_num_seqs, -(-batch // engines))
+        tokens, each = rollout.engine.max_model_len, cache_bytes(config, spec)
+        here = max(1, engines // config.cluster.nodes)
+        most = int(SHARE * free_bytes / here) // MIB
+        wanted, least = (_mib(count, tokens, each) for count in (sequences, 1))
+        mb = rollout.engine.kv_cache_mb or max(least, min(wanted, most))
+        return cls(mb, least, most, sequences, tokens, each)
+
+    def __str__(self) -> str:
+        whole = f"{self.sequences} sequences x {self.tokens:,} tokens x {self.token_bytes:,} bytes"
+        return f"{whole}, at most {self.most_mb:,} MiB"
+
+
+def _mib(sequences: int, tokens: int, each: int) -> int:
+    """MiB of whole blocks, and of the one that vLLM keeps for itself."""
+    blocks = sequences * -(-tokens // _BLOCK) + 1
+    return -(-blocks * _BLOCK * each // MIB)

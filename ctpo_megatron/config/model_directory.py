@@ -124,20 +124,8 @@ def read_shapes(path: str | Path) -> ModelSpec:
 
 def _tiny_spec(model: TinyModelConfig) -> ModelSpec:
     """Spec of the model that `prepare` will build."""
-    return ModelSpec(
-        family=FAMILIES["Qwen3ForCausalLM"],
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
-        intermediate_size=model.intermediate_size,
-        max_position_embeddings=model.max_position_embeddings,
-        vocab_size=0,
-        tie_word_embeddings=model.tie_word_embeddings,
-        qk_norm=True,
-        rope_theta=model.rope_theta,
-    )
+    shape = model.model_dump(exclude={"initializer_range", "vocab_padding_multiple"})
+    return ModelSpec(family=FAMILIES["Qwen3ForCausalLM"], vocab_size=0, qk_norm=True, **shape)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,11 @@ class Problem:
         """Whether it keeps training from starting."""
         return self.severity in ("missing", "error")
 
+    @property
+    def advice(self) -> str:
+        """Message and fix."""
+        return f"{self.message}; {self.fix}" if self.fix else self.message
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", hidden(self.message))  # it may quote an address with its login
         object.__setattr__(self, "fix", hidden(self.fix))
@@ -51,8 +56,7 @@ class Problem:
         value = redacted(self.value, self.key)
         subject = self.key if value is NO_VALUE else f"{self.key} = {show(value)}".lstrip()
         head = ": ".join(part for part in (self.where, subject) if part)
-        text = f"{head}: {self.message}" if head else self.message
-        return f"{text}; {self.fix}" if self.fix else text
+        return f"{head}: {self.advice}" if head else self.advice
 
 
 class ConfigError(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,28 @@ class Reads:
     when: Callable[[str], bool] = _every
 
 
-def input_paths(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Path]]:
+def input_paths(whole: BaseModel) -> Iterator[tuple[str, Path]]:
     """Dotted key and path of every input of a configuration; a pattern yields itself and all its matches."""
-    for name, field in type(section).model_fields.items():
-        key, value = f"{prefix}{field.alias or name}", getattr(section, name)
-        marks = [mark for mark in field.metadata if isinstance(mark, Reads)]
-        for mark in marks:
-            for text in filter(mark.when, _texts(value)):
-                yield from ((key, path) for path in _paths(text))
-        for inner, part in _sections(value, key):
-            yield from input_paths(part, f"{inner}.")
+    for place, section in sections_in(whole):
+        for name, field in type(section).model_fields.items():
+            key, value = f"{place}.{field.alias or name}".lstrip("."), getattr(section, name)
+            for mark in (mark for mark in field.metadata if isinstance(mark, Reads)):
+                for text in filter(mark.when, _texts(value)):
+                    yield from ((key, path) for path in _paths(text))
+
+
+def sections_in(value: Any, key: str = "") -> Iterator[tuple[str, BaseModel]]:
+    """Dotted key and section of every section in a value, itself included; list items are numbered from 0."""
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, BaseModel):
+        yield key, value
+        inside = ((field.alias or name, getattr(value, name)) for name, field in type(value).model_fields.items())
+    elif isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, tuple | list):
+        inside = enumerate(value)
+    for name, part in inside:
+        yield from sections_in(part, f"{key}.{name}".lstrip("."))
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -59,15 +71,3 @@ def _paths(text: str) -> Iterator[Path]:
     yield Path(text)
     if glob.has_magic(text):
         yield from map(Path, glob.iglob(text, recursive=True))
-
-
-def _sections(value: Any, key: str) -> Iterator[tuple[str, BaseModel]]:
-    """The sections in a value, with their dotted keys."""
-    if isinstance(value, BaseModel):
-        yield key, value
-    elif isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _sections(part, f"{key}.{name}")
-    elif isinstance(value, tuple | list):
-        for number, part in enumerate(value):
-            yield from _sections(part, f"{key}.{number}")

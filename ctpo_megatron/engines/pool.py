@@ -69,7 +69,7 @@ class EnginePool:
         cluster: ClusterConfig | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        log_dir = (log_dir or RunPaths(config.run.directory).logs.folder).resolve()
+        log_dir = (log_dir or RunPaths(config.run.directory).logs.root).resolve()
         # Absolute, as engines may run in other folders.
         model = config.model.model_copy(update={"path": str(Path(config.model.path).absolute())})
         run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})

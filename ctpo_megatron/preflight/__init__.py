@@ -3,8 +3,7 @@
 `check_start` checks a configuration and users' parts before a start, `check_dry` the data, too. `Admission` is the pass
 over all rows of data, and `check_data` what a dry run says of them.
 `diagnose`, `diagnose_run` and `diagnose_nodes` are `ctpo doctor`; `diagnose_node` and `RankCheck` are the same in the
-ranks of a job, `ctpo launch --check`. `ctpo launch` runs `LAUNCH_CHECKS`, the node program
-`NODE_CHECKS`; `NodeNeeds` is what it starts.
+ranks of a job, `ctpo launch --check`. `NodeNeeds` is what a node program starts.
 """
 
 from ctpo_megatron.preflight.admission import Admission, DataCheck, check_data, check_prompt_file
@@ -21,74 +20,16 @@ from ctpo_megatron.preflight.check import (
     warnings_of,
 )
 from ctpo_megatron.preflight.configuration import validate, validate_sampling
-from ctpo_megatron.preflight.devices import gpus, has_cuda_device, torch_cuda
+from ctpo_megatron.preflight.devices import gpus, has_cuda_device, torch_cuda, torch_has_cuda, visible_gpus
 from ctpo_megatron.preflight.disk import check_disk, disk_table, disk_use, held_out_prompts
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_node, diagnose_run, install_line, verdict
-from ctpo_megatron.preflight.dry_run import ROWS, check_dry, check_start
+from ctpo_megatron.preflight.dry_run import ROWS, Findings, check_dry, check_start
 from ctpo_megatron.preflight.duration import DURATION_TITLE, MFU, PEAK_TFLOPS, Speeds, duration_table
 from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.preflight.first_trajectory import play_first
-from ctpo_megatron.preflight.job import LAUNCH_CHECKS, NODE_CHECKS, LaunchContext, NodeContext
 from ctpo_megatron.preflight.machine import START_CHECKS, check_libraries, weight_bytes
 from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
 from ctpo_megatron.preflight.placement import GpuMemory
-from ctpo_megatron.preflight.plan import RunPlan, memory_table
+from ctpo_megatron.preflight.plan import memory_table, plan_tables
 from ctpo_megatron.preflight.ranks import BETWEEN, RankCheck
 from ctpo_megatron.preflight.template import check_template
-
-__all__ = [
-    "BETWEEN",
-    "DURATION_TITLE",
-    "LAUNCH_CHECKS",
-    "MFU",
-    "NODE_CHECKS",
-    "PEAK_TFLOPS",
-    "ROWS",
-    "START_CHECKS",
-    "Admission",
-    "Check",
-    "DataCheck",
-    "DiskNeeds",
-    "Gpu",
-    "GpuMemory",
-    "LaunchContext",
-    "MachineContext",
-    "NoCluster",
-    "NodeContext",
-    "NodeNeeds",
-    "RankCheck",
-    "RunContext",
-    "RunPlan",
-    "Speeds",
-    "Wanted",
-    "check_data",
-    "check_disk",
-    "check_dry",
-    "check_extensions",
-    "check_libraries",
-    "check_prompt_file",
-    "check_start",
-    "check_template",
-    "diagnose",
-    "diagnose_node",
-    "diagnose_nodes",
-    "diagnose_run",
-    "disk_table",
-    "disk_use",
-    "duration_table",
-    "failed",
-    "gpus",
-    "has_cuda_device",
-    "held_out_prompts",
-    "install_line",
-    "memory_table",
-    "place",
-    "play_first",
-    "run_checks",
-    "torch_cuda",
-    "validate",
-    "validate_sampling",
-    "verdict",
-    "warnings_of",
-    "weight_bytes",
-]

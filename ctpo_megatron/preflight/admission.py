@@ -6,7 +6,7 @@ Rows are rendered once, or taken from where a run keeps them, and checked (`row_
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,9 @@ from ctpo_megatron.config import (
     spec_for,
     will_be_prepared,
 )
+from ctpo_megatron.environments.factory import make_parser, needs_sandbox, offered_schemas, system_prompt
+from ctpo_megatron.environments.template import MessageTemplate, end_tokens, stop_token_ids
+from ctpo_megatron.environments.tokenizer import TokenizerError, different_to_others, read_tokenizer
 from ctpo_megatron.models import ModelSpec
 from ctpo_sandbox.libraries import absent
 
@@ -74,8 +77,6 @@ class Admission:
         taught: None: if there is a supervised stage. Raises TokenizerError for a chat template or a tokenizer that
         cannot be used.
         """
-        from ctpo_megatron.environments.tokenizer import TokenizerError
-
         admission = cls._of(config, directory, taught=config.sft is not None if taught is None else taught)
         if problem := admission.problem():
             raise TokenizerError(problem)
@@ -94,7 +95,6 @@ class Admission:
     def _of(
         cls, config: Config, directory: Path | None, *, taught: bool, limit: int | None = None, writes: bool = True
     ) -> Admission:
-        from ctpo_megatron.environments.factory import offered_schemas
         from ctpo_megatron.environments.prompts import chat_tokenizer
         from ctpo_megatron.preflight.stored import RowStore
 
@@ -106,25 +106,17 @@ class Admission:
         """The prompts of `data.train`. Raises DamagedFileError for stored rows that are damaged; so do the others."""
         from ctpo_megatron.environments.prompts import training_prompts
 
-        with _uncollected():
-            stored = self.store.read("train")
-            found = training_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
-        return self._prompts("train", found, stored)
+        return self._prompts("train", training_prompts)
 
     def held_out(self) -> PromptSet:
         """The prompts of `data.eval`."""
         from ctpo_megatron.environments.prompts import held_out_prompts
 
-        with _uncollected():
-            stored = self.store.read("eval")
-            found = held_out_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
-        return self._prompts("eval", found, stored)
+        return self._prompts("eval", held_out_prompts)
 
     def conversations(self) -> ConversationSet:
         """The conversations of `sft.data`."""
         from ctpo_megatron.data import ConversationRules, read_conversations
-        from ctpo_megatron.environments.factory import offered_schemas, system_prompt
-        from ctpo_megatron.environments.template import end_tokens
         from ctpo_megatron.preflight import row_checks
 
         config, stored = self.config, self.store.read("sft")
@@ -146,8 +138,6 @@ class Admission:
 
     def problem(self) -> str:
         """Why no row could be used: end tokens or calls that would not be recognized; or ""."""
-        from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
-        from ctpo_megatron.environments.tokenizer import TokenizerError
         from ctpo_megatron.preflight import row_checks
 
         model = self.config.model
@@ -160,9 +150,6 @@ class Admission:
 
     def _compare_readers(self, found: PromptSet) -> None:
         """Whether vLLM, which reads what the directory names, has the ids of tokenizer.json."""
-        from ctpo_megatron.environments.factory import make_parser
-        from ctpo_megatron.environments.tokenizer import different_to_others
-
         path = self.config.model.path
         if difference := different_to_others(self.tokenizer, path):
             stops = hasattr(make_parser(self.config.rollout), "stop")  # which vLLM looks for in what it decodes
@@ -171,10 +158,13 @@ class Admission:
     def _used(self, stored: StoredRows | None) -> StoredRows | None:
         return None if self.store.rerender else stored
 
-    def _prompts(self, kind: Kind, found: PromptSet, stored: StoredRows | None) -> PromptSet:
+    def _prompts(self, kind: Kind, read: Callable[..., PromptSet]) -> PromptSet:
         from ctpo_megatron.preflight import row_checks
 
         config = self.config
+        with _uncollected():
+            stored = self.store.read(kind)
+            found = read(config, self.tokenizer, self.limit, self._used(stored))
         if self._used(stored) is None:
             self._compare_readers(found)
         self._rows("prompt", found, ("system", "user", "tool"))
@@ -184,7 +174,6 @@ class Admission:
         return self._admitted(kind, found, stored)
 
     def _rows(self, column: str, found: RowSet, roles: Sequence[str]) -> None:
-        from ctpo_megatron.environments.factory import needs_sandbox
         from ctpo_megatron.preflight import row_checks
 
         row_checks.check_rows(found, column, roles, self.tokenizer, self.spec)
@@ -219,8 +208,6 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
     if report.not_checked:
         report.problems += check_prompts(config.rollout, _count(config.data))
         return report
-    from ctpo_megatron.environments.tokenizer import TokenizerError
-
     try:
         admission = Admission.planned(config, limit)
         if problem := admission.problem():
@@ -255,7 +242,6 @@ def _read(report: DataCheck, admission: Admission) -> None:
 def check_prompt_file(file: Path, model: Path, max_tokens: int) -> list[Problem]:
     """What `ctpo data prepare` says of a file that it wrote, for a model. Raises TokenizerError."""
     from ctpo_megatron.data import PromptRules, read_prompts
-    from ctpo_megatron.environments.tokenizer import read_tokenizer
     from ctpo_megatron.preflight import row_checks
 
     tokenizer = read_tokenizer(model)

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ctpo_megatron.config import Config, ConfigError, Job, Problem, Sources
 from ctpo_megatron.models import ModelSpec
 
-ContextT = TypeVar("ContextT", contravariant=True)
 C = TypeVar("C")
-
-
-class Check(Protocol[ContextT]):
-    """A named check. It never raises: what is wrong is a `Problem`. A function of this form is one."""
-
-    __name__: str
-
-    def __call__(self, context: ContextT, /) -> Iterable[Problem]:
-        """What it found, in the order to show."""
-        ...
+Check = Callable[[C], Iterable[Problem]]
+"""What it found in a context, in the order to show. It never raises: what is wrong is a `Problem`."""
 
 
 def run_checks(checks: Iterable[Check[C]], context: C) -> list[Problem]:

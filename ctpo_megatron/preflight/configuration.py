@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ctpo_megatron.base import clock
+from ctpo_megatron.base.installed import TE, is_installed, te_trouble
 from ctpo_megatron.base.redact import conceals
 from ctpo_megatron.config import (
     COLDEST,
+    ELEMENT_BYTES,
     LONGEST_S,
     Config,
     ConfigError,
@@ -24,10 +26,11 @@ from ctpo_megatron.config import (
     Sources,
     check_parallel,
     flattened,
+    gib,
+    sequence_multiple,
     spec_for,
 )
 from ctpo_megatron.models import ModelSpec
-from ctpo_megatron.preflight.attention import check_attention
 from ctpo_megatron.preflight.check import Check, RunContext, failed, run_checks, warnings_of
 from ctpo_megatron.preflight.engine import check_budget, check_endpoint, check_engine, check_engine_starts, check_tokens
 from ctpo_megatron.preflight.files import (
@@ -39,7 +42,6 @@ from ctpo_megatron.preflight.files import (
 )
 from ctpo_megatron.preflight.objective import check_groups, check_objective
 from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
-from ctpo_megatron.preflight.router_replay import check_router_replay
 from ctpo_megatron.preflight.sft_source import check_sft_source
 from ctpo_megatron.preflight.template import check_protocol
 
@@ -93,6 +95,75 @@ def _spec(config: Config) -> tuple[ModelSpec | None, list[Problem]]:
 def check_layout(context: RunContext) -> Iterator[Problem]:
     """The parallel layout against the ranks and the model."""
     return check_parallel(context.config.policy, context.job.world_size, context.spec, cuda=context.cuda)
+
+
+def check_attention(context: RunContext) -> Iterator[Problem]:
+    """Context parallelism in local layers: whole keys and values on every rank, and a mask that is not in the plan."""
+    policy, spec = context.config.policy, context.spec
+    if not context.cuda or policy.context_parallel_size == 1 or not (why := _why_local(context.config)):
+        return
+    longest = context.config.data.max_prompt_tokens + context.config.rollout.max_response_tokens
+    longest = -(-longest // sequence_multiple(policy)) * sequence_multiple(policy)
+    element = ELEMENT_BYTES[policy.dtype]
+    mask = longest // policy.context_parallel_size * longest * (1 + element)  # of booleans, and added to the scores
+    held = f"a mask of {gib(mask)} for a sequence of {longest:,} tokens"
+    if spec is not None:
+        heads = spec.num_attention_heads if policy.dtype == "float32" else spec.num_key_value_heads
+        kept = 2 * heads * spec.head_dim * element * longest // policy.tensor_model_parallel_size
+        held += f", and in each layer all its keys and values, {gib(kept)}"
+    message = f"without Transformer Engine's layers ({why}) every rank holds {held}: not in the memory plan"
+    yield context.warning("policy.context_parallel_size", message, _remedy(context.config))
+
+
+def _why_local(config: Config) -> str:
+    """Why the layers are local; empty where they are Transformer Engine's, as far as this machine shows."""
+    policy = config.policy
+    if policy.layer_spec == "local" or policy.dtype == "float32":
+        return "policy.layer_spec: local" if policy.layer_spec == "local" else "policy.dtype: float32"
+    if policy.layer_spec == "auto" and (te_trouble() or not is_installed(TE)):
+        return "it is not installed here"
+    return ""
+
+
+def _remedy(config: Config) -> str:
+    policy = config.policy
+    settings = ["policy.dtype: bfloat16"] if policy.dtype == "float32" else []
+    settings += ["policy.layer_spec: auto"] if policy.layer_spec != "auto" else []
+    return " and ".join(["install it (docs/install_cuda.md)", *settings]) + ", or split by tensor parallelism"
+
+
+def check_router_replay(context: RunContext) -> Iterator[Problem]:
+    """Whether engines can report experts, and what a mixture risks without; `check_parallel` looks at the model."""
+    spec, config = context.spec, context.config
+    if spec is None or spec.num_experts_per_token < 2:  # of one expert a token nothing can be recorded
+        return
+    if not config.policy.router_replay:
+        message = (
+            "is off, and the model is a mixture of experts: sampler and trainer choose differently where two experts "
+            "are nearly level, and their log-probs are then of different experts (docs/moe.md)"
+        )
+        yield context.warning(
+            "policy.router_replay",
+            message,
+            f"set true{', and rollout.engine.model_runner: v2' if context.cuda else ''}",
+        )
+    elif config.rollout.replay is None:
+        yield from _experts_of_engines(context)
+
+
+def _experts_of_engines(context: RunContext) -> Iterator[Problem]:
+    engine = context.config.rollout.engine
+    if not context.cuda:
+        if engine.tensor_parallel_size > 1:
+            message = "needs engines of one worker on a CPU: the experts of several cannot be read"
+            yield context.error("policy.router_replay", message, "set rollout.engine.tensor_parallel_size: 1")
+        return
+    if engine.model_runner != "v2":
+        message = "reports no experts, which policy.router_replay needs"
+        yield context.error("rollout.engine.model_runner", message, "set v2, or policy.router_replay: false")
+    if engine.extra.get("enable_prefix_caching") is False:
+        message = "must stay on with policy.router_replay: vLLM keeps the experts of tokens with its cache"
+        yield Problem("rollout.engine.extra.enable_prefix_caching", message, "remove it", False)
 
 
 def check_concealed(context: RunContext) -> Iterator[Problem]:

@@ -90,6 +90,24 @@ def has_cuda_device() -> bool:
     return torch_cuda() is not None and driver_shows_device()
 
 
+def torch_has_cuda() -> bool:
+    """Whether torch has CUDA; imports torch (2 CPU-seconds), as `has_cuda_device` does not. False without torch."""
+    if not is_installed("torch"):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def visible_gpus() -> int:
+    """GPUs that torch shows on this node; 0 without torch."""
+    if not is_installed("torch"):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def driver_shows_device() -> bool:
     """Whether the driver shows this process a device (`CUDA_VISIBLE_DEVICES` counts)."""
     if (library := driver()) is None:

@@ -12,7 +12,7 @@ from ctpo_megatron.base.installed import is_installed
 from ctpo_megatron.config import ELEMENT_BYTES, GIB, Config, Problem, model_parameters, passed, will_be_prepared
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import DiskNeeds, RunContext
-from ctpo_megatron.preflight.plan import RunPlan, TableRow
+from ctpo_megatron.preflight.plan import TableRow, evaluations
 
 TOKEN_BYTES = {"parquet": 8, "jsonl": 44}
 """Of a dump, text included (docs/reference/dumps.md)."""
@@ -114,12 +114,11 @@ def _dumps(config: Config, spec: ModelSpec, held_out: int | None) -> Iterator[Di
         dumped, ratio = min(config.run.steps, config.run.steps // tracking.dump_every + 2), RATIO_BYTES[form]
         why = f"{count:,} trajectories x {tokens:,.0f} tokens x {ratio} B"
         yield DiskUse("ratios", count * tokens * ratio, dumped, why, "tracking.dump_every", "a larger one writes less")
-    evaluations = RunPlan.of(config, 1).evaluations if rollout.replay is None else 0
-    if evaluations:
+    if rollout.replay is None and (times := evaluations(config)):
         count = (held_out or 0) * config.eval.samples
         size = count * tokens * TOKEN_BYTES[form] + FILE_BYTES
         why = f"{count:,} answers {of_one}" if held_out else "not counted: data.eval cannot be read yet"
-        yield DiskUse("held-out answers", size, evaluations, why, "eval.every", "evaluate less often, or fewer samples")
+        yield DiskUse("held-out answers", size, times, why, "eval.every", "evaluate less often, or fewer samples")
 
 
 def held_out_prompts(config: Config) -> int | None:

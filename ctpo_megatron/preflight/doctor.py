@@ -45,10 +45,9 @@ from ctpo_megatron.environments.tokenizer import (
     use_chat_template,
 )
 from ctpo_megatron.models import ModelSpec
-from ctpo_megatron.preflight.builds import check_builds
 from ctpo_megatron.preflight.check import Check, DiskNeeds, Gpu, MachineContext, RunContext, Wanted, failed, run_checks
 from ctpo_megatron.preflight.configuration import validate
-from ctpo_megatron.preflight.cuda_runtime import check_compiler, check_infiniband, check_nccl
+from ctpo_megatron.preflight.cuda_runtime import check_builds, check_compiler, check_infiniband, check_nccl
 from ctpo_megatron.preflight.devices import check_collectives, check_devices, gpus, torch_cuda
 from ctpo_megatron.preflight.disk import disk_needs
 from ctpo_megatron.preflight.machine import NODE, check_machine, check_sandbox

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 
 from ctpo_megatron.config import Config, ConfigError, Job, Problem, Sources, spec_for
 from ctpo_megatron.models import ModelSpec
@@ -25,6 +24,7 @@ class Findings:
 
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
+    parts_usable: bool = True
 
     def take(self, check: Callable[[], Iterable[Problem] | None]) -> bool:
         """Run a check, which may return warnings; returns whether it passed.
@@ -44,27 +44,25 @@ class Findings:
             raise ConfigError(self.problems)
 
 
-def check_start(config: Config, sources: Sources, job: Job, *, cuda: bool, disk: bool = True) -> Findings:
-    """Configuration and users' parts, as every start checks them. disk: and whether what is written fits here."""
-    found = _check_configuration(config, sources, job, cuda=cuda, disk=disk)
-    found.take(partial(check_extensions, config, sources))
-    return found
-
-
-def _check_configuration(
+def check_start(
     config: Config,
     sources: Sources,
     job: Job,
     *,
     cuda: bool,
-    disk: bool,
+    disk: bool = True,
     gpu_gib: float | None = None,
     shapes: ModelSpec | None = None,
 ) -> Findings:
+    """Configuration and users' parts, as every start checks them. disk: and whether what is written fits here.
+
+    gpu_gib, shapes: see `validate`.
+    """
     found = Findings()
     valid = found.take(lambda: validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib, shapes=shapes))
     if disk and valid:
         found.take(lambda: warnings_of(check_disk(RunContext(config, spec_for(config))), sources))
+    found.parts_usable = found.take(lambda: check_extensions(config, sources))
     return found
 
 
@@ -78,13 +76,10 @@ def check_dry(
     shapes: ModelSpec | None = None,
     rows: int | None = ROWS,
 ) -> tuple[Findings, DataCheck]:
-    """As `check_start`, with data and libraries. rows: of each file; None: all of them.
-
-    gpu_gib, shapes: see `validate`.
-    """
+    """As `check_start`, with data and libraries. rows: of each file; None: all of them."""
     disk = shapes is None  # else the machine of the run is another
-    found = _check_configuration(config, sources, job, cuda=cuda, disk=disk, gpu_gib=gpu_gib, shapes=shapes)
-    if not found.take(partial(check_extensions, config, sources)):  # tools and parser decide how data are read
+    found = check_start(config, sources, job, cuda=cuda, disk=disk, gpu_gib=gpu_gib, shapes=shapes)
+    if not found.parts_usable:  # tools and parser decide how data are read
         return found, DataCheck(not_checked="parts that it names cannot be used")
     data = DataCheck(not_checked="--shapes") if shapes else check_data(config, rows)
     placed = [place(problem, sources) for problem in data.problems]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ctpo_megatron.base.extensions import ExtensionError, activate, load
 from ctpo_megatron.config import Config, ConfigError, Extension, Problem, Sources, load_family, named_extensions
+from ctpo_megatron.environments.factory import (
+    check_agent,
+    check_environment,
+    check_parser_fits,
+    check_tool,
+    check_tool_parser,
+)
 from ctpo_megatron.preflight.check import Check, RunContext, run_checks, warnings_of
 
 
@@ -110,33 +117,20 @@ def _sampler(context: PartContext) -> Iterator[Problem]:
     return context.problems(sampler_problem(context.part), weights, order)
 
 
-def _tool(context: PartContext) -> Iterator[Problem]:
-    from ctpo_megatron.environments import factory
-
-    factory.check_tool(context.part)  # raises ExtensionError
-    return context.problems()
-
-
-def _environment(context: PartContext) -> Iterator[Problem]:
-    from ctpo_megatron.environments import factory
-
-    factory.check_environment(context.part)
-    return context.problems()
-
-
-def _agent(context: PartContext) -> Iterator[Problem]:
-    from ctpo_megatron.environments import factory
-
-    factory.check_agent(context.part)
-    return context.problems()
-
-
 def _tool_parser(context: PartContext) -> Iterator[Problem]:
-    from ctpo_megatron.environments import factory
-
-    factory.check_tool_parser(context.part)
-    factory.check_parser_fits(context.config.rollout)
+    check_tool_parser(context.part)  # raises ExtensionError
+    check_parser_fits(context.config.rollout)
     return context.problems()
+
+
+def _raised_by(check: Callable[[Extension], None]) -> Check[PartContext]:
+    """A check that raises ExtensionError, as one that finds problems."""
+
+    def found(context: PartContext) -> Iterator[Problem]:
+        check(context.part)
+        return context.problems()
+
+    return found
 
 
 CHECK_BY_KEY: dict[str, Check[PartContext]] = {
@@ -146,10 +140,10 @@ CHECK_BY_KEY: dict[str, Check[PartContext]] = {
     "reward.function": _reward,
     "reward.by_source": _reward,
     "rollout.filters": _filter,
-    "rollout.tools": _tool,
+    "rollout.tools": _raised_by(check_tool),
     "rollout.tool_parser": _tool_parser,
-    "rollout.endpoint.agent": _agent,
-    "rollout.environment": _environment,
+    "rollout.endpoint.agent": _raised_by(check_agent),
+    "rollout.environment": _raised_by(check_environment),
     "tracking.trackers": _tracker,
 }
 """Key of the configuration (with all keys below it) -> the check of what it names."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.chat_template import CLOSE
 from ctpo_megatron.base.extensions import ExtensionError, activate
-from ctpo_megatron.base.run_paths import LogPaths
-from ctpo_megatron.base.thinking import CLOSE
 from ctpo_megatron.config import Config, Problem
 from ctpo_megatron.data import Group, Prompt, ToolCall
 from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
@@ -26,8 +25,8 @@ from ctpo_megatron.environments.python_tool import PythonTool
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
 from ctpo_megatron.environments.tokenizer import TokenizerError
 from ctpo_megatron.environments.toolbox import Toolbox, example_call
-from ctpo_megatron.preflight.timeouts import FIRST_CALL_TIMEOUT_S, SANDBOX_START_TIMEOUT_S
-from ctpo_sandbox import temporary
+from ctpo_megatron.preflight.machine import trial_sandbox
+from ctpo_megatron.preflight.timeouts import FIRST_CALL_TIMEOUT_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,23 +109,14 @@ def _sandbox(config: Config) -> Iterator[str]:
         yield config.sandbox.url
         return
     try:
-        from ctpo_sandbox import Limits, SandboxStartError, start_server
+        from ctpo_sandbox import Limits, SandboxStartError
     except ImportError as error:
         raise _NoSandbox(f"the sandbox does not import: {error}") from error
-    with temporary.folder("ctpo-check-") as folder:
-        try:
-            server = start_server(
-                slots=1,
-                limits=Limits.of(config.sandbox),
-                start_timeout_s=SANDBOX_START_TIMEOUT_S,
-                log_path=LogPaths(folder).sandbox,
-                require=config.sandbox.require,
-                tiers=["stdlib"],
-            )
-        except SandboxStartError as error:
-            raise _NoSandbox(f"no sandbox starts here: {error}") from error
-        with server:
+    try:
+        with trial_sandbox(Limits.of(config.sandbox), config.sandbox.require) as server:
             yield server.url
+    except SandboxStartError as error:
+        raise _NoSandbox(f"no sandbox starts here: {error}") from error
 
 
 def _play(

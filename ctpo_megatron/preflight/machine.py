@@ -9,12 +9,15 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import (
+    GIB,
     NO_VALUE,
     Problem,
     RolloutConfig,
@@ -37,7 +40,9 @@ from ctpo_megatron.preflight.timeouts import CONNECT_TIMEOUT_S, SANDBOX_START_TI
 from ctpo_sandbox import temporary
 from ctpo_sandbox.libraries import absent
 
-GIB = 1 << 30
+if TYPE_CHECKING:
+    from ctpo_sandbox import Limits, SandboxServer
+
 _OPEN_FILES = (1024, 65536)
 """Fewer are not enough for Ray and an engine; Ray advises the second."""
 _LONGEST = 107 - len("/ctpo-c0ffeec0ffee/c0ffee00-0000-4000-8000-c0ffee000000")
@@ -148,28 +153,38 @@ def check_sandbox(context: MachineContext) -> list[Problem]:
     bad: Severity = "error" if require else "warning"
     fix = "docs/sandbox.md says what each level needs; sandbox.require takes less, sandbox.url another machine"
     try:
-        from ctpo_sandbox import Limits, SandboxStartError, start_server
+        from ctpo_sandbox import Limits, SandboxStartError
+
+        with trial_sandbox(Limits(run_timeout_s=5), require or "landlock") as server:
+            health = server.health
     except ImportError as error:
         return [Problem("sandbox", f"does not import: {error}", extra="sandbox", severity=bad)]
-    with temporary.folder("ctpo-check-") as folder:
-        log = LogPaths(folder).sandbox
-        try:
-            with start_server(
-                slots=1,
-                limits=Limits(run_timeout_s=5),
-                start_timeout_s=SANDBOX_START_TIMEOUT_S,
-                log_path=log,
-                require=require or "landlock",
-                tiers=["stdlib"],
-            ) as server:
-                health = server.health
-        except SandboxStartError as error:
-            return [Problem("sandbox", f"does not start: {error}", fix, severity=bad)]
+    except SandboxStartError as error:
+        return [Problem("sandbox", f"does not start: {error}", fix, severity=bad)]
     return [
         passed("sandbox", f"level {health['level']}: {'; '.join(health['enforced'])}"),
         Problem("  not enforced", "; ".join(health["not_enforced"]), severity="warning"),
         *lacking(health["not_installed"], "the sandbox of this machine"),
     ]
+
+
+@contextmanager
+def trial_sandbox(limits: Limits, require: str) -> Iterator[SandboxServer]:
+    """A server for one execution at a time, which ends with this. Raises SandboxStartError and ImportError."""
+    from ctpo_sandbox import start_server
+
+    with (
+        temporary.folder("ctpo-check-") as folder,
+        start_server(
+            slots=1,
+            limits=limits,
+            start_timeout_s=SANDBOX_START_TIMEOUT_S,
+            log_path=LogPaths(folder).sandbox,
+            require=require,
+            tiers=["stdlib"],
+        ) as server,
+    ):
+        yield server
 
 
 def check_libraries(sandbox: SandboxConfig, rollout: RolloutConfig) -> list[Problem]:

@@ -38,18 +38,19 @@ def _advantages(context: RunContext) -> Iterator[Problem]:
 
 def _loss(context: RunContext) -> Iterator[Problem]:
     config = context.config
-    if config.objective.function is not None:
-        yield from _objective_function(context)
+    function = config.objective.function
+    if function is not None and not function.is_path:
+        fix = "write package.module:Name; for one of ours set objective.preset"
+        yield Problem("objective.function", "is no import path", fix, function.name)
     try:
         objective = objective_from_config(config.objective)
     except ConfigError as refused:
         yield from refused.problems
         return
-    if config.objective.function is not None and objective.entropy_coef:
+    if function is not None and objective.entropy_coef:
         message = "is of our own objectives; objective.function decides all of its loss"
         yield context.error("objective.entropy_coef", message, "remove it")
-    ours = config.objective.function is None
-    if ours and objective.clip_mode in TRUST_REGIONS and config.objective.anchor != "behaviour":
+    if function is None and objective.clip_mode in TRUST_REGIONS and config.objective.anchor != "behaviour":
         message = f"makes clip_mode: {objective.clip_mode} measure from the trainer; its authors do from the sampler"
         yield context.warning("objective.anchor", message, "set behaviour")
     if config.objective.preset == "dr-grpo" and config.objective.loss_scale_factor is None:
@@ -110,13 +111,6 @@ def _reject(key: str, reject: RejectConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.low", f"{reject.stat} is never negative and 0 is best", "remove it", reject.low)
     if reject.high is not None and reject.high <= 0:
         yield Problem(f"{key}.high", "must be positive: 0 is no difference at all", "", reject.high)
-
-
-def _objective_function(context: RunContext) -> Iterator[Problem]:
-    config = context.config
-    key, name = "objective.function", str(config.objective.function)
-    if ":" not in name:
-        yield Problem(key, "is no import path", "write package.module:Name; for one of ours set objective.preset", name)
 
 
 def _sampling(context: RunContext) -> Iterator[Problem]:

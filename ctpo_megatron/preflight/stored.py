@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -126,10 +125,9 @@ class RowStore:
 
         if self.paths is None or not self.writes:
             return
-        again = stored is None or self.rerender
-        made_of = self.made_of if stored is None or self.rerender else stored.made_of
-        now = StoredRows(found.made, made_of, self.scorer, found.doubts.lines)
-        if not again and self._is_own(kind) and now == stored:
+        used = None if self.rerender else stored
+        now = StoredRows(found.made, used.made_of if used else self.made_of, self.scorer, found.doubts.lines)
+        if used is not None and self._is_own(kind) and now == used:
             return
         if stored is None and self.paths.checkpoints.exists():
             log.info("%s has no stored rows of %s: rendered now, and kept from now on", self.paths.root, kind)
@@ -145,18 +143,14 @@ def _made_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, st
     """What the tokens of a row depend on besides the row."""
     template = str(tokenizer.get_chat_template())
     of_tokenizer = [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
+    offered = offered_schemas(config.data, config.rollout)
+    settings = (system_prompt(config.data, config.rollout).text, offered, config.model.chat_template_kwargs)
     return {
         "chat template": _digest(template),
         "tokenizer": _digest(of_tokenizer),
         _DATE: time.strftime("%Y-%m-%d") if _CLOCK in template else "",
-        **dict(zip(_SETTINGS, map(_digest, _settings(config)), strict=True)),
+        **dict(zip(_SETTINGS, map(_digest, settings), strict=True)),
     }
-
-
-def _settings(config: Config) -> Iterator[Any]:
-    yield system_prompt(config.data, config.rollout).text
-    yield offered_schemas(config.data, config.rollout)
-    yield config.model.chat_template_kwargs
 
 
 def _digest(value: Any) -> str:

@@ -1,6 +1,5 @@
 """Every constant of time of the checks, in seconds."""
 
-GIT_TIMEOUT_S = 60.0  # one git command, perhaps on a shared file system
 GPU_QUERY_TIMEOUT_S = 30.0  # one call of nvidia-smi
 NCCL_QUERY_TIMEOUT_S = 30.0  # to load NCCL from a slow disk and ask for its version
 CONNECT_TIMEOUT_S = 5.0  # to open a connection to a server that the run uses

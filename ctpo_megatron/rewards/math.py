@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ctpo_megatron.base.thinking import CLOSE, OPEN
+from ctpo_megatron.base.chat_template import CLOSE, OPEN
 from ctpo_megatron.rewards.answers import same_answer
 from ctpo_megatron.rewards.layout import plain
 from ctpo_megatron.rewards.protocol import Reward

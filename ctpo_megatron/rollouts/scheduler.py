@@ -14,7 +14,6 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.redact import hidden
-from ctpo_megatron.base.retry import RetryPolicy
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
@@ -30,7 +29,7 @@ from ctpo_megatron.engines import (
 from ctpo_megatron.engines.weights import OffersWeights
 from ctpo_megatron.rollouts.ledger import Quarantine, Quarantined
 from ctpo_megatron.rollouts.request import Answers, GroupJob, Request
-from ctpo_megatron.rollouts.timeouts import FETCH_TIMEOUT_S, TICK_S
+from ctpo_megatron.rollouts.timeouts import FETCH_TIMEOUT_S, LONGEST_PAUSE_S, PAUSE_S, TICK_S
 
 
 @dataclass(slots=True)
@@ -82,14 +81,14 @@ class Scheduler:
         self,
         pool: EnginePool,
         order: GroupOrder,
-        retry: RetryPolicy,
+        retries: int,
         quarantine: Quarantine,
         *,
         background: bool = False,
     ) -> None:
         """order, quarantine: shared by all schedulers of a run. background: yield to the other schedulers, and fill
         the engines with what they leave."""
-        self._pool, self._order, self._retries, self._quarantine = pool, order, retry, quarantine
+        self._pool, self._order, self._retries, self._quarantine = pool, order, retries, quarantine
         self._background = background
         self.lock, self.on_hold = pool.lock, False
         self._waiting: list[GroupJob] = []
@@ -102,8 +101,8 @@ class Scheduler:
     def of(cls, pool: EnginePool, *, background: bool = False) -> Self:
         """The first scheduler of a run, with the pool's settings."""
         settings = pool.settings
-        retry, quarantine = RetryPolicy(settings.max_group_retries), Quarantine(settings.max_quarantined)
-        return cls(pool, GroupOrder(), retry, quarantine, background=background)
+        quarantine = Quarantine(settings.max_quarantined)
+        return cls(pool, GroupOrder(), settings.max_group_retries, quarantine, background=background)
 
     def another(self) -> Scheduler:
         """One more on the same pool, which shares order and quarantine; others yield to it."""
@@ -295,12 +294,12 @@ class Scheduler:
     def _retry(self, job: GroupJob, cause: str, *, pause: bool = False) -> None:
         """Queue the whole group again with the same seeds, or quarantine its prompt and queue its replacement."""
         job.failures += 1
-        if job.failures > self._retries.retries:
+        if job.failures > self._retries:
             self._quarantine_prompt(job, f"failed {job.failures} times, the last: {printable(hidden(cause))}")
             return
         self._pool.counts["group_retries"] += 1
         if pause:
-            job.not_before = time.monotonic() + self._retries.delay_s(job.failures)
+            job.not_before = time.monotonic() + min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** (job.failures - 1))
         self._waiting.append(job)
 
     def _quarantine_prompt(self, job: GroupJob, cause: str) -> None:

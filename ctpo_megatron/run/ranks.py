@@ -183,7 +183,7 @@ class TrainerGroup:
     @_on_all_ranks()
     def stop_agreed(self) -> bool:
         """Whether any rank is to stop; then the stop signal is set on all."""
-        return self._stop.agreed(self.layout)
+        return self._stop.agreed(self.layout.gather)
 
     @_on_all_ranks(gpus=True)
     def build(self, weights: Path | None = None) -> None:

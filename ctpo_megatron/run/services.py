@@ -50,7 +50,7 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
         pool = None
         if not replayed:  # first: engines load while prompts are read and scorers start
             placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
-            pool = stack.enter_context(open_engines(config, logs.folder, placement=placement, stop=stop))
+            pool = stack.enter_context(open_engines(config, logs.root, placement=placement, stop=stop))
         train = admission.training()
         usable(train)
         held_out = [] if replayed or not config.data.eval else usable(admission.held_out())

@@ -13,8 +13,10 @@ from typing import Any
 from ctpo_launchers import node
 from ctpo_launchers.clusters import Cluster
 from ctpo_megatron import cli
-from ctpo_megatron.config import reference
-from ctpo_megatron.preflight.sizing import sizing
+from ctpo_megatron.config import known_keys
+from ctpo_megatron.config.keys import Key
+from ctpo_megatron.config.problems import show
+from docs.site.sizing import sizing
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
 HEAD = "<!-- Written by `make reference`. -->\n"
@@ -57,7 +59,28 @@ def configuration() -> str:
         "How files, overrides and errors work: [config.md](../config.md). **Required** means within its section;\n"
         "without the optional sections `prepare` and `sft` that stage does not happen.\n"
     )
-    return "\n".join([HEAD, "# Configuration keys\n", introduction, reference.reference()])
+    return "\n".join([HEAD, "# Configuration keys\n", introduction, keys()])
+
+
+def keys() -> str:
+    """The tables of all keys, one for each top-level section."""
+    lines: list[str] = []
+    section = ""
+    for key in known_keys():
+        top = key.path.split(".")[0]
+        if top != section:
+            section = top
+            lines += ["", f"## {top}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        kind, meaning = (text.replace("|", "\\|") for text in (key.type, key.meaning))
+        lines.append(f"| `{key.path}` | {kind} | {_default(key)} | {meaning} |")
+    return "\n".join(lines).strip() + "\n"
+
+
+def _default(key: Key) -> str:
+    if key.required:
+        return "**required**"
+    value = list(key.default) if isinstance(key.default, tuple) else key.default
+    return f"`{show(value)}`"
 
 
 def command_line() -> str:

@@ -1,19 +1,24 @@
-"""The job and this node's rank in it: from flags, else from Slurm."""
+"""The job and this node's rank in it: from flags, else from Slurm; addresses, interfaces and ports of the node."""
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import socket
 from dataclasses import dataclass
 
-from ctpo_launchers import network, slurm
-from ctpo_megatron.base.addresses import address_toward
+import psutil
+
+from ctpo_launchers import slurm
+from ctpo_megatron.base.addresses import address_toward, is_free
 
 FIRST_PORT = 29400
 _LAST_PORT = 65533
 _JOBS_BEFORE_PORTS_REPEAT = 100
 _PORTS_OF_A_JOB = 16
+_EPHEMERAL = 32768
+"""The kernel uses ports from here on for outgoing connections."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,12 @@ class NodeJob:
             raise ValueError(f"--port {args.port} is not one of 1 to {_LAST_PORT}: node 0 takes two more above it")
         if len(hosts) == 1:
             return cls(rank, hosts, "127.0.0.1", "127.0.0.1", None, 0)
-        if args.address is not None and not network.is_address(args.address):
+        if args.address is not None and not is_address(args.address):
             raise ValueError(f"--address {args.address} is no IP address")
         try:
             head = _reachable(args.head or hosts[0])
             address = args.address or _own_address(args.interface, rank, hosts, head)
-            interface = args.interface or network.interface_of(address)
+            interface = args.interface or interface_of(address)
         except OSError as error:
             raise ValueError(f"the head {args.head or hosts[0]} has no address here ({error}): give --head") from error
         return cls(rank, hosts, head if rank else address, address, interface, args.port or _default_port())
@@ -73,11 +78,11 @@ def _hosts(args: argparse.Namespace) -> tuple[str, ...]:
 def _reachable(host: str) -> str:
     """The address of a host, from Slurm if only Slurm knows the name. Raises OSError."""
     try:
-        return network.resolve(host)
+        return resolve(host)
     except OSError:
         if not slurm.in_a_job() or (known := slurm.node_address(host)) in (None, host):
             raise
-        return network.resolve(str(known))
+        return resolve(str(known))
 
 
 def _own_address(interface: str | None, rank: int, hosts: tuple[str, ...], head: str) -> str:
@@ -87,10 +92,10 @@ def _own_address(interface: str | None, rank: int, hosts: tuple[str, ...], head:
     The host name is not resolved, because Debian maps it to 127.0.1.1.
     """
     if interface is not None:
-        return network.address_of_interface(interface)
+        return address_of_interface(interface)
     if slurm.in_a_job():
         known = slurm.node_address(os.environ.get("SLURMD_NODENAME", hosts[rank]))
-        if known is not None and network.is_address(known):
+        if known is not None and is_address(known):
             return known
         return address_toward(head if rank else _reachable(hosts[1]))
     return address_toward(head) if rank else head
@@ -99,3 +104,58 @@ def _own_address(interface: str | None, rank: int, hosts: tuple[str, ...], head:
 def _default_port() -> int:
     """Different for jobs that share a node."""
     return FIRST_PORT + _PORTS_OF_A_JOB * (int(os.environ.get("SLURM_JOB_ID", "0")) % _JOBS_BEFORE_PORTS_REPEAT)
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is an IP address, not a name."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def resolve(host: str) -> str:
+    """The first address of a host name. Raises OSError when there is none."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this address, or with its network (`lo` has all of 127.0.0.0/8); None without one."""
+    wanted = ipaddress.ip_address(address)
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6) or not entry.netmask:
+                continue
+            own = entry.address.partition("%")[0]
+            if wanted == ipaddress.ip_address(own) or wanted in _network(own, entry.netmask):
+                return name
+    return None
+
+
+def address_of_interface(name: str) -> str:
+    """The first IPv4 address of an interface, else its first IPv6 address. Raises ValueError listing the interfaces."""
+    entries = psutil.net_if_addrs()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in entries.get(name, []):
+            if entry.family == family:
+                return entry.address.partition("%")[0]
+    raise ValueError(f"no interface {name!r} with an address here; there are {', '.join(sorted(entries))}")
+
+
+def free_ports(address: str, first: int, count: int) -> list[int]:
+    """Free ports from `first` on, below the ephemeral ones. Raises OSError if there are too few."""
+    found: list[int] = []
+    for port in range(first, min(max(_EPHEMERAL, first + 100), 65536)):
+        if len(found) == count:
+            break
+        if is_free(address, port):
+            found.append(port)
+    if len(found) < count:
+        raise OSError(f"no {count} free ports from {first} on at {address}: give another --port")
+    return found
+
+
+def _network(address: str, mask: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    length = mask if "." in mask else bin(int(ipaddress.IPv6Address(mask))).count("1")
+    return ipaddress.ip_network(f"{address}/{length}", strict=False)

@@ -16,7 +16,6 @@ from ctpo_launchers import LaunchError
 from ctpo_launchers.clusters import Cluster, is_word, load_cluster
 from ctpo_launchers.command import COMMANDS
 from ctpo_launchers.environment import ROOT
-from ctpo_launchers.template import use_our_template
 from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, dump, load_config
@@ -25,6 +24,8 @@ ClusterFile = Cluster | Path | str
 """A cluster file, or what was read of it."""
 _CODE = "/nemo_run/code"
 """NeMo Run's placeholder for the folder with the code, which it replaces outside of containers."""
+TEMPLATES = Path(__file__).parent / "templates"
+"""Our batch script in place of NeMo Run's, which has no setting for it and would requeue a job that is refused."""
 _FOR_CONTAINERS = ("CTPO_HOSTS", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED")
 
 
@@ -187,8 +188,9 @@ def script_of(launch: Launch | VerbJob, *of_node: str) -> Any:
 def slurm_executor(cluster: Cluster, nodes: int, packager: Any, workdir: Path) -> Any:
     """A `run.SlurmExecutor` whose batch script is of our template. workdir: mounted into containers."""
     import nemo_run as run
+    from nemo_run.core.execution import slurm
 
-    use_our_template()
+    slurm.fill_template = _fill_template
     extra = {"requeue": True, "signal": f"TERM@{cluster.signal_s}", **cluster.sbatch}
     mounts = [f"{path}:{path}" for path in dict.fromkeys((cluster.job_dir, str(workdir)))]
     return run.SlurmExecutor(
@@ -214,6 +216,17 @@ def slurm_executor(cluster: Cluster, nodes: int, packager: Any, workdir: Path) -
         packager=packager,
         poll_estimated_start_time=False,
     )
+
+
+def _fill_template(name: str, variables: dict[str, Any], *more: Any) -> str:
+    """In place of NeMo Run's function: other jobs of an experiment keep its own template."""
+    from nemo_run.core.execution.utils import fill_template
+
+    commands = variables["srun_commands"]
+    if not any(" -m ctpo_launchers." in text for text in commands):
+        return str(fill_template(name, variables, *more))
+    quoted = [text.replace("${SLURM_RESTART_COUNT:-0}", '"${SLURM_RESTART_COUNT:-0}"') for text in commands]
+    return f"{fill_template('slurm.sh.j2', {**variables, 'srun_commands': quoted}, str(TEMPLATES))}\n"
 
 
 def of_the_launch(nodes: int) -> list[str]:

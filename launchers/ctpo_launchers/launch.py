@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ctpo_launchers import LaunchError
@@ -18,8 +18,7 @@ from ctpo_launchers.environment import ROOT
 from ctpo_launchers.jobs import Launch, VerbJob, check_folder, of_the_launch
 from ctpo_launchers.timeouts import CHECK_POLL_S, CHECK_WAIT_S, SUBMIT_COMMAND_TIMEOUT_S
 from ctpo_megatron.base.printable import say
-from ctpo_megatron.config import ConfigError, load_config
-from ctpo_megatron.preflight import LAUNCH_CHECKS, LaunchContext, failed, run_checks
+from ctpo_megatron.config import ConfigError, Problem, load_config
 
 FOLDER = ROOT / "configs" / "clusters"
 DEFAULTS = {"local": "local", "slurm": "slurm_example"}
@@ -100,8 +99,7 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
     slurm = cluster.executor == "slurm"
     check_folder(launch.workdir, cluster)
     code = ROOT if slurm and not args.dry_run else None
-    context = LaunchContext(launch.grace_s, cluster.signal_s if slurm else None, code)
-    if problems := failed(run_checks(LAUNCH_CHECKS, context)):
+    if problems := [*job_problems(launch.grace_s, cluster.signal_s if slurm else None, code)]:
         raise LaunchError("\n".join(map(str, problems)))
     if args.dry_run and slurm:
         print(script(launch), end="")
@@ -111,6 +109,31 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
     identity, status = submit(launch)
     print(f"{identity}: folder {cluster.job_dir}, {launch.what}", flush=True)
     return _table(launch, identity) if isinstance(launch, Launch) and launch.check and slurm else status
+
+
+def job_problems(grace_s: float, signal_s: float | None, code: Path | None) -> Iterator[Problem]:
+    """Whether a checkpoint fits between signal and end of a job, and whether the last commit has all that it runs.
+
+    grace_s: `checkpoint.grace_s`. signal_s: seconds before its time limit at which the job gets SIGTERM; None: it has
+    no limit. code: the checkout whose last commit the job runs; None: the files that are here.
+    """
+    if signal_s is not None and grace_s >= signal_s:
+        limit = f"{signal_s:g} s before its time limit (signal_s of the cluster file)"
+        message = f"but the job gets its signal only {limit}"
+        yield Problem("checkpoint.grace_s", message, "raise signal_s, or lower checkpoint.grace_s", grace_s)
+    if code is None:
+        return
+    command = ["git", "-C", str(code), "status", "--porcelain", "--untracked-files=no"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SUBMIT_COMMAND_TIMEOUT_S, check=False)
+        failure = done.stderr.strip() if done.returncode else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    if failure is not None:
+        yield Problem("", f"{code} is not a git checkout, from which a job takes its code: {failure}")
+    elif done.stdout:
+        message = f"a job gets the code of the last commit; commit or put away first:\n{done.stdout.rstrip()}"
+        yield Problem("", message)
 
 
 def _request(args: argparse.Namespace, cluster: Cluster) -> Launch | VerbJob:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ctpo_launchers import LaunchError, network
+from ctpo_launchers import LaunchError
 from ctpo_launchers.child import stop_status
 from ctpo_launchers.children import Child
-from ctpo_launchers.job import NodeJob
+from ctpo_launchers.job import NodeJob, free_ports
 from ctpo_launchers.roll_call import Connection, RollCall, report
 from ctpo_launchers.services import RayNode, new_ray_directory, sandbox, shared_token
 from ctpo_launchers.timeouts import AFTER_GRACE_S, CHILD_POLL_S
@@ -24,7 +24,7 @@ from ctpo_megatron.base.ray_environment import ADDRESS, ray_with_token
 from ctpo_megatron.base.run_paths import LogPaths, RunPaths
 from ctpo_megatron.base.signals import heeded
 from ctpo_megatron.config import Config
-from ctpo_megatron.preflight import NodeContext, NodeNeeds
+from ctpo_megatron.preflight import NodeNeeds
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +81,9 @@ class NodeProgram:
 
     async def _run_head(self, stack: contextlib.AsyncExitStack) -> None:
         job, timeout_s = self._job, self._args.start_timeout
-        listens = (job.address, job.port)
-        token = await shared_token(NodeContext(self._token_file, listens), 0, timeout_s)
+        token = await shared_token(self._token_file, timeout_s, (job.address, job.port))
         try:
-            ray_port, master_port = network.free_ports(job.address, job.port + 1, 2)
+            ray_port, master_port = free_ports(job.address, job.port + 1, 2)
         except OSError as error:
             raise LaunchError(str(error)) from error
         folder = new_ray_directory() if self._needs.ray else Path()
@@ -119,7 +118,7 @@ class NodeProgram:
 
     async def _run_worker(self, stack: contextlib.AsyncExitStack) -> None:
         job, timeout_s = self._job, self._args.start_timeout
-        token = await shared_token(NodeContext(self._token_file), job.rank, timeout_s)
+        token = await shared_token(self._token_file, timeout_s)
         head, facts = await report(job.head, job.port, job.rank, token, timeout_s)
         stack.callback(head.close)
         try:

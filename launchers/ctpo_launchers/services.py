@@ -9,15 +9,16 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 from ctpo_launchers import LaunchError
 from ctpo_launchers.children import Child
 from ctpo_launchers.job import NodeJob
 from ctpo_launchers.timeouts import CHILD_POLL_S, RAY_RESTARTS
+from ctpo_megatron.base.addresses import is_free
 from ctpo_megatron.config import SandboxConfig
-from ctpo_megatron.preflight import NODE_CHECKS, NodeContext, NodeNeeds, failed, run_checks
+from ctpo_megatron.preflight import NodeNeeds
 from ctpo_sandbox import SandboxStartError, start_configured_server, temporary
 from ctpo_sandbox.variables import node_url
 
@@ -27,21 +28,45 @@ _UP = b"Ray runtime started."
 _OBJECT_STORE_BYTES = 256 << 20
 
 
-async def shared_token(node: NodeContext, rank: int, timeout_s: float) -> str:
-    """The job's secret, in a file of mode 0600 that node 0 creates if missing. Raises LaunchError."""
-    path = node.token_file
+async def shared_token(path: Path, timeout_s: float, listens: tuple[str, int] | None = None) -> str:
+    """The job's secret, in a file of mode 0600 that node 0 creates if missing. Raises LaunchError.
+
+    listens: address and port of node 0, if it is this one; they must be free, too.
+    """
     try:
-        if rank == 0 and not path.exists():
+        if listens is not None and not path.exists():
             aside = path.with_name(f"{path.name}.{os.getpid()}")
             with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
             aside.rename(path)
         await _appears(path, timeout_s)
-        if problems := failed(run_checks(NODE_CHECKS, node)):
-            raise LaunchError("; ".join(map(str, problems)))
+        if problems := [*secret_problems(path), *(port_problems(*listens) if listens is not None else ())]:
+            raise LaunchError("; ".join(problems))
         return path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise LaunchError(f"the job's secret cannot be made or read: {error}") from error
+
+
+def secret_problems(path: Path) -> Iterator[str]:
+    """Whether the job's secret can be read, and by its owner alone."""
+    try:
+        is_open, text = path.stat().st_mode & 0o077, path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        yield f"the job's secret cannot be made or read: {error}"
+        return
+    if is_open:
+        yield f"{path} can be read or written by other users; type chmod 600 {path}"
+    if not text.strip():
+        yield f"{path} is empty: write a secret into it, or remove it and node 0 makes one"
+
+
+def port_problems(address: str, port: int) -> Iterator[str]:
+    """Whether node 0 can listen where the others look for it."""
+    try:
+        if not is_free(address, port):
+            yield f"port {port} at {address} is taken by another program: give another --port, the same to all nodes"
+    except OSError as error:
+        yield f"{address} port {port}: {error.strerror}; is it an address of this node (--address)?"
 
 
 async def _appears(path: Path, timeout_s: float) -> None:

@@ -18,6 +18,6 @@ SILENCE_S = 90  # after which the kernel reports a host as gone
 CHECK_WAIT_S = 3600.0  # for a check to be started by Slurm and to end
 CHECK_SIGNAL_S = 60  # before the end of a job that checks, Slurm says so
 CHECK_POLL_S = 2.0  # between two questions whether it has
-SUBMIT_COMMAND_TIMEOUT_S = 60.0  # one Slurm command of `ctpo launch`
+SUBMIT_COMMAND_TIMEOUT_S = 60.0  # one command of Slurm or git of `ctpo launch`
 NODE_COMMAND_TIMEOUT_S = 20.0  # one Slurm command of a node program
 INSTALL_TIMEOUT_S = 1800.0  # to install the launcher's environment, or to wait for another process that does

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ctpo_launchers.network import free_ports
+from ctpo_launchers.job import free_ports
 from tests.cluster.packages import PATH
 from tests.support.deadlines import scaled
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.base.installed import Trouble
-from ctpo_megatron.config import Config, ConfigError, Job, load_with_sources
+from ctpo_megatron.config import Config, ConfigError, Job, RolloutConfig, load_with_sources
 from ctpo_megatron.config.keys import known_paths
 from ctpo_megatron.models import FAMILIES, ModelSpec
-from ctpo_megatron.preflight import RunContext, RunPlan, attention, validate
+from ctpo_megatron.preflight import RunContext, configuration, plan_tables, validate
 from ctpo_megatron.preflight.configuration import check_training
+from ctpo_megatron.preflight.plan import evaluations
 
 Make = Callable[..., Config]
 SPEC = ModelSpec(
@@ -43,7 +44,11 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["policy.tensor_model_parallel_size=2"], "= 2 does not divide the world size 3"),
+        (
+            ["policy.tensor_model_parallel_size=2"],
+            "policy.tensor_model_parallel_size = 2: x pipeline_model_parallel_size 1 = 2 does not divide the world "
+            "size 3",
+        ),
         (["policy.sequence_parallel=true"], "policy.sequence_parallel = true: needs tensor parallelism"),
         (
             ["rollout.tool_parser=fenced", "rollout.tools=[python,my:Tool]"],
@@ -57,9 +62,6 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         ),
         (["data.system_prompt=none.txt"], 'data.system_prompt = "none.txt": is the name of a file that cannot be read'),
         (["policy.layer_spec=transformer_engine"], "Transformer Engine needs CUDA and policy.dtype: bfloat16 or"),
-        (["policy.tensor_model_parallel_size=3"], "does not divide the model's 4 attention heads"),
-        (["policy.tensor_model_parallel_size=3"], "does not divide the model's 2 key/value heads"),
-        (["policy.tensor_model_parallel_size=3"], "does not divide the model's 256 MLP channels"),
         (["policy.pipeline_model_parallel_size=3"], "does not divide the model's 2 layers"),
         (["policy.context_parallel_size=2"], "x context_parallel_size 2 = 2 does not divide the world size 3"),
         (["policy.data_parallel_size=2"], "policy.data_parallel_size = 2: but 3 ranks make 3 replicas; start 2 ranks"),
@@ -90,7 +92,8 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         ),
         (
             ["policy.mini_batch_prompts=5"],
-            "the batch; choose a divisor of rollout.prompts_per_step (32)",
+            "policy.mini_batch_prompts = 5: does not divide the batch; choose a divisor of rollout.prompts_per_step "
+            "(32)",
         ),
         (
             ["policy.mini_batch_prompts=4"],
@@ -99,10 +102,13 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["sft.data=[base.yaml]", "sft.steps=1"], "sft.conversations_per_step = 32: cannot be shared evenly"),
         (
             ["rollout.max_response_tokens=200"],
-            "max_model_len = 256: is less than data.max_prompt_tokens (64)",
+            "rollout.engine.max_model_len = 256: is less than data.max_prompt_tokens (64) + rollout.max_response_",
         ),
         (["rollout.engine.max_model_len=600"], "exceeds the model's max_position_embeddings (512)"),
-        (["policy.micro_batch_tokens=200"], "cannot hold the longest sequence"),
+        (
+            ["policy.micro_batch_tokens=200"],
+            "policy.micro_batch_tokens = 200: cannot hold the longest sequence, data.max_prompt_tokens (64) + rollout.",
+        ),
         (
             ["rollout.engine.kv_cache_mb=null", "rollout.engine.max_model_len=2000000000"],
             "kv_cache_mb = null: one sequence of 2,000,000,000 tokens needs",
@@ -113,7 +119,7 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["rollout.engine.extra={dtype: half}"], 'extra.dtype = "half": is set elsewhere; use rollout.engine.dtype'),
         (["rollout.engine.extra={logprobs_mode: raw}"], "the trainer needs the log-probs of the distribution sampled"),
         (["rollout.engine.tensor_parallel_size=3"], "rollout.engine.tensor_parallel_size = 3: does not divide"),
-        (["rollout.samples_per_prompt=1"], "samples_per_prompt = 1: gives no advantage 'group'"),
+        (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt = 1: gives no advantage 'group': a trajectory"),
         (
             ["rollout.samples_per_prompt=1", "rollout.prompts_per_step=1", "objective.advantage.kind=mean_baseline"],
             "prompts_per_step = 1: a batch of one trajectory has nothing to be compared with",
@@ -192,26 +198,36 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         ),
         (["rollout.max_staleness=1", "rollout.replay=runs/x"], "is for engines; what rollout.replay has recorded has"),
         (["rollout.max_staleness=1", "rollout.top_p=0.9"], "rollout.top_p = 0.9: the sampler's log-probs are of the"),
-        (["policy.optimizer.min_lr=1"], "policy.optimizer.min_lr = 1.0: is above lr (1e-06)"),
-        (["policy.optimizer.betas=[0.9,1.0]"], "item 1 must be in [0, 1)"),
+        (["policy.optimizer.min_lr=1"], "policy.optimizer.min_lr = 1.0: is above lr (1e-06); lower it"),
+        (["policy.optimizer.betas=[0.9,1.0]"], "policy.optimizer.betas = [0.9, 1.0]: item 1 must be in [0, 1)"),
         (["eval.every=2"], "eval.every = 2: there is nothing to evaluate on; give data.eval, or set it to 0"),
-        (["run.resume=true", "run.overwrite=true"], "run.resume = true: contradicts run.overwrite: true"),
         (["run.resume=auto", "run.overwrite=true"], 'run.resume = "auto": contradicts run.overwrite: true'),
-        (["run.deadline=1700000000"], "run.deadline = 1700000000.0: is in the past; give seconds since the epoch"),
-        (["sandbox.request_timeout_s=4"], "sandbox.request_timeout_s = 4.0: must exceed sandbox.run_timeout_s (4)"),
+        (
+            ["sandbox.request_timeout_s=4"],
+            "sandbox.request_timeout_s = 4.0: must exceed sandbox.run_timeout_s (4); queueing and start-up come on",
+        ),
         (["export.directory=.."], 'export.directory = "..": is not a name; choose another, e.g. model'),
         (["export.directory=checkpoints"], "is what the run writes something else to"),
         (["export.directory=stalls"], "is what the run writes something else to"),
         (["export.directory=heartbeat.json"], "is what the run writes something else to"),
         (["run.name=task"], "in runs/task would be replaced, but holds model.path (runs/task/model); choose"),
         (["prepare.directory=runs/first/model/x"], ", prepare.directory (runs/first/model/x)"),
-        (["data.train=[none.parquet]"], 'data.train = "none.parquet": no such file; give the path of a data file'),
+        (
+            ["data.train=[none.parquet]"],
+            'data.train = "none.parquet": no such file; give the path of a data file, or of a f',
+        ),
         (["data.eval=[runs/task/x.parquet]"], "no such file; `prepare` writes train.parquet, heldout.parquet"),
     ],
 )
 def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
     errors = [text for text in found(config_with(*overrides), world_size=3) if text.startswith("error: ")]
     assert any(expected in text for text in errors), errors
+
+
+def test_tensor_parallel_ranks_divide_the_model(config_with: Make) -> None:
+    texts = found(config_with("policy.tensor_model_parallel_size=3"), world_size=3)
+    for amount in ("4 attention heads", "2 key/value heads", "256 MLP channels"):
+        assert any(text.startswith("error: ") and f"does not divide the model's {amount}" in text for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -294,19 +310,20 @@ def test_cache_must_hold_one_sequence(config_with: Make) -> None:
     assert text.endswith("set at least 72")
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("trainer", "chosen", "each"),
     [("float32", "auto", 4), ("bfloat16", "auto", 2), ("float16", "auto", 2), ("float32", "bfloat16", 2)],
 )
 def test_sizes_are_planned_for_the_precision_that_the_engine_gets(
-    config_with: Make, stored: str, trainer: str, chosen: str, each: int
+    config_with: Make, trainer: str, chosen: str, each: int
 ) -> None:
-    wide = replace(SPEC, num_layers=36, num_key_value_heads=8, head_dim=128, dtype=stored)
     keys = [f"policy.dtype={trainer}", f"rollout.engine.dtype={chosen}", "rollout.engine.kv_cache_mb=1"]
-    texts = found(config_with(*keys, "rollout.mismatch_limit=null"), spec=wide)
-    assert any(f"tokens ({2 * 36 * 8 * 128 * each} bytes each)" in text for text in texts)
-    assert [text for text in texts if "policy.dtype" in text and chosen == "auto"] == []
+    config = config_with(*keys, "rollout.mismatch_limit=null")
+    for stored in ("float32", "bfloat16"):
+        wide = replace(SPEC, num_layers=36, num_key_value_heads=8, head_dim=128, dtype=stored)
+        texts = found(config, spec=wide)
+        assert any(f"tokens ({2 * 36 * 8 * 128 * each} bytes each)" in text for text in texts)
+        assert [text for text in texts if "policy.dtype" in text and chosen == "auto"] == []
 
 
 def test_head_size_that_the_cpu_engine_lacks(config_with: Make) -> None:
@@ -424,14 +441,18 @@ def test_modules_of_dense_layers_are_not_those_of_experts(config_with: Make) -> 
 
 
 @pytest.mark.parametrize("trainer", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("sampler", ["auto", "float32", "bfloat16", "float16"])
-def test_every_precision_of_trainer_and_engines_is_taken(config_with: Make, trainer: str, sampler: str) -> None:
+def test_every_precision_of_trainer_and_engines_is_taken(config_with: Make, trainer: str) -> None:
     """Two precisions with a warning; what needs 16 bits on a GPU takes either kind."""
-    keys = [f"policy.dtype={trainer}", f"rollout.engine.dtype={sampler}", "rollout.mismatch_limit=null"]
+    keys = [f"policy.dtype={trainer}", "rollout.mismatch_limit=null"]
     keys += ["policy.offload=all", "policy.use_distributed_optimizer=true"] if trainer != "float32" else []
-    texts = found(config_with(*keys), cuda=True)
-    differ = sampler not in ("auto", trainer)
-    assert [text.split(":")[0] for text in texts] == ["warning"] * differ and all("rounding" in text for text in texts)
+    config = config_with(*keys)
+    for sampler in ("auto", "float32", "bfloat16", "float16"):
+        engine = config.rollout.engine.model_copy(update={"dtype": sampler})
+        rollout = config.rollout.model_copy(update={"engine": engine})
+        texts = found(config.model_copy(update={"rollout": rollout}), cuda=True)
+        differ = sampler not in ("auto", trainer)
+        assert [text.split(":")[0] for text in texts] == ["warning"] * differ
+        assert all("rounding" in text for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -451,7 +472,7 @@ def test_every_precision_of_trainer_and_engines_is_taken(config_with: Make, trai
 def test_context_parallelism_in_local_layers_says_what_it_holds(
     config_with: Make, overrides: list[str], why: str, held: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "te_trouble", lambda: Trouble("not whole", "mend it"))
+    monkeypatch.setattr(configuration, "te_trouble", lambda: Trouble("not whole", "mend it"))
     engine = ["rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"] if overrides else []
     config = config_with(*overrides, *engine, "policy.context_parallel_size=2")
     (text,) = found(config, 2, cuda=True)
@@ -463,8 +484,8 @@ def test_context_parallelism_in_local_layers_says_what_it_holds(
 def test_context_parallelism_in_layers_of_transformer_engine_says_nothing(
     config_with: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "te_trouble", lambda: None)
-    monkeypatch.setattr(attention, "is_installed", lambda name: True)
+    monkeypatch.setattr(configuration, "te_trouble", lambda: None)
+    monkeypatch.setattr(configuration, "is_installed", lambda name: True)
     engine = ["rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"]
     config = config_with(*engine, "policy.dtype=bfloat16", "policy.context_parallel_size=2")
     assert found(config, 2, cuda=True) == []
@@ -478,23 +499,22 @@ def test_a_single_turn_without_tools_is_fine(config_with: Make) -> None:
     assert found(config_with("rollout.tools=[]")) == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "can"),
-    [([], True), (["rollout.max_turns=2"], True), (["rollout.max_turns=1"], False), (["rollout.tools=[]"], False)],
-)
-def test_whether_a_tool_can_be_called(config_with: Make, overrides: list[str], can: bool) -> None:
-    assert config_with(*overrides).rollout.can_call_tools is can
+def test_whether_a_tool_can_be_called() -> None:
+    assert RolloutConfig().can_call_tools and RolloutConfig(max_turns=2).can_call_tools
+    assert not RolloutConfig(max_turns=1).can_call_tools and not RolloutConfig(tools=()).can_call_tools
 
 
 def test_layout_arithmetic(config_with: Make) -> None:
-    layout = RunPlan.of(config_with("policy.tensor_model_parallel_size=2", "data.eval=[x]", "eval.every=3"), 8)
-    assert (layout.data_parallel, layout.sequences_per_batch, layout.mini_batches) == (4, 256, 8)
-    assert (layout.sequences_per_mini_batch, layout.sequences_per_rank, layout.optimizer_steps) == (32, 8, 32)
-    assert (layout.max_sequence_tokens, layout.max_batch_tokens) == (240, 61440)
-    assert layout.evaluations == 3  # before the first step, after step 3, after the last (4)
-    assert ("data parallel", "4", "world size / (tensor x pipeline x context)") in layout.tables()["Parallel layout"]
+    config = config_with("policy.tensor_model_parallel_size=2", "data.eval=[x]", "eval.every=3")
+    layout, batch, tokens = plan_tables(config, 8).values()
+    assert ("data parallel", "4", "world size / (tensor x pipeline x context)") in layout
+    assert [value for _, value, _ in batch] == ["256", "8", "32", "8", "32", "0", "3"]
+    assert evaluations(config) == 3  # before the first step, after step 3, after the last (4)
+    assert [value for _, value, _ in tokens] == ["240", "61,440", "245,760"]
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, 2), (1, 5), (2, 3), (4, 2), (9, 2)])
-def test_evaluations(config_with: Make, every: int, expected: int) -> None:
-    assert RunPlan.of(config_with("data.eval=[x]", f"eval.every={every}"), 1).evaluations == expected
+def test_evaluations(config_with: Make) -> None:
+    config = config_with("data.eval=[x]")
+    for every, expected in ((0, 2), (1, 5), (2, 3), (4, 2), (9, 2)):
+        settings = config.eval.model_copy(update={"every": every})
+        assert evaluations(config.model_copy(update={"eval": settings})) == expected

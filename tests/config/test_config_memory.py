@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ctpo_megatron.config import PolicyConfig, Split, head_chunk_rows, layer_activations, stage_memory
-from ctpo_megatron.config.memory import GIB, USABLE, in_flight, memory, parameters, peak, stage_parameters
+from ctpo_megatron.config.memory import GIB, USABLE, in_flight, memory, model_parameters, peak_memory, stage_parameters
 from ctpo_megatron.preflight import memory_table
-from ctpo_megatron.preflight.sizing import MODELS, SIZINGS
+from docs.site.sizing import MODELS, SIZINGS
 
 ROW = Split(micro_batch_tokens=16384)
 
@@ -24,7 +24,7 @@ ROW = Split(micro_batch_tokens=16384)
     ],
 )
 def test_parameter_counts_are_those_of_the_model_cards(model: str, whole: float, active: float) -> None:
-    assert parameters(MODELS[model]) == pytest.approx((whole, active), abs=1e6)
+    assert model_parameters(MODELS[model]) == pytest.approx((whole, active), abs=1e6)
 
 
 @pytest.mark.parametrize("row", SIZINGS, ids=lambda row: f"{row.model}-{row.gpus}")
@@ -43,7 +43,7 @@ def test_shards_add_up_to_the_model(model: str) -> None:
     spec = MODELS[model]
     split = Split(tensor=4, pipeline=2, expert=4 if spec.num_experts else 1)
     dense, experts = map(sum, zip(*(stage_parameters(spec, split, stage) for stage in range(2)), strict=True))
-    whole, _ = parameters(spec)
+    whole, _ = model_parameters(spec)
     found = 4 * dense + 4 * split.expert * experts
     copied = 3 * spec.num_layers * (2 * spec.hidden_size + 2 * spec.head_dim + spec.num_experts * spec.hidden_size)
     copied += 3 * spec.hidden_size
@@ -99,7 +99,7 @@ def test_micro_batches_in_flight() -> None:
 
 def test_recomputation_gives_memory_back() -> None:
     spec = MODELS["Qwen3-14B"]
-    none, mlp, full = (peak(spec, replace(ROW, recompute=r)).activations for r in ((), ("mlp",), ("full",)))
+    none, mlp, full = (peak_memory(spec, replace(ROW, recompute=r)).activations for r in ((), ("mlp",), ("full",)))
     assert full < mlp < none
     per_token = layer_activations(spec, ROW)
     assert none == 16384 * sum(per_token.values()) * 41
@@ -136,7 +136,7 @@ def test_repeated_keys_of_float32_are_counted() -> None:
 def test_only_the_last_stage_has_the_head_and_the_peak_is_one_of_the_stages() -> None:
     stages = memory(MODELS["Qwen3-32B"], replace(ROW, pipeline=4, tensor=4))
     assert [bool(stage.head) for stage in stages] == [False, False, False, True]
-    assert peak(MODELS["Qwen3-32B"], replace(ROW, pipeline=4, tensor=4)) in stages
+    assert peak_memory(MODELS["Qwen3-32B"], replace(ROW, pipeline=4, tensor=4)) in stages
 
 
 def test_split_of_a_configuration() -> None:

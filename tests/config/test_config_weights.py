@@ -11,11 +11,11 @@ import pytest
 from test_model_spec import write_model
 
 from ctpo_megatron.config import Config, ConfigError, Job, read_spec
-from ctpo_megatron.config.memory import parameters
+from ctpo_megatron.config.memory import model_parameters
 from ctpo_megatron.config.model_directory import stored_tensors
 from ctpo_megatron.models import ModelSpec, Shape
 from ctpo_megatron.preflight import validate
-from ctpo_megatron.preflight.sizing import MODELS
+from docs.site.sizing import MODELS
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -83,7 +83,7 @@ def test_a_whole_directory(model: Path, problems: Callable[[], list[str]]) -> No
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_add_up_to_the_parameters_of_the_sizing_table(name: str) -> None:
-    assert sum(map(prod, tensors_of(MODELS[name]).values())) == parameters(MODELS[name])[0]
+    assert sum(map(prod, tensors_of(MODELS[name]).values())) == model_parameters(MODELS[name])[0]
 
 
 def test_files_that_are_not_whole_are_all_named(model: Path, problems: Callable[[], list[str]]) -> None:

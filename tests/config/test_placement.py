@@ -14,9 +14,8 @@ from pydantic import TypeAdapter
 from ctpo_megatron.config import Config, Job, Placement, engine_count
 from ctpo_megatron.config.memory import GIB
 from ctpo_megatron.preflight import GpuMemory, RunContext
-from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
-from ctpo_megatron.preflight.sizing import MODELS
-from ctpo_megatron.preflight.transfer_memory import TransferMemory
+from ctpo_megatron.preflight.placement import TransferMemory, check_gpu_memory, check_placement
+from docs.site.sizing import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER_14B = {

@@ -26,7 +26,10 @@ def imported(module: str) -> str:
 
 
 def pretend_h100() -> None:
-    """vLLM's wrapper of NVML answers as eight H100 would. Comes before `vllm.platforms` is imported."""
+    """vLLM's wrapper of NVML, and Triton's driver, answer as eight H100 would. Comes before the rest of vLLM."""
+    from triton.backends.nvidia.driver import CudaDriver
+
+    CudaDriver.is_active = staticmethod(lambda: True)
     from vllm.third_party import pynvml
 
     class Memory:
@@ -133,9 +136,11 @@ def _inner_optimizer(policy: Any) -> Any:
 
 
 def _fill(adam: Any) -> None:
+    """What three steps leave. Transformer Engine's Adam makes its moments in the first."""
     for group in adam.param_groups:
         group["step"] = 3
         for parameter in group["params"]:
+            adam.initialize_state(parameter, store_param_remainders=False)
             adam.state[parameter]["exp_avg"].fill_(0.25)
 
 

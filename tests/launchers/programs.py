@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from ctpo_launchers.network import free_ports
+from ctpo_launchers.job import free_ports
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 

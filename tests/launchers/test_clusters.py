@@ -14,7 +14,7 @@ from ctpo_launchers.clusters import Cluster, load_cluster
 from ctpo_megatron.config import Config, Job, engine_count
 from ctpo_megatron.preflight import RunContext
 from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
-from ctpo_megatron.preflight.sizing import MODELS
+from docs.site.sizing import MODELS
 from tests.config.test_placement import merged, readme
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

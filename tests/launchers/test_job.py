@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_launchers import launch, network, slurm
-from ctpo_launchers.job import NodeJob
+from ctpo_launchers import launch, slurm
+from ctpo_launchers.job import NodeJob, address_of_interface, free_ports, interface_of
 
 HOSTS = {"n0": "127.0.0.2", "n1": "127.0.0.3"}
 
@@ -77,12 +77,12 @@ def test_wrong_flags_are_named(given: dict[str, object], message: str) -> None:
 
 
 def test_addresses_and_interfaces_of_this_machine() -> None:
-    assert network.interface_of("127.0.0.77") == "lo" and network.interface_of("203.0.113.9") is None
-    assert network.address_of_interface("lo") == "127.0.0.1"
-    ports = network.free_ports("127.0.0.9", 23000, 3)
+    assert interface_of("127.0.0.77") == "lo" and interface_of("203.0.113.9") is None
+    assert address_of_interface("lo") == "127.0.0.1"
+    ports = free_ports("127.0.0.9", 23000, 3)
     assert len(set(ports)) == 3 and all(23000 <= port < 32768 for port in ports)
     with pytest.raises(OSError, match="give another --port"):
-        network.free_ports("127.0.0.9", 65530, 20)
+        free_ports("127.0.0.9", 65530, 20)
 
 
 def test_the_words_of_launch_survive_the_way_to_its_environment() -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from ctpo_launchers import LaunchError, environment, executor, launch, task
 from ctpo_launchers.clusters import Cluster, for_check
-from ctpo_launchers.jobs import Launch, VerbJob
-from ctpo_launchers.template import TEMPLATES
+from ctpo_launchers.jobs import TEMPLATES, Launch, VerbJob
 from ctpo_megatron import cli
 from ctpo_megatron.config import load_config
 from tests.support.deadlines import scaled

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ctpo_launchers import LaunchError
-from ctpo_launchers.network import free_ports
+from ctpo_launchers.job import free_ports
 from ctpo_launchers.roll_call import RollCall, report
 from tests.support.deadlines import scaled
 

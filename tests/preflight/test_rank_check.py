@@ -19,7 +19,10 @@ RANK = """
 import json, sys, time
 from ctpo_megatron.config import Problem
 from ctpo_megatron.preflight import RankCheck, ranks
+from ctpo_megatron.preflight.devices import meet
 ranks.FINDINGS_TIMEOUT_S = float(sys.argv[2])
+if sys.argv[4] == "here":  # a process of its own would import torch again
+    ranks.exchange = lambda to, kind, own, all: (ranks.passed(kind, f"{all} ranks: {meet(to, kind, *own, all)}"), "")
 given = [Problem(*row[:3], severity=row[3]) for row in json.loads(sys.argv[1])]
 found, ready = RankCheck().run(lambda: time.sleep(float(sys.argv[3])) or given)
 rows = {node: [[p.key, p.severity, p.message] for p in part] for node, part in found.items()}
@@ -28,9 +31,12 @@ print(json.dumps([rows, ready]))
 
 
 def job(
-    findings: Sequence[Sequence[Problem]], wait_s: float = 200, late_s: float = 0
+    findings: Sequence[Sequence[Problem]], wait_s: float = 200, late_s: float = 0, meets: str = "apart"
 ) -> list[tuple[dict[str, list], bool]]:
-    """What the ranks of a job saw, one on each node. late_s: after which the last one has its findings."""
+    """What the ranks of a job saw, one on each node. late_s: after which the last one has its findings.
+
+    meets: `here`: the ranks exchange tensors themselves, not in processes of their own.
+    """
     nodes = len(findings)
     port = str(free_port())
     processes = []
@@ -40,7 +46,7 @@ def job(
         rows = json.dumps([[p.key, p.message, p.fix, p.severity] for p in given])
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", RANK, rows, str(wait_s), str(late_s if rank == nodes - 1 else 0)],
+                [sys.executable, "-c", RANK, rows, str(wait_s), str(late_s if rank == nodes - 1 else 0), meets],
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
@@ -71,7 +77,7 @@ def test_two_ranks_exchange_and_rank_zero_has_all_findings() -> None:
 
 
 def test_ranks_without_findings_are_ready() -> None:
-    assert [ready for _, ready in job([[passed("cores", "2")], [passed("cores", "2")]])] == [True, True]
+    assert [ready for _, ready in job([[passed("cores", "2")]] * 2, meets="here")] == [True, True]
 
 
 def test_a_node_that_is_late_is_named_and_the_wait_ends() -> None:

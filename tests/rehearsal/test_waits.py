@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctpo_megatron.config import PolicyConfig, Split, head_chunk_rows
-from ctpo_megatron.preflight.sizing import MODELS
+from docs.site.sizing import MODELS
 from tests.rehearsal import waits
 from tests.support import ranks
 

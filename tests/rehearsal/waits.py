@@ -74,7 +74,7 @@ def chunk_of_unequal_gpus() -> tuple[int | None, int]:
     """Rows at a time of a published model, where every rank has half the memory of the rank before it; its own size."""
     from ctpo_megatron.config import PolicyConfig
     from ctpo_megatron.policy import destroy_distributed, init_distributed, model
-    from ctpo_megatron.preflight.sizing import MODELS
+    from docs.site.sizing import MODELS
     from tests.rehearsal.torch_cuda import Properties
 
     config = PolicyConfig(timeout_minutes=2.0, dtype="bfloat16", recompute="full", use_distributed_optimizer=True)

@@ -101,8 +101,8 @@ class LastRank(Ranks):
 def test_all_ranks_stop_when_one_is_to_stop() -> None:
     stop = StopSignal(grace_s=60)
     with stop.deferred():
-        assert not stop.agreed(Ranks(False)) and not stop.is_set()
-        assert stop.agreed(Ranks(True, False)) and stop.is_set()
+        assert not stop.agreed(Ranks(False).gather) and not stop.is_set()
+        assert stop.agreed(Ranks(True, False).gather) and stop.is_set()
         assert 59 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60  # its own grace, not that of the job's end
         send(signal.SIGTERM)  # no news
     assert stop.leave() == 143
@@ -138,7 +138,7 @@ def test_a_fault_before_there_is_something_to_save_is_said_when_there_is(capfd: 
 def test_the_other_ranks_have_the_status_of_rank_zero() -> None:
     stop = StopSignal(grace_s=60)
     with stop.deferred():
-        assert stop.agreed(LastRank(75))
+        assert stop.agreed(LastRank(75).gather)
     assert stop.leave() == 75
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctpo_megatron.base.thinking import CLOSE, OPEN
+from ctpo_megatron.base.chat_template import CLOSE, OPEN
 
 
 def left_open(context: str) -> str:

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.preflight import LAUNCH_CHECKS, NODE_CHECKS, LaunchContext, NodeContext, failed, run_checks
+from ctpo_launchers.launch import job_problems
+from ctpo_launchers.services import port_problems, secret_problems
 
 
-def texts(context: LaunchContext | NodeContext) -> list[str]:
-    checks = LAUNCH_CHECKS if isinstance(context, LaunchContext) else NODE_CHECKS
-    problems = run_checks(checks, context)  # type: ignore[arg-type,misc]
-    assert failed(problems) == problems
-    return [str(problem) for problem in problems]
+def texts(grace_s: float, signal_s: float | None, code: Path | None = None) -> list[str]:
+    return [str(problem) for problem in job_problems(grace_s, signal_s, code)]
 
 
 def checkout(folder: Path) -> Path:
@@ -28,32 +26,32 @@ def checkout(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("signal_s", "fits"), [(None, True), (600, True), (120, False), (60, False)])
 def test_a_checkpoint_has_to_fit_between_the_signal_and_the_end(signal_s: float | None, fits: bool) -> None:
-    found = texts(LaunchContext(120.0, signal_s))
+    found = texts(120.0, signal_s)
     assert found == [] if fits else "job gets its signal only" in found[0] and "raise signal_s" in found[0]
     assert fits or found[0].startswith("checkpoint.grace_s = 120.0: ")
 
 
 def test_a_job_gets_committed_code_only(tmp_path: Path) -> None:
     code = checkout(tmp_path)
-    assert texts(LaunchContext(1.0, None, code)) == []
+    assert texts(1.0, None, code) == []
     (code / "new.py").touch()  # what git does not know is not meant to run
-    assert texts(LaunchContext(1.0, None, code)) == []
+    assert texts(1.0, None, code) == []
     (code / "code.py").write_text("2\n")
-    (found,) = texts(LaunchContext(1.0, None, code))
+    (found,) = texts(1.0, None, code)
     assert found == "a job gets the code of the last commit; commit or put away first:\n M code.py"
-    assert texts(LaunchContext(1.0, None, None)) == []
+    assert texts(1.0, None) == []
 
 
 def test_code_without_git_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert "is not a git checkout" in texts(LaunchContext(1.0, None, tmp_path))[0]
+    assert "is not a git checkout" in texts(1.0, None, tmp_path)[0]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "No such file or directory: 'git'" in texts(LaunchContext(1.0, None, tmp_path))[0]
+    assert "No such file or directory: 'git'" in texts(1.0, None, tmp_path)[0]
 
 
 def test_all_that_is_wrong_with_a_job_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert len(texts(LaunchContext(120.0, 60, tmp_path))) == 2
+    assert len(texts(120.0, 60, tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -73,18 +71,15 @@ def test_a_secret_is_a_file_that_its_owner_alone_reads(
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
         file.chmod(mode)
-    found = texts(NodeContext(file))
+    found = list(secret_problems(file))
     assert found == [] if message is None else len(found) == 1 and message in found[0]
 
 
-def test_a_port_that_is_taken_or_elsewhere_is_named(tmp_path: Path) -> None:
-    secret = tmp_path / "token"
-    secret.touch(0o600)
-    secret.write_text("secret")
+def test_a_port_that_is_taken_or_elsewhere_is_named() -> None:
     with socket.create_server(("127.0.0.2", 0)) as other:
         port = other.getsockname()[1]
-        (found,) = texts(NodeContext(secret, ("127.0.0.2", port)))
+        (found,) = list(port_problems("127.0.0.2", port))
     assert found == f"port {port} at 127.0.0.2 is taken by another program: give another --port, the same to all nodes"
-    assert texts(NodeContext(secret, ("127.0.0.2", port))) == []
-    (found,) = texts(NodeContext(secret, ("192.0.2.1", port)))
+    assert list(port_problems("127.0.0.2", port)) == []
+    (found,) = list(port_problems("192.0.2.1", port))
     assert found.startswith(f"192.0.2.1 port {port}: ") and "is it an address of this node (--address)?" in found

@@ -1,3 +1,0 @@
-"""The tags around a model's thinking."""
-
-OPEN, CLOSE = "<think>", "</think>"
