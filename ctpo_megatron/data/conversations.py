@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
@@ -11,18 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ctpo_megatron.base.printable import printable
-from ctpo_megatron.config import SystemPrompt
-from ctpo_megatron.data.messages import (
-    ChatMessage,
-    check_messages,
-    check_tools,
-    dropped_calls,
-    plain_messages,
-    plain_tools,
-)
-from ctpo_megatron.data.rows import Cell, Location, Offered, RowSet, RowTokens, encode, render, row_key
-from ctpo_megatron.data.stored import StoredRows
-from ctpo_megatron.data.tables import find_files, read_rows
+from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, dropped_calls
+from ctpo_megatron.data.rows import Cell, Offered, RowRules, RowSet, RowTokens, encode, render
 from ctpo_megatron.data.tokens import records
 from ctpo_megatron.data.trajectory import Trajectory
 
@@ -36,20 +26,13 @@ Segment = tuple[str, bool]
 
 
 @dataclass(frozen=True)
-class ConversationRules:
+class ConversationRules(RowRules):
     """How rows become conversations to train on.
 
-    tool_schemas: passed to the chat template for rows without their own tools. end_tokens: texts of the tokens that end
-    a turn, as engines know them; empty: the tokenizer's end token. limit: rows to read from each file. stored: rows
-    that were rendered before, and are not rendered again.
+    end_tokens: texts of the tokens that end a turn, as engines know them; empty: the tokenizer's end token.
     """
 
-    tool_schemas: Sequence[Mapping[str, Any]] = ()
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    system_prompt: SystemPrompt = SystemPrompt()  # noqa: RUF009 - it is immutable
     end_tokens: Sequence[str] = ()
-    limit: int | None = None
-    stored: StoredRows | None = None
 
 
 @dataclass
@@ -63,7 +46,8 @@ class ConversationSet(RowSet):
 
     def name(self, index: int) -> str:
         """`<file stem>/<row>`."""
-        return _name(self.places[index])
+        file, row = self.places[index]
+        return printable(f"{file.stem}/{row}")
 
     def tokens(self, index: int) -> Sequence[int]:
         """The whole conversation."""
@@ -80,22 +64,6 @@ class ConversationSet(RowSet):
         self.conversations = [self.conversations[index] for index in indices]
 
 
-def load_conversations(
-    files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tool_schemas: Sequence[Mapping[str, Any]] = (),
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    system_prompt: SystemPrompt = SystemPrompt(),  # noqa: B008 - it is immutable
-    limit: int | None = None,
-) -> list[Trajectory]:
-    """See `read_conversations`. Raises DataError listing all bad rows."""
-    rules = ConversationRules(tool_schemas, chat_template_kwargs or {}, system_prompt, limit=limit)
-    found = read_conversations(files, tokenizer, rules)
-    found.problems.raise_if_any()
-    return found.conversations
-
-
 def read_conversations(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules: ConversationRules
 ) -> ConversationSet:
@@ -107,31 +75,22 @@ def read_conversations(
     text, or ignores `tool_calls`. With problems there may be no conversations.
     """
     found, tools = ConversationSet(), list[Offered]()
-    offered = [dict(schema) for schema in rules.tool_schemas] or None
-    for file in find_files(files, found.problems):
-        found.rows[file] = 0
-        for row, cells in read_rows(file, ("messages",), ("tools",), found.problems, rules.limit, found.see):
-            messages, own = cells["messages"], cells.get("tools")
-            reason = check_messages(messages)
-            if reason is None and messages[-1]["role"] != "assistant":
-                reason = "must end with an assistant message: remove what comes after the last one, or the row"
-            said: tuple[ChatMessage, ...] = ()
-            if reason is None:
-                try:
-                    said = rules.system_prompt.before(plain_messages(messages))
-                except ValueError as error:
-                    reason = str(error)
-            if reason:
-                found.problems.row(file, row, "messages", messages, reason)
-            elif own and (reason := check_tools(own)):
-                found.problems.row(file, row, "tools", own, reason)
-            else:
-                found.places.append((file, row))
-                found.keys.append(row_key(cells))
-                found.messages.append(said)
-                tools.append(plain_tools(own) if own else offered)
-    if not found.places and not found.problems.lines:
-        found.problems.general(f"no conversations in {', '.join(files)}")
+    for place, cells in found.read(files, ("messages",), ("tools",), rules.limit):
+        messages, own = cells["messages"], cells.get("tools")
+        reason = check_messages(messages)
+        if reason is None and messages[-1]["role"] != "assistant":
+            reason = "must end with an assistant message: remove what comes after the last one, or the row"
+        said: tuple[ChatMessage, ...] = ()
+        if reason is None:
+            said, reason = rules.messages_of(messages)
+        if reason:
+            found.problems.row(*place, "messages", messages, reason)
+        elif own and (reason := check_tools(own)):
+            found.problems.row(*place, "tools", own, reason)
+        else:
+            found.add(place, cells)
+            found.messages.append(said)
+            tools.append(rules.tools_of(cells))
     _tokenize(found, tools, tokenizer, rules)
     return found
 
@@ -191,11 +150,9 @@ def _endless_batches(conversations: Sequence[Trajectory], per_step: int, rng: Ra
 def _tokenize(
     found: ConversationSet, tools: Sequence[Offered], tokenizer: PreTrainedTokenizerBase, rules: ConversationRules
 ) -> None:
-    stored = rules.stored.rows if rules.stored else {}
-    new = [index for index, key in enumerate(found.keys) if key not in stored]
-    found.texts = [""] * len(found.places)
+    new = found.new(rules.stored)
     found.conversations = [Trajectory(found.name(index), 0, 0) for index in range(len(found.places))]
-    found.take(_encode(found, new, _segments(found, new, tools, tokenizer, rules), tokenizer), stored)
+    found.take(_encode(found, new, _segments(found, new, tools, tokenizer, rules), tokenizer), rules.stored)
     for conversation, key in zip(found.conversations, found.keys, strict=True):
         _append(conversation, found.made[key].token_ids, found.made[key].pieces)
 
@@ -265,10 +222,6 @@ _NOT_A_PREFIX = (
     "thinking, for instance) do this: set model.chat_template to one that keeps the history as it was said, such as "
     "qwen3 (`ctpo doctor CONFIG --template` shows the difference)"
 )
-
-
-def _name(place: Location) -> str:
-    return printable(f"{place[0].stem}/{place[1]}")
 
 
 def _encode(
