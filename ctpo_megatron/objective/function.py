@@ -14,10 +14,9 @@ from torch import Tensor
 from ctpo_megatron.base.extensions import ExtensionError, load
 from ctpo_megatron.config import Extension, PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, token_scale
-from ctpo_megatron.objective.policy_loss import PolicyLossOutput
 from ctpo_megatron.objective.ratios import token_log_ratio
 from ctpo_megatron.objective.sequences import SequenceBounds
-from ctpo_megatron.objective.stats import LossStats, stats_of
+from ctpo_megatron.objective.stats import LossStats, PolicyLossOutput, stats_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def function_loss(function: Objective, inputs: ObjectiveInputs, objective: Polic
     output = output if isinstance(output, ObjectiveOutput) else ObjectiveOutput(output)
     _check_output(output, inputs)
     layout = SequenceBounds.of(inputs.log_probs, inputs.cu_seqlens)
-    trained = layout.mask(inputs.loss_mask, "loss_mask") & layout.mask(inputs.response_mask, "response_mask")
+    _, trained = layout.masks(inputs.response_mask, inputs.loss_mask)
     per_token = None
     if output.loss.dim():
         per_token = torch.where(trained, output.loss, 0.0)
