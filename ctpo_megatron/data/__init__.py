@@ -61,49 +61,6 @@ _MODULES = {
 }
 """Module -> the names that it has."""
 
-__all__ = [
-    "Batch",
-    "Cell",
-    "ChatMessage",
-    "ConversationRules",
-    "ConversationSet",
-    "Curriculum",
-    "DataError",
-    "Group",
-    "MixedFile",
-    "PackedBatch",
-    "PackingRules",
-    "Prompt",
-    "PromptMix",
-    "PromptRules",
-    "PromptSampler",
-    "PromptSet",
-    "PromptStream",
-    "RowSet",
-    "RowTokens",
-    "StoredRows",
-    "TokenSequence",
-    "ToolCall",
-    "Trajectory",
-    "batch_order",
-    "batches",
-    "check_messages",
-    "check_tools",
-    "count_all_rows",
-    "micro_batch_count",
-    "pack",
-    "plain_messages",
-    "plain_tools",
-    "prepare",
-    "prompt_ids",
-    "read_conversations",
-    "read_prompts",
-    "sampler_problem",
-    "split_evenly",
-    "token_sequences",
-    "with_turns",
-]
-
 
 def __getattr__(name: str) -> Any:
     """Import the module of a front-door name."""

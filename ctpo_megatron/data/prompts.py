@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools
-from ctpo_megatron.data.numbers import number_text
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.rows import (
@@ -26,7 +25,7 @@ from ctpo_megatron.data.rows import (
     encode,
     render,
 )
-from ctpo_megatron.data.tables import find_files
+from ctpo_megatron.data.tables import find_files, number_text
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,16 @@ def as_one_number(answer: str) -> str:
     return text[: found.start()] + whole + (f".{found['places']}" if found["places"] else "") + text[found.end() :]
 
 
+def without_text(answer: str) -> str:
+    """The answer with what stands in `\\text{}` as bare words."""
+    return re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", answer)
+
+
+def lower_words(answer: str) -> str:
+    """Its words in lower case with single blanks between."""
+    return " ".join(without_text(answer).casefold().split())
+
+
 def word_set(text: str, separator: str = " ") -> frozenset[str]:
     """The words, or phrases, of a text."""
     return frozenset(text.split(separator))

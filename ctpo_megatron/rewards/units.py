@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from ctpo_megatron.rewards.layout import FOREIGN, LATIN, word_set
+from ctpo_megatron.rewards.layout import FOREIGN, LATIN, without_text, word_set
 
 # Dimension: factor and names of each unit. `T` and `K` are temperatures, which have no common zero.
 _TABLE = {
@@ -141,7 +141,7 @@ def unit(text: str, blank: bool = False) -> Unit | None:
         return None
     for symbol, name in _SYMBOLS.items():
         text = text.replace(symbol, f" {name} ")
-    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    text = without_text(text)
     text = re.sub(r"\^\s*\{\s*(-?\d+)\s*\}", r"^\1", text)
     text = re.sub(r"\bdegrees?\s+(?=(?i:celsius|fahrenheit)\b)", " ", text)
     text = re.sub(r"degree\s+([CF])\b", lambda m: "celsius" if m[1] == "C" else "fahrenheit", text)
