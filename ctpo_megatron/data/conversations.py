@@ -9,6 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, dropped_calls
@@ -154,16 +155,7 @@ def _tokenize(
     found.conversations = [Trajectory(found.name(index), 0, 0) for index in range(len(found.places))]
     found.take(_encode(found, new, _segments(found, new, tools, tokenizer, rules), tokenizer), rules.stored)
     for conversation, key in zip(found.conversations, found.keys, strict=True):
-        _append(conversation, found.made[key].token_ids, found.made[key].pieces)
-
-
-def _append(conversation: Trajectory, token_ids: Sequence[int], lengths: Sequence[int]) -> None:
-    """Pieces in turn: context, then what the assistant says."""
-    numbers = np.arange(len(lengths))
-    mask, turn = np.repeat(numbers % 2, lengths), np.repeat((numbers + 1) // 2, lengths)
-    conversation.tokens = records(
-        len(token_ids), token_ids=token_ids, turn=turn, weight_version=mask - 1, response_mask=mask, loss_mask=mask
-    )
+        conversation.tokens = _records(found.made[key])
 
 
 def _segments(
@@ -239,3 +231,11 @@ def _encode(
         ids, lengths = tuple(token for part in parts for token in part), tuple(map(len, parts))
         made[index] = RowTokens(found.places[index], ids, lengths)
     return made
+
+
+def _records(made: RowTokens) -> NDArray[np.void]:
+    """Pieces in turn: context, then what the assistant says."""
+    numbers = np.arange(len(made.pieces))
+    mask, turn = np.repeat(numbers % 2, made.pieces), np.repeat((numbers + 1) // 2, made.pieces)
+    ids = made.token_ids
+    return records(len(ids), token_ids=ids, turn=turn, weight_version=mask - 1, response_mask=mask, loss_mask=mask)

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from ctpo_megatron.data.problems import DataError, Problems
 
 _BATCH = 1000
+_UNREADABLE = (DataError, pa.ArrowException, OSError, UnicodeDecodeError)
 _JSON = (".jsonl", ".ndjson", ".json")
 _DATA = (".parquet", *_JSON, ".arrow")
 _MEDIA = ("image", "video", "audio")
@@ -97,23 +98,19 @@ def read_rows(
                     yield row, dict.fromkeys(required) | cells
             elif cells is not None:
                 problems.general(f"{file} row {row}: expected a JSON object, not {type(cells).__name__}")
-    except (DataError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         kind = "JSON" if file.suffix in _JSON else "Arrow" if file.suffix == ".arrow" else "parquet"
         problems.general(f"{file}: not a readable {kind} file ({error}); correct it, or write or download it again")
 
 
-def count_rows(file: Path) -> int:
-    """Rows of a file; 0 for one that cannot be read, which `read_rows` reports."""
-    try:
-        return open_table(file).count
-    except (DataError, pa.ArrowException, OSError, UnicodeDecodeError):
-        return 0
-
-
 def count_all_rows(patterns: Sequence[str]) -> int | None:
-    """Rows of all files that paths, folders and patterns name; None when any of them cannot be read."""
+    """Rows of all files that paths, folders and patterns name; None when any of them is empty or cannot be read."""
     problems = Problems()
-    counts = [count_rows(file) for file in find_files(patterns, problems)]
+    files = find_files(patterns, problems)
+    try:
+        counts = [open_table(file).count for file in files]
+    except _UNREADABLE:  # `read_rows` reports it
+        return None
     return sum(counts) if all(counts) and not problems.lines else None
 
 

@@ -25,9 +25,9 @@ from ctpo_megatron.objective.function import (
     Objective,
     ObjectiveInputs,
     ObjectiveOutput,
-    check_objective,
     function_loss,
     load_objective,
+    objective_problem,
 )
 from ctpo_megatron.objective.fused import linear_policy_loss, warm_up_kernels
 from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, noise_metrics, weight_mean

@@ -43,17 +43,16 @@ def answer_part(final_text: str, *, box_in_thinking: bool = True) -> str:
     return after if closed and not box_in_thinking else before + closed + after
 
 
-def score_math(final_text: str, answer: str, *, box_in_thinking: bool = True) -> float:
+def score_math(final_text: str, answer: str) -> float:
     """1.0 when the last box of `final_text` is the answer `answer` (`same_answer`), else 0.0.
 
-    Thinking that never ended earns nothing. box_in_thinking: whether a box counts in thinking that has ended, where
-    none follows it.
+    Thinking that never ended earns nothing. A box counts in thinking that has ended, where none follows it.
 
     Sets no time limit: math-verify's own uses signal alarms, which cannot stop a loop in C. Run it in a process that
     can be killed (RewardPool). Raises ValueError when `answer` itself cannot be read, and any exception of
     math-verify's comparison. A prediction that cannot be parsed is a wrong answer, not an error.
     """
-    box = last_boxed(answer_part(final_text, box_in_thinking=box_in_thinking))
+    box = last_boxed(answer_part(final_text))
     if not plain(answer):
         raise ValueError(f"cannot read the ground truth {answer!r}")
     return float(box is not None and bool(box.strip()) and same_answer(answer, box))

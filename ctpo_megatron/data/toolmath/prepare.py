@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ctpo_megatron.config import PrepareConfig, TinyModelConfig
+from ctpo_megatron.config import PrepareConfig, TinyModelConfig, flattened
 from ctpo_megatron.data.messages import ChatMessage
 from ctpo_megatron.data.problems import DataError
 from ctpo_megatron.data.tables import MESSAGES, prompt_row, write_prompt_rows
@@ -156,7 +156,7 @@ def _check_reusable(target: Path, record: dict[str, Any]) -> None:
         raise DataError(
             f"prepare.directory: {target} exists but holds no prepared task ({error}); name another directory"
         ) from error
-    old, new = _flat(found), _flat(record)
+    old, new = dict(flattened(found)), dict(flattened(record))
     changes = [
         f"  {_key(key)}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} wanted"
         for key in sorted(old.keys() | new.keys())
@@ -177,10 +177,3 @@ def _check_reusable(target: Path, record: dict[str, Any]) -> None:
 def _key(name: str) -> str:
     """The configuration key of a name in prepare.json."""
     return f"rollout.{name}" if name == "tool_parser" else f"prepare.{name}"
-
-
-def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in record.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
