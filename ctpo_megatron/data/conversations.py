@@ -59,7 +59,6 @@ class ConversationSet(RowSet):
         return self.messages[index]
 
     def keep(self, indices: Sequence[int]) -> None:
-        """See `RowSet.keep`."""
         super().keep(indices)
         self.messages = [self.messages[index] for index in indices]
         self.conversations = [self.conversations[index] for index in indices]

@@ -69,7 +69,6 @@ class PromptSet(RowSet):
         return [[prompt for prompt, (file, _) in placed if file in each] for each in files]
 
     def keep(self, indices: Sequence[int]) -> None:
-        """See `RowSet.keep`."""
         super().keep(indices)
         self.prompts = [self.prompts[index] for index in indices]
 

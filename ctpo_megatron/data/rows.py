@@ -55,7 +55,7 @@ class RowRules:
         return [dict(schema) for schema in self.tool_schemas] or None
 
     def tools_of(self, cells: Mapping[str, Any]) -> Offered:
-        """The tools of a row: its own, or those of all rows."""
+        """The tools of a row: its own, or the tools for all rows."""
         return plain_tools(cells["tools"]) if cells.get("tools") else self._offered
 
     def messages_of(self, value: Sequence[Mapping[str, Any]]) -> tuple[tuple[ChatMessage, ...], str | None]:

@@ -95,9 +95,10 @@ def reward_metrics(groups: Sequence[Group], report: ScoreReport, *, by_turn: boo
 
 def _by_turn(groups: Sequence[Group]) -> dict[str, float]:
     earned: dict[int, list[float]] = defaultdict(list)
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        for number, reward in enumerate(trajectory.turn_rewards or (), start=1):
-            earned[number].append(reward)
+    for group in groups:
+        for trajectory in group.trajectories:
+            for number, reward in enumerate(trajectory.turn_rewards or (), start=1):
+                earned[number].append(reward)
     return {f"reward/turn/{number}": statistics.fmean(rewards) for number, rewards in sorted(earned.items())}
 
 

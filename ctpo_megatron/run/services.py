@@ -55,7 +55,11 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
         usable(train)
         held_out = [] if replayed or not config.data.eval else usable(admission.held_out())
         prompts = _stream(train, config.data, config.run.seed)
-        training, evaluating = _replay(config.rollout) if pool is None else _schedulers(pool)
+        if pool is None:
+            training = evaluating = _replay(config.rollout)
+        else:  # training yields to the other where it samples ahead
+            training = Scheduler.of(pool, background=pool.settings.max_staleness > 0)
+            evaluating = training.another()
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path, logs.rewards))
         penalty = _overlong_penalty(config.reward, config.rollout)
         scoring = Scorer(scorers, penalty, by_turn=config.objective.by_turn)
@@ -81,18 +85,11 @@ def _overlong_penalty(reward: RewardConfig, rollout: RolloutConfig) -> OverlongP
     return OverlongPenalty(settings.buffer, settings.penalty, rollout.max_response_tokens)
 
 
-def _schedulers(pool: EnginePool) -> tuple[Generator, Generator]:
-    """For training, which yields to the other where it samples ahead, and for evaluation."""
-    training = Scheduler.of(pool, background=pool.settings.max_staleness > 0)
-    return training, training.another()
-
-
-def _replay(rollout: RolloutConfig) -> tuple[Generator, Generator]:
+def _replay(rollout: RolloutConfig) -> Generator:
     assert rollout.replay is not None  # or there would be engines
     recorded = trajectory_files(Path(rollout.replay))
-    replay = Replay(
+    return Replay(
         lambda step: recorded_trajectories(recorded[step]),
         rollout.max_quarantined,
         refills=rollout.uniform_groups == "refill",
     )
-    return replay, replay
