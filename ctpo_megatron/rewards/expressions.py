@@ -5,6 +5,7 @@ Each of the errors has a test in tests/rewards/test_math_verify.py that fails on
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from decimal import Decimal, localcontext
@@ -183,7 +184,7 @@ def _zero(expression: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str, complex_numbers: bool) -> Any:
-    _mend_percent()
+    _mend()
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
     from math_verify.parser import get_last_eq
     from sympy import I
@@ -229,9 +230,13 @@ def _converted(formula: str, complex_numbers: bool) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _mend_percent() -> None:
-    """In its grammar for antlr 4.9.3 one method is missing, which is called before a percentage is read."""
+def _mend() -> None:
+    """Hide math-verify's warning that it sets no time limits, and add a method that its grammar lacks.
+
+    The method is called before a percentage is read; the grammar is of antlr 4.9.3.
+    """
     from latex2sympy2_extended.antlr_parser import PSParser
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
         PSParser.AtomContext.FUNC_GAMMA = lambda self: None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.thinking import CLOSE, OPEN
@@ -69,8 +68,6 @@ class MathVerify:
     def __init__(self, *, box_in_thinking: bool = True) -> None:
         """Import math-verify and build its grammar, so that the first answer does not have to wait for it."""
         self._box_in_thinking = box_in_thinking
-        # Hides its warning that timeouts are off, as intended here.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
         score_math("\\boxed{\\sqrt{4}}", "\\pi")
 
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Reward:

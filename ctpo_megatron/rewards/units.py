@@ -174,10 +174,8 @@ def _unit_of(text: str) -> Unit | None:
         return Unit(scale=scale)
     names = frozenset(_singular(word) for word in words)
     shown = re.sub(r"[A-Za-z]+", lambda word: _singular(word[0]), " ".join(text.split()))
-    measured = _dimension(text)
-    if measured is None:
-        return Unit(shown, names, None, Fraction(1), scale)
-    return Unit(shown, names, measured[0], measured[1], scale)
+    dimension, factor = _dimension(text) or (None, Fraction(1))
+    return Unit(shown, names, dimension, factor, scale)
 
 
 def _may_stand_bare(word: str, blank: bool) -> bool:
