@@ -38,11 +38,10 @@ class ConversationRules(RowRules):
 
 @dataclass
 class ConversationSet(RowSet):
-    """The conversations of some files: their messages as the template gets them, and as trajectories."""
+    """The conversations of some files as trajectories."""
 
     called = "conversations"
 
-    messages: list[tuple[ChatMessage, ...]] = field(default_factory=list)
     conversations: list[Trajectory] = field(default_factory=list)
 
     def name(self, index: int) -> str:
@@ -50,17 +49,8 @@ class ConversationSet(RowSet):
         file, row = self.places[index]
         return printable(f"{file.stem}/{row}")
 
-    def tokens(self, index: int) -> Sequence[int]:
-        """The whole conversation."""
-        return self.conversations[index].token_ids
-
-    def said(self, index: int) -> Sequence[ChatMessage]:
-        """The conversation's messages."""
-        return self.messages[index]
-
     def keep(self, indices: Sequence[int]) -> None:
         super().keep(indices)
-        self.messages = [self.messages[index] for index in indices]
         self.conversations = [self.conversations[index] for index in indices]
 
 
@@ -88,8 +78,7 @@ def read_conversations(
         elif own and (reason := check_tools(own)):
             found.problems.row(*place, "tools", own, reason)
         else:
-            found.add(place, cells)
-            found.messages.append(said)
+            found.add(place, cells, said)
             tools.append(rules.tools_of(cells))
     _tokenize(found, tools, tokenizer, rules)
     return found

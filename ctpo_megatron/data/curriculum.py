@@ -55,14 +55,10 @@ class Curriculum(PromptStream):
     def __init__(self, part: Extension, prompts: Sequence[Prompt], seed: int, *, rerendered: bool = False) -> None:
         """Raises ExtensionError, ValueError."""
         super().__init__(prompts, seed, rerendered=rerendered)
-        self._name, self._taken = part.name, 0
+        self._name = part.name
         self._by_id = {prompt.id: prompt for prompt in prompts}
         with self._users("its creation"):
             self._sampler: Sampler = load(part.name)(list(prompts), seed, **part.arguments)
-
-    @property
-    def taken(self) -> int:
-        return self._taken
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts. Raises ValueError when the sampler fails, or names others than there are."""
@@ -73,7 +69,7 @@ class Curriculum(PromptStream):
             raise ValueError(f"{returned} {len(ids)} ids, not {count}")
         if unknown := [each for each in ids if not isinstance(each, str) or each not in self._by_id]:
             raise ValueError(f"{returned} {unknown[0]!r}, which is no prompt's id")
-        self._taken += count
+        self.taken += count
         return [self._by_id[each] for each in ids]
 
     def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
@@ -85,7 +81,7 @@ class Curriculum(PromptStream):
         """{sampler, seed, taken, digest, state}: the class, and its own state. Raises ValueError if that is no JSON."""
         with self._users("state"):
             state = json.loads(json.dumps(self._sampler.state(), allow_nan=False))
-        position = {"seed": self._seed, "taken": self._taken, "digest": self._digest}
+        position = {"seed": self._seed, "taken": self.taken, "digest": self._digest}
         return {"sampler": self._name, **position, "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -98,7 +94,7 @@ class Curriculum(PromptStream):
             self._check_digest(state)
         with self._users("load_state"):
             self._sampler.load_state(json.loads(json.dumps(state["state"])))
-        self._taken = state["taken"]
+        self.taken = state["taken"]
 
     @contextmanager
     def _users(self, what: str) -> Iterator[None]:

@@ -54,14 +54,6 @@ class PromptSet(RowSet):
         """The prompt's id."""
         return self.prompts[index].id
 
-    def tokens(self, index: int) -> Sequence[int]:
-        """The rendered prompt."""
-        return self.prompts[index].token_ids
-
-    def said(self, index: int) -> Sequence[ChatMessage]:
-        """The prompt's messages."""
-        return self.prompts[index].messages
-
     def mix(self, entries: Sequence[str]) -> list[list[Prompt]]:
         """The prompts of each entry, which is a path, a folder or a pattern that these prompts were read from."""
         files = [set(find_files([entry], Problems())) for entry in entries]
@@ -91,7 +83,7 @@ def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules
     for place, cells in found.read(files, _REQUIRED, _OPTIONAL, rules.limit):
         prompt = _parse(place, cells, rules, found.problems)
         if prompt is not None:
-            found.add(place, cells)
+            found.add(place, cells, prompt.messages)
             found.prompts.append(prompt)
             tools.append(rules.tools_of(cells))
     if rules.held_out:
@@ -190,7 +182,7 @@ def _refuse_twins(found: PromptSet) -> None:
 def _render(found: PromptSet, tools: Sequence[Offered], tokenizer: PreTrainedTokenizerBase, rules: PromptRules) -> None:
     """Text and token ids of every prompt; a template's refusal is a problem of its row."""
     new = found.new(rules.stored)
-    messages = [found.prompts[index].messages for index in new]
+    messages = [found.messages[index] for index in new]
     options = {"add_generation_prompt": True, **rules.chat_template_kwargs}
     texts, reasons = render(messages, [tools[index] for index in new], tokenizer, options)
     refused: dict[int, Cell] = {}

@@ -94,15 +94,17 @@ class RowTokens:
 class RowSet(ABC):
     """The usable rows of some files, in their order; what is made of them is in a subclass.
 
-    rows: number of rows of each file, read or not. keys: `row_key` of each. texts: rendered; empty where the tokens
-    were stored. made: of every row that was rendered, also of those left out, by its key. problems: what refuses the
-    data; doubts: what deserves a warning. ignored: columns of a file that would change what the rows mean.
+    rows: number of rows of each file, read or not. keys: `row_key` of each. messages: as the chat template gets them.
+    texts: rendered; empty where the tokens were stored. made: of every row that was rendered, also of those left out,
+    by its key. problems: what refuses the data; doubts: what deserves a warning. ignored: columns of a file that would
+    change what the rows mean.
     """
 
     called: ClassVar[str] = "rows"
 
     places: list[Location] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    messages: list[tuple[ChatMessage, ...]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     made: dict[bytes, RowTokens] = field(default_factory=dict)
     rows: dict[Path, int] = field(default_factory=dict)
@@ -122,8 +124,9 @@ class RowSet(ABC):
         if not self.places and not self.problems.lines:
             self.problems.general(f"no {self.called} in {', '.join(files)}")
 
-    def add(self, place: Location, cells: Mapping[str, Any]) -> None:
-        """Add a row that can be used."""
+    def add(self, place: Location, cells: Mapping[str, Any], said: tuple[ChatMessage, ...]) -> None:
+        """Add a row that can be used, with its messages."""
+        self.messages.append(said)
         self.places.append(place)
         self.keys.append(row_key(cells))
         self.texts.append("")
@@ -165,9 +168,9 @@ class RowSet(ABC):
     def name(self, index: int) -> str:
         """The id of a row."""
 
-    @abstractmethod
     def tokens(self, index: int) -> Sequence[int]:
-        """The token ids of a row."""
+        """The token ids of a row that was rendered."""
+        return self.made[self.keys[index]].token_ids
 
     def take(self, made: Mapping[int, RowTokens], stored: StoredRows | None) -> None:
         """Set `made`, of new rows by index and stored ones by key."""
@@ -176,14 +179,15 @@ class RowSet(ABC):
             row = made.get(index) or known[key]
             self.made[key] = row if row.place == place else replace(row, place=place)
 
-    @abstractmethod
     def said(self, index: int) -> Sequence[ChatMessage]:
         """The messages of a row, as the chat template gets them."""
+        return self.messages[index]
 
     def keep(self, indices: Sequence[int]) -> None:
         """Forget all other rows."""
         self.places = [self.places[index] for index in indices]
         self.keys = [self.keys[index] for index in indices]
+        self.messages = [self.messages[index] for index in indices]
         self.texts = [self.texts[index] for index in indices]
 
 

@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 
 
 class PromptStream(ABC):
-    """An endless stream of prompts, whose position is a part of a checkpoint."""
+    """An endless stream of prompts, whose position is a part of a checkpoint.
+
+    taken: prompts taken since the beginning of the run.
+    """
+
+    taken = 0
 
     def __init__(self, prompts: Sequence[Prompt], seed: int | str, *, rerendered: bool = False) -> None:
         """rerendered: continue from a state whose prompts had other tokens."""
         self._prompts, self._seed, self._rerendered = prompts, seed, rerendered
-
-    @property
-    @abstractmethod
-    def taken(self) -> int:
-        """Prompts taken since the beginning of the run."""
 
     @abstractmethod
     def take(self, count: int) -> list[Prompt]:
@@ -107,11 +107,8 @@ class PromptSampler(PromptStream):
             indices = self._order[self._cursor : self._cursor + count - len(taken)]
             taken += [self._prompts[index] for index in indices]
             self._cursor += len(indices)
+        self.taken = self._epoch * len(self._prompts) + self._cursor
         return taken
-
-    @property
-    def taken(self) -> int:
-        return self._epoch * len(self._prompts) + self._cursor
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the stream: {epoch, cursor, seed}, and what identifies the stream.
@@ -148,6 +145,7 @@ class PromptSampler(PromptStream):
 
     def _start(self, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = epoch, cursor
+        self.taken = epoch * len(self._prompts) + cursor
         self._order = list(range(len(self._prompts)))
         if self._shuffle:
             Random(f"{self._seed}/{epoch}").shuffle(self._order)
@@ -174,7 +172,7 @@ class PromptMix(PromptStream):
     ) -> None:
         """Raises ValueError when a file with a weight above 0 has no prompts."""
         super().__init__([prompt for file in files for prompt in file.prompts], seed, rerendered=rerendered)
-        self._files, self._taken = files, 0
+        self._files = files
         if empty := [file.name for file in files if file.weight and not file.prompts]:
             raise ValueError(f"data.train: {empty[0]} has a weight, and no prompts")
         self._streams = {
@@ -183,15 +181,11 @@ class PromptMix(PromptStream):
             if file.prompts
         }
 
-    @property
-    def taken(self) -> int:
-        return self._taken
-
     def take(self, count: int) -> list[Prompt]:
         taken = []
         for _ in range(count):
-            taken += self._streams[self._file_of(self._taken)].take(1)
-            self._taken += 1
+            taken += self._streams[self._file_of(self.taken)].take(1)
+            self.taken += 1
         return taken
 
     def metrics(self) -> dict[str, float]:
@@ -212,7 +206,7 @@ class PromptMix(PromptStream):
         """{seed, taken, weights, files}: files holds the state of each `PromptSampler`, null without prompts."""
         streams = [self._streams.get(number) for number in range(len(self._files))]
         files = [None if stream is None else stream.state_dict() for stream in streams]
-        return {"seed": self._seed, "taken": self._taken, "weights": self._weights, "files": files}
+        return {"seed": self._seed, "taken": self.taken, "weights": self._weights, "files": files}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises ValueError when it is of other files, weights or seeds, and as
@@ -227,9 +221,9 @@ class PromptMix(PromptStream):
                 f"the run was begun with the weights {state['weights']} in data.train, this one has {self._weights}: "
                 "give it those, or begin another run from the weights of its model"
             )
-        self._taken = state["taken"]
+        self.taken = state["taken"]
         for number, stream in self._streams.items():
-            saved = state["files"][number] if self._taken else None
+            saved = state["files"][number] if self.taken else None
             if saved is None:
                 stream._start(epoch=0, cursor=0)
                 continue
@@ -237,7 +231,7 @@ class PromptMix(PromptStream):
                 stream.load_state_dict(saved)
             except ValueError as error:
                 raise ValueError(f"{self._files[number].name}: {error}") from error
-        if self._taken != sum(stream.taken for stream in self._streams.values()):
+        if self.taken != sum(stream.taken for stream in self._streams.values()):
             raise ValueError("a file of data.train has no prompts any more: give the run what it was begun with")
 
     @property
