@@ -221,7 +221,6 @@ def _joined(text: str) -> str:
     text = _GROUPED.sub(_ungrouped, text)
     text = _DECIMAL_COMMA.sub(r"\1.", text)
     text = _DECIMALS.sub(lambda found: found[0].replace(" ", ""), text)
-    depths = _depths(text)
 
     def one(found: re.Match[str]) -> str:
         if any(
@@ -232,7 +231,7 @@ def _joined(text: str) -> str:
         is_list = is_list and not _is_price(text, found.start(), found.end())
         return found[0] if is_list else found[0].replace(",", "")
 
-    return _COMMAS.sub(one, text).replace("{,}", ",") if "," in text and depths else text
+    return _COMMAS.sub(one, text).replace("{,}", ",")
 
 
 def _is_price(text: str, start: int, end: int) -> bool:

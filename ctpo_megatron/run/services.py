@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import StopRequest
-from ctpo_megatron.config import Config, DataConfig, Job, Placement, RewardConfig, RolloutConfig, node_ranks, world_size
+from ctpo_megatron.config import Config, DataConfig, Job, Placement, RolloutConfig, node_ranks, world_size
 from ctpo_megatron.data import Curriculum, MixedFile, PromptMix, PromptSampler, PromptSet, PromptStream
 from ctpo_megatron.engines import EnginePool, check_tokenizer, open_engines
 from ctpo_megatron.environments.prompts import usable, write_record
@@ -61,7 +61,9 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
             training = Scheduler.of(pool, background=pool.settings.max_staleness > 0)
             evaluating = training.another()
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path, logs.rewards))
-        penalty = _overlong_penalty(config.reward, config.rollout)
+        penalty = None
+        if (overlong := config.reward.overlong_penalty) is not None:
+            penalty = OverlongPenalty(overlong.buffer, overlong.penalty, config.rollout.max_response_tokens)
         scoring = Scorer(scorers, penalty, by_turn=config.objective.by_turn)
         settings = RolloutSettings.of(config)
         rollouts = Rollouts(settings, training, scoring, prompts, stop, phases)
@@ -77,12 +79,6 @@ def _stream(train: PromptSet, data: DataConfig, seed: int) -> PromptStream:
         return PromptSampler(train.prompts, seed, data.shuffle, rerendered=data.rerender)
     parts = zip(data.train_files, weights, train.mix(data.train_files), strict=True)
     return PromptMix([MixedFile(*part) for part in parts], seed, data.shuffle, rerendered=data.rerender)
-
-
-def _overlong_penalty(reward: RewardConfig, rollout: RolloutConfig) -> OverlongPenalty | None:
-    if (settings := reward.overlong_penalty) is None:
-        return None
-    return OverlongPenalty(settings.buffer, settings.penalty, rollout.max_response_tokens)
 
 
 def _replay(rollout: RolloutConfig) -> Generator:

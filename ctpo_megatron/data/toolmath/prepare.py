@@ -163,14 +163,10 @@ def _check_reusable(target: Path, record: dict[str, Any]) -> None:
         if old.get(key) != new.get(key)
     ]
     if changes:
+        listed = "\n".join(changes)
         raise DataError(
-            "\n".join(
-                [
-                    f"prepare.directory: {target} was prepared with other settings;",
-                    *changes,
-                    "delete it or name another directory",
-                ]
-            )
+            f"prepare.directory: {target} was prepared with other settings;\n{listed}\n"
+            "delete it or name another directory"
         )
 
 
