@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         ConversationSet,
         batch_order,
         batches,
-        load_conversations,
         read_conversations,
     )
     from ctpo_megatron.data.curriculum import Curriculum, sampler_problem
@@ -44,92 +43,28 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.trajectory import Trajectory
 
 _MODULES = {
-    "Cell": "rows",
-    "ChatMessage": "messages",
-    "ConversationRules": "conversations",
-    "ConversationSet": "conversations",
-    "DataError": "problems",
-    "PackedBatch": "packing",
-    "PackingRules": "packing",
-    "PromptRules": "prompts",
-    "Curriculum": "curriculum",
-    "sampler_problem": "curriculum",
-    "MixedFile": "sampler",
-    "PromptMix": "sampler",
-    "PromptSampler": "sampler",
-    "PromptStream": "sampler",
-    "PromptSet": "prompts",
-    "RowSet": "rows",
-    "RowTokens": "rows",
-    "StoredRows": "stored",
-    "TokenSequence": "packing",
-    "Trajectory": "trajectory",
-    "batch_order": "conversations",
-    "batches": "conversations",
-    "check_messages": "messages",
-    "check_tools": "messages",
-    "count_all_rows": "tables",
-    "load_conversations": "conversations",
-    "micro_batch_count": "packing",
-    "pack": "packing",
-    "plain_messages": "messages",
-    "plain_tools": "messages",
-    "prepare": "toolmath",
-    "prompt_ids": "rows",
-    "read_conversations": "conversations",
-    "read_prompts": "prompts",
-    "split_evenly": "packing",
-    "token_sequences": "packing",
-    "with_turns": "packing",
+    "conversations": ("ConversationRules", "ConversationSet", "batch_order", "batches", "read_conversations"),
+    "curriculum": ("Curriculum", "sampler_problem"),
+    "messages": ("ChatMessage", "check_messages", "check_tools", "plain_messages", "plain_tools"),
+    "packing": (
+        *("PackedBatch", "PackingRules", "TokenSequence", "micro_batch_count", "pack", "split_evenly"),
+        *("token_sequences", "with_turns"),
+    ),
+    "problems": ("DataError",),
+    "prompts": ("PromptRules", "PromptSet", "read_prompts"),
+    "rows": ("Cell", "RowSet", "RowTokens", "prompt_ids"),
+    "sampler": ("MixedFile", "PromptMix", "PromptSampler", "PromptStream"),
+    "stored": ("StoredRows",),
+    "tables": ("count_all_rows",),
+    "toolmath": ("prepare",),
+    "trajectory": ("Trajectory",),
 }
-
-__all__ = [
-    "Batch",
-    "Cell",
-    "ChatMessage",
-    "ConversationRules",
-    "ConversationSet",
-    "Curriculum",
-    "DataError",
-    "Group",
-    "MixedFile",
-    "PackedBatch",
-    "PackingRules",
-    "Prompt",
-    "PromptMix",
-    "PromptRules",
-    "PromptSampler",
-    "PromptSet",
-    "PromptStream",
-    "RowSet",
-    "RowTokens",
-    "StoredRows",
-    "TokenSequence",
-    "ToolCall",
-    "Trajectory",
-    "batch_order",
-    "batches",
-    "check_messages",
-    "check_tools",
-    "count_all_rows",
-    "load_conversations",
-    "micro_batch_count",
-    "pack",
-    "plain_messages",
-    "plain_tools",
-    "prepare",
-    "prompt_ids",
-    "read_conversations",
-    "read_prompts",
-    "sampler_problem",
-    "split_evenly",
-    "token_sequences",
-    "with_turns",
-]
+"""Module -> the names that it has."""
 
 
 def __getattr__(name: str) -> Any:
     """Import the module of a front-door name."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

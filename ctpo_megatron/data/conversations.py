@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ctpo_megatron.base.printable import printable
-from ctpo_megatron.config import SystemPrompt
-from ctpo_megatron.data.messages import (
-    ChatMessage,
-    check_messages,
-    check_tools,
-    dropped_calls,
-    plain_messages,
-    plain_tools,
-)
-from ctpo_megatron.data.rows import Cell, Location, Offered, RowSet, RowTokens, encode, render, row_key
-from ctpo_megatron.data.stored import StoredRows
-from ctpo_megatron.data.tables import find_files, read_rows
+from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, dropped_calls
+from ctpo_megatron.data.rows import Cell, Offered, RowRules, RowSet, RowTokens, encode, render
 from ctpo_megatron.data.tokens import records
 from ctpo_megatron.data.trajectory import Trajectory
 
@@ -36,64 +27,31 @@ Segment = tuple[str, bool]
 
 
 @dataclass(frozen=True)
-class ConversationRules:
+class ConversationRules(RowRules):
     """How rows become conversations to train on.
 
-    tool_schemas: passed to the chat template for rows without their own tools. end_tokens: texts of the tokens that end
-    a turn, as engines know them; empty: the tokenizer's end token. limit: rows to read from each file. stored: rows
-    that were rendered before, and are not rendered again.
+    end_tokens: texts of the tokens that end a turn, as engines know them; empty: the tokenizer's end token.
     """
 
-    tool_schemas: Sequence[Mapping[str, Any]] = ()
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    system_prompt: SystemPrompt = SystemPrompt()  # noqa: RUF009 - it is immutable
     end_tokens: Sequence[str] = ()
-    limit: int | None = None
-    stored: StoredRows | None = None
 
 
 @dataclass
 class ConversationSet(RowSet):
-    """The conversations of some files: their messages as the template gets them, and as trajectories."""
+    """The conversations of some files as trajectories."""
 
     called = "conversations"
 
-    messages: list[tuple[ChatMessage, ...]] = field(default_factory=list)
     conversations: list[Trajectory] = field(default_factory=list)
 
     def name(self, index: int) -> str:
         """`<file stem>/<row>`."""
-        return _name(self.places[index])
-
-    def tokens(self, index: int) -> Sequence[int]:
-        """The whole conversation."""
-        return self.conversations[index].token_ids
-
-    def said(self, index: int) -> Sequence[ChatMessage]:
-        """The conversation's messages."""
-        return self.messages[index]
+        file, row = self.places[index]
+        return printable(f"{file.stem}/{row}")
 
     def keep(self, indices: Sequence[int]) -> None:
-        """See `RowSet.keep`."""
         super().keep(indices)
-        self.messages = [self.messages[index] for index in indices]
         self.conversations = [self.conversations[index] for index in indices]
-
-
-def load_conversations(
-    files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tool_schemas: Sequence[Mapping[str, Any]] = (),
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    system_prompt: SystemPrompt = SystemPrompt(),  # noqa: B008 - it is immutable
-    limit: int | None = None,
-) -> list[Trajectory]:
-    """See `read_conversations`. Raises DataError listing all bad rows."""
-    rules = ConversationRules(tool_schemas, chat_template_kwargs or {}, system_prompt, limit=limit)
-    found = read_conversations(files, tokenizer, rules)
-    found.problems.raise_if_any()
-    return found.conversations
 
 
 def read_conversations(
@@ -107,31 +65,21 @@ def read_conversations(
     text, or ignores `tool_calls`. With problems there may be no conversations.
     """
     found, tools = ConversationSet(), list[Offered]()
-    offered = [dict(schema) for schema in rules.tool_schemas] or None
-    for file in find_files(files, found.problems):
-        found.rows[file] = 0
-        for row, cells in read_rows(file, ("messages",), ("tools",), found.problems, rules.limit, found.see):
-            messages, own = cells["messages"], cells.get("tools")
-            reason = check_messages(messages)
-            if reason is None and messages[-1]["role"] != "assistant":
-                reason = "must end with an assistant message: remove what comes after the last one, or the row"
-            said: tuple[ChatMessage, ...] = ()
-            if reason is None:
-                try:
-                    said = rules.system_prompt.before(plain_messages(messages))
-                except ValueError as error:
-                    reason = str(error)
-            if reason:
-                found.problems.row(file, row, "messages", messages, reason)
-            elif own and (reason := check_tools(own)):
-                found.problems.row(file, row, "tools", own, reason)
-            else:
-                found.places.append((file, row))
-                found.keys.append(row_key(cells))
-                found.messages.append(said)
-                tools.append(plain_tools(own) if own else offered)
-    if not found.places and not found.problems.lines:
-        found.problems.general(f"no conversations in {', '.join(files)}")
+    for place, cells in found.read(files, ("messages",), ("tools",), rules.limit):
+        messages, own = cells["messages"], cells.get("tools")
+        reason = check_messages(messages)
+        if reason is None and messages[-1]["role"] != "assistant":
+            reason = "must end with an assistant message: remove what comes after the last one, or the row"
+        said: tuple[ChatMessage, ...] = ()
+        if reason is None:
+            said, reason = rules.messages_of(messages)
+        if reason:
+            found.problems.row(*place, "messages", messages, reason)
+        elif own and (reason := check_tools(own)):
+            found.problems.row(*place, "tools", own, reason)
+        else:
+            found.add(place, cells, said)
+            tools.append(rules.tools_of(cells))
     _tokenize(found, tools, tokenizer, rules)
     return found
 
@@ -191,22 +139,11 @@ def _endless_batches(conversations: Sequence[Trajectory], per_step: int, rng: Ra
 def _tokenize(
     found: ConversationSet, tools: Sequence[Offered], tokenizer: PreTrainedTokenizerBase, rules: ConversationRules
 ) -> None:
-    stored = rules.stored.rows if rules.stored else {}
-    new = [index for index, key in enumerate(found.keys) if key not in stored]
-    found.texts = [""] * len(found.places)
+    new = found.new(rules.stored)
     found.conversations = [Trajectory(found.name(index), 0, 0) for index in range(len(found.places))]
-    found.take(_encode(found, new, _segments(found, new, tools, tokenizer, rules), tokenizer), stored)
+    found.take(_encode(found, new, _segments(found, new, tools, tokenizer, rules), tokenizer), rules.stored)
     for conversation, key in zip(found.conversations, found.keys, strict=True):
-        _append(conversation, found.made[key].token_ids, found.made[key].pieces)
-
-
-def _append(conversation: Trajectory, token_ids: Sequence[int], lengths: Sequence[int]) -> None:
-    """Pieces in turn: context, then what the assistant says."""
-    numbers = np.arange(len(lengths))
-    mask, turn = np.repeat(numbers % 2, lengths), np.repeat((numbers + 1) // 2, lengths)
-    conversation.tokens = records(
-        len(token_ids), token_ids=token_ids, turn=turn, weight_version=mask - 1, response_mask=mask, loss_mask=mask
-    )
+        conversation.tokens = _records(found.made[key])
 
 
 def _segments(
@@ -267,10 +204,6 @@ _NOT_A_PREFIX = (
 )
 
 
-def _name(place: Location) -> str:
-    return printable(f"{place[0].stem}/{place[1]}")
-
-
 def _encode(
     found: ConversationSet,
     new: Sequence[int],
@@ -286,3 +219,11 @@ def _encode(
         ids, lengths = tuple(token for part in parts for token in part), tuple(map(len, parts))
         made[index] = RowTokens(found.places[index], ids, lengths)
     return made
+
+
+def _records(made: RowTokens) -> NDArray[np.void]:
+    """Pieces in turn: context, then what the assistant says."""
+    numbers = np.arange(len(made.pieces))
+    mask, turn = np.repeat(numbers % 2, made.pieces), np.repeat((numbers + 1) // 2, made.pieces)
+    ids = made.token_ids
+    return records(len(ids), token_ids=ids, turn=turn, weight_version=mask - 1, response_mask=mask, loss_mask=mask)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ctpo_megatron.base.extensions import call_problem, called, load
 from ctpo_megatron.config import Extension
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.sampler import digest_of
-
-log = logging.getLogger(__name__)
+from ctpo_megatron.data.sampler import PromptStream
 
 _METHODS = ("next", "learn", "state", "load_state")
 
@@ -52,21 +49,16 @@ def sampler_problem(part: Extension) -> str:
     return call_problem(found, ("prompts", "seed"), part.arguments)
 
 
-class Curriculum:
+class Curriculum(PromptStream):
     """The `PromptStream` that a user's sampler chooses. What the sampler raises is a ValueError that names it."""
 
     def __init__(self, part: Extension, prompts: Sequence[Prompt], seed: int, *, rerendered: bool = False) -> None:
-        """rerendered: continue from a state whose prompts had other tokens. Raises ExtensionError, ValueError."""
-        self._name, self._seed, self._rerendered, self._taken = part.name, seed, rerendered, 0
-        self._prompts = {prompt.id: prompt for prompt in prompts}
-        self._digest = digest_of(prompts)
+        """Raises ExtensionError, ValueError."""
+        super().__init__(prompts, seed, rerendered=rerendered)
+        self._name = part.name
+        self._by_id = {prompt.id: prompt for prompt in prompts}
         with self._users("its creation"):
             self._sampler: Sampler = load(part.name)(list(prompts), seed, **part.arguments)
-
-    @property
-    def taken(self) -> int:
-        """Prompts taken since the beginning of the run."""
-        return self._taken
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts. Raises ValueError when the sampler fails, or names others than there are."""
@@ -75,31 +67,21 @@ class Curriculum:
         returned = f"data.sampler, {self._name}: next({count}) returned"
         if len(ids) != count:
             raise ValueError(f"{returned} {len(ids)} ids, not {count}")
-        if unknown := [each for each in ids if not isinstance(each, str) or each not in self._prompts]:
+        if unknown := [each for each in ids if not isinstance(each, str) or each not in self._by_id]:
             raise ValueError(f"{returned} {unknown[0]!r}, which is no prompt's id")
-        self._taken += count
-        return [self._prompts[each] for each in ids]
+        self.taken += count
+        return [self._by_id[each] for each in ids]
 
     def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
         """Tell the sampler the rewards of a batch that was trained on. Raises ValueError when it fails."""
         with self._users("learn"):
             self._sampler.learn({name: list(values) for name, values in rewards.items()})
 
-    def named(self, ids: Collection[str]) -> dict[str, Prompt]:
-        """The prompts with these ids. Raises ValueError for an unknown id."""
-        if unknown := sorted(set(ids) - self._prompts.keys()):
-            raise ValueError(f"{len(unknown)} prompts are not in the data, e.g. {unknown[0]!r}")
-        return {each: self._prompts[each] for each in ids}
-
-    def metrics(self) -> dict[str, float]:
-        """None."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         """{sampler, seed, taken, digest, state}: the class, and its own state. Raises ValueError if that is no JSON."""
         with self._users("state"):
             state = json.loads(json.dumps(self._sampler.state(), allow_nan=False))
-        position = {"seed": self._seed, "taken": self._taken, "digest": self._digest}
+        position = {"seed": self._seed, "taken": self.taken, "digest": self._digest}
         return {"sampler": self._name, **position, "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,18 +89,12 @@ class Curriculum:
         if state.get("sampler") != self._name:
             begun = f"with data.sampler {state['sampler']}" if "sampler" in state else "without data.sampler"
             raise ValueError(f"the run was begun {begun}, this one has {self._name}: give it what it was begun with")
-        if state["seed"] != self._seed:
-            raise ValueError(f"the saved prompt order used seed {state['seed']}, this run uses seed {self._seed}")
-        if state["digest"] != self._digest and state["taken"]:
-            if not self._rerendered:
-                raise ValueError(
-                    "prompts have other tokens or answers, or there are others: give the run the data.train that it "
-                    "was begun with; data.rerender=true continues with the prompts as they are rendered now"
-                )
-            log.warning("data.rerender=true: continuing with prompts that have other tokens or answers than before")
+        self._check_seed(state)
+        if state["taken"]:
+            self._check_digest(state)
         with self._users("load_state"):
             self._sampler.load_state(json.loads(json.dumps(state["state"])))
-        self._taken = state["taken"]
+        self.taken = state["taken"]
 
     @contextmanager
     def _users(self, what: str) -> Iterator[None]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ctpo_megatron.data.tokens import BY_TURN, PACKED, ROUTER_CHOICES, common_type, further
+from ctpo_megatron.data.tokens import BY_TURN, PACKED, ROUTER_CHOICES, common_type, further, joined
 from ctpo_megatron.data.trajectory import Trajectory
 
 
@@ -49,12 +49,11 @@ def token_sequences(trajectories: Iterable[Trajectory], version: int | None = No
 
     Raises ValueError for a sequence that is empty or starts with a sampled token, which nothing would predict.
     """
-    made = [
-        _sequence(index, trajectory, tokens, version)
-        for index, trajectory in enumerate(trajectories)
-        for tokens in trajectory.sequences
-    ]
-    return [replace(sequence, place=place) for place, sequence in enumerate(made)]
+    made: list[TokenSequence] = []
+    for index, trajectory in enumerate(trajectories):
+        for part in trajectory.sequences:
+            made.append(_sequence(len(made), index, trajectory, part, version))
+    return made
 
 
 def with_turns(
@@ -82,9 +81,7 @@ def _with_turns(
     sequence: TokenSequence, turns: NDArray[np.int16], part: slice, advantage: float | Sequence[float] | None
 ) -> TokenSequence:
     records, turn = sequence.records, turns[part]
-    tokens = np.zeros(len(records), [*records.dtype.descr, *BY_TURN])
-    for name in records.dtype.names or ():
-        tokens[name] = records[name]
+    tokens = joined([records], np.dtype([*records.dtype.descr, *BY_TURN]))
     tokens["turn"] = turn
     values = np.array(0.0 if advantage is None else advantage, np.float32)
     if values.ndim and values.size != turns.max():
@@ -93,8 +90,8 @@ def _with_turns(
     return replace(sequence, tokens=tokens, kind=tokens.dtype)
 
 
-def _sequence(index: int, trajectory: Trajectory, part: slice, version: int | None) -> TokenSequence:
-    """Of the tokens `part`; its place is set later."""
+def _sequence(place: int, index: int, trajectory: Trajectory, part: slice, version: int | None) -> TokenSequence:
+    """Of the tokens `part`."""
     name = f"{trajectory.prompt_id}#{trajectory.sample_index}"
     given = trajectory.tokens[part]
     if not len(given):
@@ -108,7 +105,7 @@ def _sequence(index: int, trajectory: Trajectory, part: slice, version: int | No
         tokens[column] = given[column]
     tokens["current"] = given["response_mask"] if version is None else given["weight_version"] == version
     sampled, loss = (int(np.count_nonzero(tokens[mask])) for mask in ("response_mask", "loss_mask"))
-    return TokenSequence(0, index, name, len(given), sampled, loss, tokens, tokens.dtype)
+    return TokenSequence(place, index, name, len(given), sampled, loss, tokens, tokens.dtype)
 
 
 @dataclass(slots=True)

@@ -3,49 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.printable import printable
-from ctpo_megatron.config import SystemPrompt
-from ctpo_megatron.data.messages import (
-    ChatMessage,
-    check_messages,
-    check_tools,
-    dropped_calls,
-    plain_messages,
-    plain_tools,
-)
-from ctpo_megatron.data.numbers import number_text
+from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.rows import Cell, Location, Offered, RowSet, RowTokens, Rule, encode, render, row_key
-from ctpo_megatron.data.stored import StoredRows
-from ctpo_megatron.data.tables import find_files, read_rows
+from ctpo_megatron.data.rows import (
+    Cell,
+    Location,
+    Offered,
+    RowRules,
+    RowSet,
+    RowTokens,
+    Rule,
+    calls_problem,
+    encode,
+    render,
+)
+from ctpo_megatron.data.tables import find_files, number_text
 
 
 @dataclass(frozen=True)
-class PromptRules:
+class PromptRules(RowRules):
     """How prompt files become prompts.
 
     max_prompt_tokens: of a rendered prompt; overlong: whether longer ones are errors or left out.
-    tool_schemas: passed to the chat template for rows without their own `tools`.
     held_out: an id must be unique within its file only (if files share ids, every id is prefixed by the file's name),
-    and no rows are left out. limit: rows to read from each file. system_prompt: becomes part of the messages of every
-    prompt. stored: rows that were rendered before, and are not rendered again.
+    and no rows are left out.
     """
 
     max_prompt_tokens: int
     overlong: Rule = "refuse"
-    tool_schemas: Sequence[Mapping[str, Any]] = ()
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     held_out: bool = False
-    limit: int | None = None
-    system_prompt: SystemPrompt = SystemPrompt()  # noqa: RUF009 - it is immutable
-    stored: StoredRows | None = None
 
 
 @dataclass
@@ -60,14 +54,6 @@ class PromptSet(RowSet):
         """The prompt's id."""
         return self.prompts[index].id
 
-    def tokens(self, index: int) -> Sequence[int]:
-        """The rendered prompt."""
-        return self.prompts[index].token_ids
-
-    def said(self, index: int) -> Sequence[ChatMessage]:
-        """The prompt's messages."""
-        return self.prompts[index].messages
-
     def mix(self, entries: Sequence[str]) -> list[list[Prompt]]:
         """The prompts of each entry, which is a path, a folder or a pattern that these prompts were read from."""
         files = [set(find_files([entry], Problems())) for entry in entries]
@@ -75,7 +61,6 @@ class PromptSet(RowSet):
         return [[prompt for prompt, (file, _) in placed if file in each] for each in files]
 
     def keep(self, indices: Sequence[int]) -> None:
-        """See `RowSet.keep`."""
         super().keep(indices)
         self.prompts = [self.prompts[index] for index in indices]
 
@@ -95,18 +80,12 @@ def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules
     `problems.raise_if_any` raises DataError that lists all bad rows.
     """
     found, tools = PromptSet(), list[Offered]()
-    offered = [dict(schema) for schema in rules.tool_schemas] or None
-    for file in find_files(files, found.problems):
-        found.rows[file] = 0
-        for row, cells in read_rows(file, _REQUIRED, _OPTIONAL, found.problems, rules.limit, found.see):
-            prompt = _parse(file, row, cells, rules.system_prompt, found.problems)
-            if prompt is not None:
-                found.prompts.append(prompt)
-                found.places.append((file, row))
-                found.keys.append(row_key(cells))
-                tools.append(plain_tools(cells["tools"]) if cells.get("tools") else offered)
-    if not found.prompts and not found.problems.lines:
-        found.problems.general(f"no prompts in {', '.join(files)}")
+    for place, cells in found.read(files, _REQUIRED, _OPTIONAL, rules.limit):
+        prompt = _parse(place, cells, rules, found.problems)
+        if prompt is not None:
+            found.add(place, cells, prompt.messages)
+            found.prompts.append(prompt)
+            tools.append(rules.tools_of(cells))
     if rules.held_out:
         _name_by_file(found)
     _refuse_twins(found)
@@ -114,9 +93,7 @@ def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules
     return found
 
 
-def _parse(
-    file: Path, row: int, cells: dict[str, Any], system_prompt: SystemPrompt, problems: Problems
-) -> Prompt | None:
+def _parse(place: Location, cells: dict[str, Any], rules: PromptRules, problems: Problems) -> Prompt | None:
     """The row's prompt without token ids, or None after reporting every bad cell."""
     bad: list[tuple[str, object, str]] = []
     source = cells["data_source"]
@@ -129,10 +106,7 @@ def _parse(
         reason = "has only empty messages"
     messages: tuple[ChatMessage, ...] = ()
     if reason is None:
-        try:
-            messages = system_prompt.before(plain_messages(cells["prompt"]))
-        except ValueError as error:
-            reason = str(error)
+        messages, reason = rules.messages_of(cells["prompt"])
     if reason:
         bad.append(("prompt", cells["prompt"], reason))
     answer, reason = _answer(cells[_TRUTH])
@@ -149,12 +123,12 @@ def _parse(
     if cells.get("tools") and (reason := check_tools(cells["tools"])):
         bad.append(("tools", cells["tools"], reason))
     for column, value, why in bad:
-        problems.row(file, row, column, value, why)
+        problems.row(*place, column, value, why)
     if bad:
         return None
     extra = {"ability": cells.get("ability"), **(extra or {})}
     return Prompt(
-        id=printable(f"{file.stem}/{row}" if identity is None else str(identity)),
+        id=printable(f"{place[0].stem}/{place[1]}" if identity is None else str(identity)),
         data_source=printable(source),
         messages=messages,
         answer=answer,
@@ -207,23 +181,18 @@ def _refuse_twins(found: PromptSet) -> None:
 
 def _render(found: PromptSet, tools: Sequence[Offered], tokenizer: PreTrainedTokenizerBase, rules: PromptRules) -> None:
     """Text and token ids of every prompt; a template's refusal is a problem of its row."""
-    stored = rules.stored.rows if rules.stored else {}
-    found.texts = [""] * len(found.prompts)
-    new = [index for index, key in enumerate(found.keys) if key not in stored]
-    messages = [found.prompts[index].messages for index in new]
+    new = found.new(rules.stored)
+    messages = [found.messages[index] for index in new]
     options = {"add_generation_prompt": True, **rules.chat_template_kwargs}
     texts, reasons = render(messages, [tools[index] for index in new], tokenizer, options)
     refused: dict[int, Cell] = {}
     for place, (index, said, text) in enumerate(zip(new, messages, texts, strict=True)):
         found.texts[index] = text
-        reason = reasons.get(place)
-        if reason is None and (names := dropped_calls(said, text)):
-            reason = f"the chat template does not show the calls in `tool_calls`: {', '.join(names)}"
-        if reason:
+        if reason := reasons.get(place) or calls_problem(said, text):
             refused[index] = ("prompt", list(said), reason)
     found.exclude(refused)
     ids = zip(new, encode(texts, tokenizer), strict=True)
-    found.take({index: RowTokens(found.places[index], tuple(row)) for index, row in ids}, stored)
+    found.take({index: RowTokens(found.places[index], tuple(row)) for index, row in ids}, rules.stored)
     found.prompts = [
         replace(prompt, token_ids=found.made[key].token_ids)
         for prompt, key in zip(found.prompts, found.keys, strict=True)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ctpo_megatron.base.chat_template import apply_chat_template
-from ctpo_megatron.data.messages import ChatMessage, dropped_calls
+from ctpo_megatron.config import SystemPrompt
+from ctpo_megatron.data.messages import ChatMessage, dropped_calls, plain_messages, plain_tools
 from ctpo_megatron.data.problems import Problems
-from ctpo_megatron.data.tables import Table
+from ctpo_megatron.data.tables import Table, find_files, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ctpo_megatron.data.stored import StoredRows
 
 _EXAMPLES = 5
 _AT_ONCE = 1000
@@ -29,6 +33,37 @@ Cell = tuple[str, object, str]
 """Column, value, and the problem."""
 Offered = list[dict[str, Any]] | None
 """Tool schemas as a chat template receives them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRules:
+    """How the rows of files are read and rendered.
+
+    tool_schemas: passed to the chat template for rows without their own `tools`. system_prompt: becomes part of the
+    messages of every row. limit: rows to read from each file. stored: rows that were rendered before, and are not
+    rendered again.
+    """
+
+    tool_schemas: Sequence[Mapping[str, Any]] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: SystemPrompt = SystemPrompt()  # noqa: RUF009 - it is immutable
+    limit: int | None = None
+    stored: StoredRows | None = None
+
+    @cached_property
+    def _offered(self) -> Offered:
+        return [dict(schema) for schema in self.tool_schemas] or None
+
+    def tools_of(self, cells: Mapping[str, Any]) -> Offered:
+        """The tools of a row: its own, or the tools for all rows."""
+        return plain_tools(cells["tools"]) if cells.get("tools") else self._offered
+
+    def messages_of(self, value: Sequence[Mapping[str, Any]]) -> tuple[tuple[ChatMessage, ...], str | None]:
+        """Checked messages as templates expect them, after the system prompt, and the reason why this cannot be."""
+        try:
+            return self.system_prompt.before(plain_messages(value)), None
+        except ValueError as error:
+            return (), str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +94,17 @@ class RowTokens:
 class RowSet(ABC):
     """The usable rows of some files, in their order; what is made of them is in a subclass.
 
-    rows: number of rows of each file, read or not. keys: `row_key` of each. texts: rendered; empty where the tokens
-    were stored. made: of every row that was rendered, also of those left out, by its key. problems: what refuses the
-    data; doubts: what deserves a warning. ignored: columns of a file that would change what the rows mean.
+    rows: number of rows of each file, read or not. keys: `row_key` of each. messages: as the chat template gets them.
+    texts: rendered; empty where the tokens were stored. made: of every row that was rendered, also of those left out,
+    by its key. problems: what refuses the data; doubts: what deserves a warning. ignored: columns of a file that would
+    change what the rows mean.
     """
 
     called: ClassVar[str] = "rows"
 
     places: list[Location] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    messages: list[tuple[ChatMessage, ...]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     made: dict[bytes, RowTokens] = field(default_factory=dict)
     rows: dict[Path, int] = field(default_factory=dict)
@@ -76,8 +113,29 @@ class RowSet(ABC):
     left_out: list[LeftOut] = field(default_factory=list)
     ignored: dict[Path, list[str]] = field(default_factory=dict)
 
-    def see(self, file: Path, table: Table) -> None:
-        """Note how many rows a file has, and what in it is not read."""
+    def read(
+        self, files: Sequence[str], required: Sequence[str], optional: Sequence[str], limit: int | None
+    ) -> Iterator[tuple[Location, dict[str, Any]]]:
+        """Place and cells of every row; the caller gives those that it can use to `add`. Notes what is wrong."""
+        for file in find_files(files, self.problems):
+            self.rows[file] = 0
+            for row, cells in read_rows(file, required, optional, self.problems, limit, self._see):
+                yield (file, row), cells
+        if not self.places and not self.problems.lines:
+            self.problems.general(f"no {self.called} in {', '.join(files)}")
+
+    def add(self, place: Location, cells: Mapping[str, Any], said: tuple[ChatMessage, ...]) -> None:
+        """Add a row that can be used, with its messages."""
+        self.messages.append(said)
+        self.places.append(place)
+        self.keys.append(row_key(cells))
+        self.texts.append("")
+
+    def new(self, stored: StoredRows | None) -> list[int]:
+        """The rows that were not rendered before."""
+        return [index for index, key in enumerate(self.keys) if stored is None or key not in stored.rows]
+
+    def _see(self, file: Path, table: Table) -> None:
         self.rows[file] = table.count
         if table.media:
             self.ignored[file] = table.media
@@ -110,24 +168,26 @@ class RowSet(ABC):
     def name(self, index: int) -> str:
         """The id of a row."""
 
-    @abstractmethod
     def tokens(self, index: int) -> Sequence[int]:
-        """The token ids of a row."""
+        """The token ids of a row that was rendered."""
+        return self.made[self.keys[index]].token_ids
 
-    def take(self, made: Mapping[int, RowTokens], stored: Mapping[bytes, RowTokens]) -> None:
+    def take(self, made: Mapping[int, RowTokens], stored: StoredRows | None) -> None:
         """Set `made`, of new rows by index and stored ones by key."""
+        known = {} if stored is None else stored.rows
         for index, (key, place) in enumerate(zip(self.keys, self.places, strict=True)):
-            row = made.get(index) or stored[key]
+            row = made.get(index) or known[key]
             self.made[key] = row if row.place == place else replace(row, place=place)
 
-    @abstractmethod
     def said(self, index: int) -> Sequence[ChatMessage]:
         """The messages of a row, as the chat template gets them."""
+        return self.messages[index]
 
     def keep(self, indices: Sequence[int]) -> None:
         """Forget all other rows."""
         self.places = [self.places[index] for index in indices]
         self.keys = [self.keys[index] for index in indices]
+        self.messages = [self.messages[index] for index in indices]
         self.texts = [self.texts[index] for index in indices]
 
 
@@ -183,6 +243,12 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[lis
     return ids
 
 
+def calls_problem(messages: Sequence[ChatMessage], text: str) -> str:
+    """That a rendered text lacks calls of its messages; else ""."""
+    names = dropped_calls(messages, text)
+    return f"the chat template does not show the calls in `tool_calls`: {', '.join(names)}" if names else ""
+
+
 def prompt_ids(
     messages: Sequence[ChatMessage], tools: Offered, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]
 ) -> list[int]:
@@ -193,6 +259,6 @@ def prompt_ids(
     (text,), refused = render([messages], [tools], tokenizer, {"add_generation_prompt": True, **kwargs})
     if refused:
         raise ValueError(refused[0])
-    if names := dropped_calls(messages, text):
-        raise ValueError(f"the chat template does not show the calls in `tool_calls`: {', '.join(names)}")
+    if hidden := calls_problem(messages, text):
+        raise ValueError(hidden)
     return encode([text], tokenizer)[0]

@@ -5,49 +5,79 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 from ctpo_megatron.data.prompt import Prompt
 
 log = logging.getLogger(__name__)
 
 
-def digest_of(prompts: Sequence[Prompt]) -> str:
-    """blake2b-128, in hexadecimal, of ids, tokens and answers."""
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        digest.update(json.dumps([prompt.id, prompt.token_ids, prompt.answer]).encode())
-    return digest.hexdigest()
+class PromptStream(ABC):
+    """An endless stream of prompts, whose position is a part of a checkpoint.
 
+    taken: prompts taken since the beginning of the run.
+    """
 
-class PromptStream(Protocol):
-    """An endless stream of prompts, whose position is a part of a checkpoint."""
+    taken = 0
 
-    @property
-    def taken(self) -> int:
-        """Prompts taken since the beginning of the run."""
+    def __init__(self, prompts: Sequence[Prompt], seed: int | str, *, rerendered: bool = False) -> None:
+        """rerendered: continue from a state whose prompts had other tokens."""
+        self._prompts, self._seed, self._rerendered = prompts, seed, rerendered
 
+    @abstractmethod
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
 
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what identifies the stream, as JSON."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there. Raises ValueError when it is of another stream."""
+
     def named(self, ids: Collection[str]) -> dict[str, Prompt]:
         """The prompts with these ids. Raises ValueError for an unknown id."""
+        found = {prompt.id: prompt for prompt in self._prompts if prompt.id in ids}
+        if unknown := sorted(set(ids) - set(found)):
+            raise ValueError(f"{len(unknown)} prompts are not in the data, e.g. {unknown[0]!r}")
+        return found
 
-    def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
+    def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:  # noqa: B027 - most streams learn nothing
         """Take in the rewards of a batch that was trained on, by the prompt's id."""
 
     def metrics(self) -> dict[str, float]:
         """Of the position, by name."""
+        return {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and what identifies the stream, as JSON."""
+    @cached_property
+    def _digest(self) -> str:
+        """blake2b-128, in hexadecimal, of ids, tokens and answers."""
+        digest = hashlib.blake2b(digest_size=16)
+        for prompt in self._prompts:
+            digest.update(json.dumps([prompt.id, prompt.token_ids, prompt.answer]).encode())
+        return digest.hexdigest()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there. Raises ValueError when it is of another stream."""
+    def _check_seed(self, state: Mapping[str, Any]) -> None:
+        if state["seed"] != self._seed:
+            raise ValueError(f"the saved prompt order used seed {state['seed']}, this run uses seed {self._seed}")
+
+    def _check_digest(self, state: Mapping[str, Any]) -> None:
+        if state["digest"] == self._digest:
+            return
+        if not self._rerendered:
+            raise ValueError(
+                "prompts have other tokens or answers under the same ids, or there are others: give the run the "
+                "data.train, data.system_prompt, data.tool_in_prompt, tokenizer and chat template that it was begun "
+                "with; data.rerender=true continues with the prompts as they are rendered now"
+            )
+        log.warning("data.rerender=true: continuing with prompts that have other tokens or answers than before")
 
 
 def _refuse_samplers(state: Mapping[str, Any]) -> None:
@@ -55,21 +85,17 @@ def _refuse_samplers(state: Mapping[str, Any]) -> None:
         raise ValueError(f"the run was begun with data.sampler {state['sampler']}: give it that")
 
 
-class PromptSampler:
+class PromptSampler(PromptStream):
     """Endless stream over `prompts`: every epoch visits each once, in an order that depends on seed and epoch only."""
 
     def __init__(
         self, prompts: Sequence[Prompt], seed: int | str, shuffle: bool = True, *, rerendered: bool = False
     ) -> None:
-        """rerendered: continue from a state whose prompts had other tokens. Raises ValueError when there is nothing to
-        sample from."""
+        """Raises ValueError when there is nothing to sample from."""
+        super().__init__(prompts, seed, rerendered=rerendered)
         if not prompts:
             raise ValueError("a prompt sampler needs at least one prompt")
-        self._prompts = prompts
         self._shuffle = shuffle
-        self._seed = seed
-        self._rerendered = rerendered
-        self._digest = digest_of(prompts)
         self._start(epoch=0, cursor=0)
 
     def take(self, count: int) -> list[Prompt]:
@@ -81,26 +107,8 @@ class PromptSampler:
             indices = self._order[self._cursor : self._cursor + count - len(taken)]
             taken += [self._prompts[index] for index in indices]
             self._cursor += len(indices)
+        self.taken = self._epoch * len(self._prompts) + self._cursor
         return taken
-
-    @property
-    def taken(self) -> int:
-        """Prompts taken since the beginning of the run."""
-        return self._epoch * len(self._prompts) + self._cursor
-
-    def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
-        """Changes nothing."""
-
-    def metrics(self) -> dict[str, float]:
-        """None."""
-        return {}
-
-    def named(self, ids: Collection[str]) -> dict[str, Prompt]:
-        """The prompts with these ids. Raises ValueError for an unknown id."""
-        found = {prompt.id: prompt for prompt in self._prompts if prompt.id in ids}
-        if unknown := sorted(set(ids) - set(found)):
-            raise ValueError(f"{len(unknown)} prompts are not in the data, e.g. {unknown[0]!r}")
-        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the stream: {epoch, cursor, seed}, and what identifies the stream.
@@ -120,8 +128,7 @@ class PromptSampler:
         _refuse_samplers(state)
         if "files" in state:
             raise ValueError("the run was begun with weights in data.train, this one has none: give it those")
-        if state["seed"] != self._seed:
-            raise ValueError(f"the saved prompt order used seed {state['seed']}, this run uses seed {self._seed}")
+        self._check_seed(state)
         if not 0 <= state["cursor"] <= len(self._prompts):
             raise ValueError(
                 f"the saved position is {state['cursor']}, but there are {len(self._prompts)} prompts: other data?"
@@ -133,18 +140,12 @@ class PromptSampler:
                     f"prompt {place + 1} of epoch {state['epoch']} was {saved!r}, these data give {ours!r}: "
                     "give the run the data.train and data.shuffle that it was begun with"
                 )
-        if state["digest"] == self._digest or (state["epoch"], state["cursor"]) == (0, 0):
-            return
-        if not self._rerendered:
-            raise ValueError(
-                "prompts have other tokens or answers under the same ids, or there are others: give the run the "
-                "data.train, data.system_prompt, data.tool_in_prompt, tokenizer and chat template that it was begun "
-                "with; data.rerender=true continues with the prompts as they are rendered now"
-            )
-        log.warning("data.rerender=true: continuing with prompts that have other tokens or answers than before")
+        if (state["epoch"], state["cursor"]) != (0, 0):
+            self._check_digest(state)
 
     def _start(self, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = epoch, cursor
+        self.taken = epoch * len(self._prompts) + cursor
         self._order = list(range(len(self._prompts)))
         if self._shuffle:
             Random(f"{self._seed}/{epoch}").shuffle(self._order)
@@ -159,7 +160,7 @@ class MixedFile:
     prompts: Sequence[Prompt]
 
 
-class PromptMix:
+class PromptMix(PromptStream):
     """Endless stream over several files: each draw is from one of them, with probability in proportion to its weight.
 
     Which file draw n is from depends on seed and n only. Within a file prompts come as from `PromptSampler`: each once,
@@ -170,7 +171,8 @@ class PromptMix:
         self, files: Sequence[MixedFile], seed: int, shuffle: bool = True, *, rerendered: bool = False
     ) -> None:
         """Raises ValueError when a file with a weight above 0 has no prompts."""
-        self._files, self._seed, self._taken = files, seed, 0
+        super().__init__([prompt for file in files for prompt in file.prompts], seed, rerendered=rerendered)
+        self._files = files
         if empty := [file.name for file in files if file.weight and not file.prompts]:
             raise ValueError(f"data.train: {empty[0]} has a weight, and no prompts")
         self._streams = {
@@ -179,28 +181,12 @@ class PromptMix:
             if file.prompts
         }
 
-    @property
-    def taken(self) -> int:
-        """Prompts taken since the beginning of the run."""
-        return self._taken
-
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
         taken = []
         for _ in range(count):
-            taken += self._streams[self._file_of(self._taken)].take(1)
-            self._taken += 1
+            taken += self._streams[self._file_of(self.taken)].take(1)
+            self.taken += 1
         return taken
-
-    def named(self, ids: Collection[str]) -> dict[str, Prompt]:
-        """The prompts with these ids. Raises ValueError for an unknown id."""
-        found = {prompt.id: prompt for file in self._files for prompt in file.prompts if prompt.id in ids}
-        if unknown := sorted(set(ids) - set(found)):
-            raise ValueError(f"{len(unknown)} prompts are not in the data, e.g. {unknown[0]!r}")
-        return found
-
-    def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
-        """Changes nothing."""
 
     def metrics(self) -> dict[str, float]:
         """`data/drawn/<file>` (prompts drawn from it), `data/epochs/<file>` (that, as passes over the file).
@@ -220,7 +206,7 @@ class PromptMix:
         """{seed, taken, weights, files}: files holds the state of each `PromptSampler`, null without prompts."""
         streams = [self._streams.get(number) for number in range(len(self._files))]
         files = [None if stream is None else stream.state_dict() for stream in streams]
-        return {"seed": self._seed, "taken": self._taken, "weights": self._weights, "files": files}
+        return {"seed": self._seed, "taken": self.taken, "weights": self._weights, "files": files}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises ValueError when it is of other files, weights or seeds, and as
@@ -229,16 +215,15 @@ class PromptMix:
         _refuse_samplers(state)
         if "files" not in state:
             raise ValueError("the run was begun without weights in data.train, this one has some: take them out")
-        if state["seed"] != self._seed:
-            raise ValueError(f"the saved prompt order used seed {state['seed']}, this run uses seed {self._seed}")
+        self._check_seed(state)
         if state["taken"] and state["weights"] != self._weights:
             raise ValueError(
                 f"the run was begun with the weights {state['weights']} in data.train, this one has {self._weights}: "
                 "give it those, or begin another run from the weights of its model"
             )
-        self._taken = state["taken"]
+        self.taken = state["taken"]
         for number, stream in self._streams.items():
-            saved = state["files"][number] if self._taken else None
+            saved = state["files"][number] if self.taken else None
             if saved is None:
                 stream._start(epoch=0, cursor=0)
                 continue
@@ -246,7 +231,7 @@ class PromptMix:
                 stream.load_state_dict(saved)
             except ValueError as error:
                 raise ValueError(f"{self._files[number].name}: {error}") from error
-        if self._taken != sum(stream.taken for stream in self._streams.values()):
+        if self.taken != sum(stream.taken for stream in self._streams.values()):
             raise ValueError("a file of data.train has no prompts any more: give the run what it was begun with")
 
     @property

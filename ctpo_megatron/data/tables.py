@@ -1,23 +1,27 @@
-"""Finds data files and reads their rows: parquet, JSON lines, and folders of Hugging Face `datasets`."""
+"""Finds and reads data files: parquet, JSON lines, folders of Hugging Face `datasets`. Writes prompt files, too."""
 
 from __future__ import annotations
 
 import difflib
 import glob
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ctpo_megatron.data.problems import DataError, Problems
 
 _BATCH = 1000
+_UNREADABLE = (DataError, pa.ArrowException, OSError, UnicodeDecodeError)
 _JSON = (".jsonl", ".ndjson", ".json")
 _DATA = (".parquet", *_JSON, ".arrow")
 _MEDIA = ("image", "video", "audio")
@@ -26,6 +30,10 @@ _QUESTIONS = ("problem", "question", "query", "instruction", "input")
 _ANSWERS = ("answer", "final_answer", "expected_answer", "solution", "output", "response")
 """Columns of collections of problems, the likeliest first."""
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_DOUBLE = 16
+"""Digits from which on a number of a column of single precision shows how it was widened."""
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+"""Type of a column of conversations."""
 
 
 @dataclass(frozen=True)
@@ -90,23 +98,19 @@ def read_rows(
                     yield row, dict.fromkeys(required) | cells
             elif cells is not None:
                 problems.general(f"{file} row {row}: expected a JSON object, not {type(cells).__name__}")
-    except (DataError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         kind = "JSON" if file.suffix in _JSON else "Arrow" if file.suffix == ".arrow" else "parquet"
         problems.general(f"{file}: not a readable {kind} file ({error}); correct it, or write or download it again")
 
 
-def count_rows(file: Path) -> int:
-    """Rows of a file; 0 for one that cannot be read, which `read_rows` reports."""
-    try:
-        return open_table(file).count
-    except (DataError, pa.ArrowException, OSError, UnicodeDecodeError):
-        return 0
-
-
 def count_all_rows(patterns: Sequence[str]) -> int | None:
-    """Rows of all files that paths, folders and patterns name; None when any of them cannot be read."""
+    """Rows of all files that paths, folders and patterns name; None when any of them is empty or cannot be read."""
     problems = Problems()
-    counts = [count_rows(file) for file in find_files(patterns, problems)]
+    files = find_files(patterns, problems)
+    try:
+        counts = [open_table(file).count for file in files]
+    except _UNREADABLE:  # `read_rows` reports it
+        return None
     return sum(counts) if all(counts) and not problems.lines else None
 
 
@@ -225,3 +229,50 @@ def _nearby(path: Path) -> str:
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _DATA or entry.is_dir())
     ranked = difflib.get_close_matches(path.name, names, n=5, cutoff=0.3) or names[:5]
     return f"{folder} holds {', '.join(ranked)}" if ranked else f"{folder} holds no parquet file"
+
+
+def number_text(value: float | Decimal) -> str:
+    """A number in decimal digits without an exponent, exactly as Python would read it back: 1e-05 is "0.00001".
+
+    A value of single precision is written with its own digits: 0.1 of a float32 column is "0.1". Raises ValueError for
+    a number that is not finite.
+    """
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):
+        raise ValueError(f"must be a finite number, not {value}")
+    exact = value if isinstance(value, Decimal) else Decimal(repr(value))
+    if (
+        isinstance(value, float)
+        and len(exact.as_tuple().digits) >= _DOUBLE
+        and float(single := np.float32(value)) == value
+    ):
+        exact = Decimal(str(single))
+    return format(exact, "f")
+
+
+def prompt_row(
+    identity: str, data_source: str, question: str, ability: str, answer: str, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """A row of a prompt file (docs/data.md): one question of a user."""
+    return {
+        "id": identity,
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": question}],
+        "ability": ability,
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": extra,
+    }
+
+
+def write_prompt_rows(rows: list[dict[str, Any]], extra: Sequence[tuple[str, pa.DataType]], file: Path) -> None:
+    """Write rows of `prompt_row` as parquet. extra: names and types in `extra_info`."""
+    columns = {
+        "id": pa.string(),
+        "data_source": pa.string(),
+        "prompt": MESSAGES,
+        "ability": pa.string(),
+        "reward_model": pa.struct([("ground_truth", pa.string()), ("style", pa.string())]),
+        "extra_info": pa.struct(extra),
+    }
+    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(columns)), file)

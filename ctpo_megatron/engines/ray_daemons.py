@@ -68,11 +68,11 @@ class RayDaemons:
         worker.print_to_stdstream = self._say  # Ray's own function prints pages of a daemon's log
 
     def watch(self, head_lost: Callable[[str], None]) -> None:
-        """Return after `close`. Calls `head_lost` with the reason once the GCS is gone."""
+        """Return after `close`. Calls `head_lost` with the reason once, when the GCS is gone."""
         poll = select.poll()
         for descriptor in (self._closing, *self._watched):
             poll.register(descriptor, select.POLLIN)
-        seen = time.monotonic()
+        seen, told = time.monotonic(), False
         while True:
             ready = [descriptor for descriptor, _ in poll.poll(1000 * HEAD_POLL_S if self._address else None)]
             if self._closing in ready:
@@ -83,7 +83,8 @@ class RayDaemons:
             if self._address and (seen := self._last_seen(seen)) + HEAD_LOST_S < time.monotonic():
                 self._address, gone = "", f"Ray's GCS at {self._address} has not answered for {HEAD_LOST_S:g} s"
                 self.head = self.lost = gone
-            if self.head:
+            if self.head and not told:
+                told = True
                 head_lost(self.head)
         for descriptor in (self._closing, *self._watched):
             os.close(descriptor)

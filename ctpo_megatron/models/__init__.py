@@ -1,4 +1,4 @@
-"""Models: one file per family reads its config.json and derives weights, memory and FLOPs. No torch.
+"""Models: a family reads its config.json and derives weights, memory and FLOPs. No torch.
 
 family = FAMILIES["Qwen3ForCausalLM"]
 reasons = list(family.refusals(raw))           # of a config.json; empty: supported
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ctpo_megatron.models.dense import Llama, Mistral, Qwen2, Qwen3
 from ctpo_megatron.models.family import LayerSplit, ModelFamily
-from ctpo_megatron.models.llama import Llama
 from ctpo_megatron.models.mapping import (
     ParamMapping,
     Shape,
@@ -23,28 +23,8 @@ from ctpo_megatron.models.mapping import (
     shard_vocabulary,
     vocabulary,
 )
-from ctpo_megatron.models.mistral import Mistral
-from ctpo_megatron.models.qwen2 import Qwen2
-from ctpo_megatron.models.qwen3 import Qwen3
 from ctpo_megatron.models.qwen3_moe import Qwen3Moe
 from ctpo_megatron.models.spec import ModelSpec, Refusal
-
-__all__ = [
-    "FAMILIES",
-    "LayerSplit",
-    "ModelFamily",
-    "ModelSpec",
-    "ParamMapping",
-    "Refusal",
-    "Shape",
-    "gate_and_up",
-    "padded_vocabulary",
-    "query_key_value",
-    "replicated",
-    "row_parallel",
-    "shard_vocabulary",
-    "vocabulary",
-]
 
 FAMILIES: Mapping[str, ModelFamily] = {
     family.architecture: family for family in (Qwen2(), Qwen3(), Qwen3Moe(), Llama(), Mistral())

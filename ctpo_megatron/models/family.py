@@ -137,10 +137,8 @@ class ModelFamily:
         """Parameters of attention and the norm before it; names begin after `decoder.layers.N.` and `layer_prefix`."""
         h, d, name = spec.hidden_size, spec.head_dim, "self_attention.linear_qkv"
         queries, keys = spec.num_attention_heads * d, spec.num_key_value_heads * d
-        norms = (
-            "input_layernorm.weight",
-            f"{name}.layer_norm_weight",
-        )  # Transformer Engine fuses the norm with the projection
+        # Transformer Engine fuses the norm with the projection.
+        norms = ("input_layernorm.weight", f"{name}.layer_norm_weight")
         yield mapping.replicated(norms, "input_layernorm.weight", (h,))
         projections = [f"self_attn.{x}_proj" for x in "qkv"]
         shapes = ((queries, h), (keys, h), (keys, h))
@@ -169,7 +167,9 @@ class ModelFamily:
 
     def tensors(self, spec: ModelSpec) -> dict[str, Shape]:
         """Name and shape of every tensor of a saved model; if tied, without the output layer."""
-        found = {name: shape for row in self.ends(spec) for name, shape in zip(row.hf, row.shapes, strict=True)}
+        found: dict[str, Shape] = {}
+        for row in self.ends(spec):
+            found |= dict(zip(row.hf, row.shapes, strict=True))
         in_layer: dict[str, Shape] = {}
         for row in self.layer(spec):
             for expert in range(spec.num_experts if row.per_expert else 1):

@@ -21,61 +21,24 @@ from ctpo_megatron.config import PRESETS, PolicyObjective, objective_from_config
 from ctpo_megatron.objective.advantages import Advantage, batch_advantages, group_advantages, turn_advantages
 from ctpo_megatron.objective.aggregation import Denominators
 from ctpo_megatron.objective.correction import Corrected, correct
-from ctpo_megatron.objective.diagnostics import TokenDiagnostics, token_diagnostics
 from ctpo_megatron.objective.function import (
     Objective,
     ObjectiveInputs,
     ObjectiveOutput,
-    check_objective,
     function_loss,
     load_objective,
+    objective_problem,
 )
-from ctpo_megatron.objective.fused import LinearPolicyLoss, linear_policy_loss, warm_up_kernels
+from ctpo_megatron.objective.fused import linear_policy_loss, warm_up_kernels
 from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, noise_metrics, weight_mean
-from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss, supervised_loss
+from ctpo_megatron.objective.policy_loss import policy_loss, supervised_loss
 from ctpo_megatron.objective.position_law import PositionLaw, fit_law, points_of_bins
-from ctpo_megatron.objective.positions import PositionStats, position_metrics, position_stats, skipped_stats
-from ctpo_megatron.objective.stats import LossStats, merge, summarize
-from ctpo_megatron.objective.window_size import window_metrics
-
-__all__ = [
-    "PRESETS",
-    "Advantage",
-    "Corrected",
-    "Denominators",
-    "LinearPolicyLoss",
-    "LossStats",
-    "MismatchRows",
-    "Objective",
-    "ObjectiveInputs",
-    "ObjectiveOutput",
-    "PolicyLossOutput",
-    "PolicyObjective",
-    "PositionLaw",
-    "PositionStats",
-    "TokenDiagnostics",
-    "batch_advantages",
-    "check_objective",
-    "correct",
-    "correction_metrics",
-    "fit_law",
-    "function_loss",
-    "group_advantages",
-    "linear_policy_loss",
-    "load_objective",
-    "merge",
-    "noise_metrics",
-    "objective_from_config",
-    "points_of_bins",
-    "policy_loss",
-    "position_metrics",
-    "position_stats",
-    "skipped_stats",
-    "summarize",
-    "supervised_loss",
-    "token_diagnostics",
-    "turn_advantages",
-    "warm_up_kernels",
-    "weight_mean",
-    "window_metrics",
-]
+from ctpo_megatron.objective.positions import (
+    PositionStats,
+    position_metrics,
+    position_stats,
+    skipped_stats,
+    window_metrics,
+)
+from ctpo_megatron.objective.stats import LossStats, PolicyLossOutput, merge, summarize
+from ctpo_megatron.objective.surrogate import TokenDiagnostics, token_diagnostics

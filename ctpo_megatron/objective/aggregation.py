@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,13 +72,12 @@ def token_scale(
     L is `loss_scale_factor`. N counts every sequence, or only those with a loss token (`count_masked_sequences`).
     `denominators` None: this batch is the whole step. An empty denominator counts as 1, and the loss is then 0.
     """
-    sequences: int | Tensor
-    trained: int | Tensor
-    tokens: int | Tensor
+    of_step: Sequence[int | Tensor]
     if denominators is None:
-        sequences, trained, tokens = counts(loss_mask, layout).clamp(min=1).unbind()
+        of_step = counts(loss_mask, layout).clamp(min=1).unbind()
     else:
-        sequences, trained, tokens = (max(count, 1) for count in denominators.as_list())
+        of_step = [max(count, 1) for count in denominators.as_list()]
+    sequences, trained, tokens = of_step
     # Created on the device: copying a host tensor there would synchronise.
     one = torch.ones((), dtype=torch.float64, device=loss_mask.device)
     if objective.loss_agg_mode == "token-mean":

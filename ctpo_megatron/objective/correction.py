@@ -59,7 +59,9 @@ def correct(
     weights = None
     if config.level != "none":
         log_weight = _log_weight(config.level, d, layout)
-        weights = torch.where(model, _truncated(log_weight, config.cap).to(d.dtype), 1.0)
+        # Clamped in log space: exp of a long sum would overflow.
+        truncated = log_weight.clamp(max=math.log(config.cap)).exp()
+        weights = torch.where(model, truncated.to(d.dtype), 1.0)
         columns.add_weights(log_weight, weights, config.cap)
     rejected = torch.zeros_like(model)
     for reject in config.reject:
@@ -93,11 +95,6 @@ def _log_weight(kind: CorrectionKind, d: Tensor, layout: SequenceBounds) -> Tens
             return sequence_sum(d, layout)
         case "prefix":
             return prefix_sum(d, layout)
-
-
-def _truncated(log_weight: Tensor, cap: float) -> Tensor:
-    """min(cap, exp log_weight), clamped in log space: exp of a long sum would overflow."""
-    return log_weight.clamp(max=math.log(cap)).exp()
 
 
 def _statistic(reject: RejectConfig, d: Tensor, model: Tensor, layout: SequenceBounds) -> Tensor:

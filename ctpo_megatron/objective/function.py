@@ -11,13 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ctpo_megatron.base.extensions import ExtensionError, load
+from ctpo_megatron.base.extensions import ExtensionError, call_problem, load
 from ctpo_megatron.config import Extension, PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, token_scale
-from ctpo_megatron.objective.policy_loss import PolicyLossOutput
 from ctpo_megatron.objective.ratios import token_log_ratio
 from ctpo_megatron.objective.sequences import SequenceBounds
-from ctpo_megatron.objective.stats import LossStats, stats_of
+from ctpo_megatron.objective.stats import LossStats, PolicyLossOutput, stats_of
 
 
 @dataclass(frozen=True)
@@ -64,24 +63,20 @@ class Objective(Protocol):
     def __call__(self, inputs: ObjectiveInputs, /, **arguments: Any) -> Tensor | ObjectiveOutput: ...
 
 
-def check_objective(found: object, arguments: Mapping[str, Any]) -> list[str]:
-    """Why an object cannot be an objective with these arguments; empty if it can."""
-    if inspect.isclass(found) or not callable(found):
-        return ["is not a function; an objective is a function of one ObjectiveInputs and keyword arguments"]
-    if inspect.iscoroutinefunction(found):
-        return ["is async; an objective is called inside the training step and cannot wait"]
-    try:
-        inspect.signature(found).bind(None, **arguments)
-    except TypeError as error:
-        return [f"cannot be called with (inputs{''.join(f', {name}=...' for name in arguments)}): {error}"]
-    return []
+def objective_problem(part: object, arguments: Mapping[str, Any]) -> str:
+    """Why an object cannot be an objective with these arguments, or ""."""
+    if inspect.isclass(part) or not callable(part):
+        return "is not a function; an objective is a function of one ObjectiveInputs and keyword arguments"
+    if inspect.iscoroutinefunction(part):
+        return "is async; an objective is called inside the training step and cannot wait"
+    return call_problem(part, ("inputs",), arguments)
 
 
 def load_objective(extension: Extension) -> Objective:
     """The function that `objective.function` names, bound to its arguments. Raises ExtensionError."""
     found = load(extension.name)
-    if problems := check_objective(found, extension.arguments):
-        raise ExtensionError(f"{extension.name} {'; '.join(problems)}")
+    if problem := objective_problem(found, extension.arguments):
+        raise ExtensionError(f"{extension.name} {problem}")
     return partial(found, **extension.arguments)
 
 
@@ -94,7 +89,7 @@ def function_loss(function: Objective, inputs: ObjectiveInputs, objective: Polic
     output = output if isinstance(output, ObjectiveOutput) else ObjectiveOutput(output)
     _check_output(output, inputs)
     layout = SequenceBounds.of(inputs.log_probs, inputs.cu_seqlens)
-    trained = layout.mask(inputs.loss_mask, "loss_mask") & layout.mask(inputs.response_mask, "response_mask")
+    _, trained = layout.masks(inputs.response_mask, inputs.loss_mask)
     per_token = None
     if output.loss.dim():
         per_token = torch.where(trained, output.loss, 0.0)

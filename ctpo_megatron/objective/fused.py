@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,18 +14,7 @@ from ctpo_kernels import CTPOStats, PerToken
 from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, counts
 from ctpo_megatron.objective.sequences import SequenceBounds
-from ctpo_megatron.objective.stats import LossStats
-
-
-@dataclass(frozen=True)
-class LinearPolicyLoss:
-    """loss: scalar, differentiable in hidden and weight; the others are detached. log_probs: `[N]` nats, 0 where masked
-    out; entropy: likewise, None unless requested."""
-
-    loss: Tensor
-    stats: LossStats
-    log_probs: Tensor
-    entropy: Tensor | None
+from ctpo_megatron.objective.stats import LossStats, PolicyLossOutput
 
 
 def fused_policy_loss(
@@ -89,7 +78,7 @@ def linear_policy_loss(
     accumulate_into_main_grad: bool = False,
     gradient_scale: float = 1.0,
     entropy: bool = False,
-) -> LinearPolicyLoss:
+) -> PolicyLossOutput:
     """`policy_loss` of the log-probs of softmax(hidden weight^T / temperature), without the logits of all tokens.
 
     hidden: `[N, H]` (`[N / tp, H]` under `sequence_parallel`); row i predicts labels[i], and all other `[N]` tensors
@@ -124,7 +113,7 @@ def linear_policy_loss(
     loss, stats, log_probs, entropies = cast(
         tuple[Tensor, CTPOStats, Tensor, Tensor | None], result if entropy else (*result, None)
     )
-    return LinearPolicyLoss(loss, LossStats(stats.sums, stats.maxima), log_probs, entropies)
+    return PolicyLossOutput(loss, None, LossStats(stats.sums, stats.maxima), log_probs, entropies)
 
 
 def _row_or_column(values: Tensor, layout: SequenceBounds) -> Tensor:
@@ -142,18 +131,16 @@ def _keywords(
     layout: SequenceBounds,
 ) -> dict[str, Any]:
     """The objective and the counts of its means as keywords of the kernels."""
-    sequences: int | Tensor
-    trained: int | Tensor
-    tokens: int | Tensor
     # By default the kernels count every sequence, also those without a loss token. Which ones count is decided here, so
     # the counts are always passed.
+    of_step: Sequence[int | Tensor]
     if denominators is None:
-        model = layout.mask(response_mask, "response_mask")
-        loss = model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
-        sequences, trained, tokens = counts(loss, layout).unbind()  # 0-d tensors: no read-back
+        _, trained = layout.masks(response_mask, loss_mask)
+        of_step = counts(trained, layout).unbind()  # 0-d tensors: no read-back
     else:
-        sequences, trained, tokens = denominators.as_list()
-    size = sequences if objective.count_masked_sequences else trained
+        of_step = denominators.as_list()
+    sequences, trained_sequences, tokens = of_step
+    size = sequences if objective.count_masked_sequences else trained_sequences
     return _of_objective(objective) | {"batch_num_tokens": tokens, "global_batch_size": size}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,22 +11,8 @@ from ctpo_megatron.objective.aggregation import Denominators, token_scale
 from ctpo_megatron.objective.fused import fused_policy_loss
 from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, TokenRatios, objective_ratios
 from ctpo_megatron.objective.sequences import SequenceBounds
-from ctpo_megatron.objective.stats import LossStats, stats_of
+from ctpo_megatron.objective.stats import LossStats, PolicyLossOutput, stats_of
 from ctpo_megatron.objective.surrogate import Surrogate, surrogate
-
-
-@dataclass(frozen=True)
-class PolicyLossOutput:
-    """loss: scalar, differentiable. per_token: l_t w_t in the shape of log_probs, before aggregation, 0 where the loss
-    mask is 0. It is part of the graph in plain torch (detach it before keeping it), detached where the kernels compute
-    it, and None from `linear_policy_loss`. stats: detached. log_probs, entropy: nats, detached, in the shape of the
-    labels; None unless requested."""
-
-    loss: Tensor
-    per_token: Tensor | None
-    stats: LossStats
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
 
 
 def policy_loss(
@@ -100,17 +84,11 @@ def policy_loss(
             cp_group=cp_group,
         )
         return PolicyLossOutput(loss if bonus is None else loss - bonus.to(dtype), per_token, stats)
-    model, trained = _masks(response_mask, loss_mask, layout)
-
-    # Mask before any arithmetic: 0 * NaN is NaN, in the forward pass and in the gradient.
-    flat_log_probs = torch.where(model, layout.values(log_probs, "log_probs", dtype), 0.0)
-    flat_old_log_probs = layout.values(old_log_probs, "old_log_probs", dtype)
-    turns = None if turn is None else layout.values(turn, "turn", turn.dtype)
-    ratios = objective_ratios(objective, flat_log_probs, flat_old_log_probs, model, layout, turns)
+    model, trained = layout.masks(response_mask, loss_mask)
+    current, anchor, ratios = objective_ratios(objective, log_probs, old_log_probs, model, layout, turn, dtype)
     counted = trained if ratios.ends is None else model
     advantage = torch.where(counted, layout.values(advantages.detach(), "advantages", dtype, per_sequence=True), 0.0)
-    tokens = LossTokens(flat_log_probs, flat_old_log_probs, advantage, model, trained, layout)
-    token = surrogate(ratios, tokens, objective)
+    token = surrogate(ratios, LossTokens(current, anchor, advantage, model, trained, layout), objective)
     per_token = token.loss
     if weights is not None:
         per_token = per_token * layout.values(weights.detach(), "weights", dtype, per_sequence=True)
@@ -121,12 +99,6 @@ def policy_loss(
     stats = _stats(loss, ratios, token, model, trained)
     loss = loss if bonus is None else loss - bonus
     return PolicyLossOutput(loss.to(dtype), per_token.reshape(layout.shape), stats)
-
-
-def _masks(response_mask: Tensor, loss_mask: Tensor | None, layout: SequenceBounds) -> tuple[Tensor, Tensor]:
-    """bool `[N]` each: which tokens the policy sampled, and which count in the loss."""
-    model = layout.mask(response_mask, "response_mask")
-    return model, model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
 
 
 def _entropy_bonus(
@@ -140,7 +112,7 @@ def _entropy_bonus(
     """What `entropy_coef` subtracts from the loss: float64 scalar; None without it."""
     if entropy is None or not objective.entropy_coef:
         return None
-    trained = _masks(response_mask, loss_mask, layout)[1]
+    _, trained = layout.masks(response_mask, loss_mask)
     values = torch.where(trained, layout.values(entropy, "entropy", entropy.dtype), 0.0)
     return objective.entropy_coef * (values * token_scale(trained, layout, objective, denominators)).sum()
 

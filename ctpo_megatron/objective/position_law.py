@@ -84,7 +84,10 @@ def fit_law(points: Points) -> PositionLaw | None:
     if np.count_nonzero(positive) < 3:
         return None
     t, y, w = points.t, points.std, points.weight
-    fits = [(_explained(y, scale * t**p, w), p, scale) for p in EXPONENTS for scale in [_scale(t**p, y, w)]]
+    fits = []
+    for power in EXPONENTS:
+        factor = _scale(t**power, y, w)
+        fits.append((_explained(y, factor * t**power, w), power, factor))
     free_r2, exponent, scale = max(fits)
     sigma = _scale(np.sqrt(t), y, w)
     return PositionLaw(sigma, _explained(y, sigma * np.sqrt(t), w), exponent, scale, free_r2)

@@ -136,23 +136,29 @@ def token_ratios(
 
 
 def objective_ratios(
-    objective: PolicyObjective,
+    objective: PolicyObjective | None,
     log_probs: Tensor,
     old_log_probs: Tensor,
-    response_mask: Tensor,
+    model: Tensor,
     layout: SequenceBounds,
     turn: Tensor | None,
-) -> TokenRatios:
-    """`token_ratios` of an objective; with `turn_ratio: turn-end` those at the end of each token's turn.
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, TokenRatios]:
+    """Log-probs and anchors as `[N]` of `dtype`, from tensors in the caller's shape, and the ratios of an objective.
 
-    turn: the turn of each token, an integer `[N]`; may be None for other objectives. The gradient is 1 in
-    the token's own log-prob and 0 in others. Raises ValueError where turns are needed and missing.
+    These are `token_ratios`; with `turn_ratio: turn-end` those at the end of each token's turn. objective: None for a
+    user's own, with the ratio of each token. turn: the turn of each token, integers; may be None for other objectives.
+    The gradient is 1 in the token's own log-prob and 0 in others. Raises ValueError where turns are needed and missing.
     """
-    ratios = token_ratios(objective.ratio_mode, log_probs, old_log_probs, response_mask, layout)
-    if objective.turn_ratio == "prefix":
-        return ratios
-    if turn is None:
+    # Mask before any arithmetic: 0 * NaN is NaN, in the forward pass and in the gradient.
+    current = torch.where(model, layout.values(log_probs, "log_probs", dtype), 0.0)
+    anchor = layout.values(old_log_probs, "old_log_probs", dtype)
+    turns = None if turn is None else layout.values(turn, "turn", turn.dtype)
+    ratios = token_ratios("token" if objective is None else objective.ratio_mode, current, anchor, model, layout)
+    if objective is None or objective.turn_ratio == "prefix":
+        return current, anchor, ratios
+    if turns is None:
         raise ValueError("turn_ratio: turn-end needs the turn of every token; give turn")
-    ends = TurnEnds.of(turn, response_mask, layout)
-    own = log_probs - log_probs.detach()
-    return replace(ratios, log_ratio=ends.at_end(ratios.log_ratio.detach()) + own, ends=ends)
+    ends = TurnEnds.of(turns, model, layout)
+    own = current - current.detach()
+    return current, anchor, replace(ratios, log_ratio=ends.at_end(ratios.log_ratio.detach()) + own, ends=ends)

@@ -64,6 +64,11 @@ class SequenceBounds:
             raise ValueError(f"{name} has shape {tuple(mask.shape)}; expected {tuple(self.shape)}")
         return (mask.to(self.sequence_id.device) != 0).reshape(-1) & (self.sequence_id < self.sequences)
 
+    def masks(self, response_mask: Tensor, loss_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """bool `[N]` each: which tokens the policy sampled, and which count in the loss (None: all of these)."""
+        model = self.mask(response_mask, "response_mask")
+        return model, model if loss_mask is None else model & self.mask(loss_mask, "loss_mask")
+
     def values(self, values: Tensor, name: str, dtype: torch.dtype, *, per_sequence: bool = False) -> Tensor:
         """Per-token values in the caller's shape as `[N]` of `dtype`; with `per_sequence` also `[B]`, broadcast.
 

@@ -1,4 +1,4 @@
-"""Statistics of a loss: sums, counts and extrema, which merge exactly over micro-batches and ranks; never means."""
+"""What a loss returns: sums, counts and extrema, which merge exactly over micro-batches and ranks; never means."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ class LossStats:
 
     def cpu(self) -> LossStats:
         """A copy on the CPU, to send to other ranks."""
-        named = {name: pair.cpu() for name, pair in self.named.items()}
-        own = LossStats.from_tensor(self.as_tensor().cpu(), self.kind)
-        return replace(own, named=named)
+        sums, maxima = self.as_tensor().cpu().split([len(SUMS), len(MAXIMA)])
+        return LossStats(sums, maxima, self.kind, {name: pair.cpu() for name, pair in self.named.items()})
 
     def as_tensor(self) -> Tensor:
-        """One float64 vector for an all-gather; `from_tensor` restores it."""
+        """Sums and maxima as one float64 vector, which takes one copy to the host."""
         return torch.cat([self.sums, self.maxima])
 
     def without_sums(self) -> LossStats:
@@ -46,12 +45,19 @@ class LossStats:
         named = {name: torch.zeros_like(pair) for name, pair in self.named.items()}
         return replace(self, sums=torch.zeros_like(self.sums), named=named)
 
-    @classmethod
-    def from_tensor(cls, vector: Tensor, kind: StatsKind = "policy") -> LossStats:
-        """Inverse of `as_tensor`; raises ValueError for another length."""
-        if vector.shape != (len(SUMS) + len(MAXIMA),):
-            raise ValueError(f"expected [{len(SUMS) + len(MAXIMA)}], got {list(vector.shape)}")
-        return cls(vector[: len(SUMS)], vector[len(SUMS) :], kind)
+
+@dataclass(frozen=True)
+class PolicyLossOutput:
+    """loss: scalar, differentiable. per_token: l_t w_t in the shape of log_probs, before aggregation, 0 where the loss
+    mask is 0. It is part of the graph in plain torch (detach it before keeping it), detached where the kernels compute
+    it, and None from `linear_policy_loss`. stats: detached. log_probs, entropy: nats, detached, in the shape of the
+    labels; None unless requested."""
+
+    loss: Tensor
+    per_token: Tensor | None
+    stats: LossStats
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 def stats_of(

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from ctpo_megatron.config import PolicyObjective
-from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, TokenRatios, token_ratios
+from ctpo_megatron.objective.ratios import (
+    LOG_RATIO_CAP,
+    LossTokens,
+    TokenRatios,
+    objective_ratios,
+    prefix_sum,
+    token_ratios,
+)
+from ctpo_megatron.objective.sequences import SequenceBounds
 from ctpo_megatron.objective.trust_region import outside
 from ctpo_megatron.objective.turns import TurnEnds
 
@@ -188,3 +196,41 @@ def _masked(
         loss = -advantages * log_ratio.exp()
     high, low = left_out & (advantages > 0), left_out & (advantages < 0)
     return Surrogate(torch.where(left_out, 0.0, loss), ratio, high, low, far)
+
+
+@dataclass(frozen=True)
+class TokenDiagnostics:
+    """log r_t of the objective, its bounds, and S_t whatever the objective's ratio is; nats.
+
+    Each is shaped like log_probs, 0 where response_mask is 0.
+    """
+
+    log_ratio: Tensor
+    low: Tensor
+    high: Tensor
+    prefix: Tensor
+
+
+@torch.no_grad()
+def token_diagnostics(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    response_mask: Tensor,
+    objective: PolicyObjective,
+    *,
+    cu_seqlens: Tensor | None = None,
+    turn: Tensor | None = None,
+) -> TokenDiagnostics:
+    """Log-ratios and clip window of a padded `[B, T]` or packed `[N]` batch; arguments as for `policy_loss`.
+
+    Bounds of a clip on r are given as their logarithms (a lower bound of 0 as -inf). Infinite where `clip_mode` does
+    not bound the log-ratio of a token. Of `token_log` it is the log-ratio before its tokens are bounded.
+    """
+    layout = SequenceBounds.of(log_probs, cu_seqlens)
+    model = layout.mask(response_mask, "response_mask")
+    _, _, ratios = objective_ratios(objective, log_probs, old_log_probs, model, layout, turn, torch.float32)
+    low, high, _ = window(ratios.reach, torch.float32, objective)
+    if objective.clip_mode in ("ratio", "detached_ratio"):
+        low, high = low.clamp(min=0).log(), high.log()
+    values = (ratios.log_ratio, low, high, prefix_sum(ratios.d, layout).float())
+    return TokenDiagnostics(*(torch.where(model, value, 0.0).reshape(layout.shape) for value in values))

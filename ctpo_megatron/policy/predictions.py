@@ -174,7 +174,7 @@ class StreamingPredictions(Predictions):
         if not objective.on_kernels:
             return super().policy_loss(anchor, objective, denominators)
         targets = self.targets
-        found = linear_policy_loss(
+        return linear_policy_loss(
             self.hidden,
             self.weight,
             targets.labels,
@@ -198,7 +198,6 @@ class StreamingPredictions(Predictions):
             gradient_scale=self.gradient_scale,
             entropy=targets.on_policy,
         )
-        return PolicyLossOutput(found.loss, None, found.stats, found.log_probs, found.entropy)
 
     def _linear_log_probs(self, **options: bool) -> Any:
         return linear_log_probs(

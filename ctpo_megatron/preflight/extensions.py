@@ -84,9 +84,9 @@ def _reward(context: PartContext) -> Iterator[Problem]:
 def _objective(context: PartContext) -> Iterator[Problem]:
     if not context.part.is_path:
         return context.unknown(())
-    from ctpo_megatron.objective import check_objective
+    from ctpo_megatron.objective import objective_problem
 
-    return context.problems("; ".join(check_objective(load(context.part.name), context.part.arguments)))
+    return context.problems(objective_problem(load(context.part.name), context.part.arguments))
 
 
 def _tracker(context: PartContext) -> Iterator[Problem]:

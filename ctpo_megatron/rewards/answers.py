@@ -10,7 +10,7 @@ from fractions import Fraction
 from math import gcd
 
 from ctpo_megatron.rewards import expressions
-from ctpo_megatron.rewards.latex import ends, latex
+from ctpo_megatron.rewards.expressions import ends, latex
 from ctpo_megatron.rewards.layout import as_one_number
 from ctpo_megatron.rewards.reading import (
     Based,
@@ -293,7 +293,7 @@ def _scaled(quantity: Quantity, factor: Fraction) -> Fraction | Formula:
 def _same_value(gold: Fraction | Formula, said: Fraction | Formula) -> bool:
     if isinstance(gold, Fraction) and isinstance(said, Fraction):
         return gold == said or _printed(gold, said) or _printed(said, gold)
-    return str(gold) == str(said) or expressions.equal(latex(gold), latex(said))
+    return str(gold) == str(said) or _same_formula(gold, said)
 
 
 def _printed(decimal: Fraction, fraction: Fraction) -> bool:
@@ -303,5 +303,5 @@ def _printed(decimal: Fraction, fraction: Fraction) -> bool:
     return float(decimal) == float(fraction)
 
 
-def _same_formula(gold: Reading, said: Reading) -> bool:
+def _same_formula(gold: Reading | Fraction, said: Reading | Fraction) -> bool:
     return expressions.equal(latex(gold), latex(said))

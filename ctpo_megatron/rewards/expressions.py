@@ -1,14 +1,19 @@
-"""math-verify, with its errors mended: reads a formula, and says whether two are equal.
+"""math-verify, with its errors mended: writes readings as LaTeX, reads a formula, and says whether two are equal.
 
 Each of the errors has a test in tests/rewards/test_math_verify.py that fails once it is mended there.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
+from decimal import Decimal, localcontext
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
+
+from ctpo_megatron.rewards.reading import Formula, Named, Quantity, Reading, Several
 
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\{_])i(?![A-Za-z])|(?<=\d)i(?![A-Za-z])|(?<=\{)i(?![A-Za-z}])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[A-Za-z]|\\[a-z]+)\s*\^\\circ(?![a-z])")
@@ -16,6 +21,45 @@ _FACTORIAL = re.compile(r"^([^=<>]+!)=([^=<>]+)$")
 """An equation that is read as `n \\ne 120` unless the factorial stands on its right side."""
 _SMALLEST_SHARE = 1e-6
 """Two numbers of which one is a decimal are equal if they differ by less than this share."""
+_LONGEST_DECIMAL = 1000
+"""Digits of a number that is compared with a formula."""
+
+
+def latex(value: Reading | Fraction) -> str:
+    """A reading, without the units in it."""
+    if isinstance(value, Fraction):
+        return _number(value)
+    if isinstance(value, Formula):
+        return str(value)
+    if isinstance(value, Quantity):
+        return latex(value.value)
+    if isinstance(value, Named):
+        return f"{value.name}={latex(value.value)}"
+    if isinstance(value, Several):
+        inner = (":" if value.brackets in (":", "clock") else ", ").join(map(latex, value.items))
+        if len(value.brackets) != 2:
+            return inner
+        opening, closing = ("\\{", "\\}") if value.brackets == "{}" else tuple(value.brackets)
+        return f"{opening}{inner}{closing}"
+    return str(value)
+
+
+def ends(value: Fraction) -> bool:
+    """Whether the number can be written as a decimal."""
+    rest = value.denominator
+    for factor in (2, 5):
+        while rest % factor == 0:
+            rest //= factor
+    return rest == 1
+
+
+def _number(value: Fraction) -> str:
+    """As a decimal where it is one: math-verify compares it with a formula by its first decimals."""
+    if value.denominator > 1 and ends(value):
+        with localcontext(prec=_LONGEST_DECIMAL):
+            return f"{Decimal(value.numerator) / value.denominator:f}"
+    sign, above = "-" if value < 0 else "", abs(value.numerator)
+    return f"{sign}{above}" if value.denominator == 1 else f"{sign}\\frac{{{above}}}{{{value.denominator}}}"
 
 
 def parse(text: str) -> Any:
@@ -140,7 +184,7 @@ def _zero(expression: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str, complex_numbers: bool) -> Any:
-    _mend_percent()
+    _mend()
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
     from math_verify.parser import get_last_eq
     from sympy import I
@@ -186,9 +230,13 @@ def _converted(formula: str, complex_numbers: bool) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _mend_percent() -> None:
-    """In its grammar for antlr 4.9.3 one method is missing, which is called before a percentage is read."""
+def _mend() -> None:
+    """Hide math-verify's warning that it sets no time limits, and add a method that its grammar lacks.
+
+    The method is called before a percentage is read; the grammar is of antlr 4.9.3.
+    """
     from latex2sympy2_extended.antlr_parser import PSParser
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
         PSParser.AtomContext.FUNC_GAMMA = lambda self: None

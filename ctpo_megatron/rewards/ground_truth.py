@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
@@ -159,7 +158,7 @@ def _reasons(answers: Iterable[str], config: RewardConfig) -> Mapping[str, str]:
         return {}
     # All CPUs: nothing else of the run is working yet.
     workers = min(len(os.sched_getaffinity(0)), math.ceil(len(answers) / _PER_PROCESS))
-    with ProcessPool(max_workers=workers, initializer=_start, context=fork_server(math=True)) as pool:
+    with ProcessPool(max_workers=workers, initializer=end_with_trainer, context=fork_server(math=True)) as pool:
         results = pool.map(ground_truth_problem, answers, timeout=config.timeout_s).result()
         reasons: dict[str, str] = {}
         for answer in answers:
@@ -174,8 +173,3 @@ def _reasons(answers: Iterable[str], config: RewardConfig) -> Mapping[str, str]:
 
 def _is_ours(prompt: Prompt, config: RewardConfig) -> bool:
     return config.by_source.get(prompt.data_source, config.function).name == "math_verify"
-
-
-def _start() -> None:
-    end_with_trainer()
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides its warning that timeouts are off

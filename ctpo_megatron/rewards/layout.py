@@ -151,6 +151,16 @@ def as_one_number(answer: str) -> str:
     return text[: found.start()] + whole + (f".{found['places']}" if found["places"] else "") + text[found.end() :]
 
 
+def without_text(answer: str) -> str:
+    """The answer with what stands in `\\text{}` as bare words."""
+    return re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", answer)
+
+
+def lower_words(answer: str) -> str:
+    """Its words in lower case with single blanks between."""
+    return " ".join(without_text(answer).casefold().split())
+
+
 def word_set(text: str, separator: str = " ") -> frozenset[str]:
     """The words, or phrases, of a text."""
     return frozenset(text.split(separator))
@@ -211,7 +221,6 @@ def _joined(text: str) -> str:
     text = _GROUPED.sub(_ungrouped, text)
     text = _DECIMAL_COMMA.sub(r"\1.", text)
     text = _DECIMALS.sub(lambda found: found[0].replace(" ", ""), text)
-    depths = _depths(text)
 
     def one(found: re.Match[str]) -> str:
         if any(
@@ -222,7 +231,7 @@ def _joined(text: str) -> str:
         is_list = is_list and not _is_price(text, found.start(), found.end())
         return found[0] if is_list else found[0].replace(",", "")
 
-    return _COMMAS.sub(one, text).replace("{,}", ",") if "," in text and depths else text
+    return _COMMAS.sub(one, text).replace("{,}", ",")
 
 
 def _is_price(text: str, start: int, end: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.chat_template import CLOSE, OPEN
@@ -43,17 +42,16 @@ def answer_part(final_text: str, *, box_in_thinking: bool = True) -> str:
     return after if closed and not box_in_thinking else before + closed + after
 
 
-def score_math(final_text: str, answer: str, *, box_in_thinking: bool = True) -> float:
+def score_math(final_text: str, answer: str) -> float:
     """1.0 when the last box of `final_text` is the answer `answer` (`same_answer`), else 0.0.
 
-    Thinking that never ended earns nothing. box_in_thinking: whether a box counts in thinking that has ended, where
-    none follows it.
+    Thinking that never ended earns nothing. A box counts in thinking that has ended, where none follows it.
 
     Sets no time limit: math-verify's own uses signal alarms, which cannot stop a loop in C. Run it in a process that
     can be killed (RewardPool). Raises ValueError when `answer` itself cannot be read, and any exception of
     math-verify's comparison. A prediction that cannot be parsed is a wrong answer, not an error.
     """
-    box = last_boxed(answer_part(final_text, box_in_thinking=box_in_thinking))
+    box = last_boxed(answer_part(final_text))
     if not plain(answer):
         raise ValueError(f"cannot read the ground truth {answer!r}")
     return float(box is not None and bool(box.strip()) and same_answer(answer, box))
@@ -70,8 +68,6 @@ class MathVerify:
     def __init__(self, *, box_in_thinking: bool = True) -> None:
         """Import math-verify and build its grammar, so that the first answer does not have to wait for it."""
         self._box_in_thinking = box_in_thinking
-        # Hides its warning that timeouts are off, as intended here.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
         score_math("\\boxed{\\sqrt{4}}", "\\pi")
 
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Reward:

@@ -27,7 +27,6 @@ from ctpo_megatron.data.verdict import MissingCause, NoVerdict
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.protocol import COUNTS, Reward
-from ctpo_megatron.rewards.timeouts import GRACE_S, START_MARGIN_S, START_TIMEOUT_S, WORKERS_POLL_S, WORKERS_RETRIES
 from ctpo_megatron.rewards.worker import Pair, Routes, Scored
 
 if TYPE_CHECKING:
@@ -36,6 +35,11 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.trajectory import Trajectory
 
 _LONGEST_REASON = 1000
+START_TIMEOUT_S = 120.0  # for all workers to start and load the reward functions
+GRACE_S = 1.0  # after the deadline, for a worker to discard what it awaits, before it is killed
+START_MARGIN_S = 5.0  # at least, for a worker that was killed to be replaced
+WORKERS_POLL_S = 1.0  # how often a waiting thread checks that the workers are still there
+WORKERS_RETRIES = 3  # how often a trajectory is given to new workers because all of them were gone
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +95,10 @@ def reward_metrics(groups: Sequence[Group], report: ScoreReport, *, by_turn: boo
 
 def _by_turn(groups: Sequence[Group]) -> dict[str, float]:
     earned: dict[int, list[float]] = defaultdict(list)
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        for number, reward in enumerate(trajectory.turn_rewards or (), start=1):
-            earned[number].append(reward)
+    for group in groups:
+        for trajectory in group.trajectories:
+            for number, reward in enumerate(trajectory.turn_rewards or (), start=1):
+                earned[number].append(reward)
     return {f"reward/turn/{number}": statistics.fmean(rewards) for number, rewards in sorted(earned.items())}
 
 
@@ -248,10 +253,7 @@ class RewardPool:
 
     def begin(self, groups: Sequence[Group]) -> PendingScores:
         """Start `score` in the background and return at once."""
-        tasks: list[_Task] = []
-        for chunk in self._chunks(groups):
-            tasks.append(self._schedule(chunk))
-        return PendingScores(self, tasks)
+        return PendingScores(self, [self._schedule(chunk) for chunk in self._chunks(groups)])
 
     def _collect(self, tasks: Sequence[_Task]) -> ScoreReport:
         rewards: list[Reward] = []
@@ -347,9 +349,7 @@ class RewardPool:
 
     def _score_each_again(self, chunk: _Chunk) -> list[Scored]:
         """Score each trajectory of a chunk by itself: one of them stopped the worker, and nothing says which."""
-        tasks: list[_Task] = []
-        for pair in chunk.pairs:
-            tasks.append(self._schedule(_Chunk(chunk.route, (pair,))))
+        tasks = [self._schedule(_Chunk(chunk.route, (pair,))) for pair in chunk.pairs]
         outcomes: list[Scored] = []
         for task in tasks:  # after all are scheduled, so that they run at once
             outcomes += self._outcomes(task)

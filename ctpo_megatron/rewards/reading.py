@@ -9,9 +9,18 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 
-from ctpo_megatron.rewards.layout import FOREIGN, LATIN, LONGEST, enclosed, plain, split, word_set
-from ctpo_megatron.rewards.number_words import spoken
-from ctpo_megatron.rewards.numerals import numeral
+from ctpo_megatron.rewards.layout import (
+    FOREIGN,
+    LATIN,
+    LONGEST,
+    enclosed,
+    lower_words,
+    plain,
+    split,
+    without_text,
+    word_set,
+)
+from ctpo_megatron.rewards.numerals import numeral, spoken
 from ctpo_megatron.rewards.times import TimeOfDay, time
 from ctpo_megatron.rewards.units import NONE, Unit, unit
 
@@ -281,7 +290,7 @@ def _leading(text: str) -> tuple[Quantity, str] | None:
     if written.lstrip().startswith("\\cdot"):
         return None
     if money and price:
-        per = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", written).strip().removeprefix(price[1]) if price[1] else written
+        per = without_text(written).strip().removeprefix(price[1]) if price[1] else written
         written = f"{price[1] or ''} {money[2]} {per}"
     what = unit(written, blank=written.startswith(" ") or after < len(text))
     if what is None or (after < len(text) and not written):
@@ -425,14 +434,13 @@ def _may_be_measured(text: str) -> bool:
 
 def _spoken(text: str) -> Reading | None:
     """A number in words, with or without what it counts."""
-    words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).casefold().split())
-    found = spoken(words.replace(" percent", r" \%"))
+    found = spoken(lower_words(text).replace(" percent", r" \%"))
     what = unit(found[1], blank=True) if found else None
     return Quantity(found[0], what) if found and what is not None else None
 
 
 def _words(text: str) -> Reading | None:
-    bare = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    bare = without_text(text)
     said = [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS]
     in_text = re.search(rf"\\text\s*\{{[^{{}}]*(?:[A-Za-z]{{2}}|[{FOREIGN}])[^{{}}]*\}}", text)
     short = (

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from ctpo_megatron.rewards import expressions
-from ctpo_megatron.rewards.latex import latex
+from ctpo_megatron.rewards.expressions import latex
 from ctpo_megatron.rewards.reading import INEQUALITY, Formula, Named, Quantity, Reading, Several
 
 _COMPLEX = "zw"

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from ctpo_megatron.rewards.layout import lower_words
+
 _NOON = 12 * 3600
 _TIME = re.compile(
     r"(?:at )?(?P<hour>\d{1,2})(?: ?: ?(?P<minute>[0-5]\d)(?: ?: ?(?P<second>[0-5]\d))?)?(?: oclock)?"
@@ -46,7 +48,7 @@ class TimeOfDay:
 
 def time(text: str) -> TimeOfDay | None:
     """The time that a whole text says; None where it says none, or leaves out the half of the day."""
-    words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).casefold().split())
+    words = lower_words(text)
     if _MIDNIGHT.fullmatch(words):
         return TimeOfDay(0)
     if (word := words.removeprefix("at ")) in _WORDS:

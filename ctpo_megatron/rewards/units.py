@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from ctpo_megatron.rewards.layout import FOREIGN, LATIN, word_set
+from ctpo_megatron.rewards.layout import FOREIGN, LATIN, without_text, word_set
 
 # Dimension: factor and names of each unit. `T` and `K` are temperatures, which have no common zero.
 _TABLE = {
@@ -141,7 +141,7 @@ def unit(text: str, blank: bool = False) -> Unit | None:
         return None
     for symbol, name in _SYMBOLS.items():
         text = text.replace(symbol, f" {name} ")
-    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    text = without_text(text)
     text = re.sub(r"\^\s*\{\s*(-?\d+)\s*\}", r"^\1", text)
     text = re.sub(r"\bdegrees?\s+(?=(?i:celsius|fahrenheit)\b)", " ", text)
     text = re.sub(r"degree\s+([CF])\b", lambda m: "celsius" if m[1] == "C" else "fahrenheit", text)
@@ -174,10 +174,8 @@ def _unit_of(text: str) -> Unit | None:
         return Unit(scale=scale)
     names = frozenset(_singular(word) for word in words)
     shown = re.sub(r"[A-Za-z]+", lambda word: _singular(word[0]), " ".join(text.split()))
-    measured = _dimension(text)
-    if measured is None:
-        return Unit(shown, names, None, Fraction(1), scale)
-    return Unit(shown, names, measured[0], measured[1], scale)
+    dimension, factor = _dimension(text) or (None, Fraction(1))
+    return Unit(shown, names, dimension, factor, scale)
 
 
 def _may_stand_bare(word: str, blank: bool) -> bool:

@@ -20,40 +20,22 @@ if TYPE_CHECKING:
     from ctpo_megatron.run.verdicts import TooManyFailed
 
 _MODULES = {
-    "Controller": "controller",
-    "Persistence": "persistence",
-    "Reporter": "reporter",
-    "Run": "run",
-    "Services": "services",
-    "StopOrLostRank": "controller",
-    "TooManyFailed": "verdicts",
-    "TrainerGroup": "ranks",
-    "is_finished": "directory",
-    "open_run_directory": "directory",
-    "record_finish": "directory",
-    "start_services": "services",
-    "stop_signal": "scheduler",
+    "controller": ("Controller", "StopOrLostRank"),
+    "directory": ("is_finished", "open_run_directory", "record_finish"),
+    "persistence": ("Persistence",),
+    "ranks": ("TrainerGroup",),
+    "reporter": ("Reporter",),
+    "run": ("Run",),
+    "scheduler": ("stop_signal",),
+    "services": ("Services", "start_services"),
+    "verdicts": ("TooManyFailed",),
 }
-
-__all__ = [
-    "Controller",
-    "Persistence",
-    "Reporter",
-    "Run",
-    "Services",
-    "StopOrLostRank",
-    "TooManyFailed",
-    "TrainerGroup",
-    "is_finished",
-    "open_run_directory",
-    "record_finish",
-    "start_services",
-    "stop_signal",
-]
+"""Module -> the names that it has."""
 
 
 def __getattr__(name: str) -> Any:
     """Import the module of a front-door name."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

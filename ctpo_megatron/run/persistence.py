@@ -53,12 +53,10 @@ class Persistence:
         elsewhere = load is not None and not load.resolve().is_relative_to(self._directory.resolve())
         if not resume or (load is not None and not (resume == "auto" and elsewhere)):
             return load
-        return self._newest() or load
-
-    def _newest(self) -> Path | None:
-        if (newest := latest_checkpoint(self._directory)) is not None or has_sft_record(self._root):
-            return newest
-        return latest_checkpoint(self._directory / _SFT)
+        newest = latest_checkpoint(self._directory)
+        if newest is None and not has_sft_record(self._root):
+            newest = latest_checkpoint(self._directory / _SFT)
+        return newest or load
 
     def start_weights(self, checkpoint: Path | None) -> Path | None:
         """Directory of the weights to build the model with, if SFT has been done: by the run of `sft.from`, or before
@@ -105,16 +103,13 @@ class Persistence:
             _check_order(checkpoint, state["order"], order, self._config.data.rerender)
             done = state["step"]
             self._trainer.set_schedule(done / total_steps)
-        self._rewind_sft(checkpoint, done)
-        return max(done, 0)
-
-    def _rewind_sft(self, checkpoint: Path | None, done: int) -> None:
         self._take_over()
         RunPaths(self._root).sft_record.unlink(missing_ok=True)
         discard_checkpoints(self._directory / _SFT, done)
         self._report.begin_sft(done)
         if checkpoint is not None:
             self._report.note(f"continuing after SFT step {done}, from {checkpoint}")
+        return max(done, 0)
 
     def save_sft(self, step: int, order: Mapping[str, Any]) -> None:
         """Checkpoint the trainer after `step` SFT steps over batches in this order."""

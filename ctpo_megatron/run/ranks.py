@@ -200,12 +200,10 @@ class TrainerGroup:
 
     @_on_all_ranks(gpus=True)
     def compile_kernels(self) -> None:
-        """See `Trainer.compile_kernels`."""
         self.trainer.compile_kernels(self._config.objective)
 
     @_on_all_ranks(gpus=True)
     def use_optimizer(self, optimizer: OptimizerConfig, steps: int) -> None:
-        """See `Trainer.use_optimizer`."""
         self.trainer.use_optimizer(optimizer, steps)
 
     # Rank zero has the conversations and the batches, and the trainer sends every rank its share.
@@ -217,7 +215,6 @@ class TrainerGroup:
 
     @_on_all_ranks(gpus=True)
     def prepare_rl(self) -> None:
-        """See `Trainer.prepare_rl`."""
         config = self._config
         settings = TrainSettings.of(
             config.objective,
@@ -311,17 +308,14 @@ class TrainerGroup:
 
     @_on_all_ranks(gpus=True)
     def load(self, checkpoint: Path) -> dict[str, Any]:
-        """See `Trainer.load`."""
         return self.trainer.load(checkpoint)
 
     @_on_all_ranks()
     def set_schedule(self, fraction: float) -> None:
-        """See `Trainer.set_scheduler_step`."""
         self.trainer.set_scheduler_step(fraction)
 
     @_on_all_ranks(gpus=True)
     def export(self, directory: Path) -> None:
-        """See `Trainer.export`."""
         self.trainer.export(directory, exported_chat_template(self._config.model))
 
 

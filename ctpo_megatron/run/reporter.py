@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -99,11 +99,9 @@ class Reporter:
         """Show a line that stays."""
         self._display.note(text)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a part of the current step."""
-        with self.phases.phase(name):
-            yield
+        return self.phases.phase(name)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import StopRequest
-from ctpo_megatron.config import Config, DataConfig, Job, Placement, RewardConfig, RolloutConfig, node_ranks, world_size
+from ctpo_megatron.config import Config, DataConfig, Job, Placement, RolloutConfig, node_ranks, world_size
 from ctpo_megatron.data import Curriculum, MixedFile, PromptMix, PromptSampler, PromptSet, PromptStream
 from ctpo_megatron.engines import EnginePool, check_tokenizer, open_engines
 from ctpo_megatron.environments.prompts import usable, write_record
@@ -55,9 +55,15 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
         usable(train)
         held_out = [] if replayed or not config.data.eval else usable(admission.held_out())
         prompts = _stream(train, config.data, config.run.seed)
-        training, evaluating = _replay(config.rollout) if pool is None else _schedulers(pool)
+        if pool is None:
+            training = evaluating = _replay(config.rollout)
+        else:  # training yields to the other where it samples ahead
+            training = Scheduler.of(pool, background=pool.settings.max_staleness > 0)
+            evaluating = training.another()
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path, logs.rewards))
-        penalty = _overlong_penalty(config.reward, config.rollout)
+        penalty = None
+        if (overlong := config.reward.overlong_penalty) is not None:
+            penalty = OverlongPenalty(overlong.buffer, overlong.penalty, config.rollout.max_response_tokens)
         scoring = Scorer(scorers, penalty, by_turn=config.objective.by_turn)
         settings = RolloutSettings.of(config)
         rollouts = Rollouts(settings, training, scoring, prompts, stop, phases)
@@ -75,24 +81,11 @@ def _stream(train: PromptSet, data: DataConfig, seed: int) -> PromptStream:
     return PromptMix([MixedFile(*part) for part in parts], seed, data.shuffle, rerendered=data.rerender)
 
 
-def _overlong_penalty(reward: RewardConfig, rollout: RolloutConfig) -> OverlongPenalty | None:
-    if (settings := reward.overlong_penalty) is None:
-        return None
-    return OverlongPenalty(settings.buffer, settings.penalty, rollout.max_response_tokens)
-
-
-def _schedulers(pool: EnginePool) -> tuple[Generator, Generator]:
-    """For training, which yields to the other where it samples ahead, and for evaluation."""
-    training = Scheduler.of(pool, background=pool.settings.max_staleness > 0)
-    return training, training.another()
-
-
-def _replay(rollout: RolloutConfig) -> tuple[Generator, Generator]:
+def _replay(rollout: RolloutConfig) -> Generator:
     assert rollout.replay is not None  # or there would be engines
     recorded = trajectory_files(Path(rollout.replay))
-    replay = Replay(
+    return Replay(
         lambda step: recorded_trajectories(recorded[step]),
         rollout.max_quarantined,
         refills=rollout.uniform_groups == "refill",
     )
-    return replay, replay

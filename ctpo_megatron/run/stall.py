@@ -1,21 +1,28 @@
-"""A stalled run: the stacks of a rank, and which rank keeps the others waiting."""
+"""A stalled run: the stacks of a rank, which rank keeps the others waiting, and processes that are stopped."""
 
 from __future__ import annotations
 
 import faulthandler
+import logging
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from ctpo_megatron.base.printable import ranges
+
+log = logging.getLogger(__name__)
 
 _PATH_PARTS = 3
 """As much of a path as tells files apart."""
+_STARTS_MORE = ("raylet", "ray::Rollout")
+"""Names of processes below which others of the run are; users' programs and functions are below the rest."""
 
 
 @dataclass(frozen=True)
@@ -118,3 +125,42 @@ def _joined(ranks: Sequence[int], names: Sequence[str]) -> str:
     if len(ranks) == 1:
         return names[ranks[0]]
     return f"ranks {ranges(ranks)}"
+
+
+class StoppedProcesses:
+    """Names the processes that this one has started, and which are stopped, as by SIGSTOP, at two checks in a row.
+
+    What waits for one cannot tell it from one that is busy.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._named: set[int] = set()
+
+    def check(self) -> None:
+        """Log what is stopped now and was at the last check, once; and what runs again."""
+        found = {each.pid: name for each, name in _stopped(psutil.Process())}
+        for pid in found.keys() & self._seen - self._named:
+            log.warning(
+                "%s (process %d) is stopped; what waits for it continues after kill -CONT %d", found[pid], pid, pid
+            )
+        for pid in self._named - found.keys():
+            log.warning("process %d is not stopped any more", pid)
+        self._named = found.keys() & (self._named | self._seen)
+        self._seen = set(found)
+
+
+def _stopped(parent: psutil.Process) -> Iterator[tuple[psutil.Process, str]]:
+    try:
+        children = parent.children()
+    except psutil.NoSuchProcess:  # it has ended, and another process has its number
+        return
+    for child in children:
+        try:
+            name, status = child.name(), child.status()
+        except psutil.NoSuchProcess:
+            continue
+        if status == psutil.STATUS_STOPPED:
+            yield child, name
+        if name.startswith(_STARTS_MORE):
+            yield from _stopped(child)

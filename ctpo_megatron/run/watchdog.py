@@ -19,8 +19,7 @@ from ctpo_megatron.base import clock
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import TRY_AGAIN
 from ctpo_megatron.policy import RankZero, pending_collectives
-from ctpo_megatron.run.stall import Place, StackFile, describe, main_thread_line
-from ctpo_megatron.run.stopped import StoppedProcesses
+from ctpo_megatron.run.stall import Place, StackFile, StoppedProcesses, describe, main_thread_line
 from ctpo_megatron.run.timeouts import CHILDREN_BEATS, HEARTBEAT_S, STACKS_BEATS
 from ctpo_megatron.tracking import Heartbeat, Progress
 

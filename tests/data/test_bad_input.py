@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.data import DataError, PromptRules, load_conversations
-from tests.support.prompts import load_prompts
+from ctpo_megatron.data import DataError, PromptRules
+from tests.support.prompts import load_conversations, load_prompts
 
 CALL = {"type": "function", "id": "c1", "function": {"name": "code_interpreter", "arguments": {"code": "print(1)"}}}
 USER, TOOL = {"role": "user", "content": "1+1?"}, {"role": "tool", "content": "2", "tool_call_id": "c1"}

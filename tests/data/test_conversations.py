@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.data import DataError, Trajectory, batch_order, batches, load_conversations
+from ctpo_megatron.data import DataError, Trajectory, batch_order, batches
+from tests.support.prompts import load_conversations
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.data import DataError, PromptRules, load_conversations, read_prompts
-from tests.support.prompts import load_prompts
+from ctpo_megatron.data import DataError, PromptRules, read_prompts
+from tests.support.prompts import load_conversations, load_prompts
 
 SAVED = Path(__file__).parent / "saved_dataset"
 """Two rows, written by `save_to_disk` of the library `datasets`."""

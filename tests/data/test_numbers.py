@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.data.numbers import number_text
 from ctpo_megatron.data.prompts import _answer
 from ctpo_megatron.data.refine import COLUMNS, read_problems
+from ctpo_megatron.data.tables import number_text
 from ctpo_megatron.rewards import score_math
 
 

@@ -174,7 +174,7 @@ def test_no_rows(tmp_path, tokenizer):
 def test_reading_prompts_does_not_import_torch():
     code = (
         "import sys\n"
-        "from ctpo_megatron.data import load_conversations, read_prompts, prepare\n"
+        "from ctpo_megatron.data import prepare, read_conversations, read_prompts\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.config import Config, SystemPrompt
-from ctpo_megatron.data import DataError, PromptRules, load_conversations
+from ctpo_megatron.data import DataError, PromptRules
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
 from ctpo_megatron.environments.parsers.fenced import SYSTEM_PROMPT
 from tests.data.test_conversations import TALK
 from tests.data.test_conversations import write as write_conversations
 from tests.data.test_prompts import row, write
-from tests.support.prompts import load_prompts
+from tests.support.prompts import load_conversations, load_prompts
 
 USER, OWN = {"role": "user", "content": "q"}, {"role": "system", "content": "Be kind."}
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.config import Config, chat_template_text
-from ctpo_megatron.data import load_conversations
 from ctpo_megatron.environments.factory import offered_schemas
 from ctpo_megatron.environments.tokenizer import TokenizerError, check_chat_template, use_chat_template
 from tests.data.test_conversations import write
@@ -31,6 +30,7 @@ from tests.optional.qwen_formats import (
     rendered,
     texts,
 )
+from tests.support.prompts import load_conversations
 
 KNOWN: dict[str, str] = json.loads(TEXTS.read_text(encoding="utf-8"))
 OFF = {"enable_thinking": False}

@@ -117,7 +117,7 @@ def test_ctpo_verify_compares_it_with_transformers(
         ("my_models:replace", "model.family = .*replace"),
         ("collections:OrderedDict", "makes a OrderedDict; name a subclass of ctpo_megatron.models.ModelFamily"),
         ({"name": "my_models:SeedOss", "arguments": {"bias": True}}, "takes no arguments"),
-        ("ctpo_megatron.models.llama:Llama", "SeedOssForCausalLM is not the one of model.family, LlamaForCausalLM"),
+        ("ctpo_megatron.models.dense:Llama", "SeedOssForCausalLM is not the one of model.family, LlamaForCausalLM"),
     ],
 )
 def test_families_that_are_refused(config: Config, tmp_path: Path, family: object, expected: str) -> None:

@@ -18,10 +18,10 @@ from ctpo_megatron.objective import (
     ObjectiveInputs,
     ObjectiveOutput,
     PolicyObjective,
-    check_objective,
     function_loss,
     load_objective,
     merge,
+    objective_problem,
     policy_loss,
     summarize,
 )
@@ -144,8 +144,8 @@ async def waits(inputs: ObjectiveInputs) -> Tensor:
 @pytest.mark.parametrize(
     ("found", "arguments", "problem"),
     [
-        (grpo, {}, None),
-        (grpo, {"low": 0.1}, None),
+        (grpo, {}, ""),
+        (grpo, {"low": 0.1}, ""),
         (grpo, {"lo": 0.1}, "cannot be called with (inputs, lo=...): got an unexpected keyword argument 'lo'"),
         (lambda: None, {}, "cannot be called with (inputs): too many positional arguments"),
         (3, {}, "is not a function"),
@@ -153,9 +153,9 @@ async def waits(inputs: ObjectiveInputs) -> Tensor:
         (waits, {}, "is async"),
     ],
 )
-def test_what_is_no_objective_is_said_before_anything_starts(found: Any, arguments: dict, problem: str | None) -> None:
-    problems = check_objective(found, arguments)
-    assert problems == [] if problem is None else problems[0].startswith(problem)
+def test_what_is_no_objective_is_said_before_anything_starts(found: Any, arguments: dict, problem: str) -> None:
+    said = objective_problem(found, arguments)
+    assert said.startswith(problem) and bool(said) == bool(problem)
 
 
 def test_a_file_outside_the_package_is_found_and_bound(tmp_path, monkeypatch) -> None:

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.objective.window_size import window_metrics
+from ctpo_megatron.objective import PolicyObjective, window_metrics
 
 CTPO = PolicyObjective.preset("ctpo")
 

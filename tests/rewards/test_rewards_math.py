@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ctpo_megatron.data import Prompt, Trajectory
-from ctpo_megatron.rewards import last_boxed, score_math
+from ctpo_megatron.rewards import answer_part, last_boxed, score_math
 from ctpo_megatron.rewards.math import MathVerify
 
 
@@ -73,7 +73,7 @@ def test_an_unreadable_ground_truth_is_an_error():
 )
 def test_thinking_that_never_ended_earns_nothing(text: str, in_thinking: float, outside: float) -> None:
     assert score_math(text, "5") == in_thinking
-    assert score_math(text, "5", box_in_thinking=False) == outside
+    assert score_math(answer_part(text, box_in_thinking=False), "5") == outside
     for box_in_thinking, reward in ((True, in_thinking), (False, outside)):
         scored = MathVerify(box_in_thinking=box_in_thinking)(
             Trajectory("p", 0, 0, final_text=text), Prompt("p", "s", (), "5", ())

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ctpo_megatron.run.stopped import StoppedProcesses
+from ctpo_megatron.run.stall import StoppedProcesses
 
 _PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
 

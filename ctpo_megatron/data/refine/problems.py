@@ -7,31 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ctpo_megatron.base.files import aside
-from ctpo_megatron.data.numbers import number_text
 from ctpo_megatron.data.problems import Problems
-from ctpo_megatron.data.refine.report import Dropped
-from ctpo_megatron.data.tables import find_files, read_rows
+from ctpo_megatron.data.tables import find_files, number_text, prompt_row, read_rows, write_prompt_rows
 
 COLUMNS = {"problem": "problem", "answer": "answer", "id": "", "data_source": "", "ability": ""}
 """Field of a problem -> the column that holds it by default (`--map` overrides); "": none."""
 
-_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("data_source", pa.string()),
-        ("prompt", _MESSAGES),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-        ("extra_info", pa.struct([("file", pa.string()), ("row", pa.int64())])),
-    ]
-)
+Reason = Literal["unreadable", "unverifiable", "conflict", "duplicate", "near duplicate", "contaminated", "overlong"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +32,17 @@ class RawProblem:
     answer: str
     data_source: str
     ability: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A dropped problem, with the problem it was compared to."""
+
+    file: str
+    row: int
+    id: str
+    reason: Reason
+    detail: str
 
 
 def read_problems(
@@ -95,20 +93,12 @@ def read_held_out(files: Sequence[str]) -> dict[str, str]:
 
 def write_prompts(problems: Sequence[RawProblem], output: Path) -> None:
     """Write a prompt file (docs/data.md) atomically."""
-    rows = [_row(problem) for problem in problems]
+    rows = []
+    for each in problems:
+        extra = {"file": each.file, "row": each.row}
+        rows.append(prompt_row(each.id, each.data_source, each.text, each.ability, each.answer, extra))
     with aside(output) as written:
-        pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), written)
-
-
-def _row(problem: RawProblem) -> dict[str, Any]:
-    return {
-        "id": problem.id,
-        "data_source": problem.data_source,
-        "prompt": [{"role": "user", "content": problem.text}],
-        "ability": problem.ability,
-        "reward_model": {"ground_truth": problem.answer, "style": "rule"},
-        "extra_info": {"file": problem.file, "row": problem.row},
-    }
+        write_prompt_rows(rows, [("file", pa.string()), ("row", pa.int64())], written)
 
 
 def _text(value: object) -> str:

@@ -94,12 +94,12 @@ _THEN_MINUS = Expression("{s}-{c}", lambda c, s, **_: s - c)
 _THEN_PLUS = Expression("{s}+{c}", lambda c, s, **_: s + c)
 
 
-def _two(low_a: int, high_a: int, low_b: int, high_b: int) -> Callable[[Random], dict[str, int]]:
-    return lambda rng: {"a": rng.randint(low_a, high_a), "b": rng.randint(low_b, high_b)}
+def _two_digits(names: str) -> Callable[[Random], dict[str, int]]:
+    return lambda rng: {name: rng.randint(10, 99) for name in names}
 
 
-def _three(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> Callable[[Random], dict[str, int]]:
-    return lambda rng: {"a": rng.randint(*a), "b": rng.randint(*b), "c": rng.randint(*c)}
+def _three_by_two_digits(rng: Random) -> dict[str, int]:
+    return {"a": rng.randint(100, 999), "b": rng.randint(10, 99)}
 
 
 def _descending(rng: Random) -> dict[str, int]:
@@ -122,15 +122,15 @@ def _common_factor(low: int, high: int) -> Callable[[Random], dict[str, int]]:
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("sum", "What is the sum of {a} and {b}?", _two(10, 99, 10, 99),
+    Family("sum", "What is the sum of {a} and {b}?", _two_digits("ab"),
            (_SUM,), ((_PRODUCT,), (_DIFFERENCE,))),
-    Family("prod", "What is the product of {a} and {b}?", _two(10, 99, 10, 99),
+    Family("prod", "What is the product of {a} and {b}?", _two_digits("ab"),
            (_PRODUCT,), ((_SUM,), (_DIFFERENCE,))),
     Family("diff", "How much larger is {a} than {b}?", _descending,
            (_DIFFERENCE,), ((_SUM,), (_PRODUCT,))),
-    Family("rem", "Find the remainder when {a} is divided by {b}.", _two(100, 999, 10, 99),
+    Family("rem", "Find the remainder when {a} is divided by {b}.", _three_by_two_digits,
            (_REMAINDER,), ((_QUOTIENT,), (_DIFFERENCE,))),
-    Family("quo", "Find the integer part of {a} divided by {b}.", _two(100, 999, 10, 99),
+    Family("quo", "Find the integer part of {a} divided by {b}.", _three_by_two_digits,
            (_QUOTIENT,), ((_DIFFERENCE,), (_PRODUCT,))),
     Family("range", "Find the sum of all integers from {a} to {b}.", _ascending,
            (_RANGE,), ((_SHORT_RANGE,), (_SUM,))),
@@ -140,18 +140,18 @@ FAMILIES: tuple[Family, ...] = (
            (_GCD,), ((_REMAINDER,), (_DIFFERENCE,))),
     Family("lcm", "Find the least common multiple of {a} and {b}.", _common_factor(10, 99),
            (_LCM,), ((_PRODUCT,), (_SUM,))),
-    Family("pow", "Find the remainder when {a}^{b} is divided by {c}.", _three((10, 99), (10, 99), (10, 99)),
+    Family("pow", "Find the remainder when {a}^{b} is divided by {c}.", _two_digits("abc"),
            (_POWER,), ((_PRODUCT_REMAINDER,), (_SUM_REMAINDER,))),
-    Family("sq", "Find the sum of the squares of {a} and {b}.", _two(10, 99, 10, 99),
+    Family("sq", "Find the sum of the squares of {a} and {b}.", _two_digits("ab"),
            (_SQUARES,), ((_SQUARED_SUM,), (_PRODUCT,))),
     Family("sumrem", "Let s be the sum of {a} and {b}. Find the remainder when s is divided by {c}.",
-           _three((10, 99), (10, 99), (10, 99)),
+           _two_digits("abc"),
            (_SUM, _THEN_REMAINDER), ((_SUM, _THEN_QUOTIENT), (_SUM, _THEN_MINUS))),
     Family("prodrem", "Let s be the product of {a} and {b}. Find the remainder when s is divided by {c}.",
-           _three((10, 99), (10, 99), (10, 99)),
+           _two_digits("abc"),
            (_PRODUCT, _THEN_REMAINDER), ((_PRODUCT, _THEN_QUOTIENT), (_SUM, _THEN_REMAINDER))),
     Family("proddiff", "Let s be the product of {a} and {b}. Find how much larger s is than {c}.",
-           _three((10, 99), (10, 99), (10, 99)),
+           _two_digits("abc"),
            (_PRODUCT, _THEN_MINUS), ((_PRODUCT, _THEN_PLUS), (_SUM, _THEN_MINUS))),
 )  # fmt: skip
 """The fourteen kinds of questions; the last three need two tool calls, of which the second uses the first's result."""

@@ -6,33 +6,26 @@ import json
 import tempfile
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ctpo_megatron.config import PrepareConfig
+from ctpo_megatron.config import PrepareConfig, TinyModelConfig, flattened
 from ctpo_megatron.data.messages import ChatMessage
 from ctpo_megatron.data.problems import DataError
+from ctpo_megatron.data.tables import MESSAGES, prompt_row, write_prompt_rows
 from ctpo_megatron.data.toolmath.conversations import PROTOCOLS, conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, Question, draw_problem
-from ctpo_megatron.data.toolmath.model import build_model, write_model
 from ctpo_megatron.data.toolmath.tokenizer import train_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 FORMAT = 2
 """Increased whenever equal settings would give other files, so that an old directory is not reused."""
 
-_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-_PROMPT_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("data_source", pa.string()),
-        ("prompt", _MESSAGES),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string()), ("family", pa.string())])),
-    ]
-)
+_EXTRA = (("index", pa.int64()), ("split", pa.string()), ("family", pa.string()))
 
 
 def prepare(config: PrepareConfig, tool_parser: str = "hermes") -> None:
@@ -99,24 +92,56 @@ def _write(config: PrepareConfig, tool_parser: str, directory: Path) -> None:
         problems = draw_problems(count, Random(f"{config.seed}/{split}"), seen)
         if split == "heldout":
             heldout = set(seen)
-        rows = [_prompt_row(problem, index, split) for index, problem in enumerate(problems)]
-        pq.write_table(pa.Table.from_pylist(rows, schema=_PROMPT_SCHEMA), directory / f"{split}.parquet")
+        rows = []
+        for index, problem in enumerate(problems):
+            identity, answer = f"toolmath/{split}/{index}", str(problem.answer)
+            extra = {"index": index, "split": split, "family": problem.family.name}
+            rows.append(prompt_row(identity, "toolmath", problem.question, "math", answer, extra))
+        write_prompt_rows(rows, _EXTRA, directory / f"{split}.parquet")
     conversations = sft_conversations(config, heldout, tool_parser)
-    table = pa.Table.from_pydict({"messages": conversations}, schema=pa.schema([("messages", _MESSAGES)]))
+    table = pa.Table.from_pydict({"messages": conversations}, schema=pa.schema([("messages", MESSAGES)]))
     pq.write_table(table, directory / "sft.parquet")
     tokenizer = train_tokenizer(_plain_text(messages) for messages in conversations[: config.tokenizer_conversations])
     write_model(build_model(config.model, tokenizer, config.seed), tokenizer, directory / "model")
 
 
-def _prompt_row(problem: Question, index: int, split: str) -> dict[str, Any]:
-    return {
-        "id": f"toolmath/{split}/{index}",
-        "data_source": "toolmath",
-        "prompt": [{"role": "user", "content": problem.question}],
-        "ability": "math",
-        "reward_model": {"ground_truth": str(problem.answer), "style": "rule"},
-        "extra_info": {"index": index, "split": split, "family": problem.family.name},
-    }
+def build_model(shape: TinyModelConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """A randomly initialized float32 model; equal arguments give equal weights, and global RNG state is untouched."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    multiple = shape.vocab_padding_multiple
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // multiple) * multiple,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        initializer_range=shape.initializer_range,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def write_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """config.json, generation_config.json, model.safetensors and the tokenizer files, in `directory`."""
+    from transformers.utils import logging as transformers_logging
+
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    transformers_logging.disable_progress_bar()  # it would break the display, for a megabyte
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def _plain_text(messages: list[ChatMessage]) -> str:
@@ -131,31 +156,20 @@ def _check_reusable(target: Path, record: dict[str, Any]) -> None:
         raise DataError(
             f"prepare.directory: {target} exists but holds no prepared task ({error}); name another directory"
         ) from error
-    old, new = _flat(found), _flat(record)
+    old, new = dict(flattened(found)), dict(flattened(record))
     changes = [
         f"  {_key(key)}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} wanted"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
     if changes:
+        listed = "\n".join(changes)
         raise DataError(
-            "\n".join(
-                [
-                    f"prepare.directory: {target} was prepared with other settings;",
-                    *changes,
-                    "delete it or name another directory",
-                ]
-            )
+            f"prepare.directory: {target} was prepared with other settings;\n{listed}\n"
+            "delete it or name another directory"
         )
 
 
 def _key(name: str) -> str:
     """The configuration key of a name in prepare.json."""
     return f"rollout.{name}" if name == "tool_parser" else f"prepare.{name}"
-
-
-def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in record.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
