@@ -29,7 +29,7 @@ def test_a_writer_that_is_killed_is_replaced(asynchronous: str, tmp_path: Path) 
         trainer, deadline = psutil.Process(process), time.monotonic() + scaled(120)
         while time.monotonic() < deadline:
             # Forked from the trainer, so of its command line; a parent of them all would be the fork server's.
-            writers = [child for child in trainer.children() if child.name() == trainer.name()]
+            writers = [child for child in trainer.children() if child.cmdline() == trainer.cmdline()]
             if list(run.glob("checkpoints/.step_*.writing*")) and writers:
                 writers[-1].send_signal(signal.SIGKILL)
                 return
