@@ -71,6 +71,9 @@ def _import_interpretable_triton() -> None:
         patch.setenv("TRITON_INTERPRET", "1")
         import triton.language  # noqa: F401
 
+        if torch.version.cuda:  # vLLM's build for CUDA takes it, and it refuses functions that were made otherwise
+            import triton.experimental.gluon  # noqa: F401
+
 
 _import_with_one_thread()
 _import_interpretable_triton()
