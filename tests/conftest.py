@@ -69,7 +69,7 @@ def _import_interpretable_triton() -> None:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        import triton.language  # noqa: F401
+        import triton.language
 
         if torch.version.cuda:  # vLLM's build for CUDA takes it, and it refuses functions that were made otherwise
             import triton.experimental.gluon  # noqa: F401
