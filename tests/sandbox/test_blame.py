@@ -15,26 +15,30 @@ from tests.sandbox.sandbox_http import post
 from tests.support.deadlines import scaled
 
 FRAGILE = """
-import os, signal, sys, threading, time
+import contextlib, os, signal, sys, threading
 import psutil
 from ctpo_sandbox import processes
 run = processes.Worker.run
 
-def kill_the_run(worker):
-    while not (children := psutil.Process(worker).children()):
-        time.sleep(0.01)
-    time.sleep(0.3)
-    children[0].kill()
+def kill_the_run(worker, over):
+    while not over.wait(0.3):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(worker).children():
+                child.kill()
 
 async def failing(worker, files, run_timeout_s):
     code = os.pread(files[0], 100, 0)
     if b"WORKER" in code or os.path.exists(broken):
         os.kill(worker.pid, signal.SIGKILL)
-    if b"KILLED" in code:
-        threading.Thread(target=kill_the_run, args=[worker.pid]).start()
     if b"DEFECT" in code:
         raise ZeroDivisionError
-    return await run(worker, files, run_timeout_s)
+    over = threading.Event()
+    if b"KILLED" in code:
+        threading.Thread(target=kill_the_run, args=[worker.pid, over]).start()
+    try:
+        return await run(worker, files, run_timeout_s)
+    finally:
+        over.set()
 
 broken = sys.argv.pop(1)
 processes.Worker.run = failing
