@@ -57,7 +57,7 @@ def test_the_example_checks_answers_in_a_conversation_of_its_own(
     [
         ({"agent": "no_agent:solve"}, "rollout.endpoint.agent", "there is no module 'no_agent'"),
         ({"agent": "my_agent:solve"}, "rollout.endpoint.agent", "has no 'solve'; define it there"),
-        ({"agent": "my_agent:solve_and_check"}, "rollout.endpoint.agent", "missing a required argument: 'rounds'"),
+        ({"agent": "my_agent:solve_and_check"}, "rollout.endpoint.agent", "argument: 'rounds'; its signature is"),
     ],
 )
 def test_the_dry_run_names_what_is_wrong(

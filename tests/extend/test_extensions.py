@@ -82,7 +82,7 @@ def test_all_problems_are_said_at_once(folder: Path) -> None:
         "raises": "importing broken failed: OSError: no network here",
         "needs": "needy needs a module that is missing: 'a_module_that_nobody_has'",
         "number": "is neither a function nor a class",
-        "unbound": "missing a required argument: 'weight'",
+        "unbound": "argument: 'weight'; its signature is",
         "surplus": "got an unexpected keyword argument 'wait'",
         "silent": "is a class without __call__(self, trajectory, prompt)",
         "call": "too many positional arguments",
