@@ -23,6 +23,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
+        capturable: bool = False,  # of megatron-core 0.19
     ) -> None:
         defaults = {
             "lr": lr,
@@ -32,7 +33,7 @@ class FusedAdam(torch.optim.Optimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults)
-        assert adam_w_mode
+        assert adam_w_mode and not capturable
 
     @torch.no_grad()
     def step(self, closure: Any = None, grad_scaler: Any = None) -> None:
