@@ -86,8 +86,8 @@ class EndpointEnvironment:
         conversation = Conversation(episode, self._offered)
         async with server.opened(conversation) as opened:
             returned, error = await self._outcome(self._begun(self._task(episode, server, opened)), opened)
-        if error is not None and conversation.over is None:
-            raise error
+            if error is not None and conversation.over is None:
+                raise error
         last = conversation.last
         if last is None:
             why = "" if conversation.over is None else f": {over_budget(conversation.over)}"

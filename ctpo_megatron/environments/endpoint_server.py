@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -29,6 +30,8 @@ MAX_BODY, MOST_CONNECTIONS = 16 << 20, 4096
 _LISTENING_S, _CLOSING_S, _KEEP_ALIVE_S = 30.0, 5.0, 60
 _NO_RETRY = {"x-should-retry": "false"}
 """For OpenAI's clients, which would repeat a request that has failed: the conversation is over then."""
+
+log = logging.getLogger(__name__)
 
 
 class OpenConversation:
@@ -145,14 +148,23 @@ class EndpointServer:
 
     @asynccontextmanager
     async def opened(self, conversation: Conversation) -> AsyncIterator[OpenConversation]:
-        """Answer a conversation within the context; afterwards its token is refused."""
+        """Answer a conversation within the context; afterwards its token is refused.
+
+        Raises TimeoutError when a call does not end, unless the context raises.
+        """
         opened = OpenConversation(conversation)
         self._open[opened.token] = opened
         try:
             yield opened
-        finally:
+        except BaseException:
             del self._open[opened.token]
-            await opened.close()
+            try:
+                await opened.close()
+            except TimeoutError as late:
+                log.warning("%s", late)
+            raise
+        del self._open[opened.token]
+        await opened.close()
 
     def _named(self, request: Request) -> OpenConversation:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")

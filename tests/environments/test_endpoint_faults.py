@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from ctpo_megatron.environments import endpoint_server
 from ctpo_megatron.environments.endpoint import AgentTask
 from ctpo_megatron.environments.endpoint_server import _without_proxy
 from ctpo_megatron.environments.episode import ModelTurn
@@ -72,3 +74,40 @@ def test_hosts_without_a_proxy_stay(given: dict[str, str], wanted: tuple[str, st
         monkeypatch.setenv(name, value)
     _without_proxy()
     assert (os.environ["no_proxy"], os.environ["NO_PROXY"]) == wanted
+
+
+class Stubborn(Engine):
+    """Does not end when its call is cancelled."""
+
+    began = False
+
+    async def __call__(self, token_ids: Sequence[int], **options: Any) -> ModelTurn:
+        self.began = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+        await asyncio.sleep(2)
+        return await super().__call__(token_ids, **options)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_late_call_does_not_hide_what_ended_the_agent(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(endpoint_server, "_CLOSING_S", 0.2)
+
+    engine = Stubborn("one")
+
+    async def ends(task: AgentTask) -> str:
+        call = asyncio.create_task(asked(task, task.messages))
+        while not engine.began:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        if fails:
+            raise ValueError("of the agent")
+        return "done"
+
+    with pytest.raises(
+        ValueError if fails else TimeoutError, match="of the agent" if fails else "1 calls of the model"
+    ):
+        played(engine, ends)
+    assert ("1 calls of the model have not ended" in caplog.text) == fails
