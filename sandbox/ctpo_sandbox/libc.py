@@ -58,13 +58,13 @@ def fork() -> int:
 def set_variable(name: str, value: str) -> None:
     """Set an environment variable of this process and its children, for Python and for C, often: nothing is kept.
 
-    `os.environ` lets the C library keep every value that a variable ever had.
+    `os.environ` lets the C library keep every value that a variable ever had. Raises OSError.
     """
-    encoded = os.fsencode(name), os.fsencode(value)
-    os.environ._data.__setitem__(*encoded)  # type: ignore[attr-defined] # whose setter calls setenv
-    there = ctypes.create_string_buffer(b"=".join(encoded))
-    check(-_libc.putenv(there), f"putenv {name}")
+    key, content = os.fsencode(name), os.fsencode(value)
+    there = ctypes.create_string_buffer(key + b"=" + content)
+    check(_libc.putenv(there), f"putenv {name}")
     _variables[name] = there
+    os.environ._data[key] = content  # type: ignore[attr-defined] # its own setter calls setenv
 
 
 Step = partial[Any]

@@ -129,7 +129,7 @@ def forget(name: str | Path) -> None:
     """Take back a note, unless something of that name is still there: then a later start removes it."""
     with _Process.lock:
         if isinstance(_Process.ledger, _Ledger):
-            with contextlib.suppress(OSError):  # it still names what is gone, which does no harm
+            with contextlib.suppress(OSError):  # the note stays, which does no harm
                 if not _of_ours(str(name)):
                     _Process.ledger.remove(str(name))
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +66,17 @@ def test_values_of_earlier_runs_are_not_kept() -> None:
     before = resident_bytes()
     many(20_000)
     assert resident_bytes() - before < 2 << 20  # setenv would keep 4 MB
+
+
+def test_a_variable_that_cannot_be_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: object) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    monkeypatch.setattr(libc, "_libc", SimpleNamespace(putenv=refused))
+    with pytest.raises(OSError, match=f"putenv {NAME}"):
+        libc.set_variable(NAME, "a")
+    assert NAME not in os.environ
 
 
 def test_runs_see_their_own_directory(
