@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ctpo_megatron.base.extensions import call_problem, called, load
 from ctpo_megatron.config import Extension
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.sampler import PromptStream
+from ctpo_megatron.data.sampler import PromptStream, digest_of
 
 _METHODS = ("next", "learn", "state", "load_state")
 
@@ -55,7 +55,7 @@ class Curriculum(PromptStream):
     def __init__(self, part: Extension, prompts: Sequence[Prompt], seed: int, *, rerendered: bool = False) -> None:
         """Raises ExtensionError, ValueError."""
         super().__init__(prompts, seed, rerendered=rerendered)
-        self._name = part.name
+        self._name, self._digest = part.name, digest_of(prompts)
         self._by_id = {prompt.id: prompt for prompt in prompts}
         with self._users("its creation"):
             self._sampler: Sampler = load(part.name)(list(prompts), seed, **part.arguments)

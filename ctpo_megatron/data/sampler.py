@@ -8,7 +8,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +24,8 @@ class PromptStream(ABC):
     """
 
     taken = 0
+    _digest = ""
+    """`digest_of` the prompts, made with the stream, while engines load; "": the stream does not compare it."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int | str, *, rerendered: bool = False) -> None:
         """rerendered: continue from a state whose prompts had other tokens."""
@@ -56,14 +57,6 @@ class PromptStream(ABC):
         """Of the position, by name."""
         return {}
 
-    @cached_property
-    def _digest(self) -> str:
-        """blake2b-128, in hexadecimal, of ids, tokens and answers."""
-        digest = hashlib.blake2b(digest_size=16)
-        for prompt in self._prompts:
-            digest.update(json.dumps([prompt.id, prompt.token_ids, prompt.answer]).encode())
-        return digest.hexdigest()
-
     def _check_seed(self, state: Mapping[str, Any]) -> None:
         if state["seed"] != self._seed:
             raise ValueError(f"the saved prompt order used seed {state['seed']}, this run uses seed {self._seed}")
@@ -78,6 +71,14 @@ class PromptStream(ABC):
                 "with; data.rerender=true continues with the prompts as they are rendered now"
             )
         log.warning("data.rerender=true: continuing with prompts that have other tokens or answers than before")
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """blake2b-128, in hexadecimal, of ids, tokens and answers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.id, prompt.token_ids, prompt.answer]).encode())
+    return digest.hexdigest()
 
 
 def _refuse_samplers(state: Mapping[str, Any]) -> None:
@@ -95,7 +96,7 @@ class PromptSampler(PromptStream):
         super().__init__(prompts, seed, rerendered=rerendered)
         if not prompts:
             raise ValueError("a prompt sampler needs at least one prompt")
-        self._shuffle = shuffle
+        self._shuffle, self._digest = shuffle, digest_of(prompts)
         self._start(epoch=0, cursor=0)
 
     def take(self, count: int) -> list[Prompt]:

@@ -30,3 +30,24 @@ FAMILIES: Mapping[str, ModelFamily] = {
     family.architecture: family for family in (Qwen2(), Qwen3(), Qwen3Moe(), Llama(), Mistral())
 }
 """The built-in families, by the architecture in config.json."""
+
+__all__ = [
+    "LayerSplit",
+    "Llama",
+    "Mistral",
+    "ModelFamily",
+    "ModelSpec",
+    "ParamMapping",
+    "Qwen2",
+    "Qwen3",
+    "Qwen3Moe",
+    "Refusal",
+    "Shape",
+    "gate_and_up",
+    "padded_vocabulary",
+    "query_key_value",
+    "replicated",
+    "row_parallel",
+    "shard_vocabulary",
+    "vocabulary",
+]

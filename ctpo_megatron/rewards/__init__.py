@@ -7,3 +7,30 @@ from ctpo_megatron.rewards.overlong import OVERLONG, OverlongPenalty
 from ctpo_megatron.rewards.pool import PendingScores, RewardPool, ScoreReport, reward_metrics
 from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward, RewardFunction, reward_problem
 from ctpo_megatron.rewards.reference import REFERENCE, reference_answer, score_reference
+
+__all__ = [
+    "OVERLONG",
+    "REFERENCE",
+    "RESERVED",
+    "WORDS",
+    "OverlongPenalty",
+    "PendingScores",
+    "Reward",
+    "RewardFunction",
+    "RewardPool",
+    "ScoreReport",
+    "answer_part",
+    "canonical",
+    "ground_truth_problem",
+    "in_words",
+    "last_boxed",
+    "reference_answer",
+    "reward_metrics",
+    "reward_problem",
+    "same_answer",
+    "score_math",
+    "score_reference",
+    "shown_words",
+    "unverifiable",
+    "votes",
+]
