@@ -137,7 +137,7 @@ def _quickstart(machine: Machine, work: Path) -> Stage:
 
 def _ranks(machine: Machine) -> Stage:
     skip = "" if machine.device != "cuda" or machine.gpus > 1 else "needs two GPUs"
-    # Products of float32 on tensor cores and other orders of summation: docs/parallelism.md has 1e-5 on CPUs.
+    # Products of float32 on tensor cores and other orders of summation: docs/policy.md has 1e-5 on CPUs.
     tolerance = "1e-5" if machine.device == "cpu" else "1e-3"
     command = _ctpo("verify", "--layouts", "tp2", "dp2", "--tolerance", tolerance)
     backend = "NCCL" if machine.device == "cuda" else "gloo"

@@ -64,7 +64,7 @@ class Split:
 
     @classmethod
     def of(cls, policy: PolicyConfig, world_size: int) -> Split:
-        """The split of a configuration on `world_size` ranks; rounded down where `check` would report an error."""
+        """The split of a configuration on `world_size` ranks; rounded down where that is an error."""
         model_parallel = (
             policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size * policy.context_parallel_size
         )

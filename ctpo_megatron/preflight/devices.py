@@ -1,4 +1,7 @@
-"""GPUs and their driver, and whether ranks reach each other. Only child processes import torch."""
+"""GPUs and their driver, and whether ranks reach each other.
+
+Only child processes import torch, but for `torch_has_cuda` and `visible_gpus`.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -108,15 +108,16 @@ def _sandbox(config: Config) -> Iterator[str]:
     if config.sandbox.url is not None:
         yield config.sandbox.url
         return
-    try:
-        from ctpo_sandbox import Limits, SandboxStartError
-    except ImportError as error:
-        raise _NoSandbox(f"the sandbox does not import: {error}") from error
-    try:
-        with trial_sandbox(Limits.of(config.sandbox), config.sandbox.require) as server:
-            yield server.url
-    except SandboxStartError as error:
-        raise _NoSandbox(f"no sandbox starts here: {error}") from error
+    with ExitStack() as stack:
+        try:
+            from ctpo_sandbox import Limits, SandboxStartError
+
+            server = stack.enter_context(trial_sandbox(Limits.of(config.sandbox), config.sandbox.require))
+        except ImportError as error:
+            raise _NoSandbox(f"the sandbox does not import: {error}") from error
+        except SandboxStartError as error:
+            raise _NoSandbox(f"no sandbox starts here: {error}") from error
+        yield server.url
 
 
 def _play(

@@ -391,23 +391,23 @@ _SANDBOX = Panel(
     (Line("sandbox/exec_s", "running", "green"), Line("sandbox/queue_s", "waiting", "grey")),
     limits=_FROM_ZERO,
 )
-_SFT_THROUGHPUT = Panel(
+
+
+def _of_sft(name: str, title: str, ylabel: str, caption: str, line: Line) -> Panel:
+    return Panel(name, title, ylabel, caption, (line,), smooth=True, limits=_FROM_ZERO, xlabel="SFT step")
+
+
+_SFT_THROUGHPUT = _of_sft(
     "sft_throughput",
     "SFT throughput",
     "tokens per second",
     "Tokens of a supervised step over its wall time, packing included.",
-    (Line("sft/tokens_per_s", "SFT throughput", "purple"),),
-    smooth=True,
-    limits=_FROM_ZERO,
-    xlabel="SFT step",
+    Line("sft/tokens_per_s", "SFT throughput", "purple"),
 )
-_SFT_MFU = Panel(
+_SFT_MFU = _of_sft(
     "sft_mfu",
     "SFT utilization",
     "MFU",
     "Model FLOP/s of the supervised steps over the peak of the trainer's devices.",
-    (Line("sft/mfu", "SFT utilization", "purple"),),
-    smooth=True,
-    limits=_FROM_ZERO,
-    xlabel="SFT step",
+    Line("sft/mfu", "SFT utilization", "purple"),
 )

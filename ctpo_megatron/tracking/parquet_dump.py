@@ -115,28 +115,46 @@ def heads_of_table(path: Path) -> Iterator[Head]:
     place = 0
     with _opened(path) as file:
         for batch in file.iter_batches(_READ_HEADS, columns=_leaves(file, _OF_HEADS)):
-            rows = batch.drop_columns(["response_mask", "log_ratio"]).to_pylist()
-            traced, sizes = batch["log_ratio"].is_valid().to_pylist(), _sums(batch["response_mask"])
-            for row, has, size in zip(rows, traced, sizes, strict=True):
-                yield Head(
-                    place,
-                    row["prompt_id"],
-                    row["sample_index"],
-                    row["reward"],
-                    (row.get("no_verdict") or {}).get("cause") or "",
-                    row["finish_reason"] or "",
-                    statuses(call["status"] for call in row["tool_calls"]),
-                    size,
-                    has,
-                )
-                place += 1
+            with _named(path):
+                heads = list(_heads(batch, place))
+            yield from heads
+            place += len(heads)
 
 
 def parts_of_table(path: Path, fields: Collection[str], take: Callable[[Record], T]) -> Iterator[T]:
     """What `take` makes of these fields of each record; the rest is not read. Raises DamagedFileError."""
     with _opened(path) as file:
         for batch in file.iter_batches(_READ_ROWS, columns=_leaves(file, fields)):
-            yield from map(take, batch.to_pylist())
+            with _named(path):
+                taken = [take(row) for row in batch.to_pylist()]
+            yield from taken
+
+
+def _heads(batch: pa.RecordBatch, first: int) -> Iterator[Head]:
+    """Of the rows of a batch; first: the place of the first of them."""
+    rows = batch.drop_columns(["response_mask", "log_ratio"]).to_pylist()
+    traced, sizes = batch["log_ratio"].is_valid().to_pylist(), _sums(batch["response_mask"])
+    for place, (row, has, size) in enumerate(zip(rows, traced, sizes, strict=True), start=first):
+        yield Head(
+            place,
+            row["prompt_id"],
+            row["sample_index"],
+            row["reward"],
+            (row.get("no_verdict") or {}).get("cause") or "",
+            row["finish_reason"] or "",
+            statuses(call["status"] for call in row["tool_calls"]),
+            size,
+            has,
+        )
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What columns that are missing, or have other content, lead to is a DamagedFileError that names the file."""
+    try:
+        yield
+    except (TypeError, LookupError, AttributeError) as error:
+        raise DamagedFileError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 
 def _leaves(file: pq.ParquetFile, wanted: Collection[str]) -> list[str]:
@@ -181,7 +199,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(path) as file:
             yield file
-    except (pa.ArrowException, OSError, LookupError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DamagedFileError(f"{path} is damaged ({error})") from error
 
 

@@ -118,8 +118,9 @@ def job_problems(grace_s: float, signal_s: float | None, code: Path | None) -> I
     no limit. code: the checkout whose last commit the job runs; None: the files that are here.
     """
     if signal_s is not None and grace_s >= signal_s:
-        limit = f"{signal_s:g} s before its time limit (signal_s of the cluster file)"
-        message = f"but the job gets its signal only {limit}"
+        message = (
+            f"but the job gets its signal only {signal_s:g} s before its time limit (signal_s of the cluster file)"
+        )
         yield Problem("checkpoint.grace_s", message, "raise signal_s, or lower checkpoint.grace_s", grace_s)
     if code is None:
         return

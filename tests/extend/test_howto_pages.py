@@ -41,7 +41,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 SHOWN = ("    ╭", "    [", "    ```")
-"""How output begins, of a command or a model, which nobody types."""
+"""How the output of a command or a model begins, which a reader does not type."""
 LONGEST_SHORT_PAGE = 250
 PART = re.compile(r"\b(?:name: (\w+)\b(?!:)|(\w+:\w+)\b)")
 """A part that a configuration names: a built-in one, or one of a user's module."""
@@ -97,7 +97,8 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
         if what == "example":
             code, _ = blocks(page, rest)
             assert len(code.splitlines()) <= MOST_LINES + 1
-            assert any(f'"{rest}"' in test.read_text() for test in (ROOT / "tests").rglob("test_*.py")), rest
+            taken = re.compile(rf'\b(?:saved_)?example\("{re.escape(rest)}"')
+            assert any(taken.search(test.read_text()) for test in (ROOT / "tests").rglob("test_*.py")), rest
         elif what == "tested":
             tests = {file: ROOT / file for file in rest.split(", ")}
             assert list(stale(page, kind, text, {file: path.read_text() for file, path in tests.items()})) == [], text

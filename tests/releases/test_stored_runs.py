@@ -11,6 +11,15 @@ import yaml
 
 from ctpo_megatron import __version__
 from ctpo_megatron.policy.checkpoint_files import complete, digests, read_marker
+from ctpo_megatron.tracking import (
+    read_heads,
+    read_scores,
+    read_texts,
+    read_times,
+    read_trajectories,
+    trajectory_files,
+    trajectory_of,
+)
 from tests.releases.make import FOLDER, LARGEST, NAME, train
 
 ARCHIVES = sorted(FOLDER.glob("*.tar.xz"))
@@ -40,6 +49,13 @@ def test_a_stored_run_is_small_and_whole(archive: Path, tmp_path: Path) -> None:
     (checkpoint,) = complete(run / "checkpoints")
     marker = read_marker(checkpoint)
     assert (marker.step, digests(checkpoint, marker.files)) == (2, marker.files)
+    dumps = trajectory_files(run)
+    assert [*dumps] == [1, 2]
+    for dump in dumps.values():
+        records = read_trajectories(dump)
+        assert [head.prompt_id for head in read_heads(dump)] == [record["prompt_id"] for record in records] != []
+        assert len([*read_texts(dump)]) == len([*read_times(dump)]) == len([*read_scores(dump)]) == len(records)
+        assert [trajectory_of(record).reward for record in records] == [record["reward"] for record in records]
 
 
 @pytest.mark.slow

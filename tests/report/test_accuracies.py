@@ -146,6 +146,13 @@ def test_seeds_of_one_side_alone() -> None:
     apart = difference(many, other)
     assert apart.notes == ["not paired by seed"]
     assert apart.over == "problems and seeds" and apart.interval is not None
+    ours, theirs = (
+        [problems(drawn(0.6, seed=seed), first=1000 * seed) for seed in seeds] for seeds in ((1, 2, 3), (4, 5))
+    )
+    own = difference(dict(zip("abc", ours, strict=True)), dict(zip("de", theirs, strict=True)))
+    means = [[np.mean([each.score for each in side.values()]) for side in sides] for sides in (ours, theirs)]
+    wanted = stats.ttest_ind(*means, equal_var=False).confidence_interval(0.95)
+    assert own.over == "seeds" and own.interval == pytest.approx((wanted.low, wanted.high))
     single = difference(many, {"9": problems(drawn(0.6, seed=9))})
     assert single.over == "problems"
     assert ONE_SEED in single.notes
