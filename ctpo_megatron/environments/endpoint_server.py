@@ -155,15 +155,16 @@ class EndpointServer:
         opened = OpenConversation(conversation)
         self._open[opened.token] = opened
         try:
-            yield opened
+            try:
+                yield opened
+            finally:
+                del self._open[opened.token]
         except BaseException:
-            del self._open[opened.token]
             try:
                 await opened.close()
             except TimeoutError as late:
                 log.warning("%s", late)
             raise
-        del self._open[opened.token]
         await opened.close()
 
     def _named(self, request: Request) -> OpenConversation:
