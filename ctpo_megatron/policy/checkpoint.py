@@ -69,7 +69,9 @@ class Writer:
         self._look_again = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attached")
         self._attached: list[Future[None]] = []
-        atexit.register(self._abandon)
+        # Of the queue alone: this object would live on with its trainer, and end in a forked child, which clears the
+        # callbacks; the store of a job of several ranks joins a thread then, which no child has.
+        atexit.register(_abandon, self._queue)
 
     def save(
         self,
@@ -144,12 +146,6 @@ class Writer:
                     log.warning("process %d, which wrote a checkpoint, was ended by %s", each.pid, name)
                     writing.kill()  # it would wait for ever
 
-    def _abandon(self) -> None:
-        """At exit: a save that cannot be completed any more is useless and must not keep the job alive."""
-        for call in self._queue.async_calls:
-            if call.async_caller.process is not None:
-                call.async_caller.process.kill()
-
     def _publish(
         self,
         aside: Path,
@@ -168,6 +164,13 @@ class Writer:
         self._layout.on_rank_zero(
             lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best)
         )
+
+
+def _abandon(queue: AsyncCallsQueue) -> None:
+    """At exit: a save that cannot be completed any more is useless and must not keep the job alive."""
+    for call in queue.async_calls:
+        if call.async_caller.process is not None:
+            call.async_caller.process.kill()
 
 
 def _attach(path: Path, content: Callable[[], bytes]) -> None:
