@@ -43,6 +43,11 @@ BLOCK = re.compile(
 SHOWN = ("    ╭", "    [", "    ```")
 """How the output of a command or a model begins, which a reader does not type."""
 LONGEST_SHORT_PAGE = 250
+OF_OTHERS = {"from_verl.md", "from_trl.md", "from_nemo_rl_and_slime.md", "glossary.md", "limits.md"}
+"""Pages with configuration keys of other trainers, or of what is not there."""
+OF_MODULES = {"architecture.md", "concepts.md"}
+"""Pages with names of our modules."""
+FILES = (".py", ".json", ".jsonl", ".log", ".parquet")
 PART = re.compile(r"\b(?:name: (\w+)\b(?!:)|(\w+:\w+)\b)")
 """A part that a configuration names: a built-in one, or one of a user's module."""
 
@@ -192,13 +197,16 @@ def test_a_short_page_is_short(page: str) -> None:
 
 def test_every_key_that_a_page_names_is_one() -> None:
     """Keys in a sentence or a table, such as `policy.offload: all`. The blocks of examples have tests of their own."""
-    rows = (DOCS / "config.md").read_text(encoding="utf-8").splitlines()
-    known = {row.split("`")[1] for row in rows if row.startswith("| `")}
-    sections = {key.partition(".")[0] for key in known}
-    for page in HOWTO.glob("*.md"):
-        named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?::[^`]*)?`", page.read_text(encoding="utf-8"))
-        wrong = [key for key in named if key.partition(".")[0] in sections and key not in known]
-        assert [key for key in wrong if not key.endswith(".py")] == [], page
+    rows = (DOCS / "reference" / "configuration.md").read_text(encoding="utf-8").splitlines()
+    keys = {row.split("`")[1] for row in rows if row.startswith("| `")}
+    assert {"run.name", "policy.offload"} <= keys
+    groups = {key.rpartition(".")[0] for key in keys} | {"rollout.tool_parser.name"}
+    sections = {key.partition(".")[0] for key in keys}
+    for page in [*PAGES, *DOCS.glob("*.md"), ROOT / "README.md"]:
+        if page.name not in OF_OTHERS | OF_MODULES:
+            named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?::[^`]*)?`", page.read_text(encoding="utf-8"))
+            wrong = {key for key in named if key.partition(".")[0] in sections} - keys - groups
+            assert [key for key in wrong if not key.endswith(FILES)] == [], page
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ def interpreted(examples: int) -> settings:
     """
     return settings(
         max_examples=examples,
-        deadline=None,
         derandomize=True,
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -71,14 +70,14 @@ def batches(draw: st.DrawFn, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @given(batch=batches(torch.float64), chosen=keywords())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 def test_float64_twin(batch: dict[str, Tensor], chosen: dict[str, Any]) -> None:
     with use_backend("torch"):
         assert_reference(run(batch, **chosen), ctpo_loss_reference(**batch, **chosen))
 
 
 @given(batch=batches(torch.float32), chosen=keywords())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_float32_twin(batch: dict[str, Tensor], chosen: dict[str, Any]) -> None:
     with use_backend("torch"):
         assert_reference(run(batch, **chosen), ctpo_loss_reference(**batch, **chosen))
@@ -105,7 +104,7 @@ def test_interpreter(interpreter: None, batch: dict[str, Tensor], chosen: dict[s
     spread=st.sampled_from([0.02, 0.5]),
     chosen=keywords(),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_head_in_float64(
     seed: int,
     lengths: list[int],

@@ -16,7 +16,7 @@ from ctpo_megatron.objective.sequences import SequenceBounds
 from tests.objective.objective_reference import packed, padded, random_batch
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
-few = settings(max_examples=25, deadline=None, derandomize=True)
+few = settings(max_examples=25, derandomize=True)
 ON_KERNELS = [name for name in PRESETS if PolicyObjective.preset(name).on_kernels]
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 STEP = Denominators(sequences=9, trained_sequences=5, tokens=40)

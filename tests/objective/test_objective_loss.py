@@ -29,7 +29,7 @@ from tests.objective.objective_reference import packed, padded, random_batch, re
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 BATCHES = {"lengths": LENGTHS, "seed": st.integers(0, 10**6), "spread": st.sampled_from([0.0, 0.03, 0.5, 4.0])}
-few = settings(max_examples=30, deadline=None, derandomize=True)
+few = settings(max_examples=30, derandomize=True)
 
 
 def run(arguments: dict, objective: PolicyObjective, **more):

@@ -30,7 +30,7 @@ from tests.objective.turn_reference import Turns, packed_turns, random_turns, tu
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=5)
 BATCHES = {"lengths": LENGTHS, "seed": st.integers(0, 10**6), "spread": st.sampled_from([0.0, 0.03, 0.5, 4.0])}
 SERVED = ("ctpo", "ctpo-paper", "ctpo-uniform", "ctpo-fixed", "ctpo-drift")
-few = settings(max_examples=30, deadline=None, derandomize=True)
+few = settings(max_examples=30, derandomize=True)
 REWARDS = st.integers(-2, 2).map(float)
 GROUPS = st.lists(st.lists(REWARDS, min_size=1, max_size=4), min_size=2, max_size=5)
 KINDS = [("group", True), ("group", False), ("rloo", None)]

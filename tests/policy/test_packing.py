@@ -57,7 +57,7 @@ def of_lengths(lengths: list[int]) -> list[TokenSequence]:
     return token_sequences(result)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(2, 40), min_size=1, max_size=20),
     st.integers(56, 90),
@@ -266,7 +266,7 @@ def test_all_shapes_of_a_budget_are_few() -> None:
     assert len(shapes) == MOST_SHAPES
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 6000), max_size=200))
 def test_few_shapes_hold_any_sequences(lengths: list[int]) -> None:
     lengths = [n for end, n in zip(itertools.accumulate(lengths), lengths, strict=True) if end <= BUDGET]

@@ -110,7 +110,7 @@ QUERIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(QUERIES)
 def test_pages_together_are_what_a_plain_filter_finds(run_dir, fields):
     library, found, page = TrajectoryLibrary(run_dir), list[str](), 1

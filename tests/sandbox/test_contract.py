@@ -112,7 +112,7 @@ def test_every_end_is_a_verdict(sandbox_server: SandboxServer, code: str) -> Non
     assert reply.json()["status"] == ENDS[code], reply.text
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     output=st.binary(max_size=12),
     stream=st.integers(1, 2),
@@ -147,7 +147,7 @@ BYTES = (b"\xff", b"\0", b"\r", b"\n", b" ", b"\xf0\x9f", b"\xed\xa0\x80", b"{" 
 PIECES = st.sampled_from([*HEADERS, *WORDS, *BYTES])
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(changes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 80), st.integers(0, 8), PIECES), max_size=3))
 def test_no_bytes_of_a_request_are_answered_by_an_error_of_the_server(
     sandbox_server: SandboxServer, changes: list[tuple[int, int, int, bytes]]

@@ -155,7 +155,7 @@ def _kill(pid: int) -> None:
 
 
 TEXT = st.text(st.characters(), max_size=40)  # surrogates included
-few = settings(max_examples=60, deadline=None, derandomize=True)
+few = settings(max_examples=60, derandomize=True)
 
 
 @few

@@ -233,7 +233,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[_Place]:
         yield _Place(stack.enter_context(runner(url)), url, outside)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=6, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     actions=st.lists(st.sampled_from(sorted(REPLACEMENTS)), min_size=1, max_size=3, unique=True),
     end=st.sampled_from(sorted(ENDS)),

@@ -79,7 +79,7 @@ def test_a_thread_shares_everything_and_has_no_other_flag() -> None:
         assert (answer("clone", upper | flags) == ALLOWED) == good, hex(flags)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**64 - 1))
 def test_no_set_of_flags_makes_a_process_or_a_thread_with_something_of_its_own(flags: int) -> None:
     good = flags & EVERY == EVERY and flags & 2**32 - 1 & ~sum(CLONE_ALLOWED.values()) == 0

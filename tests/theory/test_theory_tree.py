@@ -39,7 +39,7 @@ def four(seed: int = 0, shift: float = 0.7) -> Tree:
     return Tree.random(np.random.default_rng(seed), 3, 4, shift)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(trees, st.integers(0, 2**32))
 def test_proposition_1_the_prefix_ratio_is_unbiased_in_every_term(tree: Tree, seed: int) -> None:
     advantages = tree.prefix_advantages(np.random.default_rng(seed))
@@ -49,7 +49,7 @@ def test_proposition_1_the_prefix_ratio_is_unbiased_in_every_term(tree: Tree, se
         np.testing.assert_allclose(tree.expected_gradient(ratio, advantages), true, atol=ROUNDING * size, rtol=0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(trees, st.integers(0, 2**32))
 def test_an_outcome_reward_leaves_all_terms_of_the_prefix_ratio_biased_but_the_last(tree: Tree, seed: int) -> None:
     outcome = tree.outcome_advantages(np.random.default_rng(seed))
@@ -58,7 +58,7 @@ def test_an_outcome_reward_leaves_all_terms_of_the_prefix_ratio_biased_but_the_l
     assert (tree.bias_by_position("sequence", outcome) < 1e-10).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(trees)
 def test_proposition_2_the_sequence_ratio_varies_more_by_what_follows(tree: Tree) -> None:
     prefix, sequence = variances(tree, "cumprod"), variances(tree, "sequence")
@@ -91,7 +91,7 @@ def test_order_of_the_bias_with_one_outcome_reward() -> None:
     assert np.median(found["cumprod"]) > 0.1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(trees)
 def test_expectations_over_all_sequences(tree: Tree) -> None:
     """Probabilities add up to 1, and the mean of every ratio whose mean is 1 is; nodes are the prefixes."""
@@ -134,7 +134,7 @@ def test_samples_are_drawn_from_the_behaviour_policy() -> None:
     np.testing.assert_array_equal(paths.nodes, tree.paths.nodes[place])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.sampled_from([(2, 5), (3, 4), (5, 3)]))
 def test_proposition_2_of_independent_factors(seed: int, size: tuple[int, int]) -> None:
     rng = np.random.default_rng(seed)
@@ -171,7 +171,7 @@ def test_equal_factors(vocabulary: int, horizon: int, chi2: float) -> None:
 probability = st.floats(0.05, 0.95)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.builds(Counterexample, probability, probability, probability, probability))
 def test_counterexample(example: Counterexample) -> None:
     """The first logit of CTPO has the behaviour policy's second action; the sequence ratio has the target policy's."""

@@ -114,7 +114,7 @@ def test_the_law_of_the_report_finds_sigma_in_the_walks() -> None:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.floats(1e-4, 1.0))
 def test_token_pairs_have_the_sigma_and_a_mean_ratio_of_one(seed: int, sigma: float) -> None:
     pairs = TokenPairs.random(np.random.default_rng(seed), sigma)
