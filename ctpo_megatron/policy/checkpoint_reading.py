@@ -17,7 +17,7 @@ from types import FunctionType, NoneType
 from typing import IO, Any, cast
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CheckpointingException, maybe_load_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -239,6 +239,13 @@ def load_common(*arguments: Any) -> Any:
 def read_description(checkpoint: Path) -> dict[str, ShardedTensor | ShardedObject]:
     """The tensors and objects that `metadata.json` and `.metadata` describe. Raises CheckpointError."""
     try:
+        form = maybe_load_config(str(checkpoint))
+        # megatron-core 0.19 reads any as what it writes itself.
+        if form and (form.sharded_backend, form.sharded_backend_version) != ("torch_dist", 1):
+            said = f"{form.sharded_backend} {form.sharded_backend_version}"
+            raise CheckpointError(
+                f"{checkpoint} cannot be loaded: metadata.json names the format {said:.99}, and torch_dist 1 is read"
+            )
         described: dict[str, ShardedTensor | ShardedObject] = load_sharded_metadata(str(checkpoint))
     except CheckpointError:
         raise

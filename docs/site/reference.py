@@ -165,15 +165,20 @@ def _signature(value: Callable[..., object]) -> str:
         for each in signature.parameters.values()
     ]
     signature = signature.replace(parameters=parameters, return_annotation=_Words(signature.return_annotation))
-    text = str(signature)
+    text = _public(str(signature))
     if len(text) <= 90:
         return text
-    shown = str(signature.replace(parameters=[])).removeprefix("()")
+    shown = _public(str(signature.replace(parameters=[]))).removeprefix("()")
     kinds = [parameter.kind for parameter in parameters]
-    lines = [f"    {parameter}," for parameter in parameters]
+    lines = [f"    {_public(str(parameter))}," for parameter in parameters]
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         lines.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "    *,")
     return "\n".join(["(", *lines, f"){shown}"])
+
+
+def _public(text: str) -> str:
+    """`pathlib` has other insides in Python 3.13."""
+    return text.replace("pathlib._local.", "pathlib.")
 
 
 class _Words:
