@@ -17,7 +17,7 @@ import sys
 from collections.abc import Generator
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from ctpo_sandbox import temporary
 from tests.support import ranks
@@ -43,8 +43,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell's `&`; tests send it to what they start
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # By the clock of one example: a busy machine breaks both.
-    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # A busy machine breaks what goes by the clock of one example. Examples are traced to explain a failure: a handler
+    # of SIGALRM, the deadline of the test, then ran for ever in Python 3.11.
+    phases = [phase for phase in Phase if phase is not Phase.explain]
+    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=phases)
     settings.load_profile("tests")
     ranks.Default.pretend_cuda = config.getoption("--pretend-cuda")
     if workers := getattr(config.option, "tx", None):  # only in the process that starts the others
