@@ -65,6 +65,7 @@ SCHEMA = pa.schema(
     ]
 )
 """Columns of a dump. `other`: JSON of fields without a column; null where there are none."""
+_FIELDS = frozenset(SCHEMA.names)
 
 _SPLIT = ("token_ids", "rollout_log_probs", *TRACES, "segments.list.element.token_chars")
 """Numbers whose bytes of equal weight compress better side by side."""
@@ -240,7 +241,7 @@ def _column(field: pa.Field, rows: Sequence[Mapping[str, Any]]) -> pa.Array:
     values = [row.get(field.name) for row in rows]
     match field.name:
         case "other":
-            rest = [{name: value for name, value in row.items() if name not in SCHEMA.names} for row in rows]
+            rest = [{name: value for name, value in row.items() if name not in _FIELDS} for row in rows]
             return pa.array([json.dumps(other) if other else None for other in rest], field.type)
         case "dropped":
             return pa.array(map(bool, values), field.type)
