@@ -56,7 +56,7 @@ def test_every_option_of_the_command_is_in_the_reference() -> None:
 
 @pytest.mark.slow
 @pytest.mark.network
-def test_the_site_is_built_without_a_warning_and_needs_no_network() -> None:
+def test_the_site_is_built_without_a_warning_is_complete_and_needs_no_network() -> None:
     done = subprocess.run(["make", "docs"], cwd=ROOT, capture_output=True, text=True, timeout=280)
     if "No matching distribution" in done.stderr or "Could not find a version" in done.stderr:
         pytest.skip("no package registry answers")
@@ -66,4 +66,6 @@ def test_the_site_is_built_without_a_warning_and_needs_no_network() -> None:
         text = page.read_text(encoding="utf-8")
         assert re.findall(r"""<(?:script|img|iframe)[^>]*\bsrc=["'](?:https?:)?//[^"']*""", text) == [], page
         assert re.findall(r"""<link[^>]*rel=["']stylesheet["'][^>]*href=["'](?:https?:)?//[^"']*""", text) == [], page
+        for place in re.findall(r"""\b(?:src|srcset)=["']([^"':?#]+)""", text):
+            assert (page.parent / place).is_file(), f"{page} shows {place}"
     assert "quarantin" in (site / "searchindex.js").read_text(encoding="utf-8")

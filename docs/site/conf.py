@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,3 +24,12 @@ html_theme = "furo"
 html_title = f"{project} {version}"
 html_copy_source = False
 html_show_sourcelink = False
+
+
+def setup(app: Any) -> None:
+    app.connect("build-finished", copy_figures)
+
+
+def copy_figures(app: Any, _error: Exception | None) -> None:
+    """Those of `<picture>`, whose sources Sphinx does not see."""
+    shutil.copytree(ROOT / "docs" / "figures", Path(app.outdir) / "docs" / "figures", dirs_exist_ok=True)
