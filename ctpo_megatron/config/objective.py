@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from ctpo_kernels.names import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES, LossAggMode, RatioMode
+from ctpo_megatron.config.kernel_choices import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES, AggregationName, RatioName
 from ctpo_megatron.config.objective_schema import (
     PRESETS,
     WITHOUT_STD,
@@ -71,13 +71,13 @@ class PolicyObjective:
         the ratio and the bounds at its end. It needs "cumprod", and bounds on that ratio or its logarithm.
     """
 
-    ratio_mode: RatioMode = "cumprod"
+    ratio_mode: RatioName = "cumprod"
     clip_mode: ClipMode = "log_power"
     clip_low: float = 0.025
     clip_high: float = 0.05
     clip_c: float | None = 0.05
     clip_power: float = 0.5
-    loss_agg_mode: LossAggMode = "seq-mean-token-mean"
+    loss_agg_mode: AggregationName = "seq-mean-token-mean"
     count_masked_sequences: bool = True
     loss_scale_factor: float = 1.0
     tau_positive: float = 1.0

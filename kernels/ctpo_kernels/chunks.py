@@ -1,4 +1,4 @@
-"""How many rows of logits the output layer holds at a time. Needs no torch, so configurations use it too.
+"""How many rows of logits the output layer holds at a time. Needs no torch.
 
 The number of rows changes the rounding: the weight gradient is a sum over chunks, and matrices of other shapes may be
 multiplied by another algorithm. So nothing here reads free memory from a device. A caller that wants chunks sized by

@@ -1,4 +1,4 @@
-"""The names of the ratio, clip and aggregation modes. Needs no torch, so that configurations can use it."""
+"""The names of the ratio, clip and aggregation modes. Needs no torch."""
 
 from __future__ import annotations
 
