@@ -28,8 +28,8 @@ REFERENCE = "ctpo"
 CLIPPED = "pg_update/clip/total/rate"
 
 Found = dict[str, Any]
-"""Of one run: preset, seed, commit, device, `before` (accuracy), `right` (which problems, as hexadecimal bits), their
-`count` and digest (`problems`), `clipped` (least and greatest share of a step)."""
+"""Of one run: preset, seed, commit, device, `start` (digest of the weights), `before` (accuracy), `right` (which
+problems, as hexadecimal bits), their `count` and digest (`problems`), `clipped` (least and greatest of a step)."""
 
 
 def sweep(folder: Path, presets: Sequence[str], seed: int) -> bool:
@@ -59,8 +59,9 @@ def measured(run: RunData) -> Found:
     return {
         "preset": run.setting("objective.preset", ""),
         "seed": run.setting("run.seed", 0),
-        "commit": report.commit(),
-        "device": report.device_name("cpu"),
+        "commit": run.environment["commit"],
+        "device": f"{run.environment['devices'][0]}, {run.environment['cpus']} cores",
+        "start": run.environment["sft_from"]["digest"],
         "before": mean_score({"": started}).value,
         "right": f"{int(bits, 2):x}",
         "count": len(names),
@@ -86,7 +87,8 @@ def table(found: Sequence[Found]) -> str:
     rows = []
     for preset, of_seed in of_preset.items():
         accuracies = [mean_score({seed: problems}).value for seed, problems in of_seed.items()]
-        less = shown(difference(of_seed, of_preset[REFERENCE]), "+") if preset != REFERENCE else ""
+        other = of_preset.get(REFERENCE) if preset != REFERENCE else None
+        less = shown(difference(of_seed, other), "+") if other else ""
         shares = [share for run in by_preset[preset].values() if run["clipped"] for share in run["clipped"]]
         clipped = f"{100 * min(shares):.2g} to {100 * max(shares):.2g} %" if shares else ""
         row = (
