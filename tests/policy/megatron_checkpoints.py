@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, object]] = {
 }
 VOCAB = 32
 AFTER = "after.safetensors"
+LR = 1e-2
 
 
 def build(folder: Path) -> Path:
@@ -54,7 +55,7 @@ def build(folder: Path) -> Path:
 
 def make(layout: Layout, model: Path, kind: str) -> Trainer:
     policy = Trainer(PolicyConfig(micro_batch_tokens=64, **KINDS[kind]), layout, model, temperature=1.0)
-    policy.use_optimizer(OptimizerConfig(lr=1e-2, schedule="constant"), total_steps=4)
+    policy.use_optimizer(OptimizerConfig(lr=LR, schedule="constant"), total_steps=4)
     return policy
 
 

@@ -26,11 +26,22 @@ def layout() -> Iterator[Layout]:
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Within rounding: the step is 1e-2, and moments or counters that were lost would change it by a large part."""
+    """Within rounding: moments or counters that were lost change the step by most of itself.
+
+    Gradients in bfloat16 are rounded by up to 2**-8, depending on the CPU's vectors, and the step with them. Where a
+    gradient nearly cancels, its rounding is a larger part of it.
+    """
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        tolerance = {"rtol": 2**-7, "atol": 1e-5} if tensor.dtype is torch.bfloat16 else {"rtol": 0, "atol": 1e-6}
-        torch.testing.assert_close(tensor, expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        if tensor.dtype is torch.bfloat16:
+            of_the_weight = 2**-7 * expected[name].float().abs()
+            beyond = ((tensor.float() - expected[name].float()).abs() - of_the_weight).clamp(min=0)
+            assert beyond.square().mean().sqrt() <= 2**-8 * checkpoints.LR, name
+            assert beyond.max() <= checkpoints.LR / 10, name
+        else:
+            torch.testing.assert_close(
+                tensor, expected[name], rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
