@@ -1,7 +1,7 @@
 """All presets of the objective on the quickstart, three seeds each: `python -m benchmarks.presets --folder DIR`.
 
 The runs are those of a sweep in the folder, which continues where it was interrupted. What each has found is kept in
-presets.json: another machine goes on with the runs that are missing there. About three minutes a run on two free cores.
+presets.json, and another machine runs only what is missing there. About three minutes a run on two free cores.
 """
 
 from __future__ import annotations
