@@ -40,12 +40,20 @@ class File(NamedTuple):
 def thread_excess(process: int, most: int | None) -> str:
     """The reason to end the run `process` for its threads; "" for none. most: None where the kernel counts them.
 
-    Raises OSError where /proc does not show it; it is there until its worker has waited for it.
+    "" also for one that something else has just killed: its worker reports that. Raises OSError where /proc does not
+    show it; it is there until its worker has waited for it.
     """
     fields = _fields(f"/proc/{process}/stat")
     if fields[_STATE] == b"Z":  # other threads still run, and /proc shows nothing of the first
-        return "because its first thread has ended"
+        return "" if _was_killed(process) else "because its first thread has ended"
     return f"for more than {most} threads" if most is not None and int(fields[_THREADS]) > most else ""
+
+
+def _was_killed(process: int) -> bool:
+    """Whether the whole process got SIGKILL, which stays pending until the process is waited for."""
+    with open(f"/proc/{process}/status", "rb") as file:
+        pending = next((line.split()[1] for line in file if line.startswith(b"ShdPnd:")), b"0")
+    return bool(int(pending, 16) & 1 << signal.SIGKILL - 1)
 
 
 def _fields(path: str) -> list[bytes]:

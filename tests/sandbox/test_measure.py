@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,6 +129,16 @@ def test_a_first_thread_that_has_ended_is_seen(tmp_path: Path) -> None:
     code = "threading.Thread(target=lambda: (time.sleep(0.2), print(flush=True), time.sleep(60))).start()\n"
     with child(tmp_path, f"{code}ctypes.CDLL(None).syscall(60, 0)") as (pid, _):
         assert thread_excess(pid, None) == "because its first thread has ended"
+
+
+@pytest.mark.parametrize("others", ["", "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"])
+def test_a_killed_run_exceeds_nothing(tmp_path: Path, others: str) -> None:
+    """The worker reports by which signal it ended; a look may come between that signal and the report."""
+    with child(tmp_path, others) as (pid, directory):
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert thread_excess(pid, 0 if others else 128) == ""
+        assert file_excess(directory, FEW, pid, frozenset()) == ""
 
 
 def test_a_directory_that_changes_during_a_look_is_noticed(tmp_path: Path) -> None:
