@@ -204,6 +204,7 @@ def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Pat
     assert records(run, "positions.jsonl") == records(whole, "positions.jsonl")
 
 
+@pytest.mark.slow  # of the writer alone: tests/policy/test_checkpoint.py
 def test_a_writer_that_is_killed_is_replaced(folder: Path, whole: Path) -> None:
     done = train(folder, "run.name=writer", kill_at=("writer", 2))
     assert done.returncode == 0, done.stderr[-4000:]

@@ -34,6 +34,7 @@ def test_it_is_short() -> None:
     assert lines <= MOST_LINES
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_steps_train_on_what_the_agent_did(tmp_path: Path) -> None:
     """After so little SFT nothing is right, so the length of a response is what it earns for."""

@@ -87,6 +87,7 @@ def test_another_tile_is_that_of_the_loss_alone() -> None:
     assert aot.with_tile(other, "256:8") is other
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_parent() -> None:
     """Killed outright, the parent cannot tell them."""
     program = (

@@ -14,6 +14,8 @@ from tests.rehearsal.synchronizations import Synchronization
 class Case:
     """adam: see `fused_adam.install`. layout: sizes of the parallel layout, as keys of `policy`.
 
+    quick: part of `make test`, where each value of each choice is met once; all are part of `make test-slow`.
+
     Memory is given back and taken again (`policy.offload`) where 16 bits meet the distributed optimizer.
     """
 
@@ -24,6 +26,7 @@ class Case:
     head: str
     distributed: bool
     layout: Mapping[str, Any] = field(default_factory=dict)
+    quick: bool = False
 
     @property
     def name(self) -> str:
@@ -47,16 +50,16 @@ REPLAY = {"router_replay": True}
 DENSE, MIXTURE = "qwen3-tied", "qwen3-moe"
 
 CASES = (
-    Case("torch", 1, MIXTURE, "float32", "logits", True),
+    Case("torch", 1, MIXTURE, "float32", "logits", True, quick=True),
     Case("transformer_engine", 2, DENSE, "float32", "logits", True),
     Case("apex", 2, MIXTURE, "float32", "logits", False, EXPERTS | REPLAY),
     Case("apex", 1, DENSE, "float32", "streaming", True),
     Case("transformer_engine", 1, MIXTURE, "bfloat16", "streaming", False, REPLAY),
     Case("apex", 1, MIXTURE, "bfloat16", "logits", True),
     Case("torch", 2, DENSE, "bfloat16", "streaming", False, TENSOR),
-    Case("apex", 1, MIXTURE, "float16", "logits", False),
+    Case("apex", 1, MIXTURE, "float16", "logits", False, quick=True),
     Case("torch", 2, MIXTURE, "float16", "streaming", False, EXPERTS),
     Case("transformer_engine", 2, DENSE, "float16", "streaming", True, TENSOR),
     # Beyond pairs: what README recommends for eight GPUs, and sequences that are cut over ranks.
-    Case("transformer_engine", 2, DENSE, "bfloat16", "streaming", True, CONTEXT),
+    Case("transformer_engine", 2, DENSE, "bfloat16", "streaming", True, CONTEXT, quick=True),
 )

@@ -29,7 +29,7 @@ DAPO, GSPO = ObjectiveConfig(preset="dapo"), ObjectiveConfig(preset="gspo")
         ),
         pytest.param(Case("torch", 1, DENSE, "bfloat16", "logits", True), [CORRECTED, DAPO], WHOLE, marks=SLOW),
         pytest.param(Case("torch", 2, DENSE, "bfloat16", "streaming", True, TENSOR), [CTPO], STREAMING, marks=SLOW),
-        (Case("torch", 2, DENSE, "bfloat16", "streaming", True, CONTEXT), [CTPO], WHOLE),
+        pytest.param(Case("torch", 2, DENSE, "bfloat16", "streaming", True, CONTEXT), [CTPO], WHOLE, marks=SLOW),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,17 @@ def test_every_pair_of_choices_is_rehearsed() -> None:
         assert not missing, missing
 
 
+def test_each_choice_is_part_of_the_quick_ones() -> None:
+    def values(cases: Sequence[Case]) -> list[set[object]]:
+        chosen = [(c.adam, c.ranks, c.family, c.dtype, c.head, c.distributed) for c in cases]
+        return [set(column) for column in zip(*chosen, strict=True)]
+
+    assert values([case for case in CASES if case.quick]) == values(CASES)
+
+
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=pytest.mark.slow if (c.dtype, c.ranks) == ("float16", 2) else ()) for c in CASES],
+    [pytest.param(case, marks=() if case.quick else pytest.mark.slow) for case in CASES],
     ids=lambda case: case.name,
 )
 def test_training_on_pretended_gpus(case: Case, models_dir: Path, tmp_path: Path) -> None:
