@@ -225,7 +225,11 @@ def test_what_is_left_of_another_job_makes_no_rank(
     for more in ([], ["--dry-run"]):
         said = refusal(*more, RANK="3", WORLD_SIZE="8")
         assert f'RANK = "3": {missing} MASTER_ADDR, MASTER_PORT, too; type unset RANK' in said
-    assert 'WORLD_SIZE = "two": is not a number of ranks' in refusal(WORLD_SIZE="two")
+    for text in ("two", "", "0"):
+        assert f'WORLD_SIZE = "{text}": is not a number of ranks' in refusal(WORLD_SIZE=text)
+    whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, text in (("RANK", "2"), ("RANK", ""), ("LOCAL_RANK", "-1")):
+        assert f'{name} = "{text}": is not the number of one of 2 ranks' in refusal(**whole | {name: text})
     assert not hasattr(driver, "config")
 
 

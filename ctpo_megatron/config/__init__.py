@@ -5,7 +5,7 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 
 from ctpo_megatron.config.data_schema import DataConfig
 from ctpo_megatron.config.extension import Extension, named_extensions
-from ctpo_megatron.config.keys import flattened, known_keys, with_defaults
+from ctpo_megatron.config.keys import flattened, known_keys, short_names, with_defaults
 from ctpo_megatron.config.load import dump, dump_differences, load_config, load_with_sources, stored_settings
 from ctpo_megatron.config.memory import (
     ELEMENT_BYTES,

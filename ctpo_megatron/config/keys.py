@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -169,3 +169,15 @@ def _bounds(constraints: tuple[Any, ...]) -> Iterator[str]:
         for part in parts:
             if (bound := getattr(part, name, None)) is not None:
                 yield f"{sign} {bound}" if isinstance(bound, int) else f"{sign} {bound:g}"
+
+
+def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
+    """Each key by as few of its last parts as no other key of `among` ends in."""
+    others = [f".{key}" for key in among]
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        unique = (end for end in ends if not any(o.endswith(f".{end}") for o in others if o != f".{key}"))
+        names[key] = next(unique, key)
+    return names

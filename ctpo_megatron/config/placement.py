@@ -92,16 +92,26 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_problem(*, planned: bool) -> Problem | None:
-    """The problem with an environment that has some of torchrun's variables, but not all.
+    """The problem with an environment that has some of torchrun's variables, but not all, or no ranks in them.
 
     planned: nothing is started, and WORLD_SIZE alone is the size of the job to plan for.
     """
     missing = [name for name in _OF_A_RANK if name not in os.environ]
     name = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
-    if not missing or (name == "WORLD_SIZE" and (planned or world_size() == 1)):
+    if not missing:
+        return next(filter(None, map(_no_rank, ("RANK", "LOCAL_RANK"))), None)
+    if name == "WORLD_SIZE" and (planned or world_size() == 1):
         return None
     message = f"makes this process a rank of a job, which needs {', '.join(missing)}, too"
     return Problem(name, message, f"type unset {name}, or start the run with torchrun", os.environ[name])
+
+
+def _no_rank(name: str) -> Problem | None:
+    text, ranks = os.environ.get(name, "0"), world_size()
+    if text.isdecimal() and int(text) < ranks:
+        return None
+    message = f"is not the number of one of {ranks} ranks, which are counted from 0"
+    return Problem(name, message, f"type unset {name}, or start the run with torchrun", text)
 
 
 def world_size() -> int:
@@ -120,7 +130,7 @@ def node_ranks() -> int | None:
 
 
 def _count(name: str) -> int | None:
-    text = os.environ.get(name, "")
-    if text and not (text.isdecimal() and int(text)):
+    text = os.environ.get(name)
+    if text is not None and not (text.isdecimal() and int(text)):
         raise ConfigError([Problem(name, "is not a number of ranks", f"give 1 or more, or type unset {name}", text)])
-    return int(text) if text else None
+    return None if text is None else int(text)

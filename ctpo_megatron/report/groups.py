@@ -10,6 +10,7 @@ from typing import Any
 
 from ctpo_megatron.base.files import read_note
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.config import short_names
 from ctpo_megatron.report.differences import ABSENT, ORIGIN, Differences, differences
 from ctpo_megatron.report.run_data import RunData
 
@@ -106,7 +107,7 @@ def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     for key in keys:
         if len(_distinct(settings, [*chosen, key])) > len(_distinct(settings, chosen)):
             chosen.append(key)
-    names = _short_names(chosen, settings[0])
+    names = short_names(chosen, settings[0])
     for most in (_VALUE, _LABEL):
         labels = [", ".join(_setting(names[key], each[key], most) for key in chosen) for each in settings]
         if len(chosen) == 1:
@@ -119,17 +120,6 @@ def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _distinct(settings: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> set[str]:
     return {repr([each[key] for key in keys]) for each in settings}
-
-
-def _short_names(keys: Sequence[str], among: Iterable[str]) -> dict[str, str]:
-    """Each key by as few of its last parts as no other key ends in."""
-    names = {}
-    for key in keys:
-        parts = key.split(".")
-        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        unique = (end for end in ends if not any(f".{other}".endswith(f".{end}") for other in among if other != key))
-        names[key] = next(unique, key)
-    return names
 
 
 def _setting(name: str, value: Any, most: int) -> str:

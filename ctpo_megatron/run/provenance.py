@@ -23,7 +23,7 @@ from ctpo_megatron.base.extensions import activate, load
 from ctpo_megatron.base.files import read_note, write_json
 from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import Config, named_extensions, read_sft_record
+from ctpo_megatron.config import Config, named_extensions, read_sft_record, world_size
 from ctpo_megatron.run.timeouts import GIT_TIMEOUT_S
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def describe_environment() -> dict[str, Any]:
         "directory": os.getcwd(),
         "host": socket.gethostname(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "ranks": world_size(),
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),
         "cpus": os.cpu_count(),

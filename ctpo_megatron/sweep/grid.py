@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ctpo_megatron.config import ConfigError, Problem
+from ctpo_megatron.config import ConfigError, Problem, short_names
 
 SEED = "run.seed"
 _WHERE = "--grid"
@@ -54,7 +54,8 @@ class Grid:
 
     def name(self, point: dict[str, str]) -> str:
         """A name from these values alone, such as `ctpo-seed0`: part of a run's name, the same in every larger grid."""
-        labels = _labels([axis.key for axis in self.axes])
+        keys = [axis.key for axis in self.axes]
+        labels = short_names(keys, among=keys)
         return "-".join(_part(key, labels[key], value) for key, value in point.items())
 
 
@@ -118,17 +119,6 @@ def _problems(axes: Sequence[GridAxis], overrides: Sequence[str]) -> Iterator[Pr
                 yield Problem(axis.key, "is an override, too: which counts?", "give it once", shown, _WHERE)
             elif other.startswith(f"{axis.key}.") or axis.key.startswith(f"{other}."):
                 yield Problem(axis.key, f"and {other} set the same keys", "vary one of them", shown, _WHERE)
-
-
-def _labels(keys: Sequence[str]) -> dict[str, str]:
-    """The shortest end of each key that no other key has."""
-    labels = {}
-    for key in keys:
-        parts = key.split(".")
-        ends = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-        others = [f".{other}" for other in keys if other != key]
-        labels[key] = next((end for end in ends if not any(o.endswith(f".{end}") for o in others)), key)
-    return labels
 
 
 def _part(key: str, label: str, value: str) -> str:

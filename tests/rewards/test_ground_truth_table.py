@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def scored_rows(name: str) -> list[dict[str, Any]]:
     return [row for row in TABLE[name] if "refused" not in row]
 
 
+@cache
 def errors(name: str, score: Any = score_math) -> dict[str, list[str]]:
     """kind -> the answers that are judged wrongly."""
     found: dict[str, list[str]] = {"right": [], "wrong": []}
