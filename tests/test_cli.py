@@ -22,6 +22,7 @@ from ctpo_megatron.base.stop import BEGUN, TRY_AGAIN
 from ctpo_megatron.cli.errors import _FAILED_ELSEWHERE, _PASSING, _USER_ERRORS, report_error
 from ctpo_megatron.config import Config, Problem
 from ctpo_megatron.policy import CheckpointError, CheckpointWriteError, RankZeroError
+from ctpo_sandbox import temporary
 
 CONFIG = """\
 run: {name: first, steps: 4}
@@ -266,6 +267,21 @@ def test_all_problems_at_once_without_traceback(
 def test_train_gets_the_checked_configuration(driver: types.ModuleType) -> None:
     assert cli.main(["train", "first.yaml", "run.seed=3"]) == 0
     assert driver.config.run.seed == 3
+
+
+def test_a_process_sweeps_and_takes_a_folder_of_its_own_before_it_starts_anything(
+    driver: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it leaves behind is found by the next start, and by that alone."""
+    done: list[str] = []
+    for name in ("sweep", "move_in"):
+        monkeypatch.setattr(temporary, name, lambda name=name: done.append(name))
+    driver.main = lambda config: done.append("run") or 0
+    assert cli.main(["train", "first.yaml"]) == 0
+    assert done == ["sweep", "move_in", "run"]
+    done.clear()
+    assert cli.main(["eval", "no-model"]) == 2
+    assert done == ["sweep", "move_in"]
 
 
 @pytest.mark.parametrize(
