@@ -179,7 +179,7 @@ class EnginePool:
         """Give all engines the trainer's current weights as `version`: an offer, its `update`, its transfer.
 
         Returns when the trainer may change them; engines that take a copy may still be at it. An offer of which nothing
-        is kept is sent once more to engines that were replaced. Raises as `update`, and TimeoutError when these fail
+        is kept is sent once more to engines that were replaced. Raises as `update`, and EngineError when these fail
         again.
         """
         self.finish_update()  # engines may still fetch the former weights, of which the next offer leaves nothing
@@ -189,7 +189,7 @@ class EnginePool:
             trainer.transfer()
             if offer.kept or self.finish_update():
                 return
-        raise TimeoutError(f"weights {version} reached not all engines in {SEND_ATTEMPTS} attempts; see their logs")
+        raise EngineError(f"weights {version} did not reach all engines in {SEND_ATTEMPTS} attempts; see their logs")
 
     def update(self, offer: WeightOffer) -> PendingUpdate:
         """Begin to give all engines the weights of an offer, of a version >= 0, which is closed with the next one.
