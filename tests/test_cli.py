@@ -466,7 +466,7 @@ class Refusals:
             for name in names:
                 kind = getattr(importlib.import_module(module), name)
                 error = kind([Problem("run", "is wrong")]) if name == "ConfigError" else kind("it is wrong")
-                refused = 1 if name in ("EngineError", "RankLost", "RankZeroError") else 2
+                refused = 1 if module in _FAILED_ELSEWHERE and name in _FAILED_ELSEWHERE[module] else 2
                 if begun:
                     error.add_note(f"{BEGUN} 3")
                 yield error, TRY_AGAIN if begun and name in passing else refused

@@ -25,17 +25,19 @@ _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.run.directory": ("RunDirectoryError",),
     "ctpo_megatron.run.verdicts": ("TooManyFailed",),
     "ctpo_megatron.base.files": ("DamagedFileError",),
-    "ctpo_megatron.policy": ("CheckpointError",),
+    "ctpo_megatron.policy": ("CheckpointError", "MismatchError"),
     "ctpo_megatron.rollouts": ("ReplayError", "TooManyQuarantined"),
     "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
 }
 _FAILED_ELSEWHERE = {  # in another rank or an engine, whose log the message names
     "ctpo_megatron.policy": ("RankZeroError", "RankLost"),
     "ctpo_megatron.engines": ("EngineError",),
+    "ctpo_megatron.rewards": ("RewardWorkersLost",),
 }
 _PASSING = {  # of a run that has trained: another start may not meet them
     "ctpo_megatron.policy": ("CheckpointWriteError", "RankLost"),
     "ctpo_megatron.engines": ("EngineError",),
+    "ctpo_megatron.rewards": ("RewardWorkersLost",),
     "ctpo_megatron.rollouts": ("TooManyQuarantined",),
     "ctpo_sandbox": ("SandboxUnavailable",),
 }

@@ -38,7 +38,7 @@ from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.checkpoint_files import read_marker as read_checkpoint_marker
 from ctpo_megatron.policy.device import capabilities, max_ranks, peak_flops
 from ctpo_megatron.policy.minibatch import MiniBatch
-from ctpo_megatron.policy.old_log_probs import OldLogProbs, apply_correction, check_mismatch
+from ctpo_megatron.policy.old_log_probs import MismatchError, OldLogProbs, apply_correction, check_mismatch
 from ctpo_megatron.policy.parallel import (
     Layout,
     destroy_distributed,
@@ -59,6 +59,7 @@ __all__ = [
     "Diagnostics",
     "Layout",
     "MiniBatch",
+    "MismatchError",
     "OldLogProbs",
     "RankLost",
     "RankZero",

@@ -30,17 +30,21 @@ from ctpo_megatron.policy.passes import Passes
 log = logging.getLogger(__name__)
 
 
+class MismatchError(RuntimeError):
+    """Sampler and trainer disagree by more than `rollout.mismatch_limit`; the message says what may help."""
+
+
 def check_mismatch(
     metrics: Mapping[str, float], limit: float | None, max_response_tokens: int, dtypes: tuple[str, str]
 ) -> None:
-    """Raises RuntimeError when sampler and trainer log-probs differ by more than `limit` (nats; None: no limit).
+    """Raises MismatchError when sampler and trainer log-probs differ by more than `limit` (nats; None: no limit).
 
     A batch without tokens of the current weights has nothing to compare. Warns once when their noise alone crosses the
     clip window within `max_response_tokens` (`mismatch/t_star`). dtypes: of trainer and sampler, for the messages.
     """
     difference = metrics.get("mismatch/log_prob_abs_max", 0.0)
     if limit is not None and not difference <= limit:  # a NaN exceeds every limit
-        raise RuntimeError(
+        raise MismatchError(
             f"sampler and trainer log-probs differ by up to {difference:.3g}, more than rollout.mismatch_limit="
             f"{limit}. {_precision(dtypes)}"
         )

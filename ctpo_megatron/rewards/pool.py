@@ -44,6 +44,10 @@ WORKERS_RETRIES = 3  # how often a trajectory is given to new workers because al
 log = logging.getLogger(__name__)
 
 
+class RewardWorkersLost(RuntimeError):
+    """The processes that score do not come up, or die again and again; another machine may let them live."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScoreReport:
     """Outcome of one call of `RewardPool.score`, in trajectories.
@@ -214,7 +218,7 @@ class RewardPool:
 
         log_path: receives what they print; None: it goes where ours goes.
 
-        Raises ExtensionError when a function cannot be imported, RuntimeError when the workers do not come up.
+        Raises ExtensionError when a function cannot be imported, RewardWorkersLost when the workers do not come up.
         """
         self._config = config
         self._lock, self._closed = threading.Lock(), False
@@ -237,7 +241,7 @@ class RewardPool:
             raise
         except Exception as error:
             self.close()
-            raise RuntimeError(f"the {config.workers} reward workers did not start: {error!r}") from error
+            raise RewardWorkersLost(f"the {config.workers} reward workers did not start: {error!r}") from error
         # A worker that is replaced makes the functions again.
         self._patience_s = config.timeout_s + GRACE_S + max(START_MARGIN_S, 3 * (time.monotonic() - began))
 
@@ -247,7 +251,7 @@ class RewardPool:
         Timeouts, exceptions, crashes, None, figures that are not finite and names that cannot be metrics are no verdict
         (`Trajectory.no_verdict`), logged with prompt and sample. A crash is retried once, because something else may
         have killed the process.
-        Raises RuntimeError when all workers die repeatedly.
+        Raises RewardWorkersLost when all workers die repeatedly.
         """
         return self.begin(groups).result()
 
@@ -340,7 +344,7 @@ class RewardPool:
         except BrokenProcessPool as error:
             if renewals:
                 return self._outcomes(self._schedule(chunk), again, renewals - 1)
-            raise RuntimeError(
+            raise RewardWorkersLost(
                 f"{_name(chunk.pairs[0][0])}: no result, the reward workers were gone {WORKERS_RETRIES + 1} times "
                 f"({error}); is something killing them?"
             ) from error

@@ -24,6 +24,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.objective import batch_advantages, window_metrics
 from ctpo_megatron.policy import (
     Layout,
+    MismatchError,
     OldLogProbs,
     Trainer,
     TrainResult,
@@ -165,7 +166,7 @@ def test_what_must_not_be_trained_on_stops_the_step_before_any_weight_changes(
 ) -> None:
     run = Run(model, layout, OBJECTIVES[name], 16, mismatch_limit=1e-3)
     before = run.weights
-    with pytest.raises(RuntimeError, match=r"more than rollout\.mismatch_limit=0\.001"):
+    with pytest.raises(MismatchError, match=r"more than rollout\.mismatch_limit=0\.001"):
         run.train()
     assert torch.equal(run.weights, before) and run.trainer.version == 1
 

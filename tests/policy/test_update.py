@@ -13,7 +13,14 @@ import torch
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.data import DataError, Trajectory
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Trainer, check_mismatch, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import (
+    MismatchError,
+    Trainer,
+    check_mismatch,
+    destroy_distributed,
+    init_distributed,
+    policy_gradient,
+)
 from tests.policy import models
 
 LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
@@ -116,7 +123,7 @@ def test_the_same_sample_twice_has_two_diagnostics(policy: Trainer) -> None:
 @pytest.mark.parametrize("found", [0.1, math.nan])
 def test_a_mismatch_beyond_the_limit_or_unknown_stops_the_run(found: float) -> None:
     same = ("float32", "float32")
-    with pytest.raises(RuntimeError, match=r"rollout\.mismatch_limit=0\.001"):
+    with pytest.raises(MismatchError, match=r"rollout\.mismatch_limit=0\.001"):
         check_mismatch({"mismatch/log_prob_abs_max": found}, 1e-3, 1024, same)
     check_mismatch({"mismatch/log_prob_abs_max": 1e-4}, 1e-3, 1024, same)
 

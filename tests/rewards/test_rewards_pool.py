@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.data.verdict import MissingCause
-from ctpo_megatron.rewards import RewardPool, ScoreReport
+from ctpo_megatron.rewards import RewardPool, RewardWorkersLost, ScoreReport
 from tests.rewards.misbehaving_reward import RAISED
 from tests.support.deadlines import scaled
 
@@ -309,6 +310,16 @@ def test_a_worker_killed_while_it_had_nothing_to_do_costs_no_verdict(
                 assert report == ScoreReport(scored)
             others += idle
     assert "the reward workers are gone, was one of them killed?" in caplog.text
+
+
+def test_workers_that_somebody_kills_again_and_again_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(task: Any) -> Any:
+        raise BrokenProcessPool("no worker is left")
+
+    with misbehaving(timeout_s=30) as pool:
+        monkeypatch.setattr("ctpo_megatron.rewards.pool._Task.result", gone)
+        with pytest.raises(RewardWorkersLost, match=r"were gone 4 times .*is something killing them\?"):
+            pool.score([group("2")])
 
 
 def test_a_worker_frozen_while_it_had_nothing_to_do_costs_no_verdict(
