@@ -29,7 +29,7 @@ _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.rollouts": ("ReplayError", "TooManyQuarantined"),
     "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
 }
-_FAILED_ELSEWHERE = {  # in another rank or an engine, whose log the message names
+_FAILED_ELSEWHERE = {  # in another process: a rank, an engine, a reward worker
     "ctpo_megatron.policy": ("RankZeroError", "RankLost"),
     "ctpo_megatron.engines": ("EngineError",),
     "ctpo_megatron.rewards": ("RewardWorkersLost",),

@@ -31,8 +31,8 @@ def rank(given: Sequence[Problem], wait_s: float, late_s: float, meets: str) -> 
     print(json.dumps([rows, ready]))
 
 
-def _meet(to: str, kind: str, own: tuple[Any, ...], ranks_: int) -> tuple[Problem, str]:
-    return passed(kind, f"{ranks_} ranks: {meet(to, kind, *own, ranks_)}"), ""
+def _meet(to: str, kind: str, own: tuple[Any, ...], count: int) -> tuple[Problem, str]:
+    return passed(kind, f"{count} ranks: {meet(to, kind, *own, count)}"), ""
 
 
 def job(
