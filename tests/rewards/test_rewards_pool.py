@@ -6,7 +6,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -293,6 +293,16 @@ def test_a_worker_killed_by_somebody_else_costs_no_verdict(tmp_path: Path) -> No
     assert rewards(groups) == [1.0, 1.0]
 
 
+def idle_worker(others: Sequence[psutil.Process]) -> psutil.Process:
+    """A worker that is not one of `others`; pebble may take a moment to replace one."""
+    deadline = time.monotonic() + scaled(30)
+    while time.monotonic() < deadline:
+        if idle := [process for process in fork_server().children() if process not in others]:
+            return idle[0]
+        time.sleep(0.05)
+    raise AssertionError("no worker was started")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_killed_while_it_had_nothing_to_do_costs_no_verdict(
     workers: int, caplog: pytest.LogCaptureFixture
@@ -300,15 +310,14 @@ def test_a_worker_killed_while_it_had_nothing_to_do_costs_no_verdict(
     others = psutil.Process().children(recursive=True)
     with misbehaving(timeout_s=30, workers=workers) as pool, ThreadPoolExecutor(1) as thread:
         for _ in range(2):
-            idle = [process for process in fork_server().children() if process not in others]
-            idle[0].kill()
+            others.append(idle_worker(others))
+            others[-1].kill()
             pending = [pool.begin([group("2", "5")])]  # pebble may not have seen it yet
             time.sleep(0.3)
             pending.append(pool.begin([group("2")]))
             for scores, scored in zip(pending, (2, 1), strict=True):
                 report = thread.submit(scores.result).result(timeout=scaled(30))
                 assert report == ScoreReport(scored)
-            others += idle
     assert "the reward workers are gone, was one of them killed?" in caplog.text
 
 
