@@ -188,6 +188,8 @@ def known_peak(device_name: str | None, precision: str) -> float | None:
 def release_cached_memory() -> None:
     """Return torch's cache of freed GPU memory to the driver, for other processes."""
     if CUDA:
+        # They lie within large blocks and would keep these: 0.6 GiB on an H200. The next product makes them again.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 

@@ -10,6 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import device
+from ctpo_megatron.policy.host_copy import HostCopy
 from ctpo_megatron.policy.model import BuiltModel
 
 
@@ -17,13 +18,14 @@ class DeviceMemory:
     """`policy.offload`: optimizer state (and parameters) move to host memory, gradient buffers are freed.
 
     Only state that the distributed optimizer holds separately from the parameters can move: master weights and moments
-    of a 16-bit model (megatron-core's `offload_to_cpu`, `offload_grad_buffers`). Methods may be called at any time.
+    of a 16-bit model. Methods may be called at any time. The optimizer's own `offload_to_cpu` takes new pageable memory
+    each time, at 2 GB/s on an H200 (benchmarks/results/gpu/nvidia-h200.md).
     """
 
     def __init__(self, config: PolicyConfig, model: BuiltModel) -> None:
         self._what = config.offload
         self._model = model
-        self._offloaded: MegatronOptimizer | None = None
+        self._state = HostCopy()
         self._released = False
 
     @contextmanager
@@ -58,7 +60,7 @@ class DeviceMemory:
         with device.scope():
             self._model.finish_param_gather()
             if optimizer is not None:
-                optimizer.offload_to_cpu()
+                self._state.take(_tensors(optimizer))
             for chunk in self._model.wrapped:
                 chunk.offload_grad_buffers()
                 if self._what == "all":
@@ -69,7 +71,7 @@ class DeviceMemory:
                             )
                         buffer.offload_to_cpu(move_params=True, move_grads=False)
             device.release_cached_memory()  # megatron-core does this before it frees the parameters' storage
-        self._offloaded, self._released = optimizer, True
+        self._released = True
 
     def _reclaim(self) -> None:
         """Move everything back to the device. Gradients are zero."""
@@ -80,6 +82,16 @@ class DeviceMemory:
                 for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                     buffer.reload_from_cpu(move_params=True, move_grads=False)
             chunk.restore_grad_buffers()
-        if self._offloaded is not None:
-            self._offloaded.restore_from_cpu()
-        self._offloaded, self._released = None, False
+        self._state.restore()
+        self._released = False
+
+
+def _tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """Master weights and moments on the device."""
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if (inner := each.optimizer) is None or each.is_stub_optimizer:  # a rank without parameters of this kind
+            continue
+        for group in inner.param_groups:
+            yield from (parameter for parameter in group["params"] if parameter.is_cuda)
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.is_cuda)

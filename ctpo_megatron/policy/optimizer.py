@@ -55,9 +55,11 @@ def build_optimizer(
         scale.restart()
         for part in optimizer.chained_optimizers:
             part.grad_scaler = scale
-    if not device.CUDA:  # on CUDA it needs its step count on the device; a restored checkpoint has it on the host
-        for group in optimizer.param_groups:
+    for group in optimizer.param_groups:
+        if not device.CUDA:  # on CUDA it needs its step count on the device; a restored checkpoint has it on the host
             group["fused"] = True
+        elif "foreach" in group:  # torch's AdamW, which for all tensors at once writes out the roots of all moments
+            group["foreach"] = False
     steps = max(total_steps, config.warmup_steps + 1)
     decaying = max(1, round(steps * config.decay_fraction))
     scheduler = OptimizerParamScheduler(

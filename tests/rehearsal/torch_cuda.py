@@ -220,6 +220,7 @@ def install(devices: int) -> None:
     torch.Tensor.record_stream = _record_stream  # type: ignore[assignment, method-assign]
     torch.UntypedStorage.resize_ = _resized(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
     torch.cuda.memory.empty_cache = _empty_cache
+    torch._C._cuda_clearCublasWorkspaces = lambda: None  # type: ignore[attr-defined]
     for name, value in (_ACCELERATOR | {"device_count": lambda: devices}).items():
         setattr(torch.accelerator, name, value)
     collectives.install()
