@@ -101,7 +101,6 @@ def _check(config: Config, sources: Sources) -> None:
 
 def _evaluate(config: Config, output: Path, args: argparse.Namespace, *, of_run: bool) -> Outcome:
     """of_run: the model is one that a run has trained, whatever its prompts show."""
-    from ctpo_megatron.engines import check_tokenizer
     from ctpo_megatron.environments.prompts import usable
     from ctpo_megatron.evaluate import evaluate
     from ctpo_megatron.tracking import Display
@@ -109,7 +108,7 @@ def _evaluate(config: Config, output: Path, args: argparse.Namespace, *, of_run:
     log_to_terminal()
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO)
     admission = Admission.of(config, output, taught=of_run)
-    check_tokenizer(config, len(admission.tokenizer))
+    admission.check_vocabulary()
     prompts = usable(admission.held_out())
     try:
         with _ended_by_signals(), Display(config.tracking.live, 0, title=f"ctpo eval {config.model.path}") as display:

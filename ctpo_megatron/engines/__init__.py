@@ -13,14 +13,13 @@ from ctpo_megatron.engines.tasks import EngineError, GroupFailed, GroupOutcome, 
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines.handle import EngineHandle, engine_died
-    from ctpo_megatron.engines.open import check_tokenizer, cluster_of, open_engines
+    from ctpo_megatron.engines.open import cluster_of, open_engines
     from ctpo_megatron.engines.pool import EnginePool
 
 _NEED_RAY = {
     "EngineHandle": "handle",
     "engine_died": "handle",
     "EnginePool": "pool",
-    "check_tokenizer": "open",
     "cluster_of": "open",
     "open_engines": "open",
 }
@@ -33,7 +32,6 @@ __all__ = [
     "GroupOutcome",
     "GroupTask",
     "Sampling",
-    "check_tokenizer",
     "cluster_of",
     "engine_died",
     "give_way_to_engines",

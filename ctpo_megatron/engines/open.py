@@ -11,21 +11,13 @@ from pathlib import Path
 from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.base.stop import StopRequest
-from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, SandboxConfig, spec_for
+from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, SandboxConfig
 from ctpo_megatron.engines.pool import EnginePool
 from ctpo_megatron.environments import node_sandbox
 from ctpo_megatron.environments.factory import needs_sandbox
 from ctpo_sandbox import start_configured_server
 
 log = logging.getLogger(__name__)
-
-
-def check_tokenizer(config: Config, tokens: int) -> None:
-    """Raises ConfigError for a tokenizer of more tokens than the model has."""
-    if tokens > (rows := spec_for(config).vocab_size):
-        message = f"the tokenizer has {tokens} tokens, but the model's vocabulary {rows} (vocab_size in config.json)"
-        fix = "resize the model's embeddings for the tokens that were added, or use the tokenizer it came with"
-        raise ConfigError([Problem("model.path", message, fix, config.model.path)])
 
 
 @contextmanager

@@ -148,6 +148,13 @@ class Admission:
             return str(error)
         return row_checks.check_call(self.tokenizer, self.config.rollout)
 
+    def check_vocabulary(self) -> None:
+        """Raises ConfigError for a tokenizer of more tokens than the model has."""
+        if (found := len(self.tokenizer)) > (rows := spec_for(self.config).vocab_size):
+            message = f"the tokenizer has {found} tokens, but the model's vocabulary {rows} (vocab_size in config.json)"
+            fix = "resize the model's embeddings for the tokens that were added, or use the tokenizer it came with"
+            raise ConfigError([Problem("model.path", message, fix, self.config.model.path)])
+
     def _compare_readers(self, found: PromptSet) -> None:
         """Whether vLLM, which reads what the directory names, has the ids of tokenizer.json."""
         path = self.config.model.path

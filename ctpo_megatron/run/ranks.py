@@ -15,7 +15,6 @@ from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.config import Config, OptimizerConfig, family_for, shares_gpus
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import Batch, Trajectory
-from ctpo_megatron.engines import EnginePool
 from ctpo_megatron.engines.weights import (
     EngineFacts,
     TransportSettings,
@@ -38,6 +37,7 @@ from ctpo_megatron.run.watchdog import Watchdog
 from ctpo_megatron.tracking import Phases
 
 if TYPE_CHECKING:
+    from ctpo_megatron.engines import EnginePool
     from ctpo_megatron.run.step_trace import StepTrace
 
 log = logging.getLogger(__name__)

@@ -7,18 +7,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import StopRequest
 from ctpo_megatron.config import Config, DataConfig, Job, Placement, RolloutConfig, node_ranks, world_size
 from ctpo_megatron.data import Curriculum, MixedFile, PromptMix, PromptSampler, PromptSet, PromptStream
-from ctpo_megatron.engines import EnginePool, check_tokenizer, open_engines
 from ctpo_megatron.environments.prompts import usable, write_record
 from ctpo_megatron.policy import capabilities
 from ctpo_megatron.preflight import Admission
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
-from ctpo_megatron.rollouts import Evaluation, Generator, Replay, Rollouts, RolloutSettings, Scheduler, Scorer
+from ctpo_megatron.rollouts import Evaluation, Generator, Replay, Rollouts, RolloutSettings, Scorer
 from ctpo_megatron.tracking import Phases, recorded_trajectories, trajectory_files
+
+if TYPE_CHECKING:
+    from ctpo_megatron.engines import EnginePool
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,15 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
     DamagedFileError for stored rows that are damaged.
     """
     admission = Admission.of(config, directory)
-    check_tokenizer(config, len(admission.tokenizer))
+    admission.check_vocabulary()
     # A recording has no answers of these weights to the held-out prompts.
     replayed = config.rollout.replay is not None
     logs = RunPaths(directory).logs
     with ExitStack() as stack:
         pool = None
         if not replayed:  # first: engines load while prompts are read and scorers start
+            from ctpo_megatron.engines import open_engines  # only here: a replay needs no Ray
+
             placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
             pool = stack.enter_context(open_engines(config, logs.root, placement=placement, stop=stop))
         train = admission.training()
@@ -58,6 +63,8 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
         if pool is None:
             training = evaluating = _replay(config.rollout)
         else:  # training yields to the other where it samples ahead
+            from ctpo_megatron.rollouts import Scheduler
+
             training = Scheduler.of(pool, background=pool.settings.max_staleness > 0)
             evaluating = training.another()
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path, logs.rewards))

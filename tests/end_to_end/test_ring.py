@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ctpo_megatron.config import load_config, spec_for
 from ctpo_megatron.preflight import disk_use, held_out_prompts
 from tests.end_to_end.small_run import Ctpo, records, repeatable
+from tests.support import children
 
 
 def test_a_run_writes_what_it_promises(finished: Path) -> None:
@@ -195,6 +196,18 @@ def test_a_replay_repeats_the_run_without_engines(ctpo: Ctpo, finished: Path) ->
     assert [repeatable(r) for r in records(run)] == live
     assert {file.name for file in (run / "logs").iterdir()} == {"train.log", "rewards.log"}
     assert not (run / "evaluation").exists()
+
+
+@pytest.mark.slow
+def test_a_replay_needs_neither_ray_nor_vllm(ctpo: Ctpo, finished: Path, tmp_path: Path) -> None:
+    for name in ("ray", "vllm"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')\n")
+    path = os.pathsep.join([str(tmp_path), ctpo.environment["PYTHONPATH"]])
+    command = ctpo.command("run.name=alone", f"rollout.replay={finished}")
+    done = children.run(
+        command, directory=ctpo.directory, environment=ctpo.environment | {"PYTHONPATH": path}, deadline_s=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.slow  # without engines: test_kill_resume.py
