@@ -11,6 +11,10 @@ from pathlib import Path
 
 SUITES = {"A": 420, "B": 300, "C": 540, "D": 300}
 """Kernel suites, and seconds for each: benchmarks/kernels."""
+SANITIZED = "decide_as_the_twin_does and default or pieces_of_sequences or padding_columns or streaming_head"
+"""Tests that launch every kernel."""
+RECIPES = {"qwen3_0_6b": 240, "qwen3_1_7b": 240}
+"""Models with a recipe for one GPU, and seconds for each."""
 SANITIZER_WHEEL = "nvidia-cuda-sanitizer-api"
 """For CUDA 13; its program lies in `nvidia/cu13/bin`."""
 
@@ -46,6 +50,7 @@ def stages(machine: Machine, work: Path) -> list[Stage]:
     return [
         _doctor(),
         _gpu_tests(machine),
+        *_policy(machine, work),
         *_sanitizer(machine),
         *_kernels(machine, work),
         *_engine_sync(machine, work),
@@ -71,9 +76,19 @@ def _gpu_tests(machine: Machine) -> Stage:
     return Stage("test-gpu", "the tests that need a GPU", 900, _python("-m", "pytest", "-m", "gpu", "-q"), skip=skip)
 
 
+def _policy(machine: Machine, work: Path) -> Iterator[Stage]:
+    for model, limit in RECIPES.items():
+        out = work / f"policy-{model}.json"
+        recipe = ("--recipe", f"configs/{model}_one_gpu.yaml", "--shapes", f"configs/models/{model}.json")
+        size = () if machine.device == "cuda" else ("--trajectories", "12", "--updates", "3")
+        command = _python("-m", "benchmarks.gpu_first_hour.policy", *recipe, *size, "--device", machine.device)
+        purpose = f"optimizer steps of {model}: seconds and memory beside the plan"
+        yield Stage(f"policy-{model}", purpose, limit, (*command, "--out", str(out)), out)
+
+
 def _sanitizer(machine: Machine) -> Iterator[Stage]:
     """Races and bad addresses inside a thread block, which no interpreter shows; small shapes, they are slow."""
-    tests = ("tests/gpu/test_kernels_cuda.py", "-m", "gpu or not gpu", "-k", "launch_forms and default", "-q")
+    tests = ("tests/gpu/test_kernels_cuda.py", "-m", "gpu", "-k", SANITIZED, "-q")
     program = compute_sanitizer()
     absent = "" if program else f"compute-sanitizer is not here: pip install {SANITIZER_WHEEL}"
     skip = absent if machine.device == "cuda" else "needs a CUDA device"

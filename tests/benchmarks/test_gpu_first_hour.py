@@ -19,7 +19,7 @@ import pytest
 from benchmarks.gpu_first_hour import __main__ as program
 from benchmarks.gpu_first_hour.report import page
 from benchmarks.gpu_first_hour.run import Record, run_stage
-from benchmarks.gpu_first_hour.stages import SANITIZER_WHEEL, Machine, Stage, compute_sanitizer, stages
+from benchmarks.gpu_first_hour.stages import SANITIZED, SANITIZER_WHEEL, Machine, Stage, compute_sanitizer, stages
 from tests.support import children
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
@@ -60,6 +60,20 @@ def test_the_sanitizer_of_the_environment_is_found(tmp_path: Path, monkeypatch: 
     on_path.parent.mkdir()
     on_path.touch(0o755)
     assert compute_sanitizer() == str(on_path)
+
+
+def test_the_sanitizers_run_every_kind_of_test_that_is_named() -> None:
+    command = [sys.executable, "-m", "pytest", "tests/gpu/test_kernels_cuda.py", "-m", "gpu", "-k", SANITIZED]
+    done = children.run(
+        [*command, "--collect-only", "-q"], directory=ROOT, environment=dict(os.environ), deadline_s=120
+    )
+    chosen = {line.partition("::")[2].partition("[")[0] for line in done.stdout.splitlines() if "[cuda" in line}
+    assert chosen == {
+        "test_short_and_long_spans_decide_as_the_twin_does",
+        "test_pieces_of_sequences_continue_their_prefix",
+        "test_log_probs_of_logits_with_padding_columns",
+        "test_the_streaming_head_is_as_exact_as_torch",
+    }, done.stdout + done.stderr
 
 
 def test_a_stage_that_passes_gives_its_figures(tmp_path: Path) -> None:
