@@ -33,7 +33,7 @@ def test_cispo_equals_that_of_the_host() -> None:
     arguments = packed_loss(random_batch(5, [20, 3, 40], 0.5), torch.float32)
     gradients = []
     for device in ("cpu", "cuda"):
-        there = {name: tensor.to(device) for name, tensor in arguments.items()}
+        there = {name: tensor.to(device, copy=True) for name, tensor in arguments.items()}
         there["log_probs"].requires_grad_()
         policy_loss(**there, objective=PolicyObjective.preset("cispo")).loss.backward()
         gradients.append(there["log_probs"].grad.cpu())

@@ -43,7 +43,7 @@ def test_offloading_gives_memory_back_and_changes_no_loss(tmp_path: Path) -> Non
     models.build("qwen3-tied", tmp_path)
     layout = init_distributed(PolicyConfig(), seed=0)
     try:
-        losses, held, reserved = {}, {}, {}
+        losses, held, reserved, idle = {}, {}, {}, {}
         for offload in ("none", "all"):
             config = PolicyConfig(dtype="bfloat16", use_distributed_optimizer=True, offload=offload)
             policy = Trainer(config, layout, tmp_path, temperature=1.0)
@@ -61,8 +61,9 @@ def test_offloading_gives_memory_back_and_changes_no_loss(tmp_path: Path) -> Non
             del policy
             gc.collect()
             torch.cuda.empty_cache()
+            idle[offload] = torch.cuda.memory_allocated()  # the workspaces of cuBLAS, 68 MiB on an H200
         assert losses["all"] == pytest.approx(losses["none"], rel=1e-2)
-        assert held["all"] < held["none"] / 2
+        assert held["all"] - idle["all"] < (held["none"] - idle["none"]) / 2
         assert reserved["all"] < reserved["none"]  # other processes can have it
     finally:
         destroy_distributed()
