@@ -69,7 +69,7 @@ def test_a_server_that_does_not_answer_is_named(url: str) -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_the_start_of_a_run_names_them(bare: str, own: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """From its /health: a server of ours here has everything."""
-    config = SandboxConfig(require="none", slots=1) if own else SandboxConfig(url=bare)
+    config = SandboxConfig(require="none", slots=1, start_timeout_s=scaled(240)) if own else SandboxConfig(url=bare)
     with caplog.at_level(logging.WARNING), _sandbox(config, 1, tmp_path) as url:
         assert url == bare or own
     said = [record.message for record in caplog.records if "lacks" in record.message]

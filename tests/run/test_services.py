@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.data import DataError
-from ctpo_megatron.run import services, start_services
+from ctpo_megatron.run import start_services
 from ctpo_megatron.tracking import Phases
 from tests.engines.tiny_model import tiny_tokenizer
 from tests.tracking.synthetic_run import make_config
@@ -31,7 +31,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         finally:
             events.append("closed")
 
-    monkeypatch.setattr(services, "open_engines", opened)
+    monkeypatch.setattr("ctpo_megatron.engines.open_engines", opened)
     return events
 
 

@@ -23,7 +23,7 @@ from ctpo_megatron.run.watchdog import END_STATUS, Watchdog
 from ctpo_megatron.tracking import Progress, read_heartbeat
 from tests.support.deadlines import scaled
 
-BEAT_S, TIMEOUT_S = 0.1, 0.5
+BEAT_S, TIMEOUT_S = 0.2, 1.0
 DEADLINE_S = 60
 Play = Callable[[Progress, RankZero | None], None]
 
