@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from pathlib import Path
 
 import pytest
@@ -65,5 +66,26 @@ def test_offloading_gives_memory_back_and_changes_no_loss(tmp_path: Path) -> Non
         assert losses["all"] == pytest.approx(losses["none"], rel=1e-2)
         assert held["all"] - idle["all"] < (held["none"] - idle["none"]) / 2
         assert reserved["all"] < reserved["none"]  # other processes can have it
+    finally:
+        destroy_distributed()
+
+
+def test_an_optimizer_step_copies_no_state(tmp_path: Path) -> None:
+    """torch's AdamW would write out the roots of all second moments at once, 4 bytes a parameter."""
+    models.build("qwen3-tied", tmp_path, layers=8, hidden_size=512, intermediate_size=2048)
+    layout = init_distributed(PolicyConfig(), seed=0)
+    try:
+        config = PolicyConfig(dtype="bfloat16", use_distributed_optimizer=True, recompute="full")
+        policy = Trainer(config, layout, tmp_path, temperature=1.0)
+        policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=2)
+        (mini_batch,) = policy.distribute(models.trajectories(4), models.advantages(4), size=4)
+        policy.compute_old_log_probs([mini_batch])
+        for _ in range(2):  # the first makes the state
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
+        parameters = sum(math.prod(shape) for _, shape, _ in policy.weight_shapes())
+        assert parameters > 2e7 and torch.cuda.max_memory_allocated() - before < 2 * parameters
     finally:
         destroy_distributed()
