@@ -35,7 +35,12 @@ for process in filter(str.isdigit, os.listdir("/proc")):
             opened.append((process, name))
         except OSError:
             pass
-print(len([p for p in os.listdir("/proc") if p.isdigit() and os.stat(f"/proc/{p}").st_uid == os.getuid()]) > 0, opened)
+def of_its_user(process):
+    try:
+        return os.stat(f"/proc/{process}").st_uid == os.getuid()
+    except FileNotFoundError:  # it has ended meanwhile
+        return False
+print(any(of_its_user(process) for process in os.listdir("/proc") if process.isdigit()), opened)
 """
 """Processes of the same user: the server, its templates, its workers and the run of another slot."""
 
