@@ -62,21 +62,21 @@ def measure(config: Config, model: Path, count: int, updates: int) -> dict[str, 
         trainer.use_optimizer(config.policy.optimizer, total_steps=updates)
         objective = objective_from_config(config.objective)
         loss = policy_gradient(objective, config.objective.anchor)
-        seconds: dict[str, list[float]] = {"old_log_probs_s": [], "update_s": [], "forward_tflop": [], "tokens": []}
+        measured: dict[str, list[float]] = {"old_log_probs_s": [], "update_s": [], "forward_tflop": [], "tokens": []}
         for number in range(updates):
             found = trajectories(config, trainer.spec.vocab_size, count, seed=number)
             advantages = [1.0 if index % 2 else -1.0 for index in range(count)]
             (mini_batch,) = trainer.distribute(found, advantages, count)
             began = time.perf_counter()
             trainer.compute_old_log_probs([mini_batch])
-            seconds["old_log_probs_s"].append(_since(began, cuda))
+            measured["old_log_probs_s"].append(_since(began, cuda))
             began = time.perf_counter()
             update = trainer.update(mini_batch, loss)
-            seconds["update_s"].append(_since(began, cuda))
-            seconds["forward_tflop"].append(update.cost.work.trained_flops / 1e12)
-            seconds["tokens"].append(float(update.cost.work.trained_tokens))
+            measured["update_s"].append(_since(began, cuda))
+            measured["forward_tflop"].append(update.cost.work.trained_flops / 1e12)
+            measured["tokens"].append(float(update.cost.work.trained_tokens))
             if number == 0:
-                figures["first_update_s"] = seconds["update_s"][0]
+                figures["first_update_s"] = measured["update_s"][0]
                 diagnostics = trainer.token_diagnostics(mini_batch, objective, "proximal")
                 of_tokens = np.concatenate([np.abs(each["log_ratio"]) for each in diagnostics.values()])
                 figures["first_log_ratio_abs_max"] = float(of_tokens.max())
@@ -84,9 +84,10 @@ def measure(config: Config, model: Path, count: int, updates: int) -> dict[str, 
                     torch.cuda.reset_peak_memory_stats()
             del mini_batch
             print(
-                f"update {number + 1}: {seconds['update_s'][-1]:.2f} s, loaded in {figures['load_s']:.1f} s", flush=True
+                f"update {number + 1}: {measured['update_s'][-1]:.2f} s, loaded in {figures['load_s']:.1f} s",
+                flush=True,
             )
-        rest = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+        rest = {name: statistics.median(values[1:]) for name, values in measured.items()}
         figures |= rest | {"tokens_per_s": rest["tokens"] / rest["update_s"]}
         if cuda:
             figures |= _memory(config, trainer)
@@ -166,8 +167,9 @@ def _write_model(shapes: Path, folder: Path, device: str) -> None:
             "intermediate_size": 128,
             "vocab_size": 500,
             "head_dim": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
         }
-        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     (folder / "config.json").write_text(json.dumps(shape))
     with torch.device(device):
         torch.manual_seed(0)

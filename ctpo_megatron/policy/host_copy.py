@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -24,37 +24,50 @@ class HostCopy:
         self._taken: list[tuple[torch.UntypedStorage, int]] = []  # and its bytes
 
     def take(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy to the host and free the device memory; returns when both are done. Raises RuntimeError if in use."""
+        """Copy to the host and free the device memory; returns when both are done.
+
+        Raises RuntimeError if others wait, MemoryError when the host has no more to pin; then all stays on the device.
+        """
         if self._taken:
             raise RuntimeError("the tensors before these were not restored")
-        self._taken = [(each.untyped_storage(), each.untyped_storage().nbytes()) for each in tensors if _is_whole(each)]
-        for there, here in self._pieces():
+        taken = [(each.untyped_storage(), each.untyped_storage().nbytes()) for each in tensors if _is_whole(each)]
+        for there, here in self._pieces(taken):
             here.copy_(there, non_blocking=True)
         device.synchronize()
-        for storage, _ in self._taken:
+        for storage, _ in taken:
             storage.resize_(0)
+        self._taken = taken
 
     def restore(self) -> None:
         """Copy everything back, on the current stream."""
         for storage, size in self._taken:
             storage.resize_(size)
-        for there, here in self._pieces():
+        for there, here in self._pieces(self._taken):
             there.copy_(here, non_blocking=True)
         self._taken = []
 
-    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pieces(self, taken: Sequence[tuple[torch.UntypedStorage, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Bytes on the device, and their place on the host."""
         offset = 0
-        for storage, size in self._taken:
+        for storage, size in taken:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             start = 0
             while start < size:
                 number, at = divmod(offset, SLAB_BYTES)
                 if number == len(self._slabs):
-                    self._slabs.append(torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=device.CUDA))
+                    self._slabs.append(self._slab())
                 count = min(size - start, SLAB_BYTES - at)
                 yield whole[start : start + count], self._slabs[number][at : at + count]
                 start, offset = start + count, offset + count
+
+    def _slab(self) -> torch.Tensor:
+        try:
+            return torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=device.CUDA)
+        except RuntimeError as error:
+            raise MemoryError(
+                f"policy.offload: no more pinned host memory after {len(self._slabs) * SLAB_BYTES >> 20} MiB of this "
+                f"rank ({error}); give the job more memory, or set policy.offload=none"
+            ) from error
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -51,3 +53,23 @@ def test_what_waits_is_not_overwritten() -> None:
     copy.restore()
     assert torch.equal(first, tensors(1)[0])
     copy.restore()  # nothing waits
+
+
+def test_without_host_memory_everything_stays_and_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, moved = HostCopy(), tensors(1)
+    empty, made = torch.empty, []
+
+    def full(*size: int, **options: Any) -> torch.Tensor:
+        if size == (64,) and len(made) == 2:
+            raise RuntimeError("CUDA error: out of memory")
+        made.extend([size] if size == (64,) else [])
+        return empty(*size, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        with pytest.raises(MemoryError, match=r"policy\.offload: no more pinned host memory .* policy\.offload=none"):
+            copy.take(moved)
+    assert all(torch.equal(*pair) for pair in zip(moved, tensors(1), strict=True))
+    copy.take(moved)  # once there is
+    copy.restore()
+    assert all(torch.equal(*pair) for pair in zip(moved, tensors(1), strict=True))
