@@ -16,7 +16,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -98,8 +98,14 @@ class Module:
         return [*self.of(ast.FunctionDef), *self.of(ast.AsyncFunctionDef)]
 
 
+@cache
+def module(path: Path) -> Module:
+    """A file that does not change while the process lives: read and parsed once."""
+    return Module(path, path.read_text(encoding="utf-8"))
+
+
 def modules(folder: Path) -> list[Module]:
-    return [Module(path, path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))]
+    return [module(path) for path in sorted(folder.rglob("*.py"))]
 
 
 def classes(found: Iterable[Module]) -> list[ast.ClassDef]:
@@ -209,7 +215,7 @@ def words(root: Path, paths: Iterable[Path]) -> int:
 def walk(root: Path, listed: str) -> tuple[str, list[str]]:
     """Files and lines, and which of the list are not there."""
     paths = {name: root / CORE / name for name in listed.split()}
-    there = [Module(path, path.read_text(encoding="utf-8")) for path in paths.values() if path.exists()]
+    there = [module(path) for path in paths.values() if path.exists()]
     return size(there), [name for name, path in paths.items() if not path.exists()]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure import Module, constants_of_time, takes_config
+from tests.structure import constants_of_time, module, takes_config
 from tests.support.vllm_uses import Use, is_private, reached_privately, uses, within
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,10 +131,10 @@ def all_modules() -> list[Path]:
 
 def imports_of(path: Path, package: str) -> Iterator[tuple[int, str]]:
     """Line and dotted name of every import in a file, nested and relative ones included."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in module(path).of(ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
@@ -182,7 +182,7 @@ def test_the_time_of_day_is_read_in_one_place() -> None:
         show(path, number, line)
         for folder in (PACKAGE, SEPARATE["ctpo_launchers"])
         for path in modules_of(folder)
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        for number, line in enumerate(module(path).text.splitlines(), start=1)
         if reads.search(line) and path != clock
     ]
     assert wrong == []
@@ -227,7 +227,7 @@ def _is_module(name: str) -> bool:
 def _offered(package: str) -> frozenset[str]:
     """What a front door imports or lists: `data.pack` is the function there, though a module has the same name."""
     door = folder_of(package) / "__init__.py"
-    tree = ast.parse(door.read_text(encoding="utf-8")) if door.exists() else ast.Module([], [])
+    tree = module(door).tree if door.exists() else ast.Module([], [])
     names = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     return frozenset(f"{package}.{name}" for name in names)
 
@@ -293,16 +293,16 @@ def test_no_type_has_the_name_of_another() -> None:
     """Classes and aliases of types, private ones too: one name, one meaning."""
     places: dict[str, list[str]] = {}
     for path in all_modules():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in module(path).tree.body:
             if (name := type_name(node)) is not None:
                 places.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 
-def collectives_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def collectives_in(calls: list[ast.Call]) -> Iterator[tuple[int, str]]:
     """Line and name of every call that all ranks have to make; `gather` of a layout or of ranks is one."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+    for node in calls:
+        if isinstance(node.func, ast.Attribute | ast.Name):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
             owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
             if name in COLLECTIVES or (name == "gather" and owner.rpartition(".")[2].strip("_") in ("layout", "ranks")):
@@ -312,7 +312,7 @@ def collectives_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_rank_zero_makes_no_collective_call() -> None:
     wrong, found = [], 0
     for path in modules_of(PACKAGE):
-        calls = list(collectives_in(ast.parse(path.read_text(encoding="utf-8"))))
+        calls = list(collectives_in(module(path).of(ast.Call)))
         if any(path.is_relative_to(PACKAGE / name) for name in ALL_RANKS):
             found += len(calls)
         else:
@@ -321,16 +321,12 @@ def test_rank_zero_makes_no_collective_call() -> None:
 
 
 def test_every_module_says_why_it_exists() -> None:
-    silent = [
-        str(path.relative_to(ROOT))
-        for path in all_modules()
-        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    silent = [str(path.relative_to(ROOT)) for path in all_modules() if not ast.get_docstring(module(path).tree)]
     assert silent == []
 
 
 def test_no_module_is_too_long() -> None:
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in all_modules()}
+    lengths = {path: module(path).lines for path in all_modules()}
     assert [show(path, count, "lines") for path, count in lengths.items() if count > MAX_LINES] == []
 
 
@@ -341,7 +337,7 @@ def test_constants_of_time_stand_together(file: Path) -> None:
         f"{path.relative_to(ROOT)}: {name}"
         for path in modules_of((ROOT / file).parent)
         if path != ROOT / file
-        for name in constants_of_time([Module(path, path.read_text(encoding="utf-8"))])
+        for name in constants_of_time([module(path)])
     ]
     assert wrong == []
 
@@ -351,7 +347,7 @@ def test_the_whole_configuration_goes_only_where_several_sections_are_needed() -
         show(path, function.lineno, function.name)
         for path in modules_of(PACKAGE)
         if not any(path.is_relative_to(PACKAGE / name) for name in WHOLE_CONFIG)
-        for function in Module(path, path.read_text(encoding="utf-8")).functions
+        for function in module(path).functions
         if takes_config(function)
     ]
     assert wrong == []
@@ -361,8 +357,8 @@ def test_no_bare_except() -> None:
     wrong = [
         show(path, node.lineno, "except:")
         for path in all_modules()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ExceptHandler) and node.type is None
+        for node in module(path).of(ast.ExceptHandler)
+        if node.type is None
     ]
     assert wrong == []
 
@@ -373,15 +369,15 @@ def test_only_device_py_tells_cpu_from_cuda() -> None:
         show(path, node.lineno, "torch.cuda.is_available")
         for path in modules_of(PACKAGE / "policy")
         if path.name != "device.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda.is_available"
+        for node in module(path).of(ast.Attribute)
+        if ast.unparse(node) == "torch.cuda.is_available"
     ]
     assert wrong == []
 
 
 def _vllm_wrong(path: Path) -> Iterator[tuple[int, str]]:
     """Lines of a file outside `engines/cpu` with something of vLLM that the file may not name."""
-    text = path.read_text(encoding="utf-8")
+    text = module(path).text
     found = uses(text)
     allowed = VLLM_EXCEPTIONS.get(path.name, ()) if path.parent == VLLM_WEIGHTS else ()
     for use in found:

@@ -22,6 +22,7 @@ from ctpo_megatron.base.run_paths import (
     step_in,
     step_name,
 )
+from tests.structure import module
 from tests.test_architecture import ROOT, all_modules, show
 
 OWNER = ROOT / "ctpo_megatron" / "base" / "run_paths.py"
@@ -104,12 +105,12 @@ def test_exports_of_checkpoints_are_found_again(tmp_path: Path) -> None:
 # --- and no other module spells them ---------------------------------------------------------------------------------
 
 
-def spelled(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def spelled(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and text of each literal that is a name of a run directory, or a path with one. Prose has spaces."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    joined = [part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values]
-    of_paths = {id(part) for node in ast.walk(tree) for part in _used_as_path(node)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    joined = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    of_paths = {id(part) for node in nodes for part in _used_as_path(node)}
+    for node in nodes:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
             continue
         first, *rest = node.value.split("/")
@@ -118,7 +119,7 @@ def spelled(tree: ast.AST) -> Iterator[tuple[int, str]]:
             continue
         is_path = id(node) in of_paths
         in_folder = first in FOLDERS and (rest or is_path)
-        begins = (node in joined or is_path) and node.value.startswith(PARTS)
+        begins = (id(node) in joined or is_path) and node.value.startswith(PARTS)
         if names & FILES or in_folder or begins:
             yield node.lineno, node.value
 
@@ -134,10 +135,7 @@ def _used_as_path(node: ast.AST) -> Iterator[ast.expr]:
 
 def test_no_other_module_spells_a_name_of_a_run_directory() -> None:
     wrong = [
-        show(path, line, text)
-        for path in all_modules()
-        if path != OWNER
-        for line, text in spelled(ast.parse(path.read_text(encoding="utf-8")))
+        show(path, line, text) for path in all_modules() if path != OWNER for line, text in spelled(module(path).nodes)
     ]
     assert wrong == []
 
@@ -155,7 +153,7 @@ def test_no_other_module_spells_a_name_of_a_run_directory() -> None:
     ],
 )
 def test_a_spelled_name_is_noticed(code: str) -> None:
-    assert list(spelled(ast.parse(code)))
+    assert list(spelled(list(ast.walk(ast.parse(code)))))
 
 
 @pytest.mark.parametrize(
@@ -163,4 +161,4 @@ def test_a_spelled_name_is_noticed(code: str) -> None:
     ['"""Writes metrics.jsonl."""', 'log("see metrics.jsonl")', 'display.stage("evaluation")', 'f"{count}_step"'],
 )
 def test_prose_and_other_words_are_not(code: str) -> None:
-    assert list(spelled(ast.parse(code))) == []
+    assert list(spelled(list(ast.walk(ast.parse(code))))) == []

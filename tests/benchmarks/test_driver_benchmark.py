@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.driver import GOALS, SAMPLES, SERIAL, figures, measure
 
 
+@pytest.mark.slow
 def test_every_stage_of_a_step_is_measured() -> None:
     found = measure(2)
     assert found["tokens"] > 2 * SAMPLES * 100

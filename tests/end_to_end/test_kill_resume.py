@@ -242,7 +242,7 @@ def test_a_refused_resume_leaves_the_record_of_the_data(folder: Path, whole: Pat
 @pytest.mark.parametrize(
     ("point", "count", "overrides"),
     [
-        ("score", 6, ()),
+        pytest.param("score", 6, (), marks=pytest.mark.slow),
         pytest.param("update", 4, (), marks=pytest.mark.slow),
         ("write", 5, ("checkpoint.asynchronous=true",)),
         pytest.param("update", 1, (), marks=pytest.mark.slow),
@@ -418,10 +418,8 @@ def tuned(folder: Path) -> Path:
     return folder / "runs" / "tuned"
 
 
-@pytest.mark.parametrize(
-    ("by", "count", "after"),
-    [("SIGTERM", 3, 3), pytest.param("SIGKILL", 6, 4, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("by", "count", "after"), [("SIGTERM", 3, 3), ("SIGKILL", 6, 4)])
 def test_sft_goes_on_bit_for_bit(folder: Path, tuned: Path, by: str, count: int, after: int) -> None:
     settings = (*SFT, f"run.name=sft-{by}", "run.resume=auto", "checkpoint.sft_every=2")
     ended = train(folder, *settings, kill_at=("update", count), by=by)
@@ -444,6 +442,7 @@ def same_lines(run: Path, expected: Path) -> bool:
     return found == wanted
 
 
+@pytest.mark.slow
 def test_rl_from_the_sft_of_another_run_is_bit_for_bit_that_runs_own(folder: Path, tuned: Path) -> None:
     started = train(folder, *SFT, "run.name=from", "sft.from=runs/tuned", "export.enabled=true")
     assert started.returncode == 0, started.stderr[-4000:]

@@ -188,6 +188,7 @@ def test_resume_after_kill_ends_like_the_uninterrupted_run(ctpo: Ctpo, finished:
     assert marker["run"]["rollouts"]["prompts"]["consumed"] == prompts
 
 
+@pytest.mark.slow  # of the driver alone: test_kill_resume.py
 def test_a_replay_repeats_the_run_without_engines(ctpo: Ctpo, finished: Path) -> None:
     done = ctpo.train("run.name=replayed", "rollout.replay=runs/whole")
     assert done.returncode == 0, done.stderr[-4000:]

@@ -38,13 +38,13 @@ class Solver:
 
 
 class Both:
-    """The built-in environment for prompts of "built in", else the agent."""
+    """The agent for prompts of "agent", else the built-in environment."""
 
     def __init__(self) -> None:
         agent = Extension(name="agent_parts:Solver")
         self._tools, self._agent = ToolEnvironment(), EndpointEnvironment(EndpointConfig(agent=agent), [])
 
     async def run(self, episode: Episode) -> None:
-        if episode.prompt.data_source == "built in":
+        if episode.prompt.data_source != "agent":
             return await self._tools.run(episode)
         await self._agent.run(episode)

@@ -37,14 +37,17 @@ def running(stage: Stage) -> Iterator[Stage]:
 
 @pytest.fixture(scope="session")
 def stage(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A dense model with the built-in parser and environment."""
-    with running(Stage(tmp_path_factory.mktemp("fleet"))) as stage:
+    """A dense model with the built-in parser, and the built-in environment but for an agent's prompts."""
+    with running(Stage(tmp_path_factory.mktemp("fleet"), environment="agent_parts:Both")) as stage:
         yield stage
 
 
 @pytest.fixture(scope="session")
 def users_stage(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A mixture of experts; tools, parser and environment come from a file outside the package, weights over TCP."""
+    """A mixture of experts; tools, parser and environment come from a file outside the package, weights over TCP.
+
+    Its run has steps to trace.
+    """
     root = tmp_path_factory.mktemp("users")
     parts: dict[str, Any] = {
         "tools": [{"name": "user_parts:ScriptedPython", "arguments": {"flag": str(root / "flag")}}, "user_parts:Adder"],
@@ -52,14 +55,13 @@ def users_stage(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> I
         "environment": {"name": "user_parts:Either", "arguments": {"times": 3}},
         "weights": {"transport": "tcp"},
     }
-    with running(Stage(root, EXPERTS, **parts)) as stage:
+    run = {"name": "test", "root": str(root), "steps": 4, "seed": 7, "profile_steps": [3, 4]}
+    with running(Stage(root, EXPERTS, sections={"run": run}, **parts)) as stage:
         yield stage
 
 
 @pytest.fixture(scope="session")
 def half_stage(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """In float16, and in a run that has steps to trace."""
-    root = tmp_path_factory.mktemp("half")
-    run = {"name": "test", "root": str(root), "steps": 4, "seed": 7, "profile_steps": [3, 4]}
-    with running(Stage(root, sections={"policy": {"dtype": "float16"}, "run": run})) as stage:
+    """In float16."""
+    with running(Stage(tmp_path_factory.mktemp("half"), sections={"policy": {"dtype": "float16"}})) as stage:
         yield stage

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +17,10 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import Sampling
 from ctpo_megatron.rollouts import Request, Scheduler, rollout_metrics
 from ctpo_megatron.rollouts.request import tick
-from tests.engines.conftest import running
 from tests.engines.pool_helpers import Stage, trajectories, versions
 from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def agents(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with running(Stage(tmp_path_factory.mktemp("agents"), environment="agent_parts:Both")) as stage:
-        yield stage
 
 
 def prompts(stage: Stage, count: int, source: str, **extra: Any) -> list[Prompt]:
@@ -60,9 +52,9 @@ def largest_error(models: dict[int, Any], groups: list[Group]) -> float:
     return worst
 
 
-def test_an_agent_of_one_conversation_has_the_tokens_of_the_built_in_environment(agents: Stage) -> None:
-    theirs = trajectories(agents.generate(prompts(agents, 6, "built in")))
-    ours = trajectories(agents.generate(prompts(agents, 6, "agent")))
+def test_an_agent_of_one_conversation_has_the_tokens_of_the_built_in_environment(stage: Stage) -> None:
+    theirs = trajectories(stage.generate(prompts(stage, 6, "built in")))
+    ours = trajectories(stage.generate(prompts(stage, 6, "agent")))
     compared = [
         (our, their)
         for our, their in zip(ours, theirs, strict=True)
@@ -79,35 +71,35 @@ def test_an_agent_of_one_conversation_has_the_tokens_of_the_built_in_environment
             assert our.final_text == their.final_text
 
 
-def test_a_helper_has_a_sequence_of_its_own_in_the_same_trajectory(agents: Stage) -> None:
-    groups = agents.generate(prompts(agents, 3, "agent", helper=True), step=1)
+def test_a_helper_has_a_sequence_of_its_own_in_the_same_trajectory(stage: Stage) -> None:
+    groups = stage.generate(prompts(stage, 3, "agent", helper=True), step=1)
     assert all(len(trajectory.sequences) == 2 for trajectory in trajectories(groups))
     assert [len(group.trajectories) for group in groups] == [4, 4, 4]
     assert rollout_metrics(groups)["rollout/sequences_mean"] == 2.0
-    assert largest_error({agents.version: agents.model}, groups) <= 1e-4
+    assert largest_error({stage.version: stage.model}, groups) <= 1e-4
     for trajectory in trajectories(groups):
-        asked, helper = (agents.tokenizer.decode(trajectory.token_ids[part]) for part in trajectory.sequences)
+        asked, helper = (stage.tokenizer.decode(trajectory.token_ids[part]) for part in trajectory.sequences)
         assert helper.startswith("<|im_start|>user\nHelp.<|im_end|>") and "Question" in asked and "Help" not in asked
         assert trajectory.turn[trajectory.sequences[1].start] == 0
 
 
-def test_a_call_in_flight_during_an_update_takes_longer(agents: Stage) -> None:
-    agents.sync(0.0)
-    models, original = {agents.version: copy.deepcopy(agents.model)}, copy.deepcopy(agents.model.state_dict())
-    scheduler, done = Scheduler.of(agents.fleet, background=True), {}
-    for slot, prompt in enumerate(prompts(agents, 8, "agent", helper=True)):
+def test_a_call_in_flight_during_an_update_takes_longer(stage: Stage) -> None:
+    stage.sync(0.0)
+    models, original = {stage.version: copy.deepcopy(stage.model)}, copy.deepcopy(stage.model.state_dict())
+    scheduler, done = Scheduler.of(stage.fleet, background=True), {}
+    for slot, prompt in enumerate(prompts(stage, 8, "agent", helper=True)):
         scheduler.add(slot, prompt, Request(2, 4, Sampling()))
     deadline = time.monotonic() + scaled(120)
     for _ in range(3):
         done |= dict(tick(scheduler, 0.1).groups)
-        with agents.fleet.lock:
-            agents.sync(0.02)
-        models[agents.version] = copy.deepcopy(agents.model)
+        with stage.fleet.lock:
+            stage.sync(0.02)
+        models[stage.version] = copy.deepcopy(stage.model)
     while scheduler.pending and time.monotonic() < deadline:
         done |= dict(tick(scheduler, 0.2).groups)
     groups = [done[slot] for slot in range(8)]
-    agents.model.load_state_dict(original)
-    agents.sync(0.0)
+    stage.model.load_state_dict(original)
+    stage.sync(0.0)
     assert len(versions(groups)) > 1 and versions(groups) <= set(models)
     assert largest_error(models, groups) <= 1e-4
-    assert agents.fleet.stats()["group_retries"] == 0
+    assert stage.fleet.stats()["group_retries"] == 0

@@ -7,7 +7,7 @@ import torch
 
 from tests.engines.pool_helpers import Stage, largest_log_prob_error, versions
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROUNDING = 0.02
 """Nats; in float32 engines are within 1e-4 of the model."""
 

@@ -260,6 +260,7 @@ def test_a_run_that_loses_too_many_prompts_stops_and_names_them(stage: Stage) ->
     assert [len(group.trajectories) for group in stage.generate([prompt], step=7)] == [4]
 
 
+@pytest.mark.slow
 def test_killed_engine_comes_back_with_current_weights(stage: Stage) -> None:
     prompts = stage.prompts(24)
     stage.sync(0.01)

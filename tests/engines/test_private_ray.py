@@ -66,7 +66,7 @@ def ended_by(name: str) -> subprocess.CompletedProcess[str]:
     ("name", "said", "status"),
     [
         ("SIGTERM", "SIGTERM", 143),
-        ("SIGINT", "Ctrl-C", 130),
+        pytest.param("SIGINT", "Ctrl-C", 130, marks=pytest.mark.slow),
         pytest.param("SIGHUP", "SIGHUP", 143, marks=pytest.mark.slow),
         pytest.param("SIGUSR1", "SIGUSR1", 143, marks=pytest.mark.slow),
     ],
@@ -77,9 +77,8 @@ def test_a_signal_that_asks_to_end_gives_our_message_alone(name: str, said: str,
     assert done.stderr == f"{said}: a checkpoint follows, within 60 s (checkpoint.grace_s)\n"
 
 
-@pytest.mark.parametrize(
-    "name", ["SIGSEGV", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGABRT", "SIGBUS"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGBUS"])
 def test_a_fault_keeps_its_native_trace(name: str) -> None:
     done = ended_by(name)
     assert done.returncode == -getattr(signal, name)

@@ -50,11 +50,11 @@ def _killed(kind: str, seconds: float) -> tuple[list[object], str]:
     return json.loads(done.stdout), done.stderr
 
 
-LONG = pytest.param(20.0, marks=pytest.mark.slow)
+LONG = 20.0
 """Longer than Ray's own limits, of 10 to 15 s."""
 
 
-@pytest.mark.parametrize("seconds", [1.0, LONG])
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(LONG, marks=pytest.mark.slow)])
 def test_a_driver_outlives_its_gcs(seconds: float) -> None:
     (pid, noticed_s, lost, heard, answers), printed = _killed("gcs_server", seconds)
     assert lost == f"Ray's GCS (process {pid}) died" and heard == [lost]
@@ -62,6 +62,7 @@ def test_a_driver_outlives_its_gcs(seconds: float) -> None:
     assert answers and printed == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.0, LONG])
 def test_engines_answer_without_a_raylet_and_ray_prints_nothing(seconds: float) -> None:
     (pid, noticed_s, lost, heard, answers), printed = _killed("raylet", seconds)

@@ -196,6 +196,7 @@ def test_what_cannot_be_evaluated_is_said_before_anything_starts(task: Path, cap
         assert not (output / "samples.jsonl").exists()
 
 
+@pytest.mark.slow  # of the sources alone: tests/test_architecture.py
 def test_nothing_of_an_evaluation_imports_megatron() -> None:
     code = (
         "import sys, ctpo_megatron.cli.eval, ctpo_megatron.evaluate.command, ctpo_megatron.engines.engine\n"

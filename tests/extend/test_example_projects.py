@@ -46,6 +46,7 @@ def test_every_project_is_in_the_list() -> None:
     assert sorted(listed) == sorted(path.name for path in EXAMPLES.iterdir() if any(path.glob("*.py")))
 
 
+@pytest.mark.slow
 def test_the_loop_with_the_kernels_alone_learns() -> None:
     """In an interpreter that can import nothing else of ours."""
     program = f"import runpy; print(runpy.run_path({str(EXAMPLES / 'kernels' / 'plain_loop.py')!r})['main']())"

@@ -178,7 +178,13 @@ def to_run(page: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", filter(to_run, MARKED), ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name(page), marks=pytest.mark.slow if page.stem == "compare_objectives" else ())
+        for page in filter(to_run, MARKED)
+    ],
+)
 def test_the_commands_that_need_no_more_are_run(
     page: Path, checkout: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def session(deadline_s: float = 60) -> measure.Session:
     return measure.Session("cpu", quick=True, deadline_s=deadline_s)
 
 
+@pytest.mark.slow
 def test_a_rival_that_cannot_run_is_listed_and_ours_counts_as_a_failure() -> None:
     def refuse() -> list[measure.Call]:
         raise ModuleNotFoundError("No module named 'rival'")
@@ -92,6 +93,7 @@ def test_nothing_starts_after_the_deadline() -> None:
     assert found.records[0]["not_run"] == "deadline" and not started
 
 
+@pytest.mark.slow
 def test_a_broken_gate_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     wrong = suite_loss.kernel
     monkeypatch.setattr(suite_loss, "kernel", lambda batch: -wrong(batch))

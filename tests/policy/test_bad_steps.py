@@ -77,7 +77,11 @@ DISTRIBUTED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "
 
 @pytest.mark.parametrize(
     ("settings", "count"),
-    [({}, 1), ({"dtype": "bfloat16"}, 1), ({"dtype": "bfloat16", "timeout_minutes": 2.0} | DISTRIBUTED, 2)],
+    [
+        ({}, 1),
+        pytest.param({"dtype": "bfloat16"}, 1, marks=pytest.mark.slow),
+        ({"dtype": "bfloat16", "timeout_minutes": 2.0} | DISTRIBUTED, 2),
+    ],
     ids=["float32", "bfloat16", "bfloat16-distributed-2-ranks"],
 )
 def test_a_step_without_a_finite_gradient_is_as_if_it_had_not_been(

@@ -86,7 +86,18 @@ def assert_equal(found: Trainer, expected: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.weights())
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_distributed_optimizer": True}, {"dtype": "bfloat16"}])
+BOTH_OPTIMIZERS = pytest.mark.parametrize("distributed", [pytest.param(False, marks=pytest.mark.slow), True])
+"""The distributed one in `make test`: it is the one of a cluster, and has more to keep."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"use_distributed_optimizer": True},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_of_the_beginning_goes_on_like_the_run(
     layout: Layout, folder: Path, tmp_path: Path, settings: dict[str, object]
 ) -> None:
@@ -131,10 +142,11 @@ def test_a_save_in_the_background_completes_by_itself_or_with_the_next(
     assert second.exists()
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_distributed_optimizer": True}])
+@BOTH_OPTIMIZERS
 def test_a_resumed_run_follows_the_configuration_it_is_given(
-    layout: Layout, folder: Path, tmp_path: Path, settings: dict[str, object]
+    layout: Layout, folder: Path, tmp_path: Path, distributed: bool
 ) -> None:
+    settings = {"use_distributed_optimizer": distributed}
     first = OptimizerConfig(lr=1e-3, min_lr=0.0, schedule="constant", weight_decay=0.1)
     path = make(layout, folder / "qwen3-tied", first, **settings).save(tmp_path, 1, {"step": 1})
     other = OptimizerConfig(lr=1e-5, min_lr=1e-6, schedule="constant", weight_decay=0.0, betas=(0.8, 0.9), eps=1e-6)
@@ -149,7 +161,7 @@ def test_a_resumed_run_follows_the_configuration_it_is_given(
         assert group["weight_decay"] == 0
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+@BOTH_OPTIMIZERS
 def test_every_parameter_has_a_step_counter_of_its_own(
     layout: Layout, folder: Path, tmp_path: Path, distributed: bool
 ) -> None:
@@ -438,7 +450,7 @@ def test_weights_of_another_precision_are_converted(layout: Layout, folder: Path
     assert_equal(other, {name: tensor.bfloat16() for name, tensor in weights(policy).items()})
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+@BOTH_OPTIMIZERS
 def test_what_decays_is_what_is_configured(layout: Layout, folder: Path, tmp_path: Path, distributed: bool) -> None:
     """A step whose gradients are all zero leaves the decay alone: weight * (1 - lr * weight_decay)."""
     found, paths = {}, {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.policy import models, scenario
-from tests.policy.jobs import Results, run_job
+from tests.policy.jobs import Jobs, Results, run_job
 
 run = partial(run_job, scenario.main)
 TP2 = {"tensor_model_parallel_size": 2}
@@ -44,51 +44,56 @@ def one(folder: Path) -> Results:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, one: Results) -> Results:
+def two(folder: Path, one: Results) -> Jobs:
     """The second step on two ranks from one rank's checkpoints, and two steps saved by two ranks."""
     plain, distopt = (str(folder / name / "step_000001") for name in ("plain", "distopt"))
-    return run(
-        folder,
-        2,
-        {
-            "tp2": {"load": plain, "policy": TP2},
-            "vpp2": {"load": plain, "policy": VPP2},
-            "cp2": {"load": plain, "policy": CP2},
-            "dp2-distopt": {"load": distopt, "policy": DISTOPT},
-            "save-tp2-distopt": {"save": str(folder / "tp2-distopt"), "policy": TP2 | DISTOPT},
-            "save-vpp2": {"save": str(folder / "vpp2"), "policy": VPP2, "asynchronous": True},
-            "pp2-from-vpp2": {"load": str(folder / "vpp2" / "step_000001"), "policy": PP2},
-            "moe-ep2": MOE | {"load": str(folder / "moe" / "step_000001"), "policy": EP2},
-            "save-moe-ep2": MOE | {"save": str(folder / "moe-ep2"), "policy": EP2},
-            "save-moe-ep2-distopt": MOE | {"save": str(folder / "moe-ep2-distopt"), "policy": EP2 | DISTOPT},
-        },
-    )
+    usual = {
+        "tp2": {"load": plain, "policy": TP2},
+        "save-vpp2": {"save": str(folder / "vpp2"), "policy": VPP2, "asynchronous": True},
+        "pp2-from-vpp2": {"load": str(folder / "vpp2" / "step_000001"), "policy": PP2},
+        "moe-ep2": MOE | {"load": str(folder / "moe" / "step_000001"), "policy": EP2},
+        "save-moe-ep2-distopt": MOE | {"save": str(folder / "moe-ep2-distopt"), "policy": EP2 | DISTOPT},
+    }
+    more = {
+        "vpp2": {"load": plain, "policy": VPP2},
+        "cp2": {"load": plain, "policy": CP2},
+        "dp2-distopt": {"load": distopt, "policy": DISTOPT},
+        "save-tp2-distopt": {"save": str(folder / "tp2-distopt"), "policy": TP2 | DISTOPT},
+        "save-moe-ep2": MOE | {"save": str(folder / "moe-ep2"), "policy": EP2},
+    }
+    return Jobs(partial(run, folder, 2), usual, more)
 
 
 @pytest.fixture(scope="module")
-def back(folder: Path, two: Results) -> Results:
+def back(folder: Path) -> Jobs:
     """The second step on one rank from two ranks' checkpoints."""
-    return run(
-        folder,
-        1,
-        {
-            "vpp2": {"load": str(folder / "vpp2" / "step_000001")},
-            "moe-ep2": MOE | {"load": str(folder / "moe-ep2" / "step_000001")},
-            "moe-ep2-distopt": MOE | {"load": str(folder / "moe-ep2-distopt" / "step_000001"), "policy": DISTOPT},
-            "tp2-distopt": {"load": str(folder / "tp2-distopt" / "step_000001"), "policy": DISTOPT},
-        },
-    )
+    usual = {
+        "vpp2": {"load": str(folder / "vpp2" / "step_000001")},
+        "moe-ep2-distopt": MOE | {"load": str(folder / "moe-ep2-distopt" / "step_000001"), "policy": DISTOPT},
+    }
+    more = {
+        "moe-ep2": MOE | {"load": str(folder / "moe-ep2" / "step_000001")},
+        "tp2-distopt": {"load": str(folder / "tp2-distopt" / "step_000001"), "policy": DISTOPT},
+    }
+    return Jobs(partial(run, folder, 1), usual, more)
 
 
-def test_every_file_of_every_rank_is_in_the_manifest(folder: Path, two: Results) -> None:
-    for name in ("vpp2", "tp2-distopt", "moe-ep2"):
-        checkpoint = folder / name / "step_000001"
-        listed = json.loads((checkpoint / "COMPLETE.json").read_text())["files"]
-        assert {*listed, "COMPLETE.json"} == {path.name for path in checkpoint.iterdir()}
-        assert {file[:4] for file in listed if file.endswith(".distcp")} == {"__0_", "__1_"}
+SAVED = pytest.mark.parametrize(
+    "name", ["vpp2", "moe-ep2-distopt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("moe-ep2", "tp2-distopt"))]
+)
+"""By two ranks."""
 
 
-def assert_same_next_step(found: Results, one: Results, name: str) -> None:
+@SAVED
+def test_every_file_of_every_rank_is_in_the_manifest(folder: Path, two: Jobs, name: str) -> None:
+    assert two[f"save-{name}"]
+    checkpoint = folder / name / "step_000001"
+    listed = json.loads((checkpoint / "COMPLETE.json").read_text())["files"]
+    assert {*listed, "COMPLETE.json"} == {path.name for path in checkpoint.iterdir()}
+    assert {file[:4] for file in listed if file.endswith(".distcp")} == {"__0_", "__1_"}
+
+
+def assert_same_next_step(found: Jobs, one: Results, name: str) -> None:
     (ours,) = found[name]["steps"]
     reference = one["moe" if name.startswith("moe") else "plain"]
     theirs = reference["steps"][1]
@@ -101,11 +106,16 @@ def assert_same_next_step(found: Results, one: Results, name: str) -> None:
         assert (found[name]["weights"][tensor] - expected).norm() <= 1e-3 * moved, tensor
 
 
-@pytest.mark.parametrize("name", ["tp2", "vpp2", "cp2", "dp2-distopt", "pp2-from-vpp2", "moe-ep2"])
-def test_two_ranks_go_on(one: Results, two: Results, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["tp2", "pp2-from-vpp2", "moe-ep2"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("vpp2", "cp2", "dp2-distopt")],
+)
+def test_two_ranks_go_on(one: Results, two: Jobs, name: str) -> None:
     assert_same_next_step(two, one, name)
 
 
-@pytest.mark.parametrize("name", ["vpp2", "tp2-distopt", "moe-ep2", "moe-ep2-distopt"])
-def test_one_rank_goes_on(one: Results, back: Results, name: str) -> None:
+@SAVED
+def test_one_rank_goes_on(one: Results, two: Jobs, back: Jobs, name: str) -> None:
+    assert two[f"save-{name}"]
     assert_same_next_step(back, one, name)

@@ -50,16 +50,16 @@ ONE = {
 TWO = {
     "tp2": {"policy": TP2, "traced": True},
     "tp2-sp": {"policy": TP2 | {"sequence_parallel": True}},
-    "tp2-sp-gspo": UNTIED | {"preset": "gspo", "policy": TP2 | {"sequence_parallel": True}},
     "pp2": {"policy": PP2, "traced": True},
     "dp2": {"traced": True},
     "cp2": {"policy": CP2, "traced": True},
-    "cp2-gspo": {"preset": "gspo", "policy": CP2},
-    "cp2-entropy": ENTROPY | {"policy": CP2},
     "cp2-corrected": CORRECTED | {"policy": CP2},
-    "cp2-supervised": {"preset": "supervised", "policy": CP2},
 }
 MORE = {
+    "tp2-sp-gspo": UNTIED | {"preset": "gspo", "policy": TP2 | {"sequence_parallel": True}},
+    "cp2-gspo": {"preset": "gspo", "policy": CP2},
+    "cp2-entropy": ENTROPY | {"policy": CP2},
+    "cp2-supervised": {"preset": "supervised", "policy": CP2},
     "pp2-untied": UNTIED | {"policy": PP2},
     "cp2-dapo": {"preset": "dapo", "policy": CP2},
     "cp2-cispo": {"preset": "cispo", "policy": CP2},

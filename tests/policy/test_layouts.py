@@ -48,11 +48,14 @@ def one(folder: Path) -> Jobs:
         "bfloat16-distopt": FOUR_LAYERS | {"policy": BF16 | DISTOPT},
         "bfloat16-offload": FOUR_LAYERS | {"policy": BF16 | DISTOPT | {"offload": "all"}},
         "moe": {"family": "qwen3-moe"},
-        "bfloat16-moe": {"family": "qwen3-moe-decided", "policy": BF16 | DISTOPT},
-        "float16": FOUR_LAYERS | {"policy": FP16},
         "resumed": {"load": str(checkpoints / "step_000001")},
     }
-    return Jobs(partial(run, folder, 1), usual, {"untied-gspo": {"family": "qwen3-untied", "preset": "gspo"}})
+    more = {
+        "untied-gspo": {"family": "qwen3-untied", "preset": "gspo"},
+        "bfloat16-moe": {"family": "qwen3-moe-decided", "policy": BF16 | DISTOPT},
+        "float16": FOUR_LAYERS | {"policy": FP16},
+    }
+    return Jobs(partial(run, folder, 1), usual, more)
 
 
 TWO = {
@@ -64,11 +67,11 @@ TWO = {
     "dp2": {},
     "dp2-distopt-overlap": {"policy": DISTOPT | OVERLAP},
     "moe-ep2": {"family": "qwen3-moe", "policy": EP2},
-    "bfloat16-tp2-sp": FOUR_LAYERS | {"policy": BF16 | TP2 | {"sequence_parallel": True}},
     "bfloat16-dp2-distopt-overlap": FOUR_LAYERS | {"policy": BF16 | DISTOPT | OVERLAP},
-    "bfloat16-moe-ep2": {"family": "qwen3-moe-decided", "policy": BF16 | EP2 | DISTOPT},
 }
 MORE = {
+    "bfloat16-tp2-sp": FOUR_LAYERS | {"policy": BF16 | TP2 | {"sequence_parallel": True}},
+    "bfloat16-moe-ep2": {"family": "qwen3-moe-decided", "policy": BF16 | EP2 | DISTOPT},
     "dp2-distopt": {"policy": DISTOPT},
     "untied-gspo": {"family": "qwen3-untied", "preset": "gspo", "policy": PP2},
     "bfloat16-pp2": FOUR_LAYERS | {"policy": BF16 | PP2},
@@ -125,7 +128,7 @@ def test_recompute_changes_nothing(one: Jobs) -> None:
     assert_same_training(one["recompute"], one["single"])
 
 
-@pytest.mark.parametrize(("dtype", "apart"), [("bfloat16", 0.1), ("float16", 0.01)])
+@pytest.mark.parametrize(("dtype", "apart"), [("bfloat16", 0.1), pytest.param("float16", 0.01, marks=pytest.mark.slow)])
 def test_low_precision_trains(one: Jobs, dtype: str, apart: float) -> None:
     for ours, theirs in zip(one[dtype]["steps"], one["four-layers"]["steps"], strict=True):
         assert ours["pg_update/first_log_ratio_abs_max"] <= 1e-5
@@ -211,6 +214,7 @@ def test_float16_on_two_ranks(one: Jobs, two: Jobs, layout: str) -> None:
     assert path_apart(found, expected) < 0.2
 
 
+@pytest.mark.slow
 def test_no_expert_is_chosen_by_less_than_the_rounding(one: Jobs, two: Jobs) -> None:
     """Why the experts in bfloat16 are compared on a model of their own, `qwen3-moe-decided`.
 

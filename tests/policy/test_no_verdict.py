@@ -155,6 +155,7 @@ def on_every_rank(model: Path) -> dict[str, list[bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_all_ranks_leave_out_the_same(model: Path) -> None:
     for found in ranks.run(on_every_rank, model, ranks=2):
         assert found == {name: [True, True, True] for name in LAYOUTS}

@@ -280,5 +280,6 @@ def on_every_rank(model: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_on_several_ranks_too(model: Path) -> None:
     assert all(after < before for before, after in ranks.run(on_every_rank, model, ranks=2)[0].values())

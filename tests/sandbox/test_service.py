@@ -403,6 +403,7 @@ def test_smoke_passes_on_a_good_server(sandbox_server):
     assert done.stdout.count("ok ") >= 12 and "FAILED" not in done.stdout
 
 
+@pytest.mark.slow
 def test_smoke_fails_on_a_server_without_isolation(tmp_path: Path):
     options = {"slots": 1, "start_timeout_s": scaled(60)}
     with start_server(**options, log_path=tmp_path / "log", level="none", require="none") as server:

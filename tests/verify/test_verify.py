@@ -39,10 +39,11 @@ def run_forked(folder: Path, ranks: int, layouts: list[str]) -> str:
 @pytest.mark.parametrize(
     ("layouts", "objectives"),
     [
-        pytest.param(EVERY_OBJECTIVE[1:], KINDS, id="every objective"),
+        pytest.param(EVERY_OBJECTIVE[1:], KINDS, marks=pytest.mark.slow, id="every objective"),
         pytest.param(EVERY_OBJECTIVE, KINDS, marks=pytest.mark.slow, id="every objective, whole and cut"),
-        pytest.param(TWO_OBJECTIVES, ["ctpo", "grpo"], id="two objectives"),
-        pytest.param(RECORDED, ["ctpo"], id="recorded experts"),
+        pytest.param(TWO_OBJECTIVES, ["ctpo"], id="layouts"),
+        pytest.param(TWO_OBJECTIVES, ["ctpo", "grpo"], marks=pytest.mark.slow, id="two objectives"),
+        pytest.param(RECORDED, ["ctpo"], marks=pytest.mark.slow, id="recorded experts"),
         pytest.param(TWO_OBJECTIVES, KINDS, marks=pytest.mark.slow, id="all of both"),
     ],
 )
@@ -57,7 +58,9 @@ def test_a_small_matrix(
     assert f"{total} of {total} within 1e-05 of the float64 oracle" in printed and status == 0, printed
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float16", "0.01"), ("bfloat16", "0.1")])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [pytest.param("float16", "0.01", marks=pytest.mark.slow), ("bfloat16", "0.1")]
+)
 def test_low_precision_has_a_tolerance_of_its_own(
     dtype: str, limit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
