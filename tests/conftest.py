@@ -23,11 +23,21 @@ from ctpo_sandbox import temporary
 from tests.support import ranks
 from tests.support.deadlines import scaled
 
-RANKS = ("policy", "verify", "support")
 ENGINES = {"stage", "users_stage", "shared_ray"}
 """Fixtures of the fleets that tests share."""
 
-FIRST = ("ring", "ranks", "resume", "sandbox-load", "tests/sandbox/test_service.py", "engines", "rehearsal")
+FIRST = (
+    "ring",
+    "engines",
+    "resume",
+    "tests/policy/test_rank_zero.py",
+    "rehearsal",
+    "tests/verify/test_verify.py",
+    "tests/sandbox/test_service.py",
+    "tests/policy/test_layouts.py",
+    "tests/policy/test_checkpoint.py",
+    "sandbox-load",
+)
 """Groups that take long, in the order in which they begin: what begins last should be short."""
 
 
@@ -86,7 +96,7 @@ _import_interpretable_triton()
 
 
 def _group(item: pytest.Item) -> str:
-    """Tests of a group run in one process, which starts what they share once: ranks, engines, a sandbox of a level."""
+    """Tests of a group run in one process, which starts what they share once: engines, a sandbox of a level."""
     if marker := item.get_closest_marker("xdist_group"):
         return str(marker.args[0])
     folder, _, file = item.location[0].removeprefix("tests/").partition("/")
@@ -94,8 +104,6 @@ def _group(item: pytest.Item) -> str:
         return "engines"
     if folder == "end_to_end":
         return "resume" if file == "test_kill_resume.py" else "ring"
-    if folder in RANKS or file == "test_kernels_parallel.py":
-        return "ranks"
     if folder == "rehearsal":
         return folder
     if file == "test_attacks.py" and hasattr(item, "callspec"):

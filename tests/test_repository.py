@@ -100,6 +100,12 @@ def test_hosted_checks_are_those_of_the_makefile_on_every_python() -> None:
     assert all("timeout-minutes" in job for job in jobs.values())
 
 
+def test_what_hosted_runners_make_each_week_is_in_the_makefile() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "slow.yml").read_text(encoding="utf-8"))["jobs"].values()
+    target = job["steps"][-1]["run"].removeprefix("make ")
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def test_the_local_checks_are_among_the_hosted_ones() -> None:
     hosted = (ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8")
     local = re.findall(r"make (\w+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))

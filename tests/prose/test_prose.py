@@ -81,6 +81,7 @@ def test_parameters_and_items_stand_alone() -> None:
     ]
 
 
+@pytest.mark.slow  # `make lint` looks at them too
 def test_ours_has_neither() -> None:
     assert problems(ROOT) == []
 

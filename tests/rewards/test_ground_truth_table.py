@@ -78,7 +78,7 @@ def test_right_answers_earn_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("score", [score_math, score_reference])
+@pytest.mark.parametrize("score", [score_math, pytest.param(score_reference, marks=pytest.mark.slow)])
 def test_wrong_answers_earn_nothing(name: str, score: Any) -> None:
     assert errors(name, score)["wrong"] == []
 
