@@ -7,6 +7,7 @@ import asyncio
 import builtins
 import collections
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,7 +92,7 @@ class Names:
 
 def uses(text: str) -> list[Use]:
     """Every use of vLLM in the source of a file, in order of the names; of `a.b.c` the whole chain counts."""
-    if "vllm" not in text:  # most files, and parsing them is what takes long
+    if not re.search(r"vllm|\bops\b", text):  # most files, and parsing them is what takes long
         return []
     tree = ast.parse(text)
     names = Names(tree)
