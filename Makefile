@@ -39,7 +39,7 @@ FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 VERSION := $(if $(FOUND_PYTHON),$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
 LOCK := requirements/cpu-$(or $(VERSION),none).txt
 
-.PHONY: quickstart test test-processes test-light coverage test-slow test-browser test-cluster test-long-life test-kernels test-cuda-environment test-gpu mutation newest bench-kernels bench-guard gpu-first-hour lint lint-containers docs reference locks clean
+.PHONY: quickstart test coverage test-slow test-browser test-cluster test-long-life test-kernels test-cuda-environment test-gpu mutation newest bench-kernels bench-guard gpu-first-hour lint lint-containers docs reference locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -48,9 +48,9 @@ quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
-# Three processes on two cores for tests that start others, as they often wait; those that share ranks, engines or a
-# sandbox stay together (tests/conftest.py). One server, which imports torch and megatron, forks them and their ranks. A
-# fourth for the folders that start none. On a slow machine CTPO_TEST_SLOWNESS=4 makes every deadline four times as long.
+# Three processes on two cores, as tests often wait for others that they start; those that share engines or a sandbox stay
+# together (tests/conftest.py). One server, which imports torch and megatron, forks them and their ranks. On a slow machine
+# CTPO_TEST_SLOWNESS=4 makes every deadline four times as long.
 # `make coverage` is apart: it nearly doubles the CPU time (22 -> 39 s of three folders). It is of the folders that start no
 # processes, as it would not see forked ranks and engines.
 # Bytecode is kept, whatever a container says: compiling our sources again costs each of the many processes 3 CPU-s.
@@ -60,18 +60,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python $(FAST)
 LIGHT := tests/config tests/data tests/objective tests/preflight $(wildcard tests/test_*.py)
 PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.preflight ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
-ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-processes test-light
-else
-	$(PYTEST) $(ARGS)
-endif
-
-test-processes:
-	$(PYTEST) $(addprefix --ignore=,$(LIGHT)) --numprocesses 3 --dist loadgroup --no-loadscope-reorder
-
-test-light:
-	@$(PYTEST) $(LIGHT) >$(VENV)/light.txt 2>&1; \
-	status=$$?; cat $(VENV)/light.txt; exit $$status
+	$(PYTEST) $(or $(strip $(ARGS)),--numprocesses 3 --dist loadgroup --no-loadscope-reorder)
 
 coverage: $(INSTALLED) $(TRITON)
 	$(PYTEST) $(LIGHT) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered $(ARGS)
