@@ -72,7 +72,7 @@ def _replacements() -> tuple[_Replacement, ...]:
             "no CUDA", "torch.cuda", "current_device", current_device, "gradient buffers, RoPE, TP and PP buffers"
         ),
         _Replacement(
-            "no CUDA", "torch.cuda", "synchronize", do_nothing, "variable-length pipelines and checkpoints call it"
+            "no CUDA", "torch.cuda", "synchronize", no_wait, "variable-length pipelines and checkpoints call it"
         ),
         _Replacement("no CUDA", schedules.__name__, "torch", TorchOfSchedules(), "counts tokens on CUDA"),
         _Replacement("no CUDA", random, "_get_cuda_rng_state", rng_state, "activation recompute saves the stream"),
@@ -151,7 +151,7 @@ def _replacements_of_0_19() -> tuple[_Replacement, ...]:
     writer: Any = filesystem_async.FileSystemWriterAsync
     return (
         _Replacement(
-            "no CUDA", "torch.cuda", "current_stream", do_nothing, "gradient reduction waits for CUDA graphs on it"
+            "no CUDA", "torch.cuda", "current_stream", no_stream, "gradient reduction waits for CUDA graphs on it"
         ),
         _Replacement(
             "checkpoint writers",
@@ -255,8 +255,13 @@ def current_device() -> torch.device:
     return _CPU
 
 
-def do_nothing(*_args: Any) -> None:
+# One function for both would be refused by torch.compile, which has a table of the functions of torch.cuda.
+def no_wait(*_args: Any) -> None:
     """A synchronisation, of which a CPU has none."""
+
+
+def no_stream(*_args: Any) -> None:
+    """The stream of a CPU, which has none."""
 
 
 def rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:

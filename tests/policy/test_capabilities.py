@@ -261,8 +261,20 @@ def test_passes_are_outside_of_the_mode_that_redirects_requests_for_cuda() -> No
     memory = DeviceMemory(PolicyConfig(), untouched)
     with memory.in_use():
         assert torch.zeros((), device="cuda").device == torch.device("cpu")
-    refusals = pytest.raises((AssertionError, RuntimeError), match=r"not compiled with CUDA|no NVIDIA driver")
+    refusals = pytest.raises(
+        (AssertionError, RuntimeError), match=r"not compiled with CUDA|no NVIDIA driver|re-initialize CUDA"
+    )
     with memory.on_device(), refusals:
         torch.zeros((), device="cuda")
     counter = replacements.TorchOfSchedules().zeros([], dtype=torch.int, device="cuda")
     assert (counter.device, counter.dtype, counter.shape) == (torch.device("cpu"), torch.int32, ())
+
+
+def wait_and_stream_are_one() -> bool:
+    device.install()
+    return torch.cuda.synchronize is torch.cuda.current_stream
+
+
+def test_no_function_of_ours_stands_for_two_of_torch_cuda() -> None:
+    """torch.compile makes a table of them in each process, and refuses a function that is in it."""
+    assert ranks.run(wait_and_stream_are_one) == [False]
