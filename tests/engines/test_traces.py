@@ -32,7 +32,7 @@ def test_an_engine_writes_a_trace_of_each_step(users_stage: Stage, caplog: pytes
     for path in files:
         names = [event.get("name", "") for event in events_of(path)]
         steps = [name for name in names if name.startswith("execute_")]
-        assert 1 < len(steps) <= TRACED_STEPS + 1 and {"aten::embedding", "aten::add"} & set(names)
+        assert 1 < len(steps) <= TRACED_STEPS + 1 and "aten::embedding" in names
         assert path.stat().st_size < 8 << 20
 
 

@@ -69,7 +69,7 @@ def _footprint(server: SandboxServer) -> dict[str, Any]:
 
 
 @pytest.mark.xdist_group("sandbox-load")
-@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.slow)])
 def test_many_runs_do_not_mix_nor_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     options = {"slots": 3, "limits": Limits(run_timeout_s=LIMIT_S), "start_timeout_s": scaled(60)}
