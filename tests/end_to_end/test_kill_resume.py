@@ -239,12 +239,13 @@ def test_a_refused_resume_leaves_the_record_of_the_data(folder: Path, whole: Pat
 
 
 # Every step scores four groups, updates twice, and saves once. Before the first: one more save, and two log lines.
+# A save is two writes with megatron-core 0.16 and one with 0.19, so the third is one of the second or third save.
 @pytest.mark.parametrize(
     ("point", "count", "overrides"),
     [
         pytest.param("score", 6, (), marks=pytest.mark.slow),
         pytest.param("update", 4, (), marks=pytest.mark.slow),
-        ("write", 5, ("checkpoint.asynchronous=true",)),
+        ("write", 3, ("checkpoint.asynchronous=true",)),
         pytest.param("update", 1, (), marks=pytest.mark.slow),
         pytest.param("publish", 3, (), marks=pytest.mark.slow),
         pytest.param("publish", 3, ("checkpoint.asynchronous=true",), marks=pytest.mark.slow),
