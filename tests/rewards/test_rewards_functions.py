@@ -129,6 +129,6 @@ def test_all_of_a_group_are_awaited_together_whatever_the_workers(folder: Path) 
 
 def test_no_more_than_so_many_are_awaited_together(folder: Path) -> None:
     remote = {"name": "user_rewards:Remote", "arguments": {"expected": 5}}
-    report = score(folder, [group(*"abcdefgh")], function=remote, concurrency=4, timeout_s=scaled(1.0))
+    report = score(folder, [group(*"abcdefgh")], function=remote, concurrency=4, timeout_s=scaled(3.0))
     # The fourth and earlier calls wait for a fifth, which comes once they were given up.
     assert report == ScoreReport(4, {"timeout": 4}, {"together": pytest.approx(6.5)})
