@@ -98,6 +98,8 @@ def _watch_parent(pid: int, server: uvicorn.Server) -> None:
     def stop() -> None:
         _log.error("parent process %d ended, so does the sandbox", pid)
         asyncio.get_running_loop().remove_reader(descriptor)
+        # From Python 3.12 on closing a server waits for its connections, so for the runs that they ask for.
+        server.config.timeout_graceful_shutdown = 0
         server.should_exit = server.force_exit = True
 
     asyncio.get_running_loop().add_reader(descriptor, stop)

@@ -45,7 +45,7 @@ def _running_snippet(url: str) -> psutil.Process:
 def _endless_run(url: str) -> Iterator[psutil.Process]:
     """The process of a snippet that runs until its request's connection is closed."""
     address = httpx.URL(url)
-    body = json.dumps({"code": "while True: pass", "run_timeout": 9})
+    body = json.dumps({"code": "while True: pass", "run_timeout": 60})
     head = f"POST {_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((address.host, address.port), timeout=10) as connection:
