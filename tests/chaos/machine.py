@@ -26,7 +26,8 @@ WORK = Path("/tmp/work")
 _FOLDERS = (Path("/tmp"), Path("/dev/shm"))
 _CACHE = Path("/tmp", f"torchinductor_{getpass.getuser()}")
 """Of torch, for the next start."""
-_MOUNTED = "mount -t tmpfs -o mode=1777 tmpfs /tmp && mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+_TMP, _SHM = _FOLDERS
+_MOUNTED = "mount -t tmpfs -o mode=1777 tmpfs"
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
@@ -47,7 +48,24 @@ def command(module: str, *arguments: str) -> list[str]:
 
 def _unshared(program: str) -> list[str]:
     namespaces = ["--mount", "--pid", "--net", "--ipc", "--fork", "--mount-proc", "--kill-child"]
-    return ["unshare", *namespaces, "sh", "-c", f"{_MOUNTED} && {program}"]
+    return ["unshare", *namespaces, "sh", "-c", " && ".join([*_mounts(), program])]
+
+
+def _kept() -> list[Path]:
+    """Folders of /tmp that stay: a checkout there, and its environment."""
+    found = sorted(path for path in {ROOT, Path(sys.prefix)} if path.is_relative_to(_TMP))
+    return [path for path in found if not any(other in path.parents for other in found)]
+
+
+def _mounts() -> list[str]:
+    """Commands that hide what others have in the folders of `_FOLDERS`."""
+    kept = {str(path): str(_SHM / f"kept{number}") for number, path in enumerate(_kept())}
+    before = [f"mkdir {aside} && mount --bind {shlex.quote(path)} {aside}" for path, aside in kept.items()]
+    after = [
+        f"mkdir -p {shlex.quote(path)} && mount --move {aside} {shlex.quote(path)} && rmdir {aside}"
+        for path, aside in kept.items()
+    ]
+    return [f"{_MOUNTED} {_SHM}", *before, f"{_MOUNTED} {_TMP}", *after]
 
 
 def enter() -> None:
@@ -87,7 +105,8 @@ def there() -> Left:
         if process.pid not in ours and process.info["status"] != psutil.STATUS_ZOMBIE
     }
     ledgers = Path(f"/tmp/ctpo-ledgers-{os.geteuid()}")
-    paths = {path for folder in _FOLDERS for path in folder.iterdir()} - {WORK, ledgers, _CACHE}
+    kept = {_TMP / path.relative_to(_TMP).parts[0] for path in _kept()}
+    paths = {path for folder in _FOLDERS for path in folder.iterdir()} - {WORK, ledgers, _CACHE, *kept}
     paths |= set(ledgers.iterdir()) if ledgers.exists() else set()
     return Left(processes, frozenset(map(str, paths)))
 

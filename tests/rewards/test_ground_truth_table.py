@@ -52,7 +52,7 @@ def scored_rows(name: str) -> list[dict[str, Any]]:
 
 
 @cache
-def errors(name: str, score: Any = score_math) -> dict[str, list[str]]:
+def errors(name: str, score: Any) -> dict[str, list[str]]:
     """kind -> the answers that are judged wrongly."""
     found: dict[str, list[str]] = {"right": [], "wrong": []}
     for row in scored_rows(name):
@@ -73,7 +73,7 @@ def test_the_table_is_wide_enough(name: str) -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_right_answers_earn_one(name: str) -> None:
     total = sum(len(row["right"]) for row in scored_rows(name))
-    wrongly = errors(name)["right"]
+    wrongly = errors(name, score_math)["right"]
     assert 1 - len(wrongly) / total >= RIGHT, wrongly
 
 
