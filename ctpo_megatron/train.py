@@ -7,6 +7,12 @@ import runpy
 import sys
 from contextlib import ExitStack
 
+if __name__ == "__main__":
+    # As torchrun starts it; this does not return. The command line imports the module, once libraries that make
+    # temporary files as they are imported may do so.
+    sys.argv.insert(1, "train")
+    runpy.run_module("ctpo_megatron.cli", run_name="__main__")
+
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.config import Config
@@ -102,9 +108,3 @@ def reinforce(run: Run, trainer: TrainerGroup, controller: Controller) -> None:
         if not run.agree_to_stop():
             controller.publish(run.version)
         run.finish_step(step, batch, result)
-
-
-if __name__ == "__main__":
-    # As torchrun starts it. The command line imports this module, which therefore does not import it.
-    sys.argv.insert(1, "train")
-    runpy.run_module("ctpo_megatron.cli", run_name="__main__")

@@ -142,6 +142,16 @@ def test_dry_run_is_light() -> None:
     assert "data parallel" in done.stdout
 
 
+def test_what_torchrun_starts_imports_no_library_before_it_has_a_folder_for_temporary_files() -> None:
+    """wandb makes two as megatron-core imports it, which nobody would remove after a kill."""
+    command = [sys.executable, "-X", "importtime", "-m", "ctpo_megatron.train", "absent.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "absent.yaml: no such configuration" in done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "import time:" in line}
+    assert "ctpo_megatron.cli" in imported
+    assert not {"torch", "transformers", "ray", "vllm", "megatron", "wandb"} & imported
+
+
 def test_dry_run_for_another_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     arguments = ["train", "first.yaml", "--dry-run", "rollout.engine.kv_cache_mb=null"]
