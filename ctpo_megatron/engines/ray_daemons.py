@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import ray
 from ray._private import services, worker
 
@@ -53,7 +54,8 @@ def children_end_soon() -> Iterator[None]:
 class RayDaemons:
     """Watches the GCS and the raylet of the Ray that this process has started, or the GCS of one that it has joined.
 
-    lost: why Ray cannot start another engine any more, or "". head: why the run cannot continue, or "".
+    lost: why Ray cannot start another engine any more, or "". head: why the run cannot continue, or "". agents: what
+    the raylet has started with itself. Once both daemons are gone, nothing ends them for minutes.
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,9 @@ class RayDaemons:
         started = node.all_processes
         pids: dict[str, int] = {name: started[name][0].process.pid for name in (_GCS, _RAYLET) if name in started}
         self._watched: dict[int, tuple[str, int]] = {os.pidfd_open(pid): (name, pid) for name, pid in pids.items()}
+        self.agents: list[psutil.Process] = []
+        if _RAYLET in pids:
+            self.agents = psutil.Process(pids[_RAYLET]).children(recursive=True)
         self._address: str = "" if pids else ray.get_runtime_context().gcs_address
         worker.print_to_stdstream = self._say  # Ray's own function prints pages of a daemon's log
 

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -81,15 +81,16 @@ def _token(directory: Path) -> dict[str, str | None]:
     return {AUTH_MODE: None, TOKEN_FILE: str(file)}
 
 
-def _shut_down() -> None:
+def _shut_down(agents: Iterable[psutil.Process]) -> None:
     """Shut Ray down by SIGKILL. Ray itself sends SIGTERM to one process after another, and waits a second for each.
 
-    Processes that started within `children_spared` ignore SIGTERM. Children of a killed process are killed as well.
+    Processes that started within `children_spared` ignore SIGTERM. Children of a killed process are killed as well, and
+    `agents`, whose parent may be gone.
     """
     node = ray._private.worker._global_node
     assert node is not None  # a Ray of this process
     started = [each.process for kind in node.all_processes.values() for each in kind]
-    below: list[psutil.Process] = []
+    below = [*agents]
     for process in started:
         process.terminate = process.kill
         with suppress(psutil.NoSuchProcess):
@@ -301,7 +302,7 @@ class RayRuntime:
             if self._temp is None:  # the processes of a cluster are not ours to stop
                 ray.shutdown()
             else:
-                _shut_down()
+                _shut_down(self._daemons.agents if self._daemons else ())
         for _ in range(20):  # for a second: Ray's last processes may still write to the folder
             if self._temp is None:
                 break

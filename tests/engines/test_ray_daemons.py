@@ -12,7 +12,7 @@ from tests.support.deadlines import scaled
 
 _DRIVER = """
 import json, logging, os, signal, sys, time
-import ray
+import psutil, ray
 from ctpo_megatron.engines.ray_runtime import RayRuntime
 logging.basicConfig(format="%(message)s")
 killed, seconds = sys.argv[1], float(sys.argv[2])
@@ -24,6 +24,7 @@ class Engine:
 engine = ray.remote(Engine).options(num_cpus=1).remote()
 ray.get(engine.answer.remote())
 pid = ray._private.worker._global_node.all_processes[killed][0].process.pid
+named = [process for process in psutil.Process().children(recursive=True) if process.name().startswith("ray")]
 os.kill(pid, signal.SIGKILL)
 began = time.monotonic()
 while not runtime.lost and time.monotonic() < began + float(sys.argv[3]): time.sleep(0.001)
@@ -33,7 +34,9 @@ while time.monotonic() < began + noticed_s + seconds:
     time.sleep(0.5)
     answers += len(ray.get(engine.answer.remote(), timeout=60)) == 20 << 20
 runtime.close()
-print(json.dumps([pid, noticed_s, runtime.lost, [why for _, why in heard], answers]))
+psutil.wait_procs(named, 5)
+left = [process.name() for process in named if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+print(json.dumps([pid, noticed_s, runtime.lost, [why for _, why in heard], answers, len(named), left]))
 """
 
 
@@ -50,23 +53,26 @@ def _killed(kind: str, seconds: float) -> tuple[list[object], str]:
     return json.loads(done.stdout), done.stderr
 
 
+PROCESSES = 4
+"""Raylet, its two agents, and the engine."""
 LONG = 20.0
 """Longer than Ray's own limits, of 10 to 15 s."""
 
 
 @pytest.mark.parametrize("seconds", [1.0, pytest.param(LONG, marks=pytest.mark.slow)])
 def test_a_driver_outlives_its_gcs(seconds: float) -> None:
-    (pid, noticed_s, lost, heard, answers), printed = _killed("gcs_server", seconds)
+    (pid, noticed_s, lost, heard, answers, processes, left), printed = _killed("gcs_server", seconds)
     assert lost == f"Ray's GCS (process {pid}) died" and heard == [lost]
     assert isinstance(noticed_s, float) and noticed_s < scaled(1)
     assert answers and printed == ""
+    assert processes == PROCESSES and left == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.0, LONG])
 def test_engines_answer_without_a_raylet_and_ray_prints_nothing(seconds: float) -> None:
-    (pid, noticed_s, lost, heard, answers), printed = _killed("raylet", seconds)
+    (pid, noticed_s, lost, heard, answers, processes, left), printed = _killed("raylet", seconds)
     assert lost == f"Ray's raylet (process {pid}) died" and heard == []
     assert isinstance(noticed_s, float) and noticed_s < scaled(1)
-    assert answers
+    assert answers and processes == PROCESSES and left == []
     assert printed == f"{lost}: the engines continue, but none of them can be replaced any more\n"
