@@ -28,6 +28,8 @@ SETTINGS = (
 )
 ENDS = ("trainer", "gcs")
 """Kinds whose death ends a run."""
+OF_RAYLET = ("raylet", "agent of ray")
+"""Kinds that end together, soon after one of them: a run has each of them once, and continues without."""
 _LOG = machine.WORK / "log"
 
 
@@ -64,6 +66,9 @@ class Victim:
 
     def kill(self, kind: str) -> None:
         """Kill one of that kind, and wait until the run has made steps again, after a new start where it has ended."""
+        if kind in OF_RAYLET and not kills.of_kind(self._run.pid, "raylet"):
+            self._stop()
+            self._run = self._started()
         deadline = time.monotonic() + scaled(60)
         while not (chosen := kills.kill(self._run.pid, kind, 1, self._rng)):
             assert time.monotonic() < deadline, f"there is no {kind} to be killed"
@@ -78,11 +83,14 @@ class Victim:
         if ended is not None:
             self._run = self._started()
 
-    def end(self) -> None:
-        """As a scheduler does; then nothing at all is to be there."""
+    def _stop(self) -> None:
+        """As a scheduler does."""
         self._run.terminate()
-        status = self._run.wait(scaled(120))
-        print(f"ended with status {status}", flush=True)
+        print(f"ended with status {self._run.wait(scaled(120))}", flush=True)
+
+    def end(self) -> None:
+        """Stop it; then nothing at all is to be there."""
+        self._stop()
         deadline = time.monotonic() + scaled(10)
         while (left := machine.there()) and time.monotonic() < deadline:
             time.sleep(0.1)
