@@ -36,7 +36,7 @@ def encode_ahead(ahead: Mapping[str, Any]) -> bytes:
     sink = pa.BufferOutputStream()
     split = ["token_ids.list.element", "rollout_log_probs.list.element"]  # smaller, and less work for zstd
     options = {"compression": "zstd", "use_dictionary": False, "use_byte_stream_split": split}
-    with pq.ParquetWriter(sink, schema, **options) as writer:
+    with pq.ParquetWriter(sink, schema, write_statistics=False, **options) as writer:
         for part in _parts(trajectories):
             writer.write_table(_table(part, kind).cast(schema))
     content: bytes = sink.getvalue().to_pybytes()

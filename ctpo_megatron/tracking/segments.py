@@ -50,7 +50,8 @@ class Texts:
         return found
 
     def _text(self, ids: NDArray[Any], kind: str) -> Record:
-        text, chars = "", list[NDArray[Any]]()
+        chars: list[NDArray[Any]] = []
+        text = ""
         apart = kind == "model"
         listed = ids.tolist()
         for part, piece in self._parts(listed):
