@@ -282,12 +282,14 @@ def test_a_process_sweeps_and_takes_a_folder_of_its_own_before_it_starts_anythin
     done: list[str] = []
     for name in ("sweep", "move_in"):
         monkeypatch.setattr(temporary, name, lambda name=name: done.append(name))
+    for verb in ("train", "eval"):
+        monkeypatch.setattr(f"ctpo_megatron.cli.{verb}.end_orphans", lambda: done.append("end orphans"))
     driver.main = lambda config: done.append("run") or 0
     assert cli.main(["train", "first.yaml"]) == 0
-    assert done == ["sweep", "move_in", "run"]
+    assert done == ["sweep", "end orphans", "move_in", "run"]
     done.clear()
     assert cli.main(["eval", "no-model"]) == 2
-    assert done == ["sweep", "move_in"]
+    assert done == ["sweep", "end orphans", "move_in"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ctpo_megatron.base.printable import log_to_terminal
+from ctpo_megatron.base.ray_orphans import end_orphans
 from ctpo_megatron.base.signals import ENDING, heeded
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if problems := run_checks(START_CHECKS, None):  # before the temporary directory becomes a longer one
         raise UsageError(str(problems[0]))
     temporary.sweep()
+    end_orphans()
     temporary.move_in()
     target = find_target(args.model, args.config)
     config, sources = read_config(target, _overrides(args), visible_gpus())

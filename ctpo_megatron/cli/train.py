@@ -13,6 +13,7 @@ from contextlib import suppress
 from ctpo_megatron.base.cuda_environment import order_kernels
 from ctpo_megatron.base.printable import log_to_terminal, say
 from ctpo_megatron.base.ray_environment import ADDRESS
+from ctpo_megatron.base.ray_orphans import end_orphans
 from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.base.stop import TRY_AGAIN
 from ctpo_megatron.cli.console import print_table, print_warnings
@@ -168,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
 def _settle() -> None:
     """Before anything imports a library that makes temporary files."""
     temporary.sweep()
+    end_orphans()
     temporary.move_in()
     if _TORCHRUN in os.environ:  # or this rank would stay when torchrun is killed
         die_with_parent(os.getppid(), signal.SIGTERM)

@@ -25,6 +25,7 @@ from ray.exceptions import RayError
 from ctpo_megatron.base.addresses import is_own
 from ctpo_megatron.base.cuda_environment import of_this_rank
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN, TOKEN_FILE
+from ctpo_megatron.base.ray_orphans import PARENT, PREFIX
 from ctpo_megatron.base.signals import action_kept, children_spared
 from ctpo_megatron.base.stop import NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig
@@ -280,7 +281,7 @@ class RayRuntime:
             join(self._cluster, self._deadline)
             return
         # Unix socket paths are limited to about 100 characters, so TMPDIR is not used.
-        self._temp = temporary.new_folder("ctpo-ray-", "/tmp")
+        self._temp = temporary.new_folder(PREFIX, PARENT)
         count = None if self._gpus is None else len(self._gpus.split(","))
         # Only Ray's processes see the change: this one read CUDA_VISIBLE_DEVICES when it initialized CUDA.
         changes = {_VISIBLE: self._gpus, **_token(self._temp), **OF_DRIVER}

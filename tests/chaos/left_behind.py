@@ -28,8 +28,8 @@ SETTINGS = (
 )
 ENDS = ("trainer", "gcs")
 """Kinds whose death ends a run."""
-OF_RAYLET = ("raylet", "agent of ray")
-"""Kinds that end together, soon after one of them: a run has each of them once, and continues without."""
+OF_RAYLET = ("raylet", "agent of ray", "engine")
+"""Kinds that a run has while its raylet lives, which ends with its agent. Afterwards its engines are orphans."""
 _LOG = machine.WORK / "log"
 
 
