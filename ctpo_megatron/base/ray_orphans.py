@@ -42,6 +42,6 @@ def _folders(pid: int) -> Iterator[str]:
     with suppress(OSError):  # it ends, or is another user's
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):
-                path = Path(os.readlink(link))
-                if path.is_relative_to(PARENT) and path.parts[2].startswith(PREFIX):
-                    yield path.parts[2]
+                *above, folder = Path(os.readlink(link)).parts[:3]
+                if Path(*above) == PARENT and folder.startswith(PREFIX):
+                    yield folder

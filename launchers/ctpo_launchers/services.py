@@ -17,6 +17,7 @@ from ctpo_launchers.children import Child
 from ctpo_launchers.job import NodeJob
 from ctpo_launchers.timeouts import CHILD_POLL_S, RAY_RESTARTS
 from ctpo_megatron.base.addresses import is_free
+from ctpo_megatron.base.ray_orphans import PARENT, PREFIX
 from ctpo_megatron.config import SandboxConfig
 from ctpo_megatron.preflight import NodeNeeds
 from ctpo_sandbox import SandboxStartError, start_configured_server, temporary
@@ -180,4 +181,4 @@ class RayNode:
 
 def new_ray_directory() -> Path:
     """A folder for the head's files, with a short path: Unix socket paths are limited to about 100 characters."""
-    return temporary.new_folder("ctpo-ray-", "/tmp")
+    return temporary.new_folder(PREFIX, PARENT)
