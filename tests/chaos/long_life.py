@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.chaos import machine
@@ -112,16 +112,13 @@ class Run:
         return statistics.fmean(lines[-REWARDED:])
 
 
-def calm(runs: Sequence[Run], until: float) -> list[float]:
-    """The rewards of runs that are left alone, side by side: one of them leaves half a core idle."""
-    with ExitStack() as stack:
-        for run in runs:
-            stack.enter_context(ending(run))
-        for run in runs:
-            status = run.process.wait(max(1.0, until - time.monotonic()))
-            assert status == 0, read(run.log)[-6000:]
-            print(f"{run.name}: reward {run.reward():.3f}", flush=True)
-    return [run.reward() for run in runs]
+def calm(run: Run, until: float) -> float:
+    """The reward of a run that is left alone."""
+    with ending(run):
+        status = run.process.wait(max(1.0, until - time.monotonic()))
+    assert status == 0, read(run.log)[-6000:]
+    print(f"{run.name}: reward {run.reward():.3f}", flush=True)
+    return run.reward()
 
 
 @contextmanager
@@ -192,7 +189,7 @@ def end_of(findings: Findings, run: Run) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """All runs on a machine of their own: one with a supervised stage, others from its weights, the disturbed one."""
+    """All runs, one after the other, on a machine of their own."""
     machine.enter()
     disk, clock = machine.WORK / "runs", machine.WORK / "clock"
     disk.mkdir()
@@ -202,9 +199,7 @@ def main(args: argparse.Namespace) -> int:
     until = began + 60 * args.minutes
     planned = plan(args.seed, args.steps, args.faults, args.without)
     taught, again = f"sft.steps={args.sft_steps}", "sft.from=runs/calm-0"
-    rewards = []
-    for together in (range(min(1, args.calm)), range(1, args.calm)):
-        rewards += calm([Run(f"calm-{n}", args.steps, n, again if n else taught) for n in together], until)
+    rewards = [calm(Run(f"calm-{n}", args.steps, n, again if n else taught), until) for n in range(args.calm)]
     run = Run("disturbed", args.steps, args.calm, again if args.calm else taught, clock)
     at = time.monotonic()
     watch = Watch(lambda: run.process.pid if run.process.poll() is None else None)
