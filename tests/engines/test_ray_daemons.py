@@ -24,7 +24,8 @@ class Engine:
 engine = ray.remote(Engine).options(num_cpus=1).remote()
 ray.get(engine.answer.remote())
 pid = ray._private.worker._global_node.all_processes[killed][0].process.pid
-named = [process for process in psutil.Process().children(recursive=True) if process.name().startswith("ray")]
+below = psutil.Process().children(recursive=True)
+named = [process for process in below if process.name().startswith("ray") and process.name() != "ray::IDLE"]
 os.kill(pid, signal.SIGKILL)
 began = time.monotonic()
 while not runtime.lost and time.monotonic() < began + float(sys.argv[3]): time.sleep(0.001)
