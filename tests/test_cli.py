@@ -143,7 +143,7 @@ def test_dry_run_is_light() -> None:
 
 
 def test_what_torchrun_starts_imports_no_library_before_it_has_a_folder_for_temporary_files() -> None:
-    """wandb makes two as megatron-core imports it, which nobody would remove after a kill."""
+    """wandb makes two when megatron-core imports it; outside of our folder they would outlive a killed run."""
     command = [sys.executable, "-X", "importtime", "-m", "ctpo_megatron.train", "absent.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "absent.yaml: no such configuration" in done.stderr

@@ -21,7 +21,8 @@ def end_orphans() -> list[int]:
     ended = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if _is_orphan(process) and not any((PARENT / folder).exists() for folder in _folders(process.pid)):
+            folders = set(_folders(process.pid)) if _is_orphan(process) else set()
+            if folders and not any((PARENT / folder).exists() for folder in folders):
                 process.kill()
                 ended.append(process.pid)
     if ended:
@@ -30,11 +31,11 @@ def end_orphans() -> list[int]:
 
 
 def _is_orphan(process: psutil.Process) -> bool:
-    """Whether it was a raylet's child that has a file open in a private Ray's folder. Raises psutil.Error."""
+    """Whether it is this user's and was the child of a raylet. Raises psutil.Error."""
     if not process.name().startswith("ray::") or process.uids().effective != os.geteuid():
         return False
     parent = process.parent()
-    return (parent is None or parent.name() != "raylet") and any(_folders(process.pid))
+    return parent is None or parent.name() != "raylet"
 
 
 def _folders(pid: int) -> Iterator[str]:

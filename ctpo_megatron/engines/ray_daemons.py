@@ -55,7 +55,7 @@ class RayDaemons:
     """Watches the GCS and the raylet of the Ray that this process has started, or the GCS of one that it has joined.
 
     lost: why Ray cannot start another engine any more, or "". head: why the run cannot continue, or "". agents: what
-    the raylet has started with itself. Once both daemons are gone, nothing ends them for minutes.
+    the raylet has started with itself. Once both daemons are gone, nothing ends them for over a minute.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ def test_agents_of_a_killed_run_are_ended_and_those_of_a_living_one_are_not() ->
         run.wait()
         deadline = time.monotonic() + scaled(30)
         while any(parent.name() == "raylet" for agent in agents if (parent := agent.parent())):
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, "the raylet did not end with the run"
             time.sleep(0.01)
         assert not {agent.pid for agent in agents} & set(ray_orphans.end_orphans())  # before the sweep
         shutil.rmtree(folder)
