@@ -15,13 +15,12 @@ import re
 import signal
 import sys
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_first_hour.report import page
-from benchmarks.gpu_first_hour.run import Record, run_stage
+from benchmarks.gpu_first_hour.run import Interrupt, Record, run_stage
 from benchmarks.gpu_first_hour.stages import Machine, Stage, stages
 from benchmarks.kernels import report
 
@@ -40,10 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     _refuse_unknown(options.only, planned)
     results = options.out / f"{tag}.jsonl"
     records = _read(results)
-    interrupted = Event()
-    signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    interrupted = Interrupt()
+    signal.signal(signal.SIGINT, interrupted.on_signal)
     for stage in planned:
-        if interrupted.is_set() or (options.only and stage.name not in options.only):
+        if interrupted.seen or (options.only and stage.name not in options.only):
             continue
         if not options.again and _is_done(records.get(stage.name), environment["commit"]):
             print(f"{stage.name}: passed at this commit", flush=True)
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{stage.name}: {record.status} {record.detail} after {record.seconds:g} s", flush=True)
     print(f"{options.out / tag}.md")
     chosen = [records[s.name]["status"] for s in planned if s.name in records and s.name in (options.only or records)]
-    return 130 if interrupted.is_set() else int(any(status not in ("passed", "skipped") for status in chosen))
+    return 130 if interrupted.seen else int(any(status not in ("passed", "skipped") for status in chosen))
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -10,7 +10,7 @@ import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Event
+from types import FrameType
 from typing import Any, Literal
 
 from benchmarks.gpu_first_hour.stages import Stage
@@ -38,8 +38,18 @@ class Record:
         return json.dumps({name: value for name, value in asdict(self).items() if value not in ("", None, ())})
 
 
-def run_stage(stage: Stage, log: Path, root: Path, commit: str, interrupted: Event) -> Record:
-    """Run a stage to its end, to its limit, or until `interrupted` is set; its record says which."""
+class Interrupt:
+    """Whether Ctrl-C was pressed. Not an Event: its lock may be held by the wait that the signal interrupts."""
+
+    seen = False
+
+    def on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        """For `signal.signal`."""
+        self.seen = True
+
+
+def run_stage(stage: Stage, log: Path, root: Path, commit: str, interrupted: Interrupt) -> Record:
+    """Run a stage to its end, to its limit, or until Ctrl-C; its record says which."""
     if stage.skip:
         return Record(stage.name, "skipped", 0.0, commit, stage.skip)
     if stage.figures is not None:
@@ -70,14 +80,15 @@ def _paths(root: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float, interrupted: Event) -> tuple[Status, str]:
+def _wait(process: subprocess.Popen[bytes], limit_s: float, interrupted: Interrupt) -> tuple[Status, str]:
     deadline = time.monotonic() + limit_s
     try:
         while (status := process.poll()) is None:
-            if interrupted.wait(_POLL_S):
+            if interrupted.seen:
                 return "interrupted", "Ctrl-C"
             if time.monotonic() > deadline:
                 return "over its limit", f"ended after {limit_s:g} s"
+            time.sleep(_POLL_S)
     finally:
         _end(process)
     return ("passed", "") if status == 0 else ("failed", f"exit status {status}")

@@ -14,7 +14,7 @@ from multiprocessing import resource_tracker
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Schedulers send the first two, a keyboard the third, a terminal or an SSH connection that is closed the last."""
 
-
+_STDERR = 2
 _LARGEST_SIGACTION = 1024
 """Bytes for C's struct sigaction, of 152 with glibc on x86-64."""
 
@@ -23,6 +23,12 @@ def heeded() -> tuple[signal.Signals, ...]:
     """The signals of `ENDING` that this process acts on: under `nohup` it survives its terminal."""
     spared = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in ENDING if not (spared and number == signal.SIGHUP))
+
+
+def say_in_handler(line: str) -> None:
+    """Write a line to stderr from a signal handler: a stream of Python may be in the middle of a write."""
+    with suppress(OSError):  # Ctrl-C has ended `tee`, too, or the terminal is closed
+        os.write(_STDERR, f"{line}\n".encode())
 
 
 @contextmanager

@@ -7,12 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
 from ctpo_megatron.base import clock
-from ctpo_megatron.base.signals import heeded
+from ctpo_megatron.base.signals import heeded, say_in_handler
 
 STOP_POLL_S = 0.5  # how often a waiting thread checks the stop signal
 
@@ -61,7 +61,6 @@ TRY_AGAIN = 75
 """Exit status of a run that a fault has ended which another start may not meet (EX_TEMPFAIL)."""
 BEGUN = "the run had begun: after step"
 """How the note begins of an exception that has ended a run which has trained."""
-_STDERR = 2
 _ONE_PRESS_S = 1.0  # a launcher may pass on the Ctrl-C that the terminal has sent to this process, too
 # Ignore repeated signals for this long while shutting down; after that, assume the SystemExit was swallowed and raise
 # it again.
@@ -152,14 +151,14 @@ class StopSignal:
 
     def _announce(self) -> None:
         _alarm_in(self._grace_s)
-        _say(f"{self._set_by}: a checkpoint follows, within {self._grace_s:g} s (checkpoint.grace_s)")
+        say_in_handler(f"{self._set_by}: a checkpoint follows, within {self._grace_s:g} s (checkpoint.grace_s)")
 
     def _exit(self, line: str, status: int) -> None:
         """Raise SystemExit, unless one is on its way: engines and sandbox are being closed then."""
         if self._left_at is not None and time.monotonic() < self._left_at + _CLOSING_S:
             return
         self._begin_to_leave()
-        _say(line)
+        say_in_handler(line)
         sys.exit(status)
 
     def _begin_to_leave(self) -> None:
@@ -169,9 +168,3 @@ class StopSignal:
 
 def _alarm_in(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))  # 0 would switch it off
-
-
-def _say(line: str) -> None:
-    # Within a signal handler: a logger's stream may be in the middle of a write.
-    with suppress(OSError):  # Ctrl-C has ended `tee`, too, or the terminal is closed
-        os.write(_STDERR, f"{line}\n".encode())

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import socket
-import threading
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
@@ -172,16 +171,6 @@ async def _within(sending: Awaitable[None]) -> None:
         raise ConnectionError(f"a reader took more than {SEND_S:g} s for {CHUNK >> 10} KiB") from None
 
 
-class _Server(uvicorn.Server):
-    """Ends searches when a signal ends it."""
-
-    stopped = threading.Event()
-
-    def handle_exit(self, sig: int, frame: object) -> None:
-        self.stopped.set()
-        super().handle_exit(sig, frame)  # type: ignore[arg-type]
-
-
 def serve(run_dir: Path, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Serve a run directory until SIGINT or SIGTERM.
 
@@ -201,8 +190,8 @@ def serve(run_dir: Path, host: str, port: int, ready: Callable[[str], None]) -> 
             timeout_graceful_shutdown=END_S,
         )
         ready(url_of(listener))
-        server = _Server(config)
-        server.stopped = pages.stopped
+        server = uvicorn.Server(config)
+        pages.stopped = lambda: server.should_exit  # a signal ends searches, too
         asyncio.run(server.serve(sockets=[listener]))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,7 @@ class WatchPages:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.stopped = threading.Event()
+        self.stopped: Callable[[], bool] = lambda: False
         self._library, self._lock = TrajectoryLibrary(run_dir), threading.Lock()
         self._report: _Made | None = None
         self._report_lock = threading.Lock()

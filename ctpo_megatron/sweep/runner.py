@@ -16,7 +16,7 @@ from types import FrameType
 
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.base.signals import heeded
+from ctpo_megatron.base.signals import heeded, say_in_handler
 from ctpo_megatron.run.directory import claim
 from ctpo_megatron.sweep.plan import PlannedRun, Sweep
 from ctpo_megatron.sweep.record import SweepRecord, is_done
@@ -179,7 +179,7 @@ class Runner:
 
     def _on_alarm(self, _number: int, _frame: FrameType | None) -> None:
         if (process := self._process) is not None:
-            print(f"[sweep] process {process.pid} has not ended within {self._grace_s:g} s: killed", flush=True)
+            say_in_handler(f"[sweep] process {process.pid} has not ended within {self._grace_s:g} s: killed")
             process.kill()
 
     def _stop_status(self, status: int) -> int:

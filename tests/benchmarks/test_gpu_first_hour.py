@@ -11,14 +11,16 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
+from types import FrameType
+from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks.gpu_first_hour import __main__ as program
+from benchmarks.gpu_first_hour import run as run_module
 from benchmarks.gpu_first_hour.report import page
-from benchmarks.gpu_first_hour.run import Record, run_stage
+from benchmarks.gpu_first_hour.run import Interrupt, Record, run_stage
 from benchmarks.gpu_first_hour.stages import SANITIZED, SANITIZER_WHEEL, Machine, Stage, compute_sanitizer, stages
 from tests.support import children
 from tests.support.deadlines import scaled
@@ -33,7 +35,7 @@ def python(code: str) -> tuple[str, ...]:
 
 
 def run(stage: Stage, folder: Path) -> Record:
-    return run_stage(stage, folder / "log", ROOT, "c" * 40, Event())
+    return run_stage(stage, folder / "log", ROOT, "c" * 40, Interrupt())
 
 
 def sanitizers(folder: Path) -> list[Stage]:
@@ -201,6 +203,41 @@ def test_ctrl_c_ends_the_stage_and_keeps_what_is_done(tmp_path: Path) -> None:
         ("two-ranks", "interrupted"),
     ]
     assert "interrupted: Ctrl-C" in results.with_suffix(".md").read_text()
+
+
+def test_ctrl_c_on_any_line_of_the_wait_ends_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that takes a lock waits for ever on a line that holds it."""
+    interrupted, tried = Interrupt(), set()
+    wait = run_module._wait
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not interrupted.seen and line not in tried:
+            tried.add(line)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    def traced(*arguments: Any) -> Any:
+        sys.settrace(trace)
+        try:
+            return wait(*arguments)
+        finally:
+            sys.settrace(None)
+
+    monkeypatch.setattr(run_module, "_wait", traced)
+    monkeypatch.setattr(run_module, "_POLL_S", 0.01)
+    before = signal.signal(signal.SIGINT, interrupted.on_signal)
+    try:
+        for _ in range(100):
+            interrupted.seen = False
+            stage = Stage("a", "", 1, python("import time; time.sleep(600)"))
+            record = run_stage(stage, tmp_path / "log", ROOT, "c" * 40, interrupted)
+            if record.status == "over its limit":
+                break
+            assert record.status == "interrupted"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert record.status == "over its limit" and len(tried) > 8
 
 
 @pytest.mark.slow

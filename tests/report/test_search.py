@@ -181,8 +181,7 @@ def test_a_search_ends_at_its_deadline_and_goes_further_when_asked_again(tmp_pat
         if not found.late:
             break
     assert found.total == 36 and seen[0] == 0 and seen == sorted(seen) and set(seen) == {0, 1, 2, 3, 4}
-    stopped = soon()
-    stopped.stopped.set()
+    stopped = Deadline(time.monotonic() + 30, lambda: True)
     with pytest.raises(OutOfTimeError):
         TrajectoryLibrary(tmp_path).group(Address("training", 1, "rem-0", 0), stopped)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -34,14 +33,14 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Deadline:
-    """at: by `time.monotonic`. stopped: ends it before."""
+    """at: by `time.monotonic`. stopped: whether it ends before."""
 
     at: float
-    stopped: threading.Event = field(default_factory=threading.Event)
+    stopped: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
         """Raises OutOfTimeError."""
-        if self.stopped.is_set() or time.monotonic() > self.at:
+        if self.stopped() or time.monotonic() > self.at:
             raise OutOfTimeError
 
 
