@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import scale
-from benchmarks.scale import Case, Machine, Size
-from benchmarks.simulated_engines import Pool, Ray, Speed, Workload
+from benchmarks import scale, scale_cases
+from benchmarks.scale_cases import Case, Machine, Size
+from benchmarks.simulated_engines import Speed, Workload
+from benchmarks.simulated_pool import Pool, Ray
 from benchmarks.simulated_time import Clock
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.engines import GroupTask, Sampling
@@ -182,8 +183,8 @@ def test_an_update_waits_for_an_engine_that_starts() -> None:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(scale.SIZES, 2, Size(2, "4B", 4, 1))
-    monkeypatch.setitem(scale.SIZES, 5, Size(5, "4B", 8, 1))
+    monkeypatch.setitem(scale_cases.SIZES, 2, Size(2, "4B", 4, 1))
+    monkeypatch.setitem(scale_cases.SIZES, 5, Size(5, "4B", 8, 1))
 
 
 def simulate(variant: str, gpus: int = 2, **changed: Any) -> dict[str, Any]:
@@ -226,6 +227,6 @@ def test_result_files_gain_cases_and_replace_the_same_one(tmp_path: Path) -> Non
 
 
 def test_recorded_lengths_have_a_long_tail() -> None:
-    groups = json.loads(scale.LENGTHS.read_text())["groups"]
+    groups = json.loads(scale_cases.LENGTHS.read_text())["groups"]
     lengths = sorted(length for group in groups for length in group)
     assert len(groups) >= 16 and lengths[int(0.99 * len(lengths))] > 3 * lengths[len(lengths) // 2]

@@ -1,0 +1,24 @@
+"""A small model, and what the checks of training say of a configuration for it."""
+
+from __future__ import annotations
+
+from ctpo_megatron.config import Config, Job
+from ctpo_megatron.models import FAMILIES, ModelSpec
+from ctpo_megatron.preflight import RunContext
+from ctpo_megatron.preflight.configuration import check_training
+
+SPEC = ModelSpec(
+    family=FAMILIES["Qwen3ForCausalLM"],
+    num_layers=2,
+    hidden_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=256,
+    max_position_embeddings=512,
+    vocab_size=512,
+)
+
+
+def found(config: Config, world_size: int = 1, spec: ModelSpec | None = SPEC, cuda: bool = False) -> list[str]:
+    return [f"{p.severity}: {p}" for p in check_training(RunContext(config, spec, Job(world_size), cuda))]
