@@ -89,13 +89,14 @@ test-long-life: $(INSTALLED)
 # By the commands of docs/install_cuda.md, and a driver library that shows no GPU. The processes that import CUDA builds need it.
 CUDA_VENV := .venv-cuda
 CUDA_PYTHON ?= $(FOUND_PYTHON)
+ON_TWO_CORES = $(or $(strip $(ARGS)),--numprocesses 2 --dist loadgroup)
 WITH_CUDA := LD_LIBRARY_PATH=$(CURDIR)/$(CUDA_VENV)/driver $(CUDA_VENV)/bin/python
 test-cuda-environment:
 	$(CUDA_PYTHON) -m tests.cuda_environment.install $(CUDA_VENV) $(CUDA_PYTHON)
-	$(WITH_CUDA) -m pytest -m cuda_environment tests/cuda_environment $(ARGS)
+	$(WITH_CUDA) -m pytest -m cuda_environment tests/cuda_environment $(ON_TWO_CORES)
 	PYTHONPATH=.:kernels $(WITH_CUDA) -m benchmarks.kernels.aot --arch 90 100
-	$(WITH_CUDA) $(FAST) $(LIGHT) tests/kernels tests/optional $(ARGS)
-	$(WITH_CUDA) $(FAST) --pretend-cuda tests/rehearsal $(ARGS)
+	$(WITH_CUDA) $(FAST) $(LIGHT) tests/kernels tests/optional $(ON_TWO_CORES)
+	$(WITH_CUDA) $(FAST) --pretend-cuda tests/rehearsal $(ON_TWO_CORES)
 
 mutation: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m tests.mutations $(ARGS)

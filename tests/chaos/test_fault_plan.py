@@ -28,6 +28,19 @@ def test_kinds_can_be_left_out_by_their_names() -> None:
         plan(seed=1, steps=60, count=8, without=["kill all"])
 
 
+@pytest.mark.parametrize("without", [(), ENDING, ("kill gcs", "freeze raylet")])
+def test_nothing_happens_to_a_raylet_that_was_killed_until_the_next_start(without: tuple[str, ...]) -> None:
+    for seed in range(100):
+        planned = plan(seed, steps=600, count=60, without=without)
+        assert len(planned) == 60 and all(2 <= fault.step <= 596 for fault in planned)
+        killed, kills = False, 0
+        for fault in planned:
+            assert not (killed and "raylet" in fault.kind), seed
+            killed = (killed and fault.kind not in ENDING) or fault.kind == "kill raylet"
+            kills += fault.kind == "kill raylet"
+        assert kills >= (1 if without == ENDING else 3)
+
+
 @pytest.mark.parametrize(
     ("at_start", "per_s", "too_much"),
     [(200.0, 0.0, False), (200.0, 0.05, False), (200.0, 0.1, True), (4000.0, 0.1, False), (4000.0, 0.5, True)],
