@@ -19,6 +19,7 @@ from ctpo_megatron import cli
 from ctpo_megatron.cli.errors import report_error
 from ctpo_megatron.config import Config
 from ctpo_sandbox import temporary
+from tests.support.deadlines import scaled
 
 CONFIG = """\
 run: {name: first, steps: 4}
@@ -208,7 +209,7 @@ def test_the_status_of_a_run_outlives_its_terminal() -> None:
     assert os.read(listening, 1) == b"x"
     os.close(terminal)
     os.close(closing)
-    assert process.wait(60) == 143
+    assert process.wait(scaled(60)) == 143
     for descriptor in (listening, closed):
         os.close(descriptor)
 

@@ -19,6 +19,7 @@ import pytest
 
 from ctpo_megatron.tracking import write_trajectories
 from tests.compare_runs import compare, trajectories
+from tests.support.deadlines import scaled
 from tests.tracking.synthetic_run import decode, make_groups
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -323,7 +324,7 @@ def test_what_both_lack_is_not_equal(runs: tuple[Path, Path], part: str) -> None
 def test_the_command(runs: tuple[Path, Path], tmp_path: Path) -> None:
     def command(*arguments: Path | str) -> tuple[int, str]:
         call = [sys.executable, "-m", "tests.compare_runs", *map(str, arguments)]
-        done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60))
         return done.returncode, done.stdout
 
     assert command(*runs)[0] == 0

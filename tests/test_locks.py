@@ -15,6 +15,8 @@ import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.deadlines import scaled
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "requirements"
 EXTRAS = ("train", "sandbox", "wandb", "dev")
@@ -98,7 +100,9 @@ def test_installed_packages_accept_the_locks_that_name_them(device: str, python:
 
 def run(*command: str | Path, **options: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, **options)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=scaled(600), **options
+    )
 
 
 @pytest.fixture(scope="module")

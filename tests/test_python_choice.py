@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deadlines import scaled
+
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("3.11", "3.12", "3.13")
 
@@ -23,7 +25,7 @@ def interpreter(file: Path, version: str | None) -> None:
 def choose(folder: Path, versions: tuple[str, ...] = VERSIONS) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": f"{folder}/bin", "HOME": f"{folder}/home"}
     command = ["/bin/sh", ROOT / "requirements" / "python.sh", *versions]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled(60), check=False)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,9 @@ def make(*arguments: str) -> str:
     """What `make` would do in a checkout without an environment: nothing is run."""
     environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
     command = ["make", "--dry-run", "VENV=nowhere", *arguments, "nowhere/bin/python"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=scaled(60), check=False
+    )
     return done.stdout + done.stderr
 
 

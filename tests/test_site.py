@@ -11,6 +11,7 @@ import pytest
 
 from docs.site.reference import FOLDER, HAND_WRITTEN, pages
 from tests.structure import GENERATED
+from tests.support.deadlines import scaled
 from tests.test_links import documents
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +58,7 @@ def test_every_option_of_the_command_is_in_the_reference() -> None:
 @pytest.mark.slow
 @pytest.mark.network
 def test_the_site_is_built_without_a_warning_is_complete_and_needs_no_network() -> None:
-    done = subprocess.run(["make", "docs"], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(["make", "docs"], cwd=ROOT, capture_output=True, text=True, timeout=scaled(280))
     if "No matching distribution" in done.stderr or "Could not find a version" in done.stderr:
         pytest.skip("no package registry answers")
     assert done.returncode == 0, done.stderr

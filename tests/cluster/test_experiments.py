@@ -12,6 +12,7 @@ from ctpo_launchers import environment
 from ctpo_megatron.config import load_config
 from tests.end_to_end.small_run import SMALL, Ctpo, records
 from tests.support import children
+from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -117,7 +118,7 @@ def test_a_configuration_goes_through_the_tunnel_and_words_are_quoted(tmp_path: 
     keys = f"executor: slurm\njob_dir: {tmp_path}/there\naccount: me\npython: /usr/bin/python3\n"
     (tmp_path / "slurm.yaml").write_text(keys)
     (tmp_path / "my.yaml").write_text((ROOT / "configs" / "quickstart.yaml").read_text())
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=60)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=scaled(60))
     done = of_nemo_run(f"JOBS = {str(tmp_path / 'tunnel')!r}{_THROUGH}", tmp_path, 300)
     assert done.returncode == 0, done.stderr[-4000:]
     said = done.stdout.splitlines()

@@ -17,6 +17,7 @@ from tests.cluster.local_slurm import Slurm
 from tests.cluster.packages import COMMAND
 from tests.end_to_end.small_run import SMALL, Ctpo, records
 from tests.support import children
+from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -57,7 +58,7 @@ def test_a_dry_run_prints_the_script_alone_and_it_is_clean(ctpo: Ctpo, name: str
 )
 def test_scripts_are_clean_to_shellcheck(script: Path) -> None:
     assert shutil.which("shellcheck"), COMMAND
-    done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 0, done.stdout
 
 

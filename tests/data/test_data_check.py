@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron import cli
+from tests.support.deadlines import scaled
 
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}Call one in <tool_call>, and answer in \\boxed{}.\n"
 
@@ -182,7 +183,9 @@ def test_torch_is_not_imported(own: Path) -> None:
         "import sys\nfrom ctpo_megatron.cli import main\nstatus = main(['train', 'own.yaml', '--dry-run'])\n"
         "sys.exit(', '.join(sorted({'torch', 'ray', 'vllm', 'megatron'} & set(sys.modules))) or status)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=scaled(100)
+    )
     assert done.returncode == 0, done.stderr
 
 

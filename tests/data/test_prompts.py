@@ -14,6 +14,7 @@ import pytest
 
 from ctpo_megatron.data import DataError, PromptRules, PromptSampler
 from ctpo_megatron.data.prompt import Prompt
+from tests.support.deadlines import scaled
 from tests.support.prompts import load_prompts
 
 
@@ -177,7 +178,7 @@ def test_reading_prompts_does_not_import_torch():
         "from ctpo_megatron.data import prepare, read_conversations, read_prompts\n"
         "sys.exit('torch' in sys.modules)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == 0
 
 
 def _prompts(count: int) -> list[Prompt]:

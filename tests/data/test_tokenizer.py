@@ -10,6 +10,7 @@ import jinja2
 import pytest
 
 from ctpo_megatron.environments.tokenizer import TokenizerError, read_tokenizer, template_problem
+from tests.support.deadlines import scaled
 
 SCHEMA = {"type": "function", "function": {"name": "code_interpreter", "parameters": {"a": "<&'\u00e9"}}}
 TALK = [
@@ -69,7 +70,7 @@ def test_torch_is_not_imported(toolmath: Path) -> None:
         f"tokenizer = read_tokenizer({str(toolmath / 'model')!r})\n"
         "sys.exit(template_problem(tokenizer) or ('torch' in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 0, done.stderr
 
 

@@ -15,6 +15,7 @@ from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.toolmath.conversations import PROTOCOLS, conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, draw_problem, run
 from ctpo_megatron.environments.factory import PARSERS
+from tests.support.deadlines import scaled
 
 CLEAN = CorruptionConfig(guess=0, wrong_common=0, wrong_rare=0, no_print=0, no_box=0)
 PER_FAMILY = 12
@@ -31,7 +32,11 @@ def _executed(programs: list[str]) -> list[str]:
         "print(json.dumps([out(code) for code in json.load(sys.stdin)]))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-I", "-c", driver], input=json.dumps(programs), capture_output=True, text=True, timeout=60
+        [sys.executable, "-I", "-c", driver],
+        input=json.dumps(programs),
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -19,6 +19,7 @@ import yaml
 
 from tests.end_to_end.small_run import Ctpo, records, train_main
 from tests.support import children, ranks
+from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 
 EXAMPLE = ROOT / "examples" / "smollm2"
@@ -111,11 +112,11 @@ def test_the_share_of_wrong_programs(tasks: ModuleType, tmp_path: Path, share: f
 def test_the_listed_packages_are_enough(tmp_path: Path) -> None:
     """requirements/examples.txt is installed without dependencies, so that it must name all that the lock lacks."""
     listed = ["--no-deps", "--target", str(tmp_path), "-r", str(ROOT / "requirements" / "examples.txt")]
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *listed], check=True, timeout=280)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *listed], check=True, timeout=scaled(280))
     imported = "import accelerate, gguf, reasoning_gym; print(reasoning_gym.__file__)"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     python = [sys.executable, "-c", imported]
-    done = subprocess.run(python, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(python, env=environment, capture_output=True, text=True, timeout=scaled(100))
     assert done.stdout.startswith(str(tmp_path)), done.stderr
 
 

@@ -30,6 +30,7 @@ from tests.optional.qwen_formats import (
     rendered,
     texts,
 )
+from tests.support.deadlines import scaled
 from tests.support.prompts import load_conversations
 
 KNOWN: dict[str, str] = json.loads(TEXTS.read_text(encoding="utf-8"))
@@ -56,11 +57,11 @@ def test_the_text_is_that_of_the_format(name: str) -> None:
 def test_the_known_texts_are_those_of_the_templates_that_trl_ships(tmp_path: Path) -> None:
     """1 MB from the package index."""
     command = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path, f"trl=={TRL}")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(300))
     if done.returncode:
         pytest.skip(f"no package registry answers: {done.stderr.strip().splitlines()[-1]}")
     wheel = next(tmp_path.glob("*.whl"))
-    subprocess.run([sys.executable, "-m", "zipfile", "-e", wheel, tmp_path], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", wheel, tmp_path], check=True, timeout=scaled(60))
     assert texts(tmp_path / "trl" / "chat_templates") == KNOWN
 
 

@@ -14,6 +14,7 @@ from tests.end_to_end.small_run import SMALL, Ctpo, records
 from tests.extend.examples import HOWTO
 from tests.extend.scripted import project
 from tests.support import children
+from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -51,7 +52,9 @@ def test_the_loop_with_the_kernels_alone_learns() -> None:
     """In an interpreter that can import nothing else of ours."""
     program = f"import runpy; print(runpy.run_path({str(EXAMPLES / 'kernels' / 'plain_loop.py')!r})['main']())"
     environment = {"PYTHONPATH": str(ROOT / "kernels"), "OMP_NUM_THREADS": "1", "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=scaled(250)
+    )
     assert done.returncode == 0, done.stderr
     first, last = map(float, re.findall(r"[\d.]+", done.stdout.splitlines()[-1]))
     assert first < 0.3 and last > 0.8

@@ -29,6 +29,7 @@ from ctpo_megatron.config import load_config
 from ctpo_megatron.config.sources import read_overrides
 from ctpo_megatron.data import prepare
 from tests.extend.examples import DOCS, HOWTO, MOST_LINES, blocks
+from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 from tests.tracking.synthetic_run import write_run
 
@@ -191,7 +192,7 @@ def test_the_commands_that_need_no_more_are_run(
     for program, *words in to_run(page):
         words = [found for word in words for found in expanded(word, finished)]
         if program == "python":
-            subprocess.run([sys.executable, *words], check=True, timeout=60)
+            subprocess.run([sys.executable, *words], check=True, timeout=scaled(60))
         else:
             assert program == "ctpo" and main(words) == 0, capsys.readouterr().err
 

@@ -21,6 +21,7 @@ from ctpo_kernels.packed import LossTensors
 from ctpo_kernels.spec import LossSpec
 from tests.kernels.heads import random_head
 from tests.kernels.packings import random_batch
+from tests.support.deadlines import scaled
 
 N, B = 36, 3
 
@@ -288,7 +289,7 @@ def test_interpreter_leaves_no_trace_in_the_environment() -> None:
     code = "import sys; from ctpo_kernels import *; sys.exit('triton' in sys.modules)"
     packages = str(Path(ctpo_kernels.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": packages}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=scaled(120))
 
 
 @pytest.mark.parametrize("function", [ctpo_loss, fused_linear_ctpo])

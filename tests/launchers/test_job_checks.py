@@ -10,6 +10,7 @@ import pytest
 
 from ctpo_launchers.launch import job_problems
 from ctpo_launchers.services import port_problems, secret_problems
+from tests.support.deadlines import scaled
 
 
 def texts(grace_s: float, signal_s: float | None, code: Path | None = None) -> list[str]:
@@ -20,7 +21,7 @@ def checkout(folder: Path) -> Path:
     (folder / "code.py").write_text("1\n")
     who = ["-c", "user.name=me", "-c", "user.email=me@localhost"]
     for words in (["init", "-q"], ["add", "code.py"], [*who, "commit", "-qm", "first"]):
-        subprocess.run(["git", "-C", str(folder), *words], check=True, timeout=30)
+        subprocess.run(["git", "-C", str(folder), *words], check=True, timeout=scaled(30))
     return folder
 
 

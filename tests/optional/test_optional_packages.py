@@ -14,6 +14,7 @@ import pytest
 
 from tests.optional.signatures import EXISTS, EXTENSIONS, WHEELS, Sources, committed, of_wheel, parsed
 from tests.optional.uses import Use, uses
+from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "transformer_engine.pytorch"
@@ -110,7 +111,9 @@ def test_a_call_that_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_the_digest_is_what_the_sources_say(version: str, tmp_path: Path) -> None:
     """2 MB from the package index. apex is on none: its digest names the commit that it was read from."""
     command = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path)
-    done = subprocess.run([*command, f"transformer-engine=={version}"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, f"transformer-engine=={version}"], capture_output=True, text=True, timeout=scaled(300)
+    )
     if done.returncode:
         pytest.skip(f"no package registry answers: {done.stderr.strip().splitlines()[-1]}")
     assert of_wheel(next(tmp_path.glob("*.whl"))) == committed()[f"transformer_engine {version}"]

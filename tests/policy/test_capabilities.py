@@ -24,6 +24,7 @@ from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
 from tests.policy import models, scenario
 from tests.policy.jobs import run_job
 from tests.support import ranks
+from tests.support.deadlines import scaled
 from tests.support.prefork import Prefork
 
 TE, APEX, FUSION, FLASH = "transformer_engine", ("apex", "amp_C"), "fused_weight_gradient_mlp_cuda", "flash_attn"
@@ -171,7 +172,7 @@ def test_what_an_uninstall_left_of_te_stops_nothing(site: Path) -> None:
     (site / TE / "common" / "include").mkdir(parents=True)
     code = f"import sys; sys.path.insert(0, {str(site)!r}); import ctpo_megatron.policy.model"
     code += "; from ctpo_megatron.base.installed import te_trouble; print(te_trouble())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(200))
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"{site / TE} is what an uninstall left" in done.stdout  # still known, for the log
 

@@ -42,6 +42,7 @@ from ctpo_megatron.policy.train_state import _inner_adamw
 from tests.end_to_end.small_run import Ctpo
 from tests.policy import models
 from tests.support import children
+from tests.support.deadlines import scaled
 
 ASYNCHRONOUS = CheckpointConfig(asynchronous=True)
 LINEAR = OptimizerConfig(lr=1e-3, schedule="linear")
@@ -301,7 +302,7 @@ def test_a_writer_that_hangs_is_discarded_and_does_not_outlive_the_job(
         policy.finish_save()
     (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
     checkpoint._abandon(policy._writer._queue)
-    process.join(timeout=5)
+    process.join(timeout=scaled(5))
     assert not process.is_alive()
 
 

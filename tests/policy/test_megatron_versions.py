@@ -14,6 +14,7 @@ from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
 from ctpo_megatron.policy.megatron_versions import VERSION
 from tests.policy import megatron_checkpoints as checkpoints
+from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 RELEASES = ("0.16.1", "0.19.2")
@@ -62,7 +63,7 @@ def test_a_checkpoint_of_the_other_environment_is_continued(layout: Layout, tmp_
     if not other:
         pytest.skip("CTPO_OTHER_PYTHON does not name a Python with the other release of megatron-core")
     command = [other, "-m", "tests.policy.megatron_checkpoints", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(800), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     archives = sorted(tmp_path.glob("*.zip"))
     assert len(archives) == len(checkpoints.KINDS)

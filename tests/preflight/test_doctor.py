@@ -75,7 +75,9 @@ def test_this_machine_is_ready_and_says_so_cheaply(tmp_path: Path) -> None:
         "seconds = sum(part.ru_utime + part.ru_stime for part in used)\n"
         "print(json.dumps([status, sorted(heavy), seconds]), file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=scaled(200)
+    )
     assert done.returncode == 0, done.stderr
     status, heavy, seconds = json.loads(done.stderr.splitlines()[-1])
     said = json.loads(done.stdout)
@@ -185,7 +187,9 @@ def test_few_open_files_and_ports_in_use_are_found(tmp_path: Path) -> None:
             "found = check_machine(MachineContext(Wanted(ports=at[:1], servers=at)))\n"
             "print(json.dumps({p.key: (p.severity, p.message, p.fix) for p in found}))\n"
         )
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60)
+        )
     found = json.loads(done.stdout)
     severity, _, fix = found["open files"]
     assert severity == "error" and "ulimit -n 65536" in fix
@@ -280,7 +284,9 @@ def test_every_node_of_a_cluster_answers(tmp_path: Path) -> None:
         "cluster.shutdown()\n"
         "sys.exit(status)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=scaled(280)
+    )
     shutil.rmtree(folder, ignore_errors=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     *nodes, cluster = json.loads(done.stdout[done.stdout.index("{") :])["findings"].values()

@@ -28,6 +28,7 @@ from ctpo_megatron.preflight.cuda_runtime import (
 )
 from ctpo_megatron.preflight.devices import check_devices
 from ctpo_megatron.preflight.packages import check_package, check_packages
+from tests.support.deadlines import scaled
 
 GPUS = [Gpu("NVIDIA H100 80GB HBM3", 79.6, "580.82.07")]
 NO_SMI = "no nvidia-smi"
@@ -235,7 +236,9 @@ def _nccl(folder: Path, version: int) -> str:
     folder.mkdir(parents=True)
     (folder / "nccl.c").write_text(f"int ncclGetVersion(int *version) {{ *version = {version}; return 0; }}\n")
     library = folder / "libnccl.so.2"
-    subprocess.run(["gcc", "-shared", "-fPIC", str(folder / "nccl.c"), "-o", str(library)], check=True, timeout=60)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", str(folder / "nccl.c"), "-o", str(library)], check=True, timeout=scaled(60)
+    )
     return str(library)
 
 

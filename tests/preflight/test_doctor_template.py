@@ -12,6 +12,7 @@ import pytest
 from ctpo_megatron import cli
 from tests.engines.tiny_model import CHATML, tiny_tokenizer
 from tests.preflight.test_doctor_config import TOOLS, folder  # noqa: F401 - a fixture
+from tests.support.deadlines import scaled
 
 FORGETS = TOOLS.replace(
     "m.content + '<|im_end|>", "(m.content if loop.last or m.role != 'user' else 'earlier') + '<|im_end|>"
@@ -91,6 +92,6 @@ def test_it_needs_a_configuration_and_no_torch(folder: Path, capsys: pytest.Capt
         "status = cli.main(['doctor', 'first.yaml', '--template'])\n"
         "sys.exit(', '.join(sorted({'torch', 'vllm', 'ray'} & set(sys.modules))) or status)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=folder)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(60), cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "--- prompt\n" in done.stdout and done.stdout.endswith("ready\n")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ctpo_megatron import __version__
 from tests.end_to_end.small_run import SMALL, Ctpo
+from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 
 FOLDER = Path(__file__).parent
@@ -55,7 +56,7 @@ def train(folder: Path, config: Path | str, *overrides: str) -> subprocess.Compl
     """`ctpo train` in a folder."""
     command = [sys.executable, "-m", "ctpo_megatron.train", str(config), *overrides]
     environment = Ctpo(folder).environment
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=scaled(1200))
 
 
 def pack(run: Path, target: Path) -> None:

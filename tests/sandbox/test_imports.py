@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import ctpo_sandbox
+from tests.support.deadlines import scaled
 
 LIBRARIES = ("aiohttp", "httpx", "fastapi", "uvicorn", "pyseccomp", "prometheus_client")
 
@@ -13,7 +14,7 @@ LIBRARIES = ("aiohttp", "httpx", "fastapi", "uvicorn", "pyseccomp", "prometheus_
 def test_the_package_itself_needs_no_library() -> None:
     absent = "".join(f"sys.modules[{name!r}] = None; " for name in LIBRARIES)
     program = f"import sys; {absent}import ctpo_sandbox, ctpo_sandbox.arguments, ctpo_sandbox.records"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 0, done.stderr
 
 

@@ -17,6 +17,7 @@ from ctpo_megatron.data import Group, Prompt, Trajectory
 from ctpo_megatron.tracking import read_trajectories, write_trajectories
 from ctpo_megatron.tracking.parquet_dump import write_table
 from tests.objective.test_position_law import authors_fit
+from tests.support.deadlines import scaled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GROUPS, SAMPLES, MINI_BATCH = 18, 4, 12
@@ -54,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def example(name: str, *arguments: object) -> str:
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=scaled(60)).stdout
 
 
 @pytest.mark.parametrize(("options", "trajectories"), [([], 15), (["--all"], 63)])

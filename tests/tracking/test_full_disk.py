@@ -13,6 +13,7 @@ import pytest
 
 from ctpo_megatron.base import files
 from ctpo_megatron.tracking import DumpWriter, MetricsWriter, PositionsWriter, TrainLog
+from tests.support.deadlines import scaled
 from tests.support.small_disk import SmallDisk, small_disk
 
 LONG = {f"group/name_{number}": float(number) for number in range(200)}
@@ -64,7 +65,7 @@ def test_a_write_waits_for_room_and_says_so_once(name: str, disk: SmallDisk, cap
     time.sleep(0.5)
     assert waiting.is_alive()
     disk.free()
-    waiting.join(30)
+    waiting.join(scaled(30))
     assert not waiting.is_alive()
     [said] = [record.getMessage() for record in caplog.records]
     assert "No space left on device" in said and "it is tried again for 300 s; free space there" in said

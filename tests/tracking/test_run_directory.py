@@ -23,6 +23,7 @@ from ctpo_megatron.run.directory import (
     record_finish,
     take_over,
 )
+from tests.support.deadlines import scaled
 
 
 def test_creates_the_directory_with_the_resolved_configuration(config_in):
@@ -211,7 +212,7 @@ def test_a_run_that_lives_is_left_to_its_owner(config_in, live, switch):
         open_run_directory(changed)
     assert (config.run.directory / "config.yaml").read_text() == written
     live.kill()
-    live.wait(timeout=30)
+    live.wait(timeout=scaled(30))
     open_run_directory(changed)
     assert f"process {os.getpid()} on" in (config.run.directory / "owner.lock").read_text()
 

@@ -14,6 +14,7 @@ import pytest
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.tracking import MetricsWriter, open_trackers, read_metrics, tracker_problem
+from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 CANARY = "0815canary" * 4  # as long as a W&B key
@@ -41,10 +42,10 @@ def trackers_python(tmp_path_factory):
     if ready := os.environ.get("CTPO_TRACKERS_PYTHON"):
         return ready
     folder = tmp_path_factory.mktemp("trackers")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=scaled(120))
     python = folder / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "-r", ROOT / "requirements" / "trackers.txt"]
-    subprocess.run(install, check=True, timeout=900)
+    subprocess.run(install, check=True, timeout=scaled(900))
     return str(python)
 
 
