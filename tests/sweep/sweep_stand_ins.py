@@ -1,4 +1,7 @@
-"""A sweep of stand-ins (`stand_in.py`) in the current folder: `python -m tests.sweep.sweep_stand_ins once a.b=c,d`."""
+"""A sweep of stand-ins (`stand_in.py`) in the current folder: `python -m tests.sweep.sweep_stand_ins once a.b=c,d`.
+
+A first word `impatient` gives runs that are asked to end a second each to save and to close.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import sys
 from pathlib import Path
 
 from ctpo_megatron.base.files import write_json
-from ctpo_megatron.sweep import PlannedRun, Runner, SftMode, SweepRecord, plan, read_grid
+from ctpo_megatron.sweep import PlannedRun, Runner, SftMode, SweepRecord, plan, read_grid, runner
 
 CONFIG = """\
 run: {name: mine, steps: 3}
 model: {path: model}
 data: {train: [train.parquet]}
 sft: {data: [sft.parquet], steps: 5}
-checkpoint: {grace_s: 20}
+checkpoint: {grace_s: 1}
 """
 STAND_IN = Path(__file__).with_name("stand_in.py")
 
@@ -32,4 +35,6 @@ def command(run: PlannedRun) -> list[str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "impatient":
+        runner.CLOSING_S = 1.0
     sys.exit(main("each" if sys.argv[1] == "each" else "once", sys.argv[2:]))

@@ -35,7 +35,7 @@ class Sweeping:
         (self.folder / "script.json").write_text(json.dumps(script))
 
     def command(self, *words: str) -> list[str]:
-        mode, items = ("each", words[1:]) if words[:1] == ("each",) else ("once", words)
+        mode, items = (words[0], words[1:]) if words[:1] in (("each",), ("impatient",)) else ("once", words)
         return [sys.executable, "-m", "tests.sweep.sweep_stand_ins", mode, *(items or GRID)]
 
     @property
@@ -49,7 +49,8 @@ class Sweeping:
 
     @contextlib.contextmanager
     def started(self, *words: str) -> Iterator[subprocess.Popen[str]]:
-        process = subprocess.Popen(self.command(*words), text=True, stdout=-1, start_new_session=True, **self.how)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(self.command(*words), text=True, start_new_session=True, **streams, **self.how)
         try:
             yield process
         finally:
@@ -141,6 +142,19 @@ def test_a_run_that_stops_by_itself_as_at_the_end_of_a_job_stops_the_sweep(sweep
     with sweeping.started() as process:
         os.kill(int(sweeping.wait_for("waiting ctpo-seed0").split()[2]), signal.SIGTERM)
         assert process.wait(scaled(60)) == 143
+    assert sweeping.events("start") == ["start sft", "start ctpo-seed0"]
+
+
+def test_a_run_that_does_not_end_is_killed_and_named(sweeping: Sweeping) -> None:
+    sweeping.script(ctpo_seed0=["wait"])
+    (sweeping.folder / "hold").touch()
+    with sweeping.started("impatient", *GRID) as process:
+        child = int(sweeping.wait_for("waiting ctpo-seed0").split()[2])
+        process.terminate()
+        out, _ = process.communicate(timeout=scaled(60))
+    assert process.returncode == 143, out
+    assert f"[sweep] process {child} has not ended within 2 s: killed" in out.splitlines()
+    assert sweeping.states["ctpo-seed0"] == ("stopped", 137)
     assert sweeping.events("start") == ["start sft", "start ctpo-seed0"]
 
 
