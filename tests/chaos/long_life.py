@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pyarrow.parquet as pq
+
 from tests.chaos import machine
 from tests.chaos.accounts import accounts
 from tests.chaos.faults import ENDING, Fault, Faults, plan
@@ -166,7 +168,8 @@ class Findings:
 
 def judge(run: Run, steps: int, rewards: list[float], growths: list[Growth], findings: Findings) -> None:
     """Accounts, lines, memory and reward of the run that was disturbed."""
-    sums = accounts(run.folder, steps, SAMPLES)
+    prompts = pq.read_table(machine.WORK / "runs" / "task" / "train.parquet", columns=["id"])["id"].to_pylist()
+    sums = accounts(run.folder, steps, SAMPLES, prompts)
     findings.check(sums.exact, f"accounts: {sums}")
     lines = [line["step"] for line in records(run.folder)]
     findings.check(lines == list(range(steps + 1)), f"{len(lines)} lines of metrics, one for each step")

@@ -7,6 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from ctpo_megatron.data import Prompt, PromptSampler
+from tests.chaos.accounts import consumed
 from tests.chaos.faults import EARLY, ENDING, KINDS, plan
 from tests.chaos.memory import fitted
 
@@ -39,6 +41,15 @@ def test_nothing_happens_to_a_raylet_that_was_killed_until_the_next_start(withou
             killed = (killed and fault.kind not in ENDING) or fault.kind == "kill raylet"
             kills += fault.kind == "kill raylet"
         assert kills >= (1 if without == ENDING else 3)
+
+
+def test_prompts_of_all_epochs_are_counted() -> None:
+    prompts = [Prompt(name, "", (), "", (1,)) for name in "abcd"]
+    sampler = PromptSampler(prompts, seed=0)
+    taken = [prompt.id for prompt in sampler.take(10)]
+    assert Counter(consumed(sampler.state_dict(), "abcd")) == Counter(taken)
+    with pytest.raises(AssertionError, match="epoch 2: which prompts"):
+        consumed(sampler.state_dict(), [])
 
 
 @pytest.mark.parametrize(
