@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
+import psutil
 import pytest
 
 from ctpo_megatron.data import Prompt, PromptSampler
 from tests.chaos.accounts import consumed
 from tests.chaos.faults import EARLY, ENDING, KINDS, plan
-from tests.chaos.memory import fitted
+from tests.chaos.memory import fitted, private_mb
+from tests.support import children
 
 
 def test_a_plan_has_as_many_faults_as_asked_for_and_every_kind() -> None:
@@ -41,6 +45,21 @@ def test_nothing_happens_to_a_raylet_that_was_killed_until_the_next_start(withou
             killed = (killed and fault.kind not in ENDING) or fault.kind == "kill raylet"
             kills += fault.kind == "kill raylet"
         assert kills >= (1 if without == ENDING else 3)
+
+
+def test_memory_that_a_forked_child_shares_is_still_private() -> None:
+    code = "import os, sys\nx = b'x' * 100_000_000\nfor _ in sys.stdin: print(os.fork() and 'forked', flush=True)"
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, start_new_session=True, **streams) as process:
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            seen = psutil.Process(process.pid)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline()
+            assert private_mb(seen) > 100 > seen.memory_full_info().uss / 1e6
+        finally:
+            children.end(process)
 
 
 def test_prompts_of_all_epochs_are_counted() -> None:
