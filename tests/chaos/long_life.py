@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -58,14 +58,14 @@ SHARE_OF_LIFE = 0.2
 class Run:
     """A run with its starts. starts: exit status of each that has ended."""
 
-    def __init__(self, name: str, steps: int, seed: int, sft: str, clock: Path | None = None) -> None:
+    def __init__(self, name: str, steps: int, seed: int, sft: Sequence[str], clock: Path | None = None) -> None:
         """sft: settings of its supervised stage. clock: file with what its time of day is off by."""
         self.name, self.log, self.folder = name, machine.WORK / f"{name}.log", machine.WORK / "runs" / name
         self.starts: list[int] = []
         self.left: list[machine.Left] = []
         program = ["ctpo_megatron.train"] if clock is None else ["tests.chaos.moved_clock", str(clock)]
         self._command = [sys.executable, "-m", *program, str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS]
-        self._command += [f"run.name={name}", f"run.steps={steps}", f"run.seed={seed}", sft]
+        self._command += [f"run.name={name}", f"run.steps={steps}", f"run.seed={seed}", *sft]
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -201,7 +201,8 @@ def main(args: argparse.Namespace) -> int:
     began = time.monotonic()
     until = began + 60 * args.minutes
     planned = plan(args.seed, args.steps, args.faults, args.without)
-    taught, again = f"sft.steps={args.sft_steps}", "sft.from=runs/calm-0"
+    taught = [f"sft.steps={args.sft_steps}"]
+    again = [*taught, "sft.from=runs/calm-0"]
     rewards = [calm(Run(f"calm-{n}", args.steps, n, again if n else taught), until) for n in range(args.calm)]
     run = Run("disturbed", args.steps, args.calm, again if args.calm else taught, clock)
     at = time.monotonic()
