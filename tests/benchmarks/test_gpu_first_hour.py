@@ -218,11 +218,12 @@ def test_ctrl_c_on_any_line_of_the_wait_ends_the_stage(tmp_path: Path, monkeypat
         return trace
 
     def traced(*arguments: Any) -> Any:
+        before = sys.gettrace()
         sys.settrace(trace)
         try:
             return wait(*arguments)
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
 
     monkeypatch.setattr(run_module, "_wait", traced)
     monkeypatch.setattr(run_module, "_POLL_S", 0.01)
