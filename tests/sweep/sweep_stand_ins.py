@@ -1,6 +1,6 @@
 """A sweep of stand-ins (`stand_in.py`) in the current folder: `python -m tests.sweep.sweep_stand_ins once a.b=c,d`.
 
-A first word `impatient` gives runs that are asked to end a second each to save and to close.
+With `impatient` in place of `once`, a run that was asked to stop is killed after two seconds.
 """
 
 from __future__ import annotations
