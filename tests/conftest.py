@@ -11,6 +11,7 @@ With a GPU at hand nothing is prepared: kernels that the GPU runs need the libra
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import signal
 import sys
@@ -99,7 +100,8 @@ def _group(item: pytest.Item) -> str:
     """Tests of a group run in one process, which starts what they share once: engines, a sandbox of a level."""
     if marker := item.get_closest_marker("xdist_group"):
         return str(marker.args[0])
-    folder, _, file = item.location[0].removeprefix("tests/").partition("/")
+    path = item.nodeid.partition("::")[0]
+    folder, _, file = path.removeprefix("tests/").partition("/")
     if ENGINES & set(getattr(item, "fixturenames", ())):
         return "engines"
     if folder == "end_to_end":
@@ -108,7 +110,18 @@ def _group(item: pytest.Item) -> str:
         return folder
     if file == "test_attacks.py" and hasattr(item, "callspec"):
         return f"sandbox-{item.callspec.params.get('target', '')}"
-    return item.location[0]
+    return path
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the garbage collector, which later looks at none of the tests: they are many, and stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -1,6 +1,8 @@
 """Imported once by the server of test processes: what most of them need."""
 
+import openai  # noqa: F401
 import pyarrow
+import scipy.stats  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 

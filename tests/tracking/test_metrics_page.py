@@ -26,6 +26,7 @@ NO_METRICS = {"tokens/s", "time/sft", "throughput/sft_tokens_per_s", "throughput
 METRIC, WORD = re.compile(r"[\w/@]+"), re.compile("[a-z]{2}|@")
 
 
+@cache
 def strings() -> tuple[set[str], list[re.Pattern[str]]]:
     """Strings of the package that may be a metric or a part of its name: plain ones, and those with values in them."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "ctpo_megatron").rglob("*.py")]
@@ -60,15 +61,13 @@ def _text(part: ast.expr, constants: dict[str, str]) -> str | None:
     return str(part.value) if isinstance(part, ast.Constant) else None
 
 
-PLAIN, PATTERNS = strings()
-
-
 @cache
 def written(name: str, depth: int = 3) -> bool:
     """Whether code has the name, or a string with values that gives it; a value again is a string or such a one."""
-    if name in PLAIN or name in ("", OWN):
+    plain, patterns = strings()
+    if name in plain or name in ("", OWN):
         return True
-    found = (pattern.fullmatch(name) for pattern in PATTERNS if depth)
+    found = (pattern.fullmatch(name) for pattern in patterns if depth)
     return any(all(written(part, depth - 1) for part in match.groups()) for match in found if match)
 
 
@@ -85,7 +84,8 @@ def test_every_row_is_written_by_some_code() -> None:
 def test_every_metric_that_code_names_has_a_row() -> None:
     known = re.compile("|".join(PLACEHOLDER.sub("[^/]+", re.escape(row)) for row in ROWS if row != "reward/<name>"))
     groups = {row.partition("/")[0] for row in ROWS}
-    named = {name for name in PLAIN if re.fullmatch(r"\w+(/[\w@]+)+", name) and name.partition("/")[0] in groups}
+    plain, _ = strings()
+    named = {name for name in plain if re.fullmatch(r"\w+(/[\w@]+)+", name) and name.partition("/")[0] in groups}
     assert len(named) > 100
     assert sorted(name for name in named - NO_METRICS if not known.fullmatch(name.removesuffix("_cpu"))) == []
 
