@@ -57,8 +57,10 @@ def test_a_port_that_another_program_has_is_said_before_ray_starts(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("secret", "message"),
-    [("", "is empty: write a secret into it"), (None, "cannot be made or read: [Errno 21] Is a directory")],
-    ids=["empty", "folder"],
+    [
+        pytest.param("", "is empty: write a secret into it", id="empty"),
+        pytest.param(None, "cannot be made or read: [Errno 21] Is a directory", marks=pytest.mark.slow, id="folder"),
+    ],
 )
 def test_a_job_without_a_secret_does_not_start(tmp_path: Path, secret: str | None, message: str) -> None:
     file = tmp_path / "secret"

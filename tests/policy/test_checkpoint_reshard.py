@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.policy import models, scenario
-from tests.policy.jobs import Jobs, Results, run_job
+from tests.policy.jobs import Jobs, run_job
 
 run = partial(run_job, scenario.main)
 TP2 = {"tensor_model_parallel_size": 2}
@@ -30,21 +30,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path) -> Results:
+def one(folder: Path) -> Jobs:
     """Two steps on one rank, saved after the first."""
-    return run(
-        folder,
-        1,
-        {
-            "plain": {"save": str(folder / "plain")},
-            "distopt": {"save": str(folder / "distopt"), "policy": DISTOPT},
-            "moe": MOE | {"save": str(folder / "moe")},
-        },
-    )
+    usual = {"plain": {"save": str(folder / "plain")}, "moe": MOE | {"save": str(folder / "moe")}}
+    more = {"distopt": {"save": str(folder / "distopt"), "policy": DISTOPT}}
+    return Jobs(partial(run, folder, 1), usual, more)
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, one: Results) -> Jobs:
+def two(folder: Path, one: Jobs) -> Jobs:
     """The second step on two ranks from one rank's checkpoints, and two steps saved by two ranks."""
     plain, distopt = (str(folder / name / "step_000001") for name in ("plain", "distopt"))
     usual = {
@@ -52,9 +46,9 @@ def two(folder: Path, one: Results) -> Jobs:
         "save-vpp2": {"save": str(folder / "vpp2"), "policy": VPP2, "asynchronous": True},
         "pp2-from-vpp2": {"load": str(folder / "vpp2" / "step_000001"), "policy": PP2},
         "moe-ep2": MOE | {"load": str(folder / "moe" / "step_000001"), "policy": EP2},
-        "save-moe-ep2-distopt": MOE | {"save": str(folder / "moe-ep2-distopt"), "policy": EP2 | DISTOPT},
     }
     more = {
+        "save-moe-ep2-distopt": MOE | {"save": str(folder / "moe-ep2-distopt"), "policy": EP2 | DISTOPT},
         "vpp2": {"load": plain, "policy": VPP2},
         "cp2": {"load": plain, "policy": CP2},
         "dp2-distopt": {"load": distopt, "policy": DISTOPT},
@@ -67,11 +61,9 @@ def two(folder: Path, one: Results) -> Jobs:
 @pytest.fixture(scope="module")
 def back(folder: Path) -> Jobs:
     """The second step on one rank from two ranks' checkpoints."""
-    usual = {
-        "vpp2": {"load": str(folder / "vpp2" / "step_000001")},
-        "moe-ep2-distopt": MOE | {"load": str(folder / "moe-ep2-distopt" / "step_000001"), "policy": DISTOPT},
-    }
+    usual = {"vpp2": {"load": str(folder / "vpp2" / "step_000001")}}
     more = {
+        "moe-ep2-distopt": MOE | {"load": str(folder / "moe-ep2-distopt" / "step_000001"), "policy": DISTOPT},
         "moe-ep2": MOE | {"load": str(folder / "moe-ep2" / "step_000001")},
         "tp2-distopt": {"load": str(folder / "tp2-distopt" / "step_000001"), "policy": DISTOPT},
     }
@@ -79,7 +71,8 @@ def back(folder: Path) -> Jobs:
 
 
 SAVED = pytest.mark.parametrize(
-    "name", ["vpp2", "moe-ep2-distopt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("moe-ep2", "tp2-distopt"))]
+    "name",
+    ["vpp2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("moe-ep2-distopt", "moe-ep2", "tp2-distopt"))],
 )
 """By two ranks."""
 
@@ -93,7 +86,7 @@ def test_every_file_of_every_rank_is_in_the_manifest(folder: Path, two: Jobs, na
     assert {file[:4] for file in listed if file.endswith(".distcp")} == {"__0_", "__1_"}
 
 
-def assert_same_next_step(found: Jobs, one: Results, name: str) -> None:
+def assert_same_next_step(found: Jobs, one: Jobs, name: str) -> None:
     (ours,) = found[name]["steps"]
     reference = one["moe" if name.startswith("moe") else "plain"]
     theirs = reference["steps"][1]
@@ -111,11 +104,11 @@ def assert_same_next_step(found: Jobs, one: Results, name: str) -> None:
     ["tp2", "pp2-from-vpp2", "moe-ep2"]
     + [pytest.param(name, marks=pytest.mark.slow) for name in ("vpp2", "cp2", "dp2-distopt")],
 )
-def test_two_ranks_go_on(one: Results, two: Jobs, name: str) -> None:
+def test_two_ranks_go_on(one: Jobs, two: Jobs, name: str) -> None:
     assert_same_next_step(two, one, name)
 
 
 @SAVED
-def test_one_rank_goes_on(one: Results, two: Jobs, back: Jobs, name: str) -> None:
+def test_one_rank_goes_on(one: Jobs, two: Jobs, back: Jobs, name: str) -> None:
     assert two[f"save-{name}"]
     assert_same_next_step(back, one, name)

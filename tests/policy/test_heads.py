@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective
 from tests.objective import correction_reference, objective_reference
 from tests.policy import head_scenario, models
-from tests.policy.jobs import Jobs, Results, run_job
+from tests.policy.jobs import Jobs, run_job
 
 run = partial(run_job, head_scenario.main)
 TP2 = {"tensor_model_parallel_size": 2}
@@ -36,16 +37,18 @@ ENTROPY = {"objective": {"entropy_coef": 0.5}}
 UNTIED = {"family": "qwen3-untied"}
 ONE = {
     "tied": {"traced": True},
-    "untied": UNTIED,
     "gspo": {"preset": "gspo"},
-    "dapo": {"preset": "dapo"},
-    "cispo": {"preset": "cispo"},
-    "own": {"own": True},
     "entropy": ENTROPY,
     "corrected": CORRECTED,
     "supervised": {"preset": "supervised"},
     "four-layers": {"family": "four-layers"},
     "bfloat16": {"family": "four-layers", "policy": {"dtype": "bfloat16"}},
+}
+MORE_OF_ONE = {
+    "untied": UNTIED,
+    "dapo": {"preset": "dapo"},
+    "cispo": {"preset": "cispo"},
+    "own": {"own": True},
 }
 TWO = {
     "tp2": {"policy": TP2, "traced": True},
@@ -71,8 +74,8 @@ MORE = {
 """Of `make test-slow`: a rule and a layout that others here have singly."""
 
 
-def on_two(*but: str) -> list[Any]:
-    return [pytest.param(c, marks=pytest.mark.slow if c in MORE else ()) for c in TWO | MORE if c not in but]
+def cases(names: Iterable[str], *but: str) -> list[Any]:
+    return [pytest.param(c, marks=pytest.mark.slow if c in MORE | MORE_OF_ONE else ()) for c in names if c not in but]
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path) -> Results:
-    return run(folder, 1, ONE)
+def one(folder: Path) -> Jobs:
+    return Jobs(partial(run, folder, 1), ONE, MORE_OF_ONE)
 
 
 @pytest.fixture(scope="module")
@@ -109,24 +112,24 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
     assert distance(found["gradient"], expected["gradient"]) <= tolerance
 
 
-@pytest.mark.parametrize("case", [case for case in ONE if case != "bfloat16"])
-def test_one_rank(one: Results, case: str) -> None:
+@pytest.mark.parametrize("case", cases(ONE | MORE_OF_ONE, "bfloat16"))
+def test_one_rank(one: Jobs, case: str) -> None:
     assert_same(one[case]["streaming"], one[case]["logits"])
 
 
-@pytest.mark.parametrize("case", on_two())
+@pytest.mark.parametrize("case", cases(TWO | MORE))
 def test_two_ranks(two: Jobs, case: str) -> None:
     assert_same(two[case]["streaming"], two[case]["logits"])
 
 
-@pytest.mark.parametrize("case", on_two("tp2-sp-gspo", "pp2-untied"))
-def test_streaming_does_not_depend_on_the_layout(one: Results, two: Jobs, case: str) -> None:
+@pytest.mark.parametrize("case", cases(TWO | MORE, "tp2-sp-gspo", "pp2-untied"))
+def test_streaming_does_not_depend_on_the_layout(one: Jobs, two: Jobs, case: str) -> None:
     preset = case.rpartition("-")[2]
-    assert_same(two[case]["streaming"], one[preset if preset in ONE else "tied"]["streaming"])
+    assert_same(two[case]["streaming"], one[preset if preset in ONE | MORE_OF_ONE else "tied"]["streaming"])
 
 
 @pytest.mark.parametrize("case", ["tp2", "pp2", "dp2", "cp2"])
-def test_traces_do_not_depend_on_the_layout(one: Results, two: Jobs, case: str) -> None:
+def test_traces_do_not_depend_on_the_layout(one: Jobs, two: Jobs, case: str) -> None:
     found, expected = two[case]["streaming"]["diagnostics"], one["tied"]["streaming"]["diagnostics"]
     assert found.keys() == expected.keys() and len(found) == 16
     for key, fields in expected.items():
@@ -136,13 +139,13 @@ def test_traces_do_not_depend_on_the_layout(one: Results, two: Jobs, case: str) 
     assert max(abs(value) for fields in expected.values() for value in fields["log_ratio"]) > 0.1
 
 
-def test_an_entropy_bonus_changes_the_gradient_alone(one: Results) -> None:
+def test_an_entropy_bonus_changes_the_gradient_alone(one: Jobs) -> None:
     with_bonus, without = one["entropy"]["streaming"], one["tied"]["streaming"]
     assert with_bonus["metrics"] == without["metrics"]
     assert distance(with_bonus["gradient"], without["gradient"]) > 0.01
 
 
-def test_clips_are_met(one: Results) -> None:
+def test_clips_are_met(one: Jobs) -> None:
     """Without them equality would say little about the loss."""
     metrics = one["tied"]["streaming"]["metrics"]
     assert all(metrics[f"pg_update/clip/{side}/count"] > 0 for side in ("high", "low", "dual"))
@@ -162,7 +165,7 @@ def columns_of(
     return result
 
 
-def test_corrected_loss_equals_python(one: Results) -> None:
+def test_corrected_loss_equals_python(one: Jobs) -> None:
     """Weights and masks reach the row that predicts their token, and the denominators count what is left."""
     results = one["corrected"]["streaming"]
     micro_batches = results["mini_batch"].micro_batches
@@ -186,7 +189,7 @@ def test_corrected_loss_equals_python(one: Results) -> None:
     assert 0 < sum(lost) < len(lost) and any(any(kept) and not all(kept) for kept in expected.kept)
 
 
-def test_bfloat16_logits_are_the_coarser_ones(one: Results) -> None:
+def test_bfloat16_logits_are_the_coarser_ones(one: Jobs) -> None:
     """The streaming head keeps float32 sums of bfloat16 products; megatron's output layer rounds logits to bfloat16."""
     exact = torch.cat(one["four-layers"]["streaming"]["log_probs"])
     errors = {

@@ -67,9 +67,9 @@ TWO = {
     "dp2": {},
     "dp2-distopt-overlap": {"policy": DISTOPT | OVERLAP},
     "moe-ep2": {"family": "qwen3-moe", "policy": EP2},
-    "bfloat16-dp2-distopt-overlap": FOUR_LAYERS | {"policy": BF16 | DISTOPT | OVERLAP},
 }
 MORE = {
+    "bfloat16-dp2-distopt-overlap": FOUR_LAYERS | {"policy": BF16 | DISTOPT | OVERLAP},
     "bfloat16-tp2-sp": FOUR_LAYERS | {"policy": BF16 | TP2 | {"sequence_parallel": True}},
     "bfloat16-moe-ep2": {"family": "qwen3-moe-decided", "policy": BF16 | EP2 | DISTOPT},
     "dp2-distopt": {"policy": DISTOPT},

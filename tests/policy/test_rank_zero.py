@@ -135,7 +135,7 @@ def frozen(seconds: float) -> None:
     os.kill(pid, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_frozen_is_named_and_welcome_when_it_is_back(who: int) -> None:
     def play(bridge: RankZero, rank: int) -> tuple[list[str], str]:
         said = Warnings()

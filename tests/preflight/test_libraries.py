@@ -66,7 +66,7 @@ def test_a_server_that_does_not_answer_is_named(url: str) -> None:
     assert problem.severity == "warning" and url in str(problem) and "does not answer" in str(problem)
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_start_of_a_run_names_them(bare: str, own: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """From its /health: a server of ours here has everything."""
     config = SandboxConfig(require="none", slots=1, start_timeout_s=scaled(240)) if own else SandboxConfig(url=bare)

@@ -11,7 +11,7 @@ import pytest
 from ctpo_megatron.rewards import canonical, score_math
 from tests.rewards.test_different_numbers import decimal, fraction, indian
 
-SEEDS = range(4)
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 DRAWN = 25
 """Of each seed."""
 DAY = 24 * 60

@@ -58,8 +58,13 @@ HOSTS = [
     Host("D as a user", "seccomp", OTHER_USER),
     Host("B as a user", "namespaces-user", OTHER_USER),
 ]
-AT_C = [Host("C", "landlock"), *(host for host in HOSTS if host.level == "landlock")]
-EVERYWHERE = [Host("A", "namespaces-root"), Host("B", "namespaces-user"), Host("C", "landlock"), *HOSTS]
+TWICE = {"C with users of its own", "C as a user", "D as a user"}
+"""Of `make test-slow` where tests run everywhere: others have the same level, and the same kind of user."""
+EVERYWHERE = [
+    pytest.param(host, marks=pytest.mark.slow if host.name in TWICE else (), id=host.name)
+    for host in (Host("A", "namespaces-root"), Host("B", "namespaces-user"), Host("C", "landlock"), *HOSTS)
+]
+AT_C = [host for host in EVERYWHERE if host.values[0].level == "landlock"]
 
 
 def ids(host: Host) -> str:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ctpo_sandbox import Limits
 from ctpo_sandbox.measure import Disturbed, file_excess, files_below, files_left_excess, thread_excess
 from tests.sandbox.conftest import Runner, runner
-from tests.sandbox.other_users import EVERYWHERE, Host, ids, server_of
+from tests.sandbox.other_users import EVERYWHERE, Host, server_of
 from tests.sandbox.sandbox_http import health
 
 pytestmark = pytest.mark.xdist_group("sandbox-users")
@@ -231,7 +231,7 @@ class _Place(NamedTuple):
     outside: Path
 
 
-@pytest.fixture(scope="module", params=EVERYWHERE, ids=ids)
+@pytest.fixture(scope="module", params=EVERYWHERE)
 def place(request: pytest.FixtureRequest) -> Iterator[_Place]:
     host: Host = request.param
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,7 @@ import pytest
 from ctpo_sandbox import ExecutionResult, SandboxClient, SandboxServer, SandboxStartError
 from ctpo_sandbox.namespaces import FILES, TREES, WORK
 from tests.sandbox.conftest import runner
-from tests.sandbox.other_users import AT_C, Host, ids, server_of
+from tests.sandbox.other_users import AT_C, Host, server_of
 from tests.support.deadlines import scaled
 
 START_AS_ON_LINUX_5_11 = """
@@ -154,7 +154,7 @@ def test_nothing_but_the_box_is_visible_without_landlock(as_on_linux_5_11: Sandb
     assert [name for name in listed["dev"] if name.endswith(":")] == ["lo:"]
 
 
-@pytest.mark.parametrize("host", AT_C, ids=ids)
+@pytest.mark.parametrize("host", AT_C)
 def test_runs_of_one_user_cannot_ask_for_names_of_each_other(host: Host) -> None:
     with server_of(host) as (url, _):
         held, looked = asyncio.run(_both(url, HOLD_NAMES, LOOK_FOR_NAMES))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.sandbox.conftest import Runner, runner
-from tests.sandbox.other_users import EVERYWHERE, Host, ids, server_of
+from tests.sandbox.other_users import EVERYWHERE, Host, server_of
 
 pytestmark = pytest.mark.xdist_group("sandbox-users")
 
@@ -91,7 +91,7 @@ TOLD = {
 """Program -> what the last line of its error says."""
 
 
-@pytest.fixture(scope="module", params=EVERYWHERE, ids=ids)
+@pytest.fixture(scope="module", params=EVERYWHERE)
 def run(request: pytest.FixtureRequest) -> Iterator[Runner]:
     host: Host = request.param
     with contextlib.ExitStack() as stack:

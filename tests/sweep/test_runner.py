@@ -122,7 +122,10 @@ def test_a_failed_run_does_not_end_the_sweep_and_is_tried_again(sweeping: Sweepi
     assert sweeping.events("start") == ["start ctpo-seed1"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_stops_the_current_run_and_the_sweep_with_it(sweeping: Sweeping, number: int, status: int) -> None:
     sweeping.script(ctpo_seed1=["wait"])
     with sweeping.started() as process:
