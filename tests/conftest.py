@@ -41,6 +41,9 @@ FIRST = (
 )
 """Groups that take long, in the order in which they begin: what begins last should be short."""
 
+WAITING = ("launchers/", "rewards/test_rewards_pool.py", "run/", "sandbox/", "sweep/", "test_http_servers.py")
+"""Folders and files whose tests mostly wait: for limits, for servers, for processes to end."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -151,11 +154,26 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest groups first, and deadlines that know how slow the machine is."""
+    """The order of groups, and deadlines that know how slow the machine is."""
     if items and getattr(items[0].config.option, "loadgroup", False) and "@" not in items[0].nodeid:
         raise pytest.UsageError("pytest-xdist did not group the tests: it does not know this version of pytest")
     for item in items:
         limit = item.get_closest_marker("timeout")
         seconds = limit.args[0] if limit else float(item.config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)
-    items.sort(key=lambda item: FIRST.index(group) if (group := _group(item)) in FIRST else len(FIRST))
+    items[:] = _spread(items)
+
+
+def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Group by group: `FIRST`, then those that wait evenly among the others, so that the cores have work all the time."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        groups.setdefault(_group(item), []).append(item)
+    first = [group for name in FIRST if (group := groups.pop(name, None))]
+    waiting, busy = list[list[pytest.Item]](), list[list[pytest.Item]]()
+    for group in groups.values():
+        waits = group[0].nodeid.removeprefix("tests/").startswith(WAITING)
+        (waiting if waits else busy).append(group)
+    spread = [((n + 0.5) / len(part), group) for part in (waiting, busy) for n, group in enumerate(part)]
+    rest = [group for _, group in sorted(spread, key=lambda place: place[0])]
+    return [item for group in (*first, *rest) for item in group]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.policy import models, scenario
-from tests.policy.jobs import Jobs, run_job
+from tests.policy.jobs import Jobs, Results, run_job
 
 run = partial(run_job, scenario.main)
 TP2 = {"tensor_model_parallel_size": 2}
@@ -30,15 +30,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path) -> Jobs:
+def one(folder: Path) -> Results:
     """Two steps on one rank, saved after the first."""
-    usual = {"plain": {"save": str(folder / "plain")}, "moe": MOE | {"save": str(folder / "moe")}}
-    more = {"distopt": {"save": str(folder / "distopt"), "policy": DISTOPT}}
-    return Jobs(partial(run, folder, 1), usual, more)
+    return run(
+        folder,
+        1,
+        {
+            "plain": {"save": str(folder / "plain")},
+            "distopt": {"save": str(folder / "distopt"), "policy": DISTOPT},
+            "moe": MOE | {"save": str(folder / "moe")},
+        },
+    )
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, one: Jobs) -> Jobs:
+def two(folder: Path, one: Results) -> Jobs:
     """The second step on two ranks from one rank's checkpoints, and two steps saved by two ranks."""
     plain, distopt = (str(folder / name / "step_000001") for name in ("plain", "distopt"))
     usual = {
@@ -86,7 +92,7 @@ def test_every_file_of_every_rank_is_in_the_manifest(folder: Path, two: Jobs, na
     assert {file[:4] for file in listed if file.endswith(".distcp")} == {"__0_", "__1_"}
 
 
-def assert_same_next_step(found: Jobs, one: Jobs, name: str) -> None:
+def assert_same_next_step(found: Jobs, one: Results, name: str) -> None:
     (ours,) = found[name]["steps"]
     reference = one["moe" if name.startswith("moe") else "plain"]
     theirs = reference["steps"][1]
@@ -104,11 +110,11 @@ def assert_same_next_step(found: Jobs, one: Jobs, name: str) -> None:
     ["tp2", "pp2-from-vpp2", "moe-ep2"]
     + [pytest.param(name, marks=pytest.mark.slow) for name in ("vpp2", "cp2", "dp2-distopt")],
 )
-def test_two_ranks_go_on(one: Jobs, two: Jobs, name: str) -> None:
+def test_two_ranks_go_on(one: Results, two: Jobs, name: str) -> None:
     assert_same_next_step(two, one, name)
 
 
 @SAVED
-def test_one_rank_goes_on(one: Jobs, two: Jobs, back: Jobs, name: str) -> None:
+def test_one_rank_goes_on(one: Results, two: Jobs, back: Jobs, name: str) -> None:
     assert two[f"save-{name}"]
     assert_same_next_step(back, one, name)

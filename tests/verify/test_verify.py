@@ -75,7 +75,7 @@ def test_low_precision_has_a_tolerance_of_its_own(
     assert f"5 of 5 within {limit} of the float64 oracle" in printed and status == 0, printed
 
 
-@pytest.mark.slow  # `truth` starts a rank as the command does
+@pytest.mark.slow
 def test_the_command_starts_its_own_ranks() -> None:
     command = [sys.executable, "-m", "ctpo_megatron.cli", "verify", "--layouts", "tp2-sp-micro"]
     done = children.run(command, deadline_s=280)
@@ -165,7 +165,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("verify")
     batch.build_model(folder / "model", experts=False)
     oracle = run._prepare(folder, folder / "model", ["ctpo"])
-    assert run._run_job(folder, 1, ["one"]) == ""
+    assert run_forked(folder, 1, ["one"]) == ""
     return folder, oracle
 
 
