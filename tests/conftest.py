@@ -165,7 +165,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Group by group: `FIRST`, then those that wait evenly among the others, so that the cores have work all the time."""
+    """Group by group: `FIRST`, then those that wait, evenly among the others: the cores have work all the time."""
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         groups.setdefault(_group(item), []).append(item)
