@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -145,10 +146,10 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
             keys = max(layer.places, key=len, default=())
             problems.append(Problem(".".join(keys), first_line(error), where=layer.places.get(keys, "")))
     # With the defaults below what is given, since interpolations may name keys that have a default.
-    below = OmegaConf.create(defaults(Config, plain(given)))
-    values = _over(below, given)
+    below = defaults(Config, plain(given))
+    values = _over(OmegaConf.create(below), given)
     if (taught := _sft_of_another_run(values, layers, problems)) is not None:
-        values = _over(_over(below, OmegaConf.create({"sft": taught})), given)
+        values = _over(_over(OmegaConf.create(below), OmegaConf.create({"sft": taught})), given)
     if not _is_given(given, "objective.anchor") and _is_stale(values):
         values.objective.anchor = "behaviour"
     return values
@@ -175,14 +176,14 @@ _PART = {"name", "arguments"}
 
 
 def _over(below: DictConfig, above: DictConfig) -> DictConfig:
-    """Both merged. A list and a mapping may replace each other, which OmegaConf refuses. Another part has arguments of
-    its own."""
+    """Both merged; `below` must not be used any more. A list and a mapping may replace each other, which OmegaConf
+    refuses. Another part has arguments of its own."""
     for *sections, key in _replaced(plain(below), plain(above)):
         node: Any = below
         for section in sections:
             node = node[section]
         node[key] = None  # OmegaConf lets anything replace it
-    return cast(DictConfig, OmegaConf.merge(below, above))
+    return cast(DictConfig, OmegaConf.unsafe_merge(below, deepcopy(above)))  # `merge` copies the larger one, too
 
 
 def _replaced(below: Any, above: Any, keys: Keys = ()) -> Iterator[Keys]:
