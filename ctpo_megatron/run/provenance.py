@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,18 @@ def loaded_files(config: Config) -> dict[str, Path]:
     for path in paths:
         load(path)
     installed = {Path(entry).resolve() for entry in (*sys.path, sys.prefix, sys.base_prefix) if entry}
+    inside, directory = tuple(os.path.join(folder, "") for folder in folders), cache(os.path.realpath)
     files = {}
     # Not only the named modules: what they import from these folders is users' code, too.
     for name, module in sorted(sys.modules.items()) if paths else ():
-        file = Path(os.path.realpath(getattr(module, "__file__", None) or ""))
-        folder = _folder_of(file, folders, installed) if name.split(".")[0] not in _NOT_USERS else None
+        if name.split(".")[0] in _NOT_USERS or not (claimed := getattr(module, "__file__", None)):
+            continue
+        parent, base = os.path.split(claimed)
+        path = os.path.join(directory(parent), base)  # modules are thousands, their directories are few
+        file = Path(os.path.realpath(path) if os.path.islink(path) else path)
+        if not str(file).startswith(inside):
+            continue
+        folder = _folder_of(file, folders, installed)
         if folder and file.is_file():  # torch has modules that claim files which are nowhere
             files[str(file.relative_to(folder))] = file
     return files
