@@ -61,8 +61,8 @@ def prepare_child(
 
 
 def entering(directory: str) -> list[Step]:
-    """Steps of a run before the others, that depend on its directory."""
-    return [partial(os.chdir, os.fsencode(directory)), partial(sys.path.insert, 0, os.path.realpath(directory))]
+    """Steps of a run before the others, that depend on its directory, which is named without links."""
+    return [partial(os.chdir, os.fsencode(directory)), partial(sys.path.insert, 0, directory)]
 
 
 def become_snippet(child: PreparedChild, enter: list[Step]) -> NoReturn:

@@ -14,7 +14,7 @@ _NAME_BYTES = 16
 
 
 class RunDirectory:
-    """A directory of the server's file system for each run.
+    """A directory of the server's file system for each run, by a `path` without links.
 
     Its name is random: other runs of the same user, which may ask for names that they know, must not guess it. owner:
     the runs' user, if not the worker's. sees_open_files: whether the worker can see the open files of a run.
@@ -22,10 +22,11 @@ class RunDirectory:
     """
 
     def __init__(self, parent: str, owner: int | None, limits: Limits, *, sees_open_files: bool) -> None:
-        self._parent, self._owner, self._limits, self._sees_open_files = parent, owner, limits, sees_open_files
+        self._owner, self._limits, self._sees_open_files = owner, limits, sees_open_files
         self.path = ""
         self._removed = False
         os.makedirs(parent, mode=0o711)
+        self._parent = os.path.realpath(parent)
 
     def make(self) -> None:
         """Create it, empty, at a new `path`."""

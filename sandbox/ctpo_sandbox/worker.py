@@ -50,7 +50,7 @@ class ForkServer:
             self._path, self._enter = path, entering(path)
             for name in ("HOME", "TMPDIR", "PWD"):
                 libc.set_variable(name, path)
-            substitutes.own_directory(os.path.realpath(path))
+            substitutes.own_directory(path)
         ruleset = self._confinement.ruleset(path)
         files, run_timeout_s = self._next_request()
         try:

@@ -80,8 +80,14 @@ def test_a_variable_that_cannot_be_set_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_runs_see_their_own_directory(
-    execute: Runner, server_at: Callable[[str], AbstractContextManager[Runner]]
+    execute: Runner,
+    server_at: Callable[[str], AbstractContextManager[Runner]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "link"))
     with server_at("none") as unconfined:
         for run in (execute, execute, unconfined, unconfined):
             result = run(PROGRAM)
