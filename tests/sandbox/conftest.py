@@ -17,19 +17,7 @@ from ctpo_sandbox import ExecutionResult, Limits, SandboxClient, SandboxServer, 
 from tests.support.deadlines import scaled
 
 Runner = Callable[..., ExecutionResult]
-HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "xdist_group(name): tests that share a server and so a pytest-xdist worker")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What says nothing else uses the shared server."""
-    for item in items:
-        if HERE in item.path.parents and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("sandbox"))
 
 
 @pytest.fixture(scope="session")
