@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 
 from ctpo_megatron.base.addresses import is_own
 from ctpo_megatron.base.cuda_environment import of_this_rank
+from ctpo_megatron.base.processes import end_all
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN, TOKEN_FILE
 from ctpo_megatron.base.ray_orphans import PARENT, PREFIX
 from ctpo_megatron.base.signals import action_kept, children_spared
@@ -31,7 +32,7 @@ from ctpo_megatron.base.stop import NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.engines.ray_daemons import OF_DRIVER, OF_PRIVATE, RayDaemons, children_end_soon
 from ctpo_megatron.engines.tasks import EngineError
-from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, NODE_POLL_S, RAY_CLOSE_S
+from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, KILLED_S, NODE_POLL_S, RAY_CLOSE_S
 from ctpo_sandbox import temporary
 
 _LAST_PORT = 65535
@@ -97,9 +98,8 @@ def _shut_down(agents: Iterable[psutil.Process]) -> None:
         with suppress(psutil.NoSuchProcess):
             below += psutil.Process(process.pid).children(recursive=True)
     ray.shutdown()
-    for process in below:
-        with suppress(psutil.NoSuchProcess):  # most end by themselves
-            process.kill()
+    if left := end_all(below, KILLED_S):  # most end by themselves
+        log.warning("still running %g s after SIGKILL, as Ray ended: %s", KILLED_S, ", ".join(map(str, left)))
 
 
 def check_token(nodes: int, environment: Mapping[str, str]) -> None:

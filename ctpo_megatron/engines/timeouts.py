@@ -13,6 +13,8 @@ HEAD_LOST_S = 60.0
 
 RAY_CLOSE_S = 30.0
 """Shutdown of a private Ray, which runs in a thread of its own."""
+KILLED_S = 10.0
+"""For killed processes of a private Ray to end: the kernel frees their memory first."""
 
 LOG_COPY_INTERVAL_S = 5.0
 """Between two copies of the logs of engines that do not see the run directory."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from ctpo_launchers.timeouts import CHILD_POLL_S, KILL_TIMEOUT_S
+from ctpo_megatron.base.processes import runs
 from ctpo_megatron.base.signals import children_spared
 
 _TAIL_LINES = 15
@@ -102,7 +103,7 @@ class Child:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         deadline = time.monotonic() + KILL_TIMEOUT_S
-        while alive := [process for process in family if _runs(process)]:
+        while alive := [process for process in family if runs(process)]:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes of {self.kind} are still there: {alive}")
             await asyncio.sleep(CHILD_POLL_S)
@@ -117,13 +118,6 @@ def _of_session(session: int) -> list[psutil.Process]:
             if os.getsid(pid) == session:
                 found.append(psutil.Process(pid))
     return found
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _copy(data: bytes) -> None:

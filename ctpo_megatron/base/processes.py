@@ -1,0 +1,33 @@
+"""Whether processes still run, and their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+import psutil
+
+_POLL_S = 0.01
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; a zombie has, even if no process reaps it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end_all(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Kill processes, children or not, and wait until they have ended, `timeout_s` at most; returns what still runs.
+
+    A killed process runs on until the kernel has freed its memory.
+    """
+    left, deadline = [*processes], time.monotonic() + timeout_s
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    while (left := [each for each in left if runs(each)]) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return left
