@@ -5,9 +5,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-import multiprocessing
-import os
-import pickle
 import shutil
 import signal
 import time
@@ -15,8 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing.managers import SyncManager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +19,6 @@ from typing import Any
 import psutil
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import determine_global_metadata
@@ -34,7 +28,6 @@ from torch.distributed.checkpoint.api import CheckpointException as DistributedW
 
 from ctpo_megatron.base.files import patiently
 from ctpo_megatron.base.run_paths import step_name
-from ctpo_megatron.base.signals import children_spared
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import checkpoint_files as files
@@ -43,8 +36,8 @@ from ctpo_megatron.policy.checkpoint_files import CheckpointError, CheckpointWri
 from ctpo_megatron.policy.checkpoint_reading import read_description, refused_as_one
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
+from ctpo_megatron.policy.results_queue import start_results_queue
 from ctpo_megatron.policy.train_state import FORMAT, TrainState, weight_shards
-from ctpo_sandbox.libc import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +85,8 @@ class Writer:
         written, now or by an earlier save in the background.
         """
         self.finish()
-        _start_results_queue()
+        if reasons := [*filter(None, gather_objects(start_results_queue()))]:  # of any rank, so that all raise
+            raise CheckpointWriteError(f"a checkpoint could not be written to {directory}: {reasons[0]}")
         aside: Path = self._layout.on_rank_zero(lambda: patiently(lambda: files.begin(directory, step), directory))
         self._aside = aside
         # 0.16 writes the state that is neither model nor optimizer now, with torch.save.
@@ -179,47 +173,6 @@ def _attach(path: Path, content: Callable[[], bytes]) -> None:
         path.write_bytes(content())
     except Exception as error:
         raise OSError(f"{path.name} could not be made: {error}") from error
-
-
-class _PickledQueue:
-    """Megatron's queue of results, with values sent as bytes, so that its process need not import torch to unpickle."""
-
-    def __init__(self, queue: Any, process: BaseProcess) -> None:
-        self._queue, self.process = queue, process
-
-    def put(self, results: Any) -> None:
-        self._queue.put(pickle.dumps(results))
-
-    def get_nowait(self) -> Any:
-        try:
-            return pickle.loads(self._queue.get_nowait())
-        except EOFError as error:  # an OSError, as where it went before the connection was made
-            raise ConnectionResetError(
-                "the process that collects writers' results has ended; was it killed?"
-            ) from error
-
-
-def _start_results_queue() -> None:
-    """Start the queue that megatron's writers report to, unless it is there: one process for all saves.
-
-    It survives a signal to the whole job, and ends with this process.
-    """
-    queue = filesystem_async._results_queue
-    if isinstance(queue, _PickledQueue):
-        if queue.process.is_alive():
-            return
-        log.warning("the process that collects what checkpoint writers report is gone, was it killed? Another starts")
-    others = multiprocessing.active_children()
-    manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-    try:
-        with children_spared():
-            manager.start(die_with_parent, (os.getpid(), signal.SIGKILL))
-    finally:
-        started = [child for child in multiprocessing.active_children() if child not in others]
-        for child in started:
-            # At exit multiprocessing would wait forever for a queue that was interrupted during its start.
-            atexit.register(child.kill)
-    filesystem_async._results_queue = _PickledQueue(manager.Queue(), *started)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -39,9 +38,7 @@ from ctpo_megatron.policy import (
 )
 from ctpo_megatron.policy.megatron_versions import RELEASE
 from ctpo_megatron.policy.train_state import _inner_adamw
-from tests.end_to_end.small_run import Ctpo
 from tests.policy import models
-from tests.support import children
 from tests.support.deadlines import scaled
 
 ASYNCHRONOUS = CheckpointConfig(asynchronous=True)
@@ -325,27 +322,16 @@ def test_a_killed_process_that_keeps_what_writers_tell_is_replaced(
     assert "is gone, was it killed?" in caplog.text
 
 
-@pytest.mark.slow
-def test_a_process_that_is_ended_while_it_prepares_to_save_does_not_stay(tmp_path: Path) -> None:
-    """By a second Ctrl-C, or because its time is up; a process of somebody else's ends as it likes."""
-    lines = [
-        "import multiprocessing, os, signal, sys, threading, time",
-        "from ctpo_megatron.policy import checkpoint",
-        "def work(): time.sleep(3); print('worked to its end', flush=True)",
-        "multiprocessing.get_context('fork').Process(target=work).start()",
-        "def interrupt():",
-        "    while len(multiprocessing.active_children()) < 2: time.sleep(0.01)",
-        "    os.kill(os.getpid(), signal.SIGALRM)",
-        "signal.signal(signal.SIGALRM, lambda *_: sys.exit(5))",
-        "threading.Thread(target=interrupt).start()",
-        "try: checkpoint._start_results_queue()",
-        "except SystemExit as error: kept = error",  # with its frames, which hold the queue's pipe open
-        "sys.exit(kept.code)",
-    ]
-    program = [sys.executable, "-c", "\n".join(lines)]
-    ended = children.run(program, directory=tmp_path, environment=Ctpo(tmp_path).environment, deadline_s=50)
-    assert ended.returncode == 5, ended.stderr[-2000:]
-    assert ended.stdout == "worked to its end\n"
+def test_a_save_whose_queue_does_not_start_fails_and_the_next_succeeds(
+    layout: Layout, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make(layout, folder / "qwen3-tied")
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "start_results_queue", lambda: "it did not start")
+        with pytest.raises(CheckpointWriteError, match=r"could not be written to .*: it did not start"):
+            policy.save(tmp_path, 1, {"step": 1})
+    assert not [*tmp_path.iterdir()]
+    assert policy.load(policy.save(tmp_path, 1, {"step": 1})) == {"step": 1}
 
 
 def test_attached_files_are_those_of_rank_zero_and_checked(

@@ -22,10 +22,10 @@ REWARDS = Path(__file__).parents[1] / "rewards"
 
 def collector(_folder: Path) -> list[int]:
     """The process that collects what checkpoint writers report."""
-    from ctpo_megatron.policy import checkpoint
+    from ctpo_megatron.policy import results_queue
 
-    checkpoint._start_results_queue()
-    return [checkpoint.filesystem_async._results_queue.process.pid]
+    assert results_queue.start_results_queue() == ""
+    return [results_queue.filesystem_async._results_queue.process.pid]
 
 
 def writers(folder: Path) -> list[int]:
