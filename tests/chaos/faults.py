@@ -101,9 +101,11 @@ class Faults:
         return does[verb](run, what)
 
     def _kill(self, run: int, what: str) -> str:
-        process = self._one(run, what)
-        process.kill()
-        return f"process {process.pid}"
+        while True:
+            process = self._one(run, what)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, as a worker of the sandbox may
+                process.kill()
+                return f"process {process.pid}"
 
     def _freeze(self, run: int, what: str) -> str:
         process, seconds = self._one(run, what), self._rng.uniform(*FREEZES_S)
