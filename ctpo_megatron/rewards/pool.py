@@ -310,14 +310,24 @@ class RewardPool:
         with self._lock:
             if not self._workers.active(self._patience_s):
                 self._renew()
-            try:
-                future = self._workers.schedule(sent, timeout_s, limit_s)
-            except RuntimeError:  # the pool is broken
-                self._renew()
-                future = self._workers.schedule(sent, timeout_s, limit_s)
+            future = self._given(sent, timeout_s, limit_s)
             times = [clock.now()]
             future.add_done_callback(lambda _: times.append(clock.now()))
             return _Task(chunk, self._workers, future, self._patience_s, times)
+
+    def _given(self, sent: _Chunk, timeout_s: float, limit_s: float) -> ProcessFuture[list[Scored]]:
+        """The future of a chunk in the pool, or in a new one where it is broken. Raises RewardWorkersLost."""
+        renewals = 0
+        while True:
+            try:
+                return self._workers.schedule(sent, timeout_s, limit_s)
+            except RuntimeError as error:  # also of a new pool whose processes, or their fork server, were killed
+                if renewals == WORKERS_RETRIES:
+                    raise RewardWorkersLost(
+                        f"new reward workers did not start, {renewals} times ({error!r}); is something killing them?"
+                    ) from error
+            renewals += 1
+            self._renew()
 
     def _renew(self) -> None:
         """Replace the pool: pebble's breaks when an idle process ends, or when none can be started."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
 from ctpo_megatron.data import Prompt, PromptSampler
+from tests.chaos import kills
 from tests.chaos.accounts import consumed
-from tests.chaos.faults import EARLY, ENDING, KINDS, plan
+from tests.chaos.faults import EARLY, ENDING, KINDS, Faults, plan
 from tests.chaos.memory import fitted, private_mb
 from tests.support import children
 
@@ -25,6 +28,18 @@ def test_a_plan_has_as_many_faults_as_asked_for_and_every_kind() -> None:
     assert [fault.step for fault in planned] == sorted(fault.step for fault in planned)
     assert all(2 <= fault.step <= 596 for fault in planned)
     assert max(fault.step for fault in planned if fault.kind in ENDING) <= EARLY * 600
+
+
+def test_a_process_that_ends_before_it_is_killed_is_no_fault_and_another_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, lives = (subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2))
+    found = [psutil.Process(gone.pid), psutil.Process(lives.pid)]
+    gone.kill()
+    gone.wait()
+    monkeypatch.setattr(kills, "of_kind", lambda _run, _kind: [found.pop(0)])
+    assert Faults(0, tmp_path, tmp_path / "clock").do("kill engine", 1) == f"process {lives.pid}"
+    assert lives.wait() == -signal.SIGKILL
 
 
 def test_kinds_can_be_left_out_by_their_names() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from pebble.pool.process import WorkerManager
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.config.schema import RewardConfig
@@ -332,6 +335,34 @@ def test_workers_that_somebody_kills_again_and_again_end_the_run(monkeypatch: py
     with misbehaving(timeout_s=30) as pool:
         monkeypatch.setattr("ctpo_megatron.rewards.pool._Task.result", gone)
         with pytest.raises(RewardWorkersLost, match=r"were gone 4 times .*is something killing them\?"):
+            pool.score([group("2")])
+
+
+def workers_that_do_not_start(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where their fork server is killed each time it has been started."""
+    real, failed = WorkerManager.new_worker, itertools.count()
+
+    def new_worker(manager: WorkerManager) -> None:
+        if next(failed) < times:
+            raise BrokenProcessPool("no fork server") from EOFError()
+        real(manager)
+
+    monkeypatch.setattr(WorkerManager, "new_worker", new_worker)
+
+
+def test_new_workers_that_are_killed_while_they_start_cost_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    with misbehaving(timeout_s=30) as pool:
+        for idle in fork_server().children():
+            idle.kill()
+        workers_that_do_not_start(3, monkeypatch)
+        assert pool.score([group("2")]) == ScoreReport(1)
+
+
+def test_new_workers_that_never_start_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with misbehaving(timeout_s=30) as pool:
+        pool._workers.pool.stop()
+        workers_that_do_not_start(math.inf, monkeypatch)
+        with pytest.raises(RewardWorkersLost, match=r"did not start, 3 times .*is something killing them\?"):
             pool.score([group("2")])
 
 
