@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -195,15 +195,16 @@ class Trajectory:
 
     def facts(self) -> dict[str, Any]:
         """All but the tokens, in a plain-JSON form; `of_facts` restores it exactly."""
-        record = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _APART}
+        record = {name: getattr(self, name) for name in _ALWAYS}
         if self.no_verdict is not None:
-            record["no_verdict"] = asdict(self.no_verdict)
+            record["no_verdict"] = {name: getattr(self.no_verdict, name) for name in _OF_NO_VERDICT}
         if self.sequence_starts:
             record["sequence_starts"] = self.sequence_starts
         for name in _WHERE_KNOWN:
             if (known := getattr(self, name)) is not None:
                 record[name] = known
-        return record | {"tool_calls": [asdict(call) for call in self.tool_calls]}
+        # Not `asdict`, which is slow for its deep copies: no reader changes a record.
+        return record | {"tool_calls": [{name: getattr(call, name) for name in _OF_CALL} for call in self.tool_calls]}
 
     @classmethod
     def of_facts(cls, record: Mapping[str, Any], tokens: NDArray[np.void]) -> Trajectory:
@@ -242,4 +243,6 @@ class Trajectory:
 
 
 _WHERE_KNOWN = ("turn_rewards", "scored_at")
-_APART = ("tokens", "no_verdict", "sequence_starts", *_WHERE_KNOWN)
+_APART = ("tokens", "no_verdict", "sequence_starts", "tool_calls", *_WHERE_KNOWN)
+_ALWAYS = [each.name for each in fields(Trajectory) if each.name not in _APART]
+_OF_CALL, _OF_NO_VERDICT = ([each.name for each in fields(kind)] for kind in (ToolCall, NoVerdict))

@@ -99,7 +99,7 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             columns = []
             for field in SCHEMA:
                 columns.append(_column(field, part))
-                give_way.after(_GROUP_TOKENS)
+                give_way.after(_GROUP_TOKENS if pa.types.is_list(field.type) else len(part))
             writer.write_table(pa.table(columns, schema=SCHEMA))  # without the interpreter's lock
 
 
@@ -278,8 +278,9 @@ def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 def _ends(values: Sequence[Any]) -> pa.Array:
     """Offsets of a list column."""
-    ends = np.cumsum([0, *(0 if value is None else len(value) for value in values)])
-    return pa.array(ends, pa.int32(), mask=np.array([*(value is None for value in values), False]))
+    missing = [value is None for value in values]
+    ends = np.cumsum([0, *(0 if value is None else len(value) for value in values)], dtype=np.int32)
+    return pa.array(ends, mask=np.array([*missing, False]) if any(missing) else None)
 
 
 def _texts(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
