@@ -255,7 +255,7 @@ def main() -> None:
         (
             "# Rank zero in a step",
             "CPU seconds per million tokens of trajectories. Serial is the sum of "
-            f"{', '.join(SERIAL)}: it delays the step. A save is the first of its process, which pays for fresh memory.",
+            f"{', '.join(SERIAL)}: it delays the step. A save is the first of its process: it pays for fresh memory.",
             report.markdown(("stage", *sizes), stages),
             report.markdown(("figure", *sizes, "goal"), goals),
             report.describe(about),
