@@ -231,19 +231,31 @@ class RewardPool:
             initargs=(routes, [str(Path(folder).resolve()) for folder in search_path or ()], log_path),
             context=fork_server(math=any(name == "math_verify" for name, _ in routes.values())),
         )
-        began = time.monotonic()
         self._workers = _Workers(self._make())
         try:
-            ready = [self._workers.pool.schedule(worker.traits, timeout=START_TIMEOUT_S) for _ in range(config.workers)]
-            self._traits, *_ = [future.result() for future in ready]
-        except ExtensionError:
+            self._traits, took_s = self._await_start()
+        except BaseException:
             self.close()
             raise
-        except Exception as error:
-            self.close()
-            raise RewardWorkersLost(f"the {config.workers} reward workers did not start: {error!r}") from error
         # A worker that is replaced makes the functions again.
-        self._patience_s = config.timeout_s + GRACE_S + max(START_MARGIN_S, 3 * (time.monotonic() - began))
+        self._patience_s = config.timeout_s + GRACE_S + max(START_MARGIN_S, 3 * took_s)
+
+    def _await_start(self) -> tuple[Mapping[str | None, worker.Traits], float]:
+        """What the functions are, once all workers are up, and the seconds that it took. Raises as the constructor."""
+        workers, renewals = self._config.workers, 0
+        while True:
+            began = time.monotonic()
+            try:
+                ready = [self._workers.pool.schedule(worker.traits, timeout=START_TIMEOUT_S) for _ in range(workers)]
+                traits, *_ = [future.result() for future in ready]
+                return traits, time.monotonic() - began
+            except ExtensionError:
+                raise
+            except Exception as error:
+                if renewals == WORKERS_RETRIES or not isinstance(error, BrokenProcessPool | ProcessExpired):
+                    raise RewardWorkersLost(f"the {workers} reward workers did not start: {error!r}") from error
+            renewals += 1
+            self._renew()
 
     def score(self, groups: Sequence[Group]) -> ScoreReport:
         """Set `reward` and `reward_components` of every trajectory, and count the outcomes.

@@ -358,6 +358,21 @@ def test_new_workers_that_are_killed_while_they_start_cost_no_verdict(monkeypatc
         assert pool.score([group("2")]) == ScoreReport(1)
 
 
+def test_workers_that_are_killed_while_they_first_start_are_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers_that_do_not_start(3, monkeypatch)
+    with misbehaving(timeout_s=30) as pool:
+        assert pool.score([group("2")]) == ScoreReport(1)
+    assert caplog.text.count("are gone, was one of them killed?") == 3
+
+
+def test_workers_that_do_not_start_four_times_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers_that_do_not_start(4, monkeypatch)
+    with pytest.raises(RewardWorkersLost, match=r"the 1 reward workers did not start: BrokenProcessPool"):
+        misbehaving(timeout_s=30)
+
+
 def test_new_workers_that_never_start_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with misbehaving(timeout_s=30) as pool:
         pool._workers.pool.stop()
