@@ -58,9 +58,7 @@ def start_results_queue() -> str:
             return ""
         except (EOFError, OSError) as error:  # EOFError: it ended before it had said its address
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-            log.warning(
-                "the process for what checkpoint writers report did not start (attempt %d: %s)", attempt, reason
-            )
+            log.warning("the process that collects writers' reports did not start (attempt %d: %s)", attempt, reason)
     return (
         f"the process that collects what checkpoint writers report did not start in {_STARTS} attempts ({reason}): "
         "is something killing the processes of this run, or is their number limited?"

@@ -78,11 +78,11 @@ class Channel:
         except TimeoutError:
             raise WorkerLost(f"waited {timeout_s:g} s for {self.name} {purpose}") from None
         except OSError as error:
-            raise WorkerLost(f"the connection to {self.name} broke: {error}") from error
+            raise WorkerLost(f"the connection to {self.name} broke: {error}", died=True) from error
         finally:
             deadline.cancel()
         if not message:
-            raise WorkerLost(f"{self.name} died instead of being there {purpose}")
+            raise WorkerLost(f"{self.name} died instead of being there {purpose}", died=True)
         return message, descriptors
 
     def _read(self) -> None:

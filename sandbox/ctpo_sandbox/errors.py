@@ -4,7 +4,11 @@ from typing import Literal
 
 
 class SandboxStartError(Exception):
-    """A server cannot start, or did not become healthy; the message says what to do."""
+    """A server cannot start, or did not become healthy; the message says what to do. killed: by SIGKILL."""
+
+    def __init__(self, reason: str, *, killed: bool = False) -> None:
+        super().__init__(reason)
+        self.killed = killed
 
 
 class SandboxUnavailable(Exception):
@@ -16,11 +20,14 @@ class LevelRefused(Exception):
 
 
 class WorkerLost(Exception):
-    """A template or worker died or hung, and has to be replaced. raised: by an exception of its own, not by a kill."""
+    """A template or worker died or hung, and has to be replaced.
 
-    def __init__(self, reason: str, *, raised: bool = False) -> None:
+    raised: by an exception of its own, not by a kill. died: it is gone, and did not merely take too long.
+    """
+
+    def __init__(self, reason: str, *, raised: bool = False, died: bool = False) -> None:
         super().__init__(reason)
-        self.raised = raised
+        self.raised, self.died = raised, died
 
 
 Over = Literal["", "worker", "killed", "defect"]

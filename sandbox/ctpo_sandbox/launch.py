@@ -21,7 +21,7 @@ from ctpo_sandbox.errors import SandboxStartError
 from ctpo_sandbox.records import Limits, option
 from ctpo_sandbox.supervise import Restarter, environment
 from ctpo_sandbox.temporary import folder
-from ctpo_sandbox.timeouts import GROUP_GRACE_S, RESTART_PAUSES_S, START_POLL_S, STOP_TIMEOUT_S
+from ctpo_sandbox.timeouts import GROUP_GRACE_S, RESTART_PAUSES_S, START_ATTEMPTS, START_POLL_S, STOP_TIMEOUT_S
 from ctpo_sandbox.variables import authorization
 
 _LOG_LINES = 20
@@ -38,7 +38,7 @@ class SandboxServer:
     def __init__(self, command: list[str], log_path: Path, start_timeout_s: float) -> None:
         self._command, self._log_path, self._start_timeout_s = command, log_path, start_timeout_s
         self._stopping = threading.Event()
-        self.process, self.url, self.health = self._start(port=0)
+        self.process, self.url, self.health = self._first_start()
         self._port = int(self.url.rpartition(":")[2])
         self._restarter = Restarter(
             self._restart, self._port, stopping=self._stopping.is_set, pauses_s=RESTART_PAUSES_S
@@ -69,6 +69,16 @@ class SandboxServer:
     ) -> None:
         self.stop()
 
+    def _first_start(self) -> tuple[subprocess.Popen[bytes], str, dict[str, Any]]:
+        for _ in range(START_ATTEMPTS - 1):
+            try:
+                return self._start(port=0)
+            except SandboxStartError as error:
+                if not error.killed:
+                    raise
+                _log.warning("something killed the sandbox server while it started, another starts: %s", error)
+        return self._start(port=0)
+
     def _start(self, port: int) -> tuple[subprocess.Popen[bytes], str, dict[str, Any]]:
         deadline = time.monotonic() + self._start_timeout_s
         with folder("ctpo-sandbox-start-") as directory:
@@ -86,10 +96,12 @@ class SandboxServer:
                 url = _wait_for_url(process, announce, deadline)
                 return process, url, _wait_for_health(process, url, deadline)
             except SandboxStartError as problem:
+                killed = process.poll() == -signal.SIGKILL  # not by `_stop`
                 _stop(process)
                 raise SandboxStartError(
                     f"the sandbox server did not start within {self._start_timeout_s:g} s: {problem}. "
-                    f"Last lines of {self._log_path}:\n{_tail(self._log_path)}"
+                    f"Last lines of {self._log_path}:\n{_tail(self._log_path)}",
+                    killed=killed,
                 ) from None
             except BaseException:
                 _stop(process)

@@ -16,7 +16,7 @@ from ctpo_sandbox.processes import Template, Worker
 from ctpo_sandbox.records import ChildOutcome, Limits
 from ctpo_sandbox.remove import remove_tree
 from ctpo_sandbox.temporary import forget, new_folder
-from ctpo_sandbox.timeouts import FORK_ATTEMPTS, FORK_PAUSE_S, HEALTH_RUN_TIMEOUT_S, RUN_ATTEMPTS
+from ctpo_sandbox.timeouts import FORK_ATTEMPTS, FORK_PAUSE_S, HEALTH_RUN_TIMEOUT_S, RUN_ATTEMPTS, START_ATTEMPTS
 
 _MAX_WAITING_CHARS = 256 << 20
 _HARMLESS = b"pass"
@@ -140,12 +140,21 @@ class Pool:
 
     async def start(self) -> None:
         """Start every template and a worker of each. Raises LevelRefused, or WorkerLost when one does not start."""
-        started = (worker.ensure_started() for worker in self._slots[0].values())
+        started = (self._first_start(worker) for worker in self._slots[0].values())
         problems = [found for found in await asyncio.gather(*started, return_exceptions=True) if found is not None]
         if problems:
             raise problems[0]
         for slot in self._slots:
             self._idle.put_nowait(slot)
+
+    async def _first_start(self, worker: Worker) -> None:
+        for left in reversed(range(START_ATTEMPTS)):
+            try:
+                return await worker.ensure_started()
+            except WorkerLost as error:
+                if not left or not error.died:
+                    raise
+                self._replace(worker, error)
 
     async def run(self, code: str, stdin: str, run_timeout_s: float) -> RunResult:
         """Execute one snippet; the queue has no deadline of its own, the caller's request has.

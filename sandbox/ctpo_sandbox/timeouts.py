@@ -26,6 +26,7 @@ HALF_CLOSE_PROBE_AGAIN_S = 1.0  # between later checks
 KEEP_ALIVE_S = 30  # idle connections; longer than clients keep them, because clients must be the ones to close
 
 # Start, stop and restart of a server.
+START_ATTEMPTS = 3  # for a server, template or worker that dies while it first starts, as something may have killed it
 START_POLL_S = 0.05  # how often a starting server is checked, and whether a pause before a restart was cancelled
 STOP_TIMEOUT_S = 10.0  # from SIGINT to SIGKILL, and from SIGKILL to the end
 GROUP_GRACE_S = 2.0  # for templates and workers to exit and remove their files, before SIGKILL

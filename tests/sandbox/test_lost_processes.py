@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ctpo_sandbox import Limits
+from ctpo_sandbox import Limits, SandboxStartError, start_server
 from ctpo_sandbox.errors import RunFault, WorkerLost
 from ctpo_sandbox.libraries import BUILT_IN
 from ctpo_sandbox.pool import Pool, RunResult
@@ -115,6 +119,55 @@ def test_a_pool_that_is_closed_leaves_no_request_without_an_answer() -> None:
 
     with pytest.raises(Exception, match="the server ends"):
         asyncio.run(close_during_a_run())
+
+
+def killed_as_they_start(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many of the next processes that are started."""
+    numbers = itertools.count()
+
+    class Killed(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            if next(numbers) < times:
+                self.kill()
+
+    monkeypatch.setattr(subprocess, "Popen", Killed)
+
+
+def test_a_template_that_is_killed_as_it_first_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_as_they_start(2, monkeypatch)
+
+    async def run_one() -> tuple[str, int]:
+        async with one_slot() as pool, asyncio.timeout(scaled(60)):
+            return (await pool.run("print('well')", "", 9.0)).stdout, pool.lost
+
+    assert asyncio.run(run_one()) == ("well\n", 2)
+
+
+def test_a_template_that_is_always_killed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_as_they_start(3, monkeypatch)
+
+    async def start() -> None:
+        async with one_slot():
+            pass
+
+    with pytest.raises(WorkerLost, match=r"the template of stdlib .* died instead of being there to start"):
+        asyncio.run(start())
+
+
+@pytest.mark.parametrize(("times", "starts"), [(2, True), (3, False)])
+def test_a_server_that_is_killed_as_it_first_starts_is_replaced(
+    times: int, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed_as_they_start(times, monkeypatch)
+    with contextlib.ExitStack() as stack:
+        if not starts:
+            stack.enter_context(pytest.raises(SandboxStartError, match="it ended with status -9"))
+        server = stack.enter_context(
+            start_server(slots=1, start_timeout_s=scaled(60), log_path=tmp_path / "log", tiers=("stdlib",))
+        )
+        assert server.health["status"] == "ok"
+    assert caplog.text.count("something killed the sandbox server while it started") == 2
 
 
 def test_a_template_that_is_slow_to_start_is_gone_afterwards(tmp_path: Path) -> None:
