@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.batch import Group
     from ctpo_megatron.data.trajectory import Trajectory
 
+T = TypeVar("T")
 _LONGEST_REASON = 1000
 START_TIMEOUT_S = 120.0  # for all workers to start and load the reward functions
 GRACE_S = 1.0  # after the deadline, for a worker to discard what it awaits, before it is killed
@@ -158,6 +159,20 @@ class _Workers:
         return not self.frozen and bool(self.pool.active)
 
 
+def _awaited(future: ProcessFuture[T], workers: _Workers, patience_s: float, until: float = math.inf) -> T:
+    """The result of a future; a broken pool forgets its tasks. until: monotonic seconds.
+
+    Raises the worker's exception, BrokenProcessPool when no worker is left, or TimeoutError.
+    """
+    while not wait([future], WORKERS_POLL_S).done:
+        if not workers.active(patience_s) and not future.done():
+            raise BrokenProcessPool("the workers are gone, and the result with them")
+        if time.monotonic() > until:
+            raise FutureTimeoutError("no reward worker answered")
+    result: T = future.result()
+    return result
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
     """A chunk given to `workers`; lost when these are gone, or do nothing for `patience_s`.
@@ -177,11 +192,7 @@ class _Task:
 
     def result(self) -> list[Scored]:
         """The outcomes. Raises the worker's exception, or BrokenProcessPool when no worker is left."""
-        # A worker has a deadline; a broken pool forgets its tasks.
-        while not wait([self.future], WORKERS_POLL_S).done:
-            if not self.workers.active(self.patience_s) and not self.future.done():
-                raise BrokenProcessPool("the workers are gone, and the result with them")
-        return self.future.result()
+        return _awaited(self.future, self.workers, self.patience_s)  # a worker has a deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +258,8 @@ class RewardPool:
             began = time.monotonic()
             try:
                 ready = [self._workers.pool.schedule(worker.traits, timeout=START_TIMEOUT_S) for _ in range(workers)]
-                traits, *_ = [future.result() for future in ready]
+                until = began + 2 * START_TIMEOUT_S  # a worker's own limit begins with the task
+                traits, *_ = [_awaited(future, self._workers, START_TIMEOUT_S, until) for future in ready]
                 return traits, time.monotonic() - began
             except ExtensionError:
                 raise

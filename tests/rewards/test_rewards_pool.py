@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from pebble import ProcessFuture, ProcessPool
 from pebble.pool.process import WorkerManager
 
 from ctpo_megatron.base.extensions import ExtensionError
@@ -370,6 +371,15 @@ def test_workers_that_are_killed_while_they_first_start_are_started_again(
 def test_workers_that_do_not_start_four_times_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     workers_that_do_not_start(4, monkeypatch)
     with pytest.raises(RewardWorkersLost, match=r"the 1 reward workers did not start: BrokenProcessPool"):
+        misbehaving(timeout_s=30)
+
+
+def test_a_start_that_no_worker_answers_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of one that is frozen before it takes a task: pebble's own limit begins with that."""
+    monkeypatch.setattr("ctpo_megatron.rewards.pool.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ProcessPool, "schedule", lambda *_, **__: ProcessFuture())
+    monkeypatch.setattr(ProcessPool, "active", True)
+    with pytest.raises(RewardWorkersLost, match="did not start: TimeoutError"):
         misbehaving(timeout_s=30)
 
 
