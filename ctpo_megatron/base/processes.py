@@ -22,7 +22,8 @@ def runs(process: psutil.Process) -> bool:
 def end_all(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Kill processes, children or not, and wait until they have ended, `timeout_s` at most; returns what still runs.
 
-    A killed process runs on until the kernel has freed its memory.
+    A killed process runs on until the kernel has freed its memory. Not `psutil.wait_procs`, which waits for zombies,
+    too: in some containers no process reaps them.
     """
     left, deadline = [*processes], time.monotonic() + timeout_s
     for process in left:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -37,18 +40,19 @@ class Watched:
     def __init__(self, directory: Path, kind: str) -> None:
         self.kind, self.log, self._directory = kind, directory / "log", directory
 
-    def start(self) -> subprocess.Popen[bytes]:
+    @contextmanager
+    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+        """The run; what is left of it is killed in the end."""
         command = [sys.executable, "-m", "ctpo_megatron.train", str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=self._directory,
-                env=Ctpo(self._directory).environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        return self.process
+            output: Any = {"stdout": log, "stderr": log, "start_new_session": True}
+            environment = Ctpo(self._directory).environment
+            self.process = subprocess.Popen(command, cwd=self._directory, env=environment, **output)
+        try:
+            yield self.process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def await_step(self, step: int) -> None:
         deadline = time.monotonic() + scaled(200)
@@ -81,13 +85,9 @@ class Watched:
 @pytest.mark.parametrize("kind", FIRST)
 def test_one_that_is_killed_as_it_first_starts(kind: str, tmp_path: Path) -> None:
     watched = Watched(tmp_path, kind)
-    process = watched.start()
-    try:
+    with watched.started() as process:
         assert watched.kill_new(set(), 1) == 1
         status = process.wait(scaled(300))
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
     said = read(watched.log)
     assert status in (0, TRY_AGAIN) and "Traceback" not in said, said[-6000:]
 
@@ -96,18 +96,12 @@ def test_one_that_is_killed_as_it_first_starts(kind: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", REPLACED)
 def test_a_replacement_that_is_killed_as_it_starts(kind: str, tmp_path: Path) -> None:
     watched = Watched(tmp_path, kind)
-    process = watched.start()
-    try:
+    with watched.started() as process:
         watched.await_step(2)
         known = watched.known()
-        for victim in list(kills.of_kind(process.pid, kind)):
-            with suppress(psutil.NoSuchProcess):
-                victim.kill()
+        kills.kill(process.pid, kind, len(known), random.Random(0))
         killed = watched.kill_new(known, 1)
         status = process.wait(scaled(300))
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
     said = read(watched.log)
     assert (status, killed) == (0, 1), said[-6000:]
     assert "Traceback" not in said or kind == "results queue", said[-6000:]  # a writer that cannot report prints one

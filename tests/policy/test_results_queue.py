@@ -111,7 +111,7 @@ def test_one_that_is_always_killed_is_said_and_may_start_later() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_is_ended_while_it_prepares_to_save_does_not_stay(tmp_path: Path) -> None:
-    """By a second Ctrl-C, or because its time is up; a process of somebody else's ends as it likes."""
+    """By a second Ctrl-C, or because its time is up. Other child processes are left to end by themselves."""
     lines = [
         "import multiprocessing, os, signal, sys, threading, time",
         "from ctpo_megatron.policy.results_queue import start_results_queue",
