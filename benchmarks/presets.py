@@ -146,18 +146,20 @@ def main() -> None:
     kept = json.loads(store.read_text()) if store.exists() else []
     found = {(run["preset"], run["seed"]): run for run in kept}
 
-    def collect() -> None:
-        for run in finished(options.folder):
-            one = measured(run)
-            found.setdefault((one["preset"], one["seed"]), one)
+    def collect() -> set[tuple[str, int]]:
+        here = {(run["preset"], run["seed"]): run for run in map(measured, finished(options.folder))}
+        found.update({key: run for key, run in here.items() if key not in found})
         if found:
             store.write_text(json.dumps(list(found.values()), indent=1) + "\n")
             (options.out / "presets.md").write_text(page(list(found.values())) + "\n")
+        return set(here)
 
-    collect()
+    here = collect()
     for seed in options.seeds if not options.only_collect else ():
-        missing = [preset for preset in options.presets if (preset, seed) not in found]
-        if missing and not sweep(options.folder, missing, seed):
+        # Runs of this folder stay in the grid: the same grid continues the same sweep, with the same supervised stage.
+        grid = [preset for preset in options.presets if (preset, seed) not in found or (preset, seed) in here]
+        missing = any((preset, seed) not in found for preset in grid)
+        if missing and not sweep(options.folder, grid, seed):
             collect()
             sys.exit(f"the sweep of seed {seed} did not come to its end; the same command continues")
         collect()

@@ -38,8 +38,9 @@ def tree(tmp_path: Path) -> Path:
         "sandbox/ctpo_sandbox/a.py": "def f(config: Config): ...\n",
         "tests/test_a.py": "x = 1\n" * 3,
         "README.md": "One two three.\n",
-        "docs/a.md": "Four words stand here.\n\n" + "Word " * 31 + "end.\n",
+        "docs/a.md": "Four words | stand - here.\n\n" + "Word " * 31 + "end.\n",
         "docs/reference/configuration.md": "Not counted.\n",
+        "docs/reference/metrics.md": "Sentences are counted.\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -69,8 +70,8 @@ def test_figures(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "  sandbox/ctpo_sandbox": "0.0",
         "tests": "3 lines in 1 files",
         "words of README": "3",
-        "words of docs without generated pages": "36",
-        "sentences of documents over 30 words": "1 of 3",
+        "words of docs without the reference": "36",
+        "sentences of documents over 30 words": "1 of 4",
     }
 
 
