@@ -74,9 +74,14 @@ class EngineHandle:
         """Whether its process has not come up yet."""
         return not self.live and not self.parked
 
+    @property
+    def seated(self) -> bool:
+        """Whether Ray has a process for it, which loads its model without Ray's help."""
+        return seat_of(self._seat_ref) is not None
+
     def waits_for(self) -> str:
         """What to look at when it is late: its log, or what Ray has for it."""
-        if seat_of(self._seat_ref) is not None:
+        if self.seated:
             return f"log: {self.log_path}"
         there = "" if self._group is None else f"; the cluster has {listed(living_nodes())}"
         return f"Ray found no place for {described(self._spec.resources)}{there}"

@@ -388,6 +388,8 @@ class EnginePool:
             return False
         if ray.wait([engine.ready_ref], timeout=0)[0]:
             return True
+        if self._runtime is not None and (lost := self._runtime.lost) and not engine.seated:
+            self._end(f"{engine.name} cannot start, as {lost}")
         if engine.deadline <= time.monotonic():
             limit = f"{self.settings.start_timeout_s:g} s (rollout.start_timeout_s)"
             raise EngineError(f"{engine.name} is not up after {limit}; {engine.waits_for()}")

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -28,9 +28,9 @@ from ctpo_megatron.base.processes import end_all
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN, TOKEN_FILE
 from ctpo_megatron.base.ray_orphans import PARENT, PREFIX
 from ctpo_megatron.base.signals import action_kept, children_spared
-from ctpo_megatron.base.stop import NeverStop, Stop, stop_poll
+from ctpo_megatron.base.stop import Cancelled, NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig
-from ctpo_megatron.engines.ray_daemons import OF_DRIVER, OF_PRIVATE, RayDaemons, children_end_soon
+from ctpo_megatron.engines.ray_daemons import OF_DRIVER, OF_PRIVATE, RayDaemons
 from ctpo_megatron.engines.tasks import EngineError
 from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, KILLED_S, NODE_POLL_S, RAY_CLOSE_S
 from ctpo_sandbox import temporary
@@ -83,22 +83,23 @@ def _token(directory: Path) -> dict[str, str | None]:
     return {AUTH_MODE: None, TOKEN_FILE: str(file)}
 
 
-def _shut_down(agents: Iterable[psutil.Process]) -> None:
+def _shut_down(daemons: RayDaemons) -> None:
     """Shut Ray down by SIGKILL. Ray itself sends SIGTERM to one process after another, and waits a second for each.
 
-    Processes that started within `children_spared` ignore SIGTERM. Children of a killed process are killed as well, and
-    `agents`, whose parent may be gone.
+    Processes that started within `children_spared` ignore SIGTERM.
     """
     node = ray._private.worker._global_node
     assert node is not None  # a Ray of this process
-    started = [each.process for kind in node.all_processes.values() for each in kind]
-    below = [*agents]
-    for process in started:
-        process.terminate = process.kill
-        with suppress(psutil.NoSuchProcess):
-            below += psutil.Process(process.pid).children(recursive=True)
+    for kind in node.all_processes.values():
+        for each in kind:
+            each.process.terminate = each.process.kill
+    below = daemons.below()
     ray.shutdown()
-    if left := end_all(below, KILLED_S):  # most end by themselves
+    _end(below)
+
+
+def _end(processes: Iterable[psutil.Process]) -> None:
+    if left := end_all(processes, KILLED_S):  # most end by themselves
         log.warning("still running %g s after SIGKILL, as Ray ended: %s", KILLED_S, ", ".join(map(str, left)))
 
 
@@ -201,14 +202,14 @@ class RayRuntime:
         """gpus: what a private Ray sees, as in `CUDA_VISIBLE_DEVICES`; None: all GPUs of this process.
 
         cluster: the cluster of RAY_ADDRESS, to be joined within `timeout_s`; None starts a private Ray.
-        head_lost: called with the reason, by a thread, once Ray's GCS is gone; see `lost` for the raylet.
+        head_lost: called with the reason, by a thread, once Ray's GCS is gone, or its raylet before Ray is up. See
+        `lost` for a raylet that is gone later.
         """
-        self._cpus, self._then, self._gpus, self._head_lost = cpus, then, gpus, head_lost
+        self._cpus, self._then, self._gpus = cpus, then, gpus
         self._cluster, self._deadline = cluster, time.monotonic() + timeout_s
         self._temp: Path | None = None
-        self._owner = False
         self._error: BaseException | None = None
-        self._daemons: RayDaemons | None = None
+        self._daemons = None if ray.is_initialized() else RayDaemons(head_lost)
         self._up, self._closing = threading.Event(), threading.Event()
         self._keeper = threading.Thread(target=self._run, name="ray-keeper", daemon=True)
         self._keeper.start()
@@ -222,10 +223,13 @@ class RayRuntime:
     def wait(self, timeout_s: float, stop: Stop | None = None) -> None:
         """Return once `then` has run.
 
-        Raises what Ray or `then` raised, TimeoutError when it takes longer, Cancelled when `stop` is set meanwhile.
+        Raises what Ray or `then` raised, TimeoutError when it takes longer, Cancelled when `stop` is set meanwhile, and
+        EngineError when Ray's processes die.
         """
         deadline, stop = time.monotonic() + timeout_s, stop or NeverStop()
         while not self._up.wait(stop_poll(deadline, stop, "Ray to start")):
+            if lost := self.head_lost:
+                raise Cancelled(lost) if stop.is_set() else EngineError(lost)
             if time.monotonic() < deadline:
                 continue
             where = f"its logs: {self._temp}"
@@ -248,24 +252,25 @@ class RayRuntime:
     def close(self) -> None:
         """Shut Ray down if this object started or joined it. Idempotent."""
         if not self._closing.is_set():
-            self._closing.set()  # first: `_run` looks at it after it has set `_daemons`
+            self._closing.set()
             if self._daemons is not None:
                 self._daemons.close()
-        self._keeper.join(RAY_CLOSE_S)
+        if self.head_lost and not self._up.is_set():  # the thread may wait for Ray's processes for ever
+            self._end_processes()
+        else:
+            self._keeper.join(RAY_CLOSE_S)
 
     def _run(self) -> None:
         try:
             with action_kept(signal.SIGTERM):  # Ray would print a trace of C++ before the run's own message
                 self._connect()
-            if self._owner:
-                self._daemons = RayDaemons()
+            if self._daemons is not None:
+                self._daemons.connected()
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             self._then(float(resources.get("GPU", 0.0)))
         except BaseException as error:  # raised by `wait` and `is_up`
             self._error = error
         self._up.set()
-        if self._daemons is not None and not self._closing.is_set():
-            self._daemons.watch(self._head_lost)
         self._closing.wait()
         self._disconnect()
 
@@ -274,9 +279,8 @@ class RayRuntime:
         for name, value in defaults.items():
             os.environ.setdefault(name, value)
         logging.getLogger("ray").setLevel(logging.ERROR)
-        if ray.is_initialized():
+        if self._daemons is None:
             return
-        self._owner = True
         if self._cluster is not None:
             join(self._cluster, self._deadline)
             return
@@ -286,7 +290,7 @@ class RayRuntime:
         # Only Ray's processes see the change: this one read CUDA_VISIBLE_DEVICES when it initialized CUDA.
         changes = {_VISIBLE: self._gpus, **_token(self._temp), **OF_DRIVER}
         # A signal to the process group must spare Ray's head: the trainer needs it until it has saved its state.
-        with _variables(changes, without=of_this_rank()), children_spared(), children_end_soon():
+        with _variables(changes, without=of_this_rank()), children_spared(), self._daemons.starting():
             ray.init(
                 address="local",
                 num_cpus=self._cpus,
@@ -299,12 +303,21 @@ class RayRuntime:
             )
 
     def _disconnect(self) -> None:
-        if self._owner and ray.is_initialized():
+        if self._daemons is not None and ray.is_initialized():
             if self._temp is None:  # the processes of a cluster are not ours to stop
                 ray.shutdown()
             else:
-                _shut_down(self._daemons.agents if self._daemons else ())
-        for _ in range(20):  # for a second: Ray's last processes may still write to the folder
+                _shut_down(self._daemons)
+        self._remove_folder()
+
+    def _end_processes(self) -> None:
+        """Of a Ray that does not come up any more."""
+        assert self._daemons is not None
+        _end([*self._daemons.started, *self._daemons.below()])
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        for _ in range(20):  # for a second: Ray's last processes may still write to it
             if self._temp is None:
                 break
             if not self._temp.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,81 @@ def _killed(kind: str, seconds: float) -> tuple[list[object], str]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
+
+
+_STARTED = """
+import json, os, sys, threading, time
+import psutil
+from ctpo_megatron.engines.ray_runtime import RayRuntime
+killed, later_s, limit_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+heard, pids, told = [], [], []
+def kill():
+    while not pids:
+        with_name = [child for child in psutil.Process().children() if child.name() == killed]
+        pids.extend(child.pid for child in with_name)
+    time.sleep(later_s)
+    with_name[0].kill()
+    told.append(time.monotonic())
+runtime = RayRuntime(1, lambda gpus: None, timeout_s=limit_s, head_lost=heard.append)
+threading.Thread(target=kill).start()
+try:
+    runtime.wait(limit_s)
+    said = "up"
+except Exception as error:
+    said = str(error)
+noticed_s = time.monotonic() - told[0]
+alive = {child for child in psutil.Process().children(recursive=True) if child.name() in ("gcs_server", "raylet")}
+runtime.close()
+closed_s = time.monotonic() - told[0] - noticed_s
+left = [child.name() for child in alive if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+print(json.dumps([pids[0], noticed_s, closed_s, said, heard, left, os.path.exists(runtime._temp)]))
+"""
+
+
+@pytest.mark.parametrize(
+    "killed, later_s",
+    [
+        ("gcs_server", 1.0),  # Ray waits for it for ever
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("gcs_server", 0.0), ("raylet", 0.0)]),
+    ],
+)
+def test_a_daemon_that_dies_while_ray_starts_ends_the_start(killed: str, later_s: float) -> None:
+    command = [sys.executable, "-c", _STARTED, killed, str(later_s), str(scaled(60))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
+    assert done.returncode == 0, done.stderr
+    pid, noticed_s, closed_s, said, heard, left, folder = json.loads(done.stdout)
+    name = {"gcs_server": "GCS", "raylet": "raylet"}[killed]
+    assert said == f"Ray's {name} (process {pid}) died while Ray started" and heard == [said]
+    assert noticed_s < scaled(2) and closed_s < scaled(5)
+    assert left == [] and not folder
+
+
+_UNPLACED = """
+import os, signal, sys, time
+from pathlib import Path
+import psutil
+from tests.engines.pool_helpers import Stage
+stage = Stage(Path(sys.argv[1]))
+while not stage.fleet._runtime.is_up():
+    time.sleep(0.001)
+next(child for child in psutil.Process().children() if child.name() == "raylet").kill()
+began = time.monotonic()
+try:
+    stage.fleet.wait_ready()
+except Exception as error:
+    print(time.monotonic() - began, error)
+stage.close()
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_has_no_process_yet_does_not_wait_for_a_dead_raylet(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _UNPLACED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(240), check=False)
+    assert done.returncode == 0, done.stderr
+    seconds, _, said = done.stdout.strip().partition(" ")
+    assert said.startswith("rollout engine 0 cannot start, as Ray's raylet (process ") and said.endswith(") died")
+    assert float(seconds) < scaled(10)
 
 
 PROCESSES = 4
