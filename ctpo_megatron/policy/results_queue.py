@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 from multiprocessing.managers import SyncManager
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -20,7 +21,9 @@ from ctpo_sandbox.libc import die_with_parent
 log = logging.getLogger(__name__)
 
 _STARTS = 3
-"""Attempts to start the process, which something may kill meanwhile."""
+"""Attempts to start the process, which something may kill or freeze meanwhile."""
+_START_S = 120.0
+"""For one attempt; it takes a second or two."""
 
 
 class _PickledQueue:
@@ -68,13 +71,24 @@ def start_results_queue() -> str:
 def _started() -> _PickledQueue:
     """Raises EOFError and OSError."""
     others = multiprocessing.active_children()
+
+    def started() -> list[BaseProcess]:
+        return [child for child in multiprocessing.active_children() if child not in others]
+
+    def end_frozen() -> None:
+        for child in started():
+            log.warning("%s has not answered for %g s, and is killed", child.name, _START_S)
+            child.kill()
+
     manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+    late = threading.Timer(_START_S, end_frozen)  # multiprocessing itself waits for ever
+    late.start()
     try:
         with children_spared():
             manager.start(die_with_parent, (os.getpid(), signal.SIGKILL))
+        return _PickledQueue(manager.Queue(), *started())
     finally:
-        started = [child for child in multiprocessing.active_children() if child not in others]
-        for child in started:
+        late.cancel()
+        for child in started():
             # At exit multiprocessing would wait forever for a queue that was interrupted during its start.
             atexit.register(child.kill)
-    return _PickledQueue(manager.Queue(), *started)

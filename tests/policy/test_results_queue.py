@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from ctpo_megatron.policy import results_queue
 from ctpo_megatron.policy.results_queue import start_results_queue
 from tests.end_to_end.small_run import Ctpo
 from tests.support import children
@@ -39,8 +41,8 @@ def none_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def killed_while_they_start(count: int) -> Iterator[None]:
-    """Kills so many children of this process, each as soon as it is there."""
+def killed_while_they_start(count: int, number: int = signal.SIGKILL) -> Iterator[None]:
+    """Sends a signal to so many children of this process, to each as soon as it is there."""
     seen, over = {child.pid for child in psutil.Process().children()}, threading.Event()
 
     def kill() -> None:
@@ -49,7 +51,7 @@ def killed_while_they_start(count: int) -> Iterator[None]:
             for child in psutil.Process().children():
                 if child.pid not in seen and "multiprocessing.spawn" in " ".join(child.cmdline()):
                     seen.add(child.pid)
-                    child.kill()
+                    child.send_signal(number)
                     left -= 1
 
     thread = threading.Thread(target=kill)
@@ -99,6 +101,16 @@ def test_one_that_is_killed_before_its_queue_is_made_is_replaced(
     monkeypatch.setattr(SyncManager, "start", start_and_kill)
     assert start_results_queue() == ""
     assert len(caplog.records) == 1 and "did not start (attempt 1: " in caplog.text
+    assert is_usable()
+
+
+def test_one_that_is_frozen_while_it_starts_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(results_queue, "_START_S", scaled(5))
+    with killed_while_they_start(1, signal.SIGSTOP):
+        assert start_results_queue() == ""
+    assert f" has not answered for {scaled(5):g} s, and is killed" in caplog.text
     assert is_usable()
 
 
