@@ -164,6 +164,16 @@ def test_dry_run_for_another_machine(capsys: pytest.CaptureFixture[str], monkeyp
     assert "data parallel              4" in there and "KV cache of each" not in there
 
 
+@pytest.mark.parametrize("given, then", [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_sleep(given: str | None, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert os.environ["OMP_WAIT_POLICY"] == then
+
+
 def test_output_that_nobody_reads_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)

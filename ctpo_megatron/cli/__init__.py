@@ -35,6 +35,8 @@ _OVERRIDABLE = ("train", "sweep", "eval", "launch")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `ctpo`; returns the exit status: 0 success, 1 failure, 2 invalid request."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    # OpenMP reads it when torch is imported. Threads that spin while they wait take the cores of whatever else runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         os.getcwd()
     except FileNotFoundError:
