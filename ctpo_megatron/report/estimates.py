@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.run_paths import EVALUATION
-from ctpo_megatron.report.confidence import Ends, SignedTables, hierarchical_interval, student_interval, welch_interval
+from ctpo_megatron.report.confidence import Ends, SignedTables, hierarchical_interval, seeds_interval
 from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.tracking import read_scores, trajectory_files
@@ -130,9 +130,7 @@ def mean_score(by_seed: Mapping[str, ScoredSet]) -> Estimate:
     """The mean score over problems and seeds. by_seed: seed -> its problems, one seed or more."""
     many = [*by_seed.values()]
     if len(many) > 1 and not same_problems(many):
-        means = [own_mean(problems) for problems in many]
-        interval = _if_known(student_interval(means))
-        return Estimate(_mean(means), interval, "seeds", _unjudged(many), ["each seed has problems of its own"])
+        return _over_seeds([_judged(problems) for problems in many], _bounds(many, 0.0), _unjudged(many), [])
     names = judged_in_all(many)
     left_out = len(set.union(*map(set, many))) - len(names)
     table = _table(many, names)
@@ -166,10 +164,17 @@ def _within_seeds(left: Sequence[ScoredSet], right: Sequence[ScoredSet], notes: 
     found, left_out = [], 0
     for pair in zip(left, right, strict=True):
         names = judged_in_all(pair)
-        found.append(_own_mean_of(pair[0], names) - _own_mean_of(pair[1], names))
+        found.append([score - other for score, other in zip(*(_scores(each, names) for each in pair), strict=True)])
         left_out += len(pair[0].keys() | pair[1].keys()) - len(names)
-    interval = _if_known(student_interval(found))
-    return Estimate(_mean(found), interval, "seeds", left_out, [*notes, "each seed has problems of its own"])
+    return _over_seeds(found, _bounds([*left, *right], -1.0), left_out, notes)
+
+
+def _over_seeds(scores: Sequence[Sequence[float]], bounds: Ends | None, left_out: int, notes: list[str]) -> Estimate:
+    """Of the scores, or differences, of each seed's own problems."""
+    known = all(scores) and len(scores) > 1
+    interval = seeds_interval([scores], bounds) if known else None
+    value = _mean([_mean(each) for each in scores])
+    return Estimate(value, interval, "seeds", left_out, [*notes, "each seed has problems of its own"])
 
 
 def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], notes: list[str]) -> Estimate:
@@ -180,10 +185,11 @@ def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], notes: list
         known = sum(len(set.union(*map(set, side))) for side in sides)
         blocks = [[(1.0, tables[0])], [(-1.0, tables[1])]]
         return _estimate(blocks, _bounds([*left, *right], -1.0), known - sum(map(len, names)), notes)
-    means = [[own_mean(problems) for problems in side] for side in sides]
-    value = _mean(means[0]) - _mean(means[1])
-    interval = _if_known(welch_interval(*means)) if min(map(len, means)) > 1 else None
-    return Estimate(value, interval, "seeds", _unjudged([*left, *right]), notes)
+    scores = [[_judged(problems) for problems in side] for side in sides]
+    known = all(all(side) and len(side) > 1 for side in scores)
+    interval = seeds_interval(scores, _bounds([*left, *right], -1.0)) if known else None
+    means = [_mean([_mean(each) for each in side]) for side in scores]
+    return Estimate(means[0] - means[1], interval, "seeds", _unjudged([*left, *right]), notes)
 
 
 def _estimate(blocks: Sequence[SignedTables], bounds: Ends | None, left_out: int, notes: list[str]) -> Estimate:
@@ -225,13 +231,13 @@ def _table(many: Sequence[ScoredSet], names: Sequence[str]) -> NDArray[Any]:
     return np.array([[problems[name].score for name in names] for problems in many], np.float64)
 
 
-def own_mean(problems: ScoredSet) -> float:
-    """Of the problems with a verdict."""
-    return _own_mean_of(problems, judged_in_all([problems]))
+def _judged(problems: ScoredSet) -> list[float]:
+    """The scores of the problems with a verdict."""
+    return _scores(problems, judged_in_all([problems]))
 
 
-def _own_mean_of(problems: ScoredSet, names: Sequence[str]) -> float:
-    return _mean([score for name in names if (score := problems[name].score) is not None])
+def _scores(problems: ScoredSet, names: Sequence[str]) -> list[float]:
+    return [score for name in names if (score := problems[name].score) is not None]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -240,7 +246,3 @@ def _mean(values: Sequence[float]) -> float:
 
 def _unjudged(many: Sequence[ScoredSet]) -> int:
     return sum(len(problems) - len(judged_in_all([problems])) for problems in many)
-
-
-def _if_known(interval: Ends) -> Ends | None:
-    return interval if all(map(math.isfinite, interval)) else None

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 
 from ctpo_megatron.report import accuracies
 from ctpo_megatron.report.accuracies import UNDECIDED, compare_accuracies
 from ctpo_megatron.report.comparison import accuracy_table, difference_table, notes_of_accuracies
+from ctpo_megatron.report.confidence import seeds_interval
 from ctpo_megatron.report.estimates import ONE_SEED, ScoredProblem, ScoredSet, difference, mean_score
 from ctpo_megatron.report.groups import groups_of
 from ctpo_megatron.report.run_data import RunData
@@ -129,12 +129,11 @@ def test_equal_ids_of_other_problems_are_not_paired() -> None:
     left = {str(seed): problems(drawn(0.7, seed=seed), f"{seed}:") for seed in range(3)}
     right = {str(seed): problems(drawn(0.4, seed=seed + 9), f"{seed}:") for seed in range(3)}
     found = difference(left, right)
-    by_seed = [np.mean(drawn(0.7, seed=seed)) - np.mean(drawn(0.4, seed=seed + 9)) for seed in range(3)]
-    expected = stats.ttest_1samp(by_seed, 0).confidence_interval()
-    assert found.over == "seeds" and found.interval == pytest.approx((expected.low, expected.high))
+    less = [np.subtract(drawn(0.7, seed=seed), drawn(0.4, seed=seed + 9)).tolist() for seed in range(3)]
+    assert found.over == "seeds" and found.interval == seeds_interval([less], (-1.0, 1.0))
+    assert found.value == pytest.approx(np.mean(less))
     own = mean_score(left)
-    expected = stats.ttest_1samp([np.mean(drawn(0.7, seed=seed)) for seed in range(3)], 0).confidence_interval()
-    assert own.interval == pytest.approx((expected.low, expected.high))
+    assert own.interval == seeds_interval([[drawn(0.7, seed=seed) for seed in range(3)]], (0.0, 1.0))
 
 
 def test_seeds_of_one_side_alone() -> None:
@@ -150,9 +149,8 @@ def test_seeds_of_one_side_alone() -> None:
         [problems(drawn(0.6, seed=seed), first=1000 * seed) for seed in seeds] for seeds in ((1, 2, 3), (4, 5))
     )
     own = difference(dict(zip("abc", ours, strict=True)), dict(zip("de", theirs, strict=True)))
-    means = [[np.mean([each.score for each in side.values()]) for side in sides] for sides in (ours, theirs)]
-    wanted = stats.ttest_ind(*means, equal_var=False).confidence_interval(0.95)
-    assert own.over == "seeds" and own.interval == pytest.approx((wanted.low, wanted.high))
+    scores = [[[each.score for each in side.values()] for side in sides] for sides in (ours, theirs)]
+    assert own.over == "seeds" and own.interval == seeds_interval(scores, (-1.0, 1.0))
     single = difference(many, {"9": problems(drawn(0.6, seed=9))})
     assert single.over == "problems"
     assert ONE_SEED in single.notes

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from ctpo_megatron.report import confidence
-from ctpo_megatron.report.confidence import hierarchical_interval, student_interval, welch_interval
+from ctpo_megatron.report.confidence import hierarchical_interval, seeds_interval, student_interval
 
 RUNS, RESAMPLES = 500, 1000
 
@@ -149,10 +149,49 @@ def test_many_problems_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     assert hierarchical_interval([[(1.0, table)]]) == pytest.approx(whole, abs=0.01)
 
 
-def test_students_intervals_are_scipys() -> None:
-    first, second = [0.5, 0.7, 0.6, 0.8], [0.4, 0.9, 0.3]
-    found = stats.ttest_1samp(first, 0).confidence_interval(0.95)
-    assert student_interval(first) == pytest.approx((found.low, found.high))
-    found = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
-    assert welch_interval(first, second) == pytest.approx((found.low, found.high))
-    assert welch_interval([1.0, 1.0], [0.5, 0.5]) == (0.5, 0.5)
+def test_students_interval_is_scipys() -> None:
+    values = [0.5, 0.7, 0.6, 0.8]
+    found = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert student_interval(values) == pytest.approx((found.low, found.high))
+
+
+def seed_of(mean: float, problems: int = 4000) -> list[float]:
+    """Scores of so many problems that their mean has next to no error."""
+    return [1.0] * round(mean * problems) + [0.0] * round((1 - mean) * problems)
+
+
+def test_seeds_with_problems_of_their_own_have_students_interval() -> None:
+    """Where the spread over seeds is far above the error of their means."""
+    means, others = [0.3, 0.6, 0.4, 0.7, 0.5], [0.2, 0.5, 0.35, 0.6, 0.45]
+    found = stats.ttest_1samp(means, 0).confidence_interval(0.95)
+    one = seeds_interval([[seed_of(mean) for mean in means]])
+    assert one == pytest.approx((found.low, found.high), abs=0.005)
+    two = seeds_interval([[seed_of(mean) for mean in side] for side in (means, others)])
+    generator = np.random.default_rng(7)
+    first, second = (stats.sem(side) * generator.standard_t(4, 200_000) for side in (means, others))
+    expected = np.quantile(np.abs(first - second), 0.95)  # Behrens and Fisher
+    assert np.ptp(two) / 2 == pytest.approx(expected, rel=0.02)
+    assert sum(two) / 2 == pytest.approx(np.mean(means) - np.mean(others))
+
+
+def test_seeds_that_agree_by_chance_leave_what_their_problems_leave() -> None:
+    """Two means of 0.9 over 100 problems: their own spread is 0, that of the problems 0.03."""
+    low, high = seeds_interval([[seed_of(0.9, 100)] * 2], (0.0, 1.0))
+    error = np.std(seed_of(0.9, 100), ddof=1) / 10 / np.sqrt(2)
+    assert (low, high) == pytest.approx((0.9 - 1.96 * error, 0.9 + 1.96 * error), abs=0.001)
+    assert seeds_interval([[seed_of(0.98, 100), seed_of(0.9, 100)]], (0.0, 1.0))[1] == 1.0
+    assert seeds_interval([[[1.0] * 30] * 2], (0.0, 1.0)) == pytest.approx((0.025 ** (1 / 30), 1.0))
+    low, high = seeds_interval([[seed_of(0.9, 100)] * 2] * 2, (-1.0, 1.0))
+    assert (low, high) == pytest.approx((-1.96 * np.sqrt(2) * error, 1.96 * np.sqrt(2) * error), abs=0.001)
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+@pytest.mark.parametrize("chance", [0.6, 0.99])
+def test_seeds_with_problems_of_their_own_cover_other_seeds(chance: float, seeds: int) -> None:
+    """Near the ceiling the means of two seeds are often equal: Student's interval covered 83 % there."""
+    generator, runs, hits = np.random.default_rng(6), 250, 0
+    for _ in range(runs):
+        scores = generator.binomial(1, chance, (seeds, 256)).astype(float)
+        low, high = seeds_interval([scores.tolist()], (0.0, 1.0))
+        hits += low <= chance <= high
+    assert hits / runs > 0.94
