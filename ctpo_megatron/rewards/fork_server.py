@@ -24,10 +24,17 @@ def fork_server(*, math: bool) -> BaseContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_ALWAYS, *(["math_verify"] if math else [])])
-    with children_spared():
-        forkserver.ensure_running()
+    # Also the server that replaces a killed one, as multiprocessing starts the next process.
+    forkserver._forkserver.ensure_running = _ensure_spared  # type: ignore[method-assign]
+    _ensure_spared()
     CONSTS.term_timeout = 0.0  # how long pebble waits after SIGTERM before it kills
     return context
+
+
+def _ensure_spared() -> None:
+    """Start the fork server unless it runs, spared of the signals that ask a run to end."""
+    with children_spared():
+        forkserver.ensure_running()
 
 
 def end_with_trainer() -> None:

@@ -294,6 +294,22 @@ def test_a_sigterm_to_all_processes_of_the_job_costs_no_verdict(tmp_path: Path) 
     assert not any(worker.is_running() for worker in workers)
 
 
+def test_a_fork_server_that_replaces_a_killed_one_is_spared_as_well() -> None:
+    with misbehaving(timeout_s=30) as pool:
+        killed = fork_server()
+        killed.kill()
+        deadline = time.monotonic() + scaled(10)
+        while killed.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:  # multiprocessing reaps it
+            time.sleep(0.01)
+        assert pool.score([group("2", "5")]) == ScoreReport(2)
+        server = fork_server()
+        assert server != killed
+        server.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert pool.score([group("2")]) == ScoreReport(1)
+        assert fork_server() == server
+
+
 def test_a_worker_killed_by_somebody_else_costs_no_verdict(tmp_path: Path) -> None:
     groups = [group(f"die unless {tmp_path / 'died before'}", "2")]
     with misbehaving(timeout_s=30) as pool:
