@@ -39,7 +39,7 @@ WALKS = {
         rollouts/request.py rollouts/scoring.py rollouts/buffer.py rollouts/ledger.py rollouts/filters.py
         rollouts/scheduler.py engines/pool.py engines/handle.py engines/tasks.py
         engines/engine.py environments/episode.py environments/template.py environments/toolbox.py
-        environments/protocol.py rewards/pool.py rewards/worker.py policy/trainer.py
+        environments/protocol.py rewards/pool.py rewards/workers.py rewards/worker.py policy/trainer.py
         policy/minibatch.py policy/old_log_probs.py policy/optimizer.py policy/passes.py policy/predictions.py
         data/packing.py
         objective/advantages.py objective/function.py objective/policy_loss.py objective/ratios.py

@@ -23,6 +23,8 @@ _PROBE = 'Find  x:\n  f(12, 3.5) != "a b", x_1 = -7 \\frac{1}{2} <tool_call>\n{"
 _GENERIC = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that read tokenizer.json as it is."""
 _FIX = 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'
+_OTHER_READER_S = 120.0
+"""For a process that imports transformers and reads a tokenizer; it takes a few seconds."""
 _ASK = """
 import json, sys
 sys.modules["torch"] = None
@@ -93,7 +95,13 @@ def _as_named(model: str, named: str, ids: tuple[int, ...]) -> tuple[str, list[i
     named: the class, of which there may be another at the next call.
     """
     question = json.dumps([model, _PROBE, ids])
-    done = subprocess.run([sys.executable, "-c", _ASK], input=question, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", _ASK]
+    try:
+        done = subprocess.run(
+            command, input=question, capture_output=True, text=True, timeout=_OTHER_READER_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_OTHER_READER_S:g} s", [], ""
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["no message"])[-1], [], ""
     theirs, text = json.loads(done.stdout)

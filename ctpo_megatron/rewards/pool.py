@@ -10,12 +10,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
@@ -28,25 +27,18 @@ from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.protocol import COUNTS, Reward
 from ctpo_megatron.rewards.worker import Pair, Routes, Scored
+from ctpo_megatron.rewards.workers import START_TIMEOUT_S, WORKERS_RETRIES, RewardWorkersLost, Workers, awaited
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import Extension, RewardConfig
     from ctpo_megatron.data.batch import Group
     from ctpo_megatron.data.trajectory import Trajectory
 
-T = TypeVar("T")
 _LONGEST_REASON = 1000
-START_TIMEOUT_S = 120.0  # for all workers to start and load the reward functions
 GRACE_S = 1.0  # after the deadline, for a worker to discard what it awaits, before it is killed
 START_MARGIN_S = 5.0  # at least, for a worker that was killed to be replaced
-WORKERS_POLL_S = 1.0  # how often a waiting thread checks that the workers are still there
-WORKERS_RETRIES = 3  # how often a trajectory is given to new workers because all of them were gone
 
 log = logging.getLogger(__name__)
-
-
-class RewardWorkersLost(RuntimeError):
-    """The processes that score do not come up, or die again and again; another machine may let them live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,55 +116,6 @@ class _Chunk:
     pairs: tuple[Pair, ...]
 
 
-class _Workers:
-    """A pool of pebble's, and when one of its tasks ended last: a worker that is frozen while idle ends none.
-
-    It keeps the others from tasks, and pebble's deadline begins with a task.
-    """
-
-    def __init__(self, pool: ProcessPool) -> None:
-        self.pool = pool
-        self._lock, self._pending, self._moved = threading.Lock(), 0, time.monotonic()
-        self.frozen = False
-
-    def schedule(self, chunk: _Chunk, timeout_s: float, limit_s: float) -> ProcessFuture[list[Scored]]:
-        """Raises RuntimeError when the pool is broken."""
-        future = self.pool.schedule(worker.score, args=(chunk.route, chunk.pairs, timeout_s), timeout=limit_s)
-        with self._lock:
-            self._moved = self._moved if self._pending else time.monotonic()
-            self._pending += 1
-        future.add_done_callback(self._ended)
-        return future
-
-    def _ended(self, _: object) -> None:
-        with self._lock:
-            self._moved = time.monotonic()
-            self._pending -= 1
-
-    def active(self, patience_s: float) -> bool:
-        """Whether results can be expected: one came within this time, or there was nothing to do."""
-        with self._lock:
-            idle_s = time.monotonic() - self._moved if self._pending else 0.0
-        if idle_s > patience_s and not self.frozen:
-            self.frozen = True
-            log.warning("no reward worker did anything for %.0f s, was one of them frozen? They are replaced", idle_s)
-        return not self.frozen and bool(self.pool.active)
-
-
-def _awaited(future: ProcessFuture[T], workers: _Workers, patience_s: float, until: float = math.inf) -> T:
-    """The result of a future; a broken pool forgets its tasks. until: monotonic seconds.
-
-    Raises the worker's exception, BrokenProcessPool when no worker is left, or TimeoutError.
-    """
-    while not wait([future], WORKERS_POLL_S).done:
-        if not workers.active(patience_s) and not future.done():
-            raise BrokenProcessPool("the workers are gone, and the result with them")
-        if time.monotonic() > until:
-            raise FutureTimeoutError("no reward worker answered")
-    result: T = future.result()
-    return result
-
-
 @dataclass(frozen=True, slots=True)
 class _Task:
     """A chunk given to `workers`; lost when these are gone, or do nothing for `patience_s`.
@@ -181,7 +124,7 @@ class _Task:
     """
 
     chunk: _Chunk
-    workers: _Workers
+    workers: Workers
     future: ProcessFuture[list[Scored]]
     patience_s: float
     times: list[float]
@@ -192,7 +135,7 @@ class _Task:
 
     def result(self) -> list[Scored]:
         """The outcomes. Raises the worker's exception, or BrokenProcessPool when no worker is left."""
-        return _awaited(self.future, self.workers, self.patience_s)  # a worker has a deadline
+        return awaited(self.future, self.workers, self.patience_s)  # a worker has a deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +185,7 @@ class RewardPool:
             initargs=(routes, [str(Path(folder).resolve()) for folder in search_path or ()], log_path),
             context=fork_server(math=any(name == "math_verify" for name, _ in routes.values())),
         )
-        self._workers = _Workers(self._make())
+        self._workers = Workers(self._make())
         try:
             self._traits, took_s = self._await_start()
         except BaseException:
@@ -259,7 +202,7 @@ class RewardPool:
             try:
                 ready = [self._workers.pool.schedule(worker.traits, timeout=START_TIMEOUT_S) for _ in range(workers)]
                 until = began + 2 * START_TIMEOUT_S  # a worker's own limit begins with the task
-                traits, *_ = [_awaited(future, self._workers, START_TIMEOUT_S, until) for future in ready]
+                traits, *_ = [awaited(future, self._workers, START_TIMEOUT_S, until) for future in ready]
                 return traits, time.monotonic() - began
             except ExtensionError:
                 raise
@@ -344,7 +287,7 @@ class RewardPool:
         renewals = 0
         while True:
             try:
-                return self._workers.schedule(sent, timeout_s, limit_s)
+                return self._workers.schedule(worker.score, (sent.route, sent.pairs, timeout_s), limit_s)
             except RuntimeError as error:  # also of a new pool whose processes, or their fork server, were killed
                 if renewals == WORKERS_RETRIES:
                     raise RewardWorkersLost(
@@ -360,8 +303,8 @@ class RewardPool:
         if not self._workers.frozen:  # or `active` has said so
             log.warning("the reward workers are gone, was one of them killed?")
         log.warning("starting %d new reward workers", self._config.workers)
-        _stop(self._workers.pool)
-        self._workers = _Workers(self._make())
+        self._workers.stop()
+        self._workers = Workers(self._make())
 
     def _outcomes(self, task: _Task, again: bool = True, renewals: int = WORKERS_RETRIES) -> list[Scored]:
         chunk = task.chunk
@@ -397,18 +340,13 @@ class RewardPool:
         """Stop the workers at once; idempotent."""
         with self._lock:
             self._closed = True
-            _stop(self._workers.pool)
+            self._workers.stop()
 
     def __enter__(self) -> RewardPool:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _stop(pool: ProcessPool) -> None:
-    pool.stop()  # type: ignore[no-untyped-call]
-    pool.join()
 
 
 def _text_of(pair: Pair) -> Pair:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from ctpo_megatron import cli
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.data import RowSet
+from ctpo_megatron.environments import tokenizer
 from ctpo_megatron.environments.prompts import chat_tokenizer
 from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
 from ctpo_megatron.environments.tokenizer import TokenizerError, read_tokenizer
@@ -75,6 +76,14 @@ def test_training_has_the_ids_of_tokenizer_json_whatever_class_is_named(own: Pat
     assert f"as {named} it gives other ids" in doubt and '"tokenizer_class": "PreTrainedTokenizerFast"' in doubt
     fenced = ("rollout.tool_parser=fenced", "data.tool_in_prompt=null")  # vLLM looks for its stop strings
     assert f"as {named} it gives other ids" in admit(own, "train", *fenced).problems.lines[0]
+
+
+def test_another_reader_that_does_not_come_back_is_a_doubt(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "_ASK", "import time; time.sleep(600)")
+    monkeypatch.setattr(tokenizer, "_OTHER_READER_S", 0.5)
+    edit(own / "model" / "tokenizer_config.json", tokenizer_class="SlowTokenizer")
+    (doubt,) = admit(own, "train").doubts.lines
+    assert "transformers cannot read it as SlowTokenizer" in doubt and "(no answer within 0.5 s)" in doubt
 
 
 @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", None])

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
 import pytest
 
 from ctpo_megatron.config import Extension, RewardConfig
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.rewards import ground_truth_problem, in_words, score_math, unverifiable
+from ctpo_megatron.rewards import (
+    RewardWorkersLost,
+    ground_truth,
+    ground_truth_problem,
+    in_words,
+    score_math,
+    unverifiable,
+)
+from ctpo_megatron.rewards.fork_server import fork_server
+from tests.support.deadlines import scaled
 
 READABLE = (
     *("72", "-3.5", "+5", "050", "1,000", "1{,}000", "\\$72", "$72$", "50\\%", "72 %", "5%", "0.5", "10^{99}", "9!"),
@@ -85,6 +99,52 @@ def test_a_ground_truth_that_takes_too_long_is_listed() -> None:
     found = unverifiable([prompt("x^2+\\sqrt{3}"), prompt("x^3+\\sqrt{3}")], RewardConfig(timeout_s=1e-4))
     assert set(found) == {0, 1}
     assert "takes longer than reward.timeout_s (0.0001 s)" in found[0]
+
+
+@contextmanager
+def killed_while_they_check(count: int) -> Iterator[None]:
+    """Kills so many new workers of the fork server, each as soon as it is there."""
+    fork_server(math=True)
+    (server,) = [child for child in psutil.Process().children() if "forkserver" in str(child.cmdline())]
+    seen, over = {child.pid for child in server.children()}, threading.Event()
+
+    def kill() -> None:
+        left = count
+        while left and not over.is_set():
+            for child in server.children():
+                if child.pid not in seen and left:
+                    seen.add(child.pid)
+                    child.kill()
+                    left -= 1
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ground_truth, "_PATIENCE_S", scaled(3))
+
+
+FORMULAS = [prompt(f"x^{power}+\\sqrt{{3}}") for power in range(2, 12)]
+
+
+@pytest.mark.usefixtures("little_patience")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_process_that_something_else_kills_makes_no_ground_truth_wrong(count: int) -> None:
+    with killed_while_they_check(count):
+        assert unverifiable(FORMULAS, RewardConfig()) == {}
+
+
+@pytest.mark.usefixtures("little_patience")
+def test_processes_that_are_killed_again_and_again_are_not_the_datas_fault() -> None:
+    with killed_while_they_check(10_000), pytest.raises(RewardWorkersLost, match="is something killing them"):
+        unverifiable(FORMULAS, RewardConfig())
 
 
 def test_ground_truths_that_are_words_are_counted() -> None:
