@@ -125,8 +125,8 @@ def page(found: Sequence[Found]) -> str:
     return "\n\n".join(
         (
             "# All presets on the quickstart",
-            f"{found[0]['count']} held-out problems, greedy, from one supervised stage; accuracy before: "
-            f"{', '.join(starts)}. Brackets: 95 % interval over seeds and problems. Presets have their defaults: with "
+            f"{found[0]['count']} held-out problems, greedy. Each seed has its own task and supervised stage; accuracy "
+            f"before: {', '.join(starts)}. Brackets: 95 % interval over seeds. Presets have their defaults: with "
             "`objective.anchor: proximal` ratios are those of the trainer, also where the authors take the sampler's.",
             table(found),
             "Made on " + "; ".join(made) + ".",
