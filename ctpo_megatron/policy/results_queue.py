@@ -73,7 +73,9 @@ def _started() -> _PickledQueue:
     others = multiprocessing.active_children()
 
     def started() -> list[BaseProcess]:
-        return [child for child in multiprocessing.active_children() if child not in others]
+        # Not what other threads start meanwhile, as reward workers.
+        kind = f"{SyncManager.__name__}-"
+        return [child for child in multiprocessing.active_children() if child not in others and kind in child.name]
 
     def end_frozen() -> None:
         for child in started():

@@ -5,10 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from queue import Empty
@@ -23,6 +22,7 @@ from ctpo_megatron.policy.results_queue import start_results_queue
 from tests.end_to_end.small_run import Ctpo
 from tests.support import children
 from tests.support.deadlines import scaled
+from tests.support.kills import signalled_as_they_start
 
 
 def keepers() -> list[Any]:
@@ -40,27 +40,14 @@ def none_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             keeper.kill()
 
 
-@contextmanager
-def killed_while_they_start(count: int, number: int = signal.SIGKILL) -> Iterator[None]:
-    """Sends a signal to so many children of this process, to each as soon as it is there."""
-    seen, over = {child.pid for child in psutil.Process().children()}, threading.Event()
+def killed_while_they_start(count: int, number: int = signal.SIGKILL) -> AbstractContextManager[None]:
+    """So many of the processes of queues."""
 
-    def kill() -> None:
-        left = count
-        while left and not over.is_set():
-            for child in psutil.Process().children():
-                if child.pid not in seen and "multiprocessing.spawn" in " ".join(child.cmdline()):
-                    seen.add(child.pid)
-                    child.send_signal(number)
-                    left -= 1
+    def spawned() -> list[psutil.Process]:
+        children = psutil.Process().children()
+        return [child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())]
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return signalled_as_they_start(spawned, count, number)
 
 
 def is_usable() -> bool:

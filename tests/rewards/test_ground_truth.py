@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import psutil
 import pytest
@@ -21,6 +19,7 @@ from ctpo_megatron.rewards import (
 )
 from ctpo_megatron.rewards.fork_server import fork_server
 from tests.support.deadlines import scaled
+from tests.support.kills import signalled_as_they_start
 
 READABLE = (
     *("72", "-3.5", "+5", "050", "1,000", "1{,}000", "\\$72", "$72$", "50\\%", "72 %", "5%", "0.5", "10^{99}", "9!"),
@@ -101,29 +100,11 @@ def test_a_ground_truth_that_takes_too_long_is_listed() -> None:
     assert "takes longer than reward.timeout_s (0.0001 s)" in found[0]
 
 
-@contextmanager
-def killed_while_they_check(count: int) -> Iterator[None]:
-    """Kills so many new workers of the fork server, each as soon as it is there."""
+def killed_while_they_check(count: int) -> AbstractContextManager[None]:
+    """So many new workers of the fork server."""
     fork_server(math=True)
     (server,) = [child for child in psutil.Process().children() if "forkserver" in str(child.cmdline())]
-    seen, over = {child.pid for child in server.children()}, threading.Event()
-
-    def kill() -> None:
-        left = count
-        while left and not over.is_set():
-            for child in server.children():
-                if child.pid not in seen and left:
-                    seen.add(child.pid)
-                    child.kill()
-                    left -= 1
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return signalled_as_they_start(server.children, count)
 
 
 @pytest.fixture
