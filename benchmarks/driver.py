@@ -197,7 +197,7 @@ def distribute(trajectories: list[Trajectory], rewards: list[list[float | None]]
             config=PolicyConfig(micro_batch_tokens=40_960),
             layout=layout,
             spec=SPEC,
-            padded_attention=False,
+            attention=None,
             skip_zero_advantage=True,
         )
     with stage(SHARES):

@@ -136,7 +136,7 @@ def distribute(batch: Batch, size: Size, config: Config) -> None:
         config=config.policy,
         layout=layout,
         spec=size.spec,
-        padded_attention=False,
+        attention=None,
         skip_zero_advantage=True,
     )
     for start in range(0, len(sequences), count):

@@ -24,7 +24,8 @@ STEP = 64
 class AttentionRules:
     """How the calls are made; `device.attention_rules` chooses.
 
-    bounded: of few different shapes in a whole run (`call_lengths`), at the price of some padding. repeat_keys: grouped
+    bounded: of few different shapes in a whole run (`call_lengths`), at the price of some padding, because cuDNN may
+    take the calls. repeat_keys: grouped
     keys and values are repeated for every head.
     """
 
@@ -91,9 +92,14 @@ def _in_powers_of_two(members: Sequence[int]) -> Iterator[tuple[int, ...]]:
         start += size
 
 
-def attention_shapes(cu_seqlens: torch.Tensor, *, bounded: bool) -> list[tuple[int, int]]:
-    """(sequences, length) of each call of the local layer spec's attention over sequences with these boundaries."""
-    calls = attention_calls(cu_seqlens.diff().tolist(), bounded=bounded)
+def attention_shapes(cu_seqlens: torch.Tensor, rules: AttentionRules | None) -> list[tuple[int, int]]:
+    """(sequences, length) of each call of attention over sequences with these boundaries.
+
+    rules: None for layers that take all sequences in one call, as Transformer Engine's do.
+    """
+    if rules is None:
+        return [(1, int(cu_seqlens[-1]))]
+    calls = attention_calls(cu_seqlens.diff().tolist(), bounded=rules.bounded)
     return [(len(call.members), call.length) for call in calls]
 
 

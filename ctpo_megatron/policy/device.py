@@ -44,6 +44,9 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("A10", {"bfloat16": 125.0, "tf32": 62.5, "float32": 31.2}),
 )
 
+_WIDEST_FLASH_HEAD = 256
+"""Numbers of a head that flash attention takes at most."""
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -113,26 +116,26 @@ def capabilities() -> Capabilities:
     )
 
 
-def few_attention_shapes() -> bool:
-    """Whether the calls of dense attention should have few different shapes (`AttentionRules.bounded`).
-
-    On CUDA. From compute capability 9.0 on torch prefers cuDNN, which compiles a plan for each shape, forward and
-    backward, in tens of milliseconds of host time, and keeps all of them. A CPU has no plans, and padding costs time.
-    """
-    return CUDA
-
-
-def attention_rules(dtype: torch.dtype, *, masked: bool) -> AttentionRules:
+def attention_rules(dtype: torch.dtype, head_dim: int, *, masked: bool) -> AttentionRules:
     """How the local layers call torch's attention. masked: with an explicit mask (context parallelism).
 
-    Fused back ends that take fewer heads of keys than of queries are flash, which takes no mask, and cuDNN, which torch
-    prefers from capability 9.0 on. Both are for 16 bits (torch 2.13, `sdp_utils.cpp`). Otherwise keys are repeated for
-    the memory-efficient back end: without any, torch writes out scores of quadratic size.
+    Fused back ends that take fewer heads of keys than of queries are flash, which takes no mask, and cuDNN. Both are
+    for 16 bits (torch 2.13, `sdp_utils.cpp`). Otherwise keys are repeated for the memory-efficient back end: without
+    any, torch writes out scores of quadratic size.
+
+    From compute capability 9.0 on torch prefers cuDNN, which compiles a plan for each shape, forward and backward, in
+    tens of milliseconds of host time, and keeps all of them. So it is left to calls that flash does not take
+    (`allow_cudnn_attention`), and these are of few different shapes.
     """
-    if not CUDA:
+    if not CUDA or (dtype is not torch.float32 and not masked and head_dim <= _WIDEST_FLASH_HEAD):
         return EXACT
     grouped = dtype is not torch.float32 and (not masked or _compute_capability() >= (9, 0))
-    return AttentionRules(bounded=few_attention_shapes(), repeat_keys=not grouped)
+    return AttentionRules(bounded=True, repeat_keys=not grouped)
+
+
+def allow_cudnn_attention(allowed: bool) -> None:
+    """Whether torch's attention may choose cuDNN in this process."""
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
 
 
 def max_ranks() -> int:

@@ -31,8 +31,7 @@ from ctpo_megatron.data import (
 from ctpo_megatron.data.tokens import PACKED, common_type, joined
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import Advantage, Denominators
-from ctpo_megatron.policy import device
-from ctpo_megatron.policy.attention_plan import attention_shapes
+from ctpo_megatron.policy.attention_plan import AttentionRules, attention_shapes
 from ctpo_megatron.policy.parallel import Layout
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Workload:
     trained_flops: the same for the trajectories that the passes run over. imbalance: largest over mean model FLOPs of
     the data-parallel ranks' shares. computed_tokens: rows of attention in this rank's replica, alignment and padding
     included. packing_s: seconds that this rank spent on packing. attention_shapes: different (sequences, length) of its
-    calls of attention, where the device wants few of them.
+    calls of attention, where they are kept few.
     """
 
     tokens: int
@@ -167,7 +166,7 @@ def make_mini_batches(
     config: PolicyConfig,
     layout: Layout,
     spec: ModelSpec,
-    padded_attention: bool,
+    attention: AttentionRules | None,
     skip_zero_advantage: bool = False,
     pack_skipped: bool = False,
 ) -> list[MiniBatch]:
@@ -177,7 +176,7 @@ def make_mini_batches(
     balanced by model FLOPs. A sequence whose advantage is None takes no part: it is in no micro-batch and in no
     denominator. skip_zero_advantage: those whose advantage is 0 are in the denominators but in no micro-batch. A rank
     without any sequence runs one masked sequence. pack_skipped: `skipped_micro_batches` of the first and the last step.
-    padded_attention: attention pads within length classes (the local layer spec), which counts as computed tokens.
+    attention: as `BuiltModel.attention`; rows that its calls pad count as computed tokens.
     Raises ValueError when an optimizer step has fewer sequences than there are data-parallel ranks. Collective.
     """
     rules = packing_rules(config)
@@ -198,7 +197,7 @@ def make_mini_batches(
         denominators = Denominators.of_counts(chunk[i].loss_tokens for i in taking_part)
         micro_batches = [micro.to(layout.device) for micro in packed]
         loads = [sum(flops[i] for i in share) for share in shares]
-        shapes = [shape for micro in packed for shape in _attention_shapes(micro, padded_attention)]
+        shapes = [shape for micro in packed for shape in attention_shapes(micro.cu_seqlens, attention)]
         work = Workload(
             tokens=sum(map(len, chunk)),
             flops=sum(flops),
@@ -206,7 +205,7 @@ def make_mini_batches(
             trained_flops=sum(loads),
             imbalance=max(loads) * layout.dp_size / sum(loads) if trained else 1.0,
             computed_tokens=sum(sequences * length for sequences, length in shapes),
-            attention_shapes=frozenset(shapes) if padded_attention and device.few_attention_shapes() else frozenset(),
+            attention_shapes=frozenset(shapes) if attention and attention.bounded else frozenset(),
             packing_s=time.perf_counter() - began,
         )
         skipped = sorted(taking_part.keys() - set(trained))
@@ -215,12 +214,6 @@ def make_mini_batches(
             passed = _packed(chunk, _shares(skipped, chunk, flops, layout), taking_part, rules, layout)
             result[-1].skipped_micro_batches = [micro.to(layout.device) for micro in passed]
     return result
-
-
-def _attention_shapes(micro: PackedBatch, padded: bool) -> list[tuple[int, int]]:
-    if not padded:
-        return [(1, micro.num_tokens)]
-    return attention_shapes(micro.cu_seqlens, bounded=device.few_attention_shapes())
 
 
 def _shares(

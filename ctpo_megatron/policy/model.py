@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ctpo_megatron.config import NEED_TE, PolicyConfig, Split, head_chunk_rows
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import device
+from ctpo_megatron.policy.attention_plan import AttentionRules
 from ctpo_megatron.policy.layers import local_block_spec
 from ctpo_megatron.policy.loss_scale import LossScale
 from ctpo_megatron.policy.parallel import gather_objects
@@ -36,8 +37,8 @@ class BuiltModel:
 
     wrapped: the chunks wrapped for data parallelism; gpt: the plain GPTModels in them, in the same order.
     streaming: the last stage returns hidden states, and the loss applies the output layer (`predictions.py`), with the
-    logits of `head_chunk` rows at a time (None: the kernels' default). loss_scale: of float16, None otherwise. replays:
-    with `policy.router_replay`.
+    logits of `head_chunk` rows at a time (None: the kernels' default). attention: of the local layers; None where they
+    are Transformer Engine's. loss_scale: of float16, None otherwise. replays: with `policy.router_replay`.
     """
 
     wrapped: tuple[DistributedDataParallel, ...]
@@ -46,6 +47,7 @@ class BuiltModel:
     spec: ModelSpec
     streaming: bool
     head_chunk: int | None
+    attention: AttentionRules | None
     loss_scale: LossScale | None
     replays: RouterReplays | None = None
 
@@ -186,7 +188,15 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     head_chunk = _head_chunk(spec, policy) if streaming else None
     replays = RouterReplays.install(gpt, policy) if config.moe_enable_routing_replay else None
-    return BuiltModel(wrapped, tuple(gpt), config, spec, streaming, head_chunk, loss_scale, replays)
+    if (attention := _attention(spec, policy)) is not None:
+        device.allow_cudnn_attention(attention.bounded)
+    return BuiltModel(wrapped, tuple(gpt), config, spec, streaming, head_chunk, attention, loss_scale, replays)
+
+
+def _attention(spec: ModelSpec, policy: PolicyConfig) -> AttentionRules | None:
+    if resolve_layer_spec(policy) != "local":
+        return None
+    return device.attention_rules(DTYPES[policy.dtype], spec.head_dim, masked=policy.context_parallel_size > 1)
 
 
 def _head_chunk(spec: ModelSpec, policy: PolicyConfig) -> int | None:

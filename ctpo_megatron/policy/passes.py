@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import LossStats, merge
 from ctpo_megatron.policy import device
+from ctpo_megatron.policy.attention_plan import EXACT
 from ctpo_megatron.policy.context import ContextSplit, Targets
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.layers import packed_sequences
@@ -58,14 +59,13 @@ def _forward_step(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     batch = next(batches)
     split = ContextSplit.of(batch.on_host.cu_seqlens).to(batch.cu_seqlens.device)
-    rules = device.attention_rules(model.config.params_dtype, masked=not split.whole)
     if model.replays is not None:
         model.replays.start(batch, split)
     output = module(
         input_ids=split.take(batch.token_ids)[None],
         position_ids=split.take(batch.position_ids)[None],
         attention_mask=None,
-        packed_seq_params=packed_sequences(batch, split, rules),
+        packed_seq_params=packed_sequences(batch, split, model.attention or EXACT),
         **model.output_options,
     )
 

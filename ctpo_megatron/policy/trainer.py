@@ -30,7 +30,7 @@ from ctpo_megatron.policy import checkpoint, device, hf, hf_share
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.hf_directory import write_directory
 from ctpo_megatron.policy.minibatch import MiniBatch, checked_sequences, largest, make_mini_batches, share_sizes
-from ctpo_megatron.policy.model import build_model, gather_gradient_shards, resolve_layer_spec
+from ctpo_megatron.policy.model import build_model, gather_gradient_shards
 from ctpo_megatron.policy.old_log_probs import OldLogProbs, check_mismatch, start_metrics
 from ctpo_megatron.policy.optimizer import BadSteps, OptimizerSteps
 from ctpo_megatron.policy.parallel import Layout
@@ -228,7 +228,7 @@ class Trainer:
             config=self.config,
             layout=self.layout,
             spec=self.spec,
-            padded_attention=resolve_layer_spec(self.config) == "local",
+            attention=self._model.attention,
             skip_zero_advantage=skip_zero_advantage,
             pack_skipped=pack_skipped,
         )

@@ -27,6 +27,7 @@ from ctpo_megatron.data import (
 from ctpo_megatron.models import FAMILIES, ModelSpec
 from ctpo_megatron.policy import Layout, context, destroy_distributed, device, init_distributed, layers
 from ctpo_megatron.policy.attention_plan import (
+    EXACT,
     SHORTEST_OF_CLASS,
     STEP,
     AttentionPlan,
@@ -237,7 +238,7 @@ def test_length_classes_hold_every_token_once_and_little_else(layout: Layout) ->
     plan = AttentionPlan(ContextSplit.of(batch.cu_seqlens))
     assert plan.queries[plan.back].tolist() == list(range(batch.num_tokens))
     rows = sum(part.queries.numel() for part in plan.classes)
-    shapes = attention_shapes(batch.cu_seqlens, bounded=False)
+    shapes = attention_shapes(batch.cu_seqlens, EXACT)
     assert len(plan.queries) == len(plan.tokens) == rows == sum(size * length for size, length in shapes)
     assert batch.num_tokens >= SHORTEST_OF_CLASS * rows
 
@@ -278,23 +279,28 @@ def test_few_shapes_hold_any_sequences(lengths: list[int]) -> None:
         assert call.length - shortest < STEP or shortest > SHORTEST_OF_CLASS * call.length - STEP
         assert len(call.members) & (len(call.members) - 1) == 0
     batch = torch.tensor([0, *itertools.accumulate(lengths)])
-    assert len(set(attention_shapes(batch, bounded=True))) <= MOST_SHAPES
+    assert len(set(attention_shapes(batch, AttentionRules(bounded=True)))) <= MOST_SHAPES
 
 
 @pytest.mark.parametrize(
-    ("dtype", "masked", "capability", "rules"),
+    ("dtype", "head_dim", "masked", "capability", "rules"),
     [
-        (torch.bfloat16, False, (9, 0), AttentionRules(bounded=True)),
-        (torch.bfloat16, True, (9, 0), AttentionRules(bounded=True)),  # cuDNN
-        (torch.bfloat16, False, (8, 0), AttentionRules(bounded=True)),  # flash
-        (torch.bfloat16, True, (8, 0), AttentionRules(bounded=True, repeat_keys=True)),
-        (torch.float32, False, (9, 0), AttentionRules(bounded=True, repeat_keys=True)),
+        (torch.bfloat16, 128, False, (9, 0), EXACT),
+        (torch.float16, 64, False, (8, 0), EXACT),
+        (torch.bfloat16, 320, False, (9, 0), AttentionRules(bounded=True)),  # wider than flash attention takes
+        (torch.bfloat16, 128, True, (9, 0), AttentionRules(bounded=True)),  # cuDNN
+        (torch.bfloat16, 128, True, (8, 0), AttentionRules(bounded=True, repeat_keys=True)),
+        (torch.float32, 128, False, (9, 0), AttentionRules(bounded=True, repeat_keys=True)),
     ],
 )
-def test_keys_are_repeated_where_no_fused_attention_takes_grouped_ones(
-    dtype: torch.dtype, masked: bool, capability: tuple[int, int], rules: AttentionRules, monkeypatch
+def test_attention_is_called_as_its_fused_back_ends_take_it(
+    dtype: torch.dtype, head_dim: int, masked: bool, capability: tuple[int, int], rules: AttentionRules, monkeypatch
 ) -> None:
-    assert device.attention_rules(dtype, masked=masked) == AttentionRules()  # a CPU
+    assert device.attention_rules(dtype, head_dim, masked=masked) == EXACT  # a CPU
     monkeypatch.setattr(device, "CUDA", True)
     monkeypatch.setattr(device, "_compute_capability", lambda: capability)
-    assert device.attention_rules(dtype, masked=masked) == rules
+    assert device.attention_rules(dtype, head_dim, masked=masked) == rules
+
+
+def test_layers_that_take_packed_sequences_pad_none() -> None:
+    assert attention_shapes(torch.tensor([0, 5, 5, 105]), None) == [(1, 105)]

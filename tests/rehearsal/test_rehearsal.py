@@ -49,7 +49,11 @@ def test_training_on_pretended_gpus(case: Case, models_dir: Path, tmp_path: Path
         assert not over, f"rank {rank} waits for the device too often:\n" + "\n".join(over)
 
 
-@pytest.mark.parametrize("family", start.FAMILIES)
-def test_the_tests_that_wait_for_a_gpu_run(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype", "tolerance"),
+    [*((family, "float32", 1e-3) for family in start.FAMILIES), ("qwen3-tied", "bfloat16", 0.1)],
+)
+def test_the_tests_that_wait_for_a_gpu_run(family: str, dtype: str, tolerance: float, tmp_path: Path) -> None:
     """tests/gpu/test_policy_cuda.py: log-probs as transformers gives them on the CPU, and an update."""
-    ranks.run(start.gpu_test, "test_log_probs_and_one_update", family, tmp_path, pretend_cuda=True)
+    arguments = (family, dtype, tolerance, tmp_path)
+    ranks.run(start.gpu_test, "test_log_probs_and_one_update", *arguments, pretend_cuda=True)
