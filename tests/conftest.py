@@ -55,8 +55,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell's `&`; tests send it to what they start
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Tests send them to what they start, which keeps what is ignored here: SIGINT by a shell's `&`, SIGHUP by nohup.
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
     # A busy machine breaks what goes by the clock of one example. Examples are traced to explain a failure: a handler
     # of SIGALRM, the deadline of the test, then ran for ever in Python 3.11.
     phases = [phase for phase in Phase if phase is not Phase.explain]
