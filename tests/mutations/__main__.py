@@ -78,7 +78,7 @@ def load() -> list[Mutation]:
 
 
 def copy_tree(target: Path) -> None:
-    """The files of the working tree that git does not ignore."""
+    """The files of the working tree that git does not ignore, as a checkout: tests ask git which files there are."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -89,6 +89,8 @@ def copy_tree(target: Path) -> None:
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
+    for command in (("init", "--quiet"), ("add", "--all")):
+        subprocess.run(["git", *command], cwd=target, check=True)
 
 
 def run_tests(server: Client, tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
