@@ -38,8 +38,8 @@ from ctpo_megatron.engines.tasks import (
 from ctpo_megatron.engines.timeouts import CORE_SHUTDOWN_S
 from ctpo_megatron.engines.turns import TurnScheduler
 from ctpo_megatron.engines.weights import EngineFacts, init_request, update_request
-from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
-from ctpo_megatron.environments.factory import make_environment, make_toolbox
+from ctpo_megatron.environments.episode import Episode, ModelTurn, play
+from ctpo_megatron.environments.factory import episode_limits, make_environment, make_toolbox
 from ctpo_megatron.environments.protocol import ToolUnavailable
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
@@ -106,16 +106,7 @@ class RolloutEngine:
             self._llm = self._setup.make(settings, self._config.rollout.engine, router_choices=replay)
         await self._llm.update_weight_version(str(INITIAL_VERSION))
         self._codec = self._make_codec(self._llm.get_tokenizer())
-        rollout = self._config.rollout
-        self._limits = EpisodeLimits(
-            rollout.max_turns,
-            rollout.max_turn_tokens,
-            rollout.max_response_tokens,
-            rollout.engine.max_model_len,
-            rollout.max_tool_calls,
-            rollout.max_tool_s,
-            self._config.data.max_prompt_tokens,
-        )
+        self._limits = episode_limits(self._config.rollout, self._config.data)
         gc.collect()
         gc.freeze()  # imported modules are many and permanent: full collections would cost more than the episodes
         workers = self._config.rollout.engine.tensor_parallel_size

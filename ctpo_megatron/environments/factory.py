@@ -1,4 +1,4 @@
-"""Creates the tools, parser and environment of section `rollout`, or checks them without creating them."""
+"""Creates the tools, parser, environment and limits of section `rollout`, or checks parts without creating them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from ctpo_megatron.base.extensions import ExtensionError, call_problem, called, load
 from ctpo_megatron.config import DataConfig, Extension, RolloutConfig, SandboxConfig, SystemPrompt, system_prompt_text
+from ctpo_megatron.environments.episode import EpisodeLimits
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.node_sandbox import node_sandbox_url
 from ctpo_megatron.environments.parsers.fenced import TOOL, FencedParser
@@ -20,6 +21,19 @@ TOOLS: dict[str, Any] = {"python": PythonTool}
 PARSERS: dict[str, Any] = {"hermes": HermesParser, "fenced": FencedParser}
 ENVIRONMENTS: dict[str, Any] = {"tools": ToolEnvironment, "endpoint": None}
 """`endpoint` is made from a section of its own."""
+
+
+def episode_limits(rollout: RolloutConfig, data: DataConfig) -> EpisodeLimits:
+    """The budgets of every episode of a run."""
+    return EpisodeLimits(
+        max_turns=rollout.max_turns,
+        max_turn_tokens=rollout.max_turn_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+        max_model_len=rollout.engine.max_model_len,
+        max_tool_calls=rollout.max_tool_calls,
+        max_tool_s=rollout.max_tool_s,
+        max_prompt_tokens=data.max_prompt_tokens,
+    )
 
 
 def make_toolbox(

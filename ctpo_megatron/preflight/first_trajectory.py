@@ -16,8 +16,8 @@ from ctpo_megatron.base.chat_template import CLOSE
 from ctpo_megatron.base.extensions import ExtensionError, activate
 from ctpo_megatron.config import Config, Problem
 from ctpo_megatron.data import Group, Prompt, ToolCall
-from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
-from ctpo_megatron.environments.factory import make_parser, needs_sandbox
+from ctpo_megatron.environments.episode import Episode, ModelTurn, play
+from ctpo_megatron.environments.factory import episode_limits, make_parser, needs_sandbox
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.parsers.thinking import left_open
 from ctpo_megatron.environments.protocol import ToolUnavailable
@@ -136,14 +136,7 @@ def _play(
     from ctpo_megatron.data import Trajectory
 
     trajectory = Trajectory(prompt.id, 0, 0)
-    limits = EpisodeLimits(
-        rollout.max_turns,
-        rollout.max_turn_tokens,
-        rollout.max_response_tokens,
-        rollout.engine.max_model_len,
-        rollout.max_tool_calls,
-        rollout.max_tool_s,
-    )
+    limits = episode_limits(rollout, config.data)
     script: Any = _Script(texts, tokenizer, min(stops))
     episode = Episode(prompt, trajectory, engine=script, codec=codec, tools=tools, limits=limits)
     asyncio.run(play(ToolEnvironment(), episode))
