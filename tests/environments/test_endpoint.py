@@ -109,13 +109,26 @@ def test_another_history_is_another_sequence_and_the_longest_match_is_extended()
     assert Trajectory.from_json(json.loads(json.dumps(trajectory.to_json()))) == trajectory
 
 
+class InPairs(Engine):
+    """Answers a call when another one waits for its answer, too."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(*texts)
+        self.both = asyncio.Barrier(2)
+
+    async def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        said = await super().__call__(*arguments, **keywords)
+        await self.both.wait()
+        return said
+
+
 def test_two_answers_to_one_history_are_in_one_loss_each() -> None:
     async def agent(task: AgentTask) -> None:
         await asyncio.gather(*(asked(task, task.messages, tools=task.tools) for _ in range(2)))
         history = [*task.messages, {"role": "assistant", "content": "one"}, {"role": "user", "content": "?"}]
         await asyncio.gather(*(asked(task, history, tools=task.tools) for _ in range(2)))
 
-    trajectory = played(Engine("one", "two", "three", "four"), agent)
+    trajectory = played(InPairs("one", "two", "three", "four"), agent)
     texts = sequences(trajectory)
     assert len(texts) == 3
     assert sorted(sampled(trajectory)) == sorted(f"{said}<|im_end|>" for said in ("one", "two", "three", "four"))
