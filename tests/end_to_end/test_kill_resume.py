@@ -230,11 +230,10 @@ def test_a_resume_says_which_lines_are_lost(folder: Path, whole: Path) -> None:
 def test_a_refused_resume_leaves_the_record_of_the_data(folder: Path, whole: Path) -> None:
     run = folder / "runs" / "refused"
     shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / f"step_{STEPS:06d}")
     before = (run / "data.json").read_bytes()
-    refused = train(
-        folder, "run.name=refused", "run.resume=true", f"run.steps={STEPS + 1}", "data.train=[task/heldout.parquet]"
-    )
-    assert refused.returncode == 2, refused.stderr[-4000:]
+    refused = train(folder, "run.name=refused", "run.resume=true", "data.train=[task/heldout.parquet]")
+    assert refused.returncode == 2 and "does not fit this run" in refused.stderr, refused.stderr[-4000:]
     assert (run / "data.json").read_bytes() == before
 
 
