@@ -25,8 +25,7 @@ class AttentionRules:
     """How the calls are made; `device.attention_rules` chooses.
 
     bounded: of few different shapes in a whole run (`call_lengths`), at the price of some padding, because cuDNN may
-    take the calls. repeat_keys: grouped
-    keys and values are repeated for every head.
+    take the calls. repeat_keys: grouped keys and values are repeated for every head.
     """
 
     bounded: bool = False
