@@ -71,6 +71,19 @@ class Engine:
         return ModelTurn(ids, [-0.5 * n] * len(ids), [n + 6] * len(ids))
 
 
+class InPairs(Engine):
+    """Answers a call when another one waits for its answer, too."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(*texts)
+        self.both = asyncio.Barrier(2)
+
+    async def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        said = await super().__call__(*arguments, **keywords)
+        await self.both.wait()
+        return said
+
+
 class Tool:
     schema = PythonTool.schema
 

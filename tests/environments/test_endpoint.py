@@ -28,6 +28,7 @@ from tests.environments.endpoint_stand import (
     TOOLS,
     Agent,
     Engine,
+    InPairs,
     Stand,
     Tool,
     asked,
@@ -107,19 +108,6 @@ def test_another_history_is_another_sequence_and_the_longest_match_is_extended()
     assert trajectory.model_tokens == sum(trajectory.loss_mask) == sum(map(len, map(ids_of, sampled(trajectory))))
     assert trajectory.final_text == "four"
     assert Trajectory.from_json(json.loads(json.dumps(trajectory.to_json()))) == trajectory
-
-
-class InPairs(Engine):
-    """Answers a call when another one waits for its answer, too."""
-
-    def __init__(self, *texts: str) -> None:
-        super().__init__(*texts)
-        self.both = asyncio.Barrier(2)
-
-    async def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        said = await super().__call__(*arguments, **keywords)
-        await self.both.wait()
-        return said
 
 
 def test_two_answers_to_one_history_are_in_one_loss_each() -> None:

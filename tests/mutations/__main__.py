@@ -163,6 +163,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time (default 2)")
     arguments = parser.parse_args()
     chosen = [m for m in load() if arguments.only is None or m.id.startswith(tuple(arguments.only))]
+    if not chosen:  # pytest would take no tests for all of them
+        parser.error(f"--only: no bug has an id that begins with {', '.join(arguments.only)}")
     verdicts = run(chosen, arguments.jobs)
     caught = sum(verdict.good for verdict in verdicts[1:])
     print(
