@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from ctpo_megatron.base.processes import wait_for
+
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S, _MEMORY_S = 0.02, 1.0
 _TAIL = 2000
@@ -178,7 +180,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 def end_all(grace_s: float = 20.0) -> None:
     """Wait for all that is below this process, and kill what is left then: nothing of one run meets the next."""
-    for process in psutil.wait_procs(psutil.Process().children(recursive=True), timeout=grace_s)[1]:
+    for process in wait_for(psutil.Process().children(recursive=True), grace_s):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 

@@ -22,13 +22,22 @@ def runs(process: psutil.Process) -> bool:
 def end_all(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Kill processes, children or not, and wait until they have ended, `timeout_s` at most; returns what still runs.
 
-    A killed process runs on until the kernel has freed its memory. Not `psutil.wait_procs`, which waits for zombies,
-    too: in some containers no process reaps them.
+    A killed process runs on until the kernel has freed its memory.
     """
-    left, deadline = [*processes], time.monotonic() + timeout_s
-    for process in left:
+    killed = [*processes]
+    for process in killed:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+    return wait_for(killed, timeout_s)
+
+
+def wait_for(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until processes have ended, children or not, `timeout_s` at most; returns what still runs.
+
+    Not `psutil.wait_procs`: it waits for zombies, too, which no process reaps in some containers. And it fails where
+    one that is no child is being reaped (psutil issue 2715).
+    """
+    left, deadline = [*processes], time.monotonic() + timeout_s
     while (left := [each for each in left if runs(each)]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return left

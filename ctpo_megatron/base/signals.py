@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -68,10 +69,13 @@ def end_with(process: int) -> None:
     """Have this process killed when another one ends, which need not be its parent, and may have ended already."""
 
     def wait() -> None:
-        with suppress(ProcessLookupError):
+        try:
             ended = select.poll()  # `select` takes no descriptor beyond 1023
             ended.register(os.pidfd_open(process), select.POLLIN)
             ended.poll()
+        except OSError as error:
+            if error.errno not in (errno.ESRCH, errno.EINVAL):  # EINVAL: it is being reaped
+                raise
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="end-with", daemon=True).start()

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import importlib.metadata
 import ipaddress
 import logging
@@ -92,8 +93,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _watch_parent(pid: int, server: uvicorn.Server) -> None:
-    """With a pidfd: PR_SET_PDEATHSIG would fire when the starting thread ends, and trainers have threads."""
-    descriptor = os.pidfd_open(pid)
+    """With a pidfd: PR_SET_PDEATHSIG would fire when the starting thread ends, and trainers have threads.
+
+    Raises SandboxStartError if it has ended already.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno not in (errno.ESRCH, errno.EINVAL):  # EINVAL: it is being reaped
+            raise
+        raise SandboxStartError(f"parent process {pid} (--parent-pid) has ended") from error
 
     def stop() -> None:
         _log.error("parent process %d ended, so does the sandbox", pid)

@@ -22,6 +22,7 @@ from benchmarks.gpu_first_hour import run as run_module
 from benchmarks.gpu_first_hour.report import page
 from benchmarks.gpu_first_hour.run import Interrupt, Record, run_stage
 from benchmarks.gpu_first_hour.stages import SANITIZED, SANITIZER_WHEEL, Machine, Stage, compute_sanitizer, stages
+from ctpo_megatron.base.processes import wait_for
 from tests.support import children
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
@@ -98,7 +99,7 @@ def test_a_stage_over_its_limit_ends_with_all_that_it_started(tmp_path: Path) ->
     record = run(Stage("a", "", 3, python(code)), tmp_path)
     assert (record.status, record.detail) == ("over its limit", "ended after 3 s")
     with suppress(psutil.NoSuchProcess):  # it is being killed, or over already
-        psutil.Process(int(child.read_text())).wait(scaled(10))
+        assert wait_for([psutil.Process(int(child.read_text()))], scaled(10)) == []
 
 
 def test_old_figures_are_never_taken_for_new_ones(tmp_path: Path) -> None:

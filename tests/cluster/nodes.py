@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.base.ray_environment import ADDRESS, ray_with_token
 from tests.support.deadlines import scaled
 
@@ -67,7 +68,7 @@ class Node:
             except psutil.NoSuchProcess:
                 continue
         self.process.wait(scaled(30))
-        psutil.wait_procs(everything, timeout=scaled(30))
+        wait_for(everything, scaled(30))
 
 
 def _command_line(process: psutil.Process) -> str:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.base.stop import Cancelled
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
@@ -276,7 +277,7 @@ def test_killed_engine_comes_back_with_current_weights(stage: Stage) -> None:
     assert stats["group_retries"] >= 1
     assert tokens(groups) == want
     assert versions(groups) == {stage.version}
-    victim.wait(scaled(20))
+    assert wait_for([victim], scaled(20)) == []
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines import EngineError, EnginePool, Sampling
 from ctpo_megatron.rollouts import Request, Scheduler
@@ -139,7 +140,6 @@ def test_nothing_outlives_the_driver(model_path: Path, tmp_path: Path, end: str)
     engines = [child for child in children if "RolloutEngine" in names[child.pid]]
     if end != "return":
         assert len(engines) == 1, names
-    assert not psutil.wait_procs(engines, timeout=scaled(20))[1]
+    assert not wait_for(engines, scaled(20))
     # Ray's own agents notice only after their calls to the dead raylet time out.
-    _, alive = psutil.wait_procs(children, timeout=scaled(150))
-    assert not [names[child.pid] for child in alive]
+    assert not [names[child.pid] for child in wait_for(children, scaled(150))]

@@ -18,6 +18,7 @@ import pytest
 import ray
 import torch
 
+from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.base.stop import Cancelled
 from ctpo_megatron.data import Group
 from ctpo_megatron.engines import EngineError, Sampling
@@ -147,7 +148,7 @@ def test_an_engine_that_fails_in_an_update_is_replaced(
             peer, _ = mute.accept()
             with peer:
                 engine.send_signal(signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-                engine.wait(scaled(100))
+                wait_for([engine], scaled(100))
 
         with socket.create_server(("127.0.0.1", 0)) as mute:
             thread = threading.Thread(target=meet, args=(mute,))

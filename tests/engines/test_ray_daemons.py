@@ -14,6 +14,7 @@ from tests.support.deadlines import scaled
 _DRIVER = """
 import json, logging, os, signal, sys, time
 import psutil, ray
+from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.engines.ray_runtime import RayRuntime
 logging.basicConfig(format="%(message)s")
 killed, seconds = sys.argv[1], float(sys.argv[2])
@@ -36,8 +37,7 @@ while time.monotonic() < began + noticed_s + seconds:
     time.sleep(0.5)
     answers += len(ray.get(engine.answer.remote(), timeout=60)) == 20 << 20
 runtime.close()
-psutil.wait_procs(named, 5)
-left = [process.name() for process in named if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+left = [process.name() for process in wait_for(named, 5)]
 print(json.dumps([pid, noticed_s, runtime.lost, [why for _, why in heard], answers, len(named), left]))
 """
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from ctpo_megatron.base import ray_orphans
+from ctpo_megatron.base.processes import wait_for
 from tests.support.deadlines import scaled
 
 _RUN = """
@@ -62,8 +63,7 @@ def test_agents_of_a_killed_run_are_ended_and_those_of_a_living_one_are_not() ->
         assert not {agent.pid for agent in agents} & set(ray_orphans.end_orphans())  # before the sweep
         shutil.rmtree(folder)
         assert {agent.pid for agent in agents} <= set(ray_orphans.end_orphans())
-        gone, left = psutil.wait_procs(agents, scaled(10))
-        assert len(gone) == 2 and left == []
+        assert len(agents) == 2 and wait_for(agents, scaled(10)) == []
 
 
 @pytest.mark.parametrize("name", ["ray::Other", "tail"])

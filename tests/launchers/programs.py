@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from ctpo_launchers.job import free_ports
+from ctpo_megatron.base.processes import wait_for
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 
@@ -95,8 +96,7 @@ class Programs:
 
     def survivors(self, seconds: float = 10) -> list[str]:
         """What was seen to run under the programs and still does."""
-        _, alive = psutil.wait_procs(list(self.family), timeout=scaled(seconds))
-        return [_command(process) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        return [_command(process) for process in wait_for(self.family, scaled(seconds))]
 
     def kill(self) -> None:
         for process in [*self.children(), *self.family]:

@@ -14,7 +14,7 @@ results=$1 python=$2 slowness=$3 user=1000 home=/tmp/home-of-tests
 shift 3
 delegated=user.slice/app.slice
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin CTPO_TEST_SLOWNESS="$slowness" LANG=C.UTF-8
-export HOME=/root PYTHONPATH="$PWD:$PWD/kernels:$PWD/sandbox:$PWD/launchers" PYTHONDONTWRITEBYTECODE=1
+export HOME=/root PYTHONPATH="$PWD:$PWD/kernels:$PWD/sandbox:$PWD/launchers"
 
 mount -t cgroup2 none $groups
 mkdir -p $groups/system.slice/tests.scope $groups/$delegated/tests.scope $groups/docker

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ctpo_megatron.base.processes import wait_for
 from tests.support import ranks
 from tests.support.deadlines import scaled
 
@@ -95,7 +96,7 @@ def test_helpers_end_with_a_killed_trainer(start: Callable[[Path], list[int]], t
         for helper in helpers:
             with suppress(psutil.NoSuchProcess):
                 running.append(psutil.Process(helper))
-        assert psutil.wait_procs(running, scaled(5))[1] == []
+        assert wait_for(running, scaled(5)) == []
     finally:
         if (tmp_path / "helpers").exists():
             for helper in said(tmp_path / "helpers"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ctpo_megatron.base.processes import wait_for
 from ctpo_sandbox import Limits, SandboxServer, SandboxStartError, start_server
 from ctpo_sandbox.control_groups import MemoryGroups, own_group
 from tests.sandbox.conftest import Runner, runner
@@ -98,7 +99,7 @@ def test_groups_end_with_their_server_and_those_of_a_killed_one_with_the_next(tm
         process = psutil.Process(killed)
         family = process.children(recursive=True)
         process.kill()
-        psutil.wait_procs([process, *family], timeout=scaled(10))
+        assert wait_for([process, *family], scaled(10)) == []
     with _start(tmp_path) as server:
         assert _groups(killed) == []
         last = server.process.pid

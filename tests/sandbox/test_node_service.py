@@ -17,11 +17,13 @@ import pytest
 
 from ctpo_launchers import LaunchError
 from ctpo_launchers.services import sandbox
+from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.config import load_config
 from ctpo_sandbox import SandboxClient
 from ctpo_sandbox.variables import node_url
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
+from tests.support.prefork import ROOT
 
 
 def _free_port() -> int:
@@ -52,14 +54,14 @@ def test_a_supervised_server_is_started_again_at_its_address_and_ends_with_its_s
         assert announced.read_text().strip() == url
         (server,) = psutil.Process(supervisor.pid).children()
         server.kill()
-        server.wait(scaled(10))
+        assert wait_for([server], scaled(10)) == []
         _answers(url, "the second start")
         client = SandboxClient(url, max_concurrency=1, request_timeout_s=scaled(30))
         assert asyncio.run(client.run("print('up')", run_timeout_s=9)).stdout == "up\n"
         family = psutil.Process(supervisor.pid).children(recursive=True)
         supervisor.send_signal(signal.SIGTERM)
         supervisor.wait(scaled(30))
-        assert psutil.wait_procs(family, scaled(10))[1] == []
+        assert wait_for(family, scaled(10)) == []
     finally:
         supervisor.kill()
     assert "ended with status -9; starting it again" in (tmp_path / "log").read_text()
@@ -108,3 +110,18 @@ def test_a_node_program_takes_the_sandbox_that_its_node_has(tmp_path: Path, monk
     monkeypatch.setenv("CTPO_SANDBOX_URL_FILE", str(tmp_path / "gone"))
     with pytest.raises(LaunchError, match="CTPO_SANDBOX_URL_FILE"):
         asyncio.run(variables())
+
+
+def test_a_server_whose_parent_has_ended_does_not_start() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    command = [sys.executable, "-m", "ctpo_sandbox.server", "--port", "0", "--tiers", "stdlib"]
+    done = subprocess.run(
+        [*command, "--parent-pid", str(gone.pid)],
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        cwd=ROOT / "sandbox",
+    )
+    said = f"ctpo sandbox did not start: parent process {gone.pid} (--parent-pid) has ended\n"
+    assert (done.returncode, done.stderr) == (1, said)
