@@ -33,7 +33,6 @@ _FORMS = tuple(
     )
 )
 _SIGN = re.compile(r"\s*([+-]?)\s*")
-_BRACED = re.compile(r"\{(\d+)\}")
 
 
 def numeral(text: str) -> tuple[Fraction, int] | None:

@@ -59,7 +59,7 @@ class SandboxServer:
         """
         self._stopping.set()
         _stop(self.process)
-        self._watcher.join(STOP_TIMEOUT_S + self._start_timeout_s)
+        self._watcher.join(3 * STOP_TIMEOUT_S)  # it may be starting another
 
     def __enter__(self) -> Self:
         return self
@@ -93,8 +93,8 @@ class SandboxServer:
                     start_new_session=True,
                 )
             try:
-                url = _wait_for_url(process, announce, deadline)
-                return process, url, _wait_for_health(process, url, deadline)
+                url = self._wait_for_url(process, announce, deadline)
+                return process, url, self._wait_for_health(process, url, deadline)
             except SandboxStartError as problem:
                 killed = process.poll() == -signal.SIGKILL  # not by `_stop`
                 _stop(process)
@@ -106,6 +106,33 @@ class SandboxServer:
             except BaseException:
                 _stop(process)
                 raise
+
+    def _check_start(self, process: subprocess.Popen[bytes], deadline: float, awaited: str) -> None:
+        if process.poll() is not None:
+            raise SandboxStartError(f"it ended with status {process.returncode}")
+        if self._stopping.is_set():
+            raise SandboxStartError("it was stopped meanwhile")
+        if time.monotonic() > deadline:
+            raise SandboxStartError(f"it runs but {awaited}")
+
+    def _wait_for_url(self, process: subprocess.Popen[bytes], announce: Path, deadline: float) -> str:
+        while not announce.exists():
+            self._check_start(process, deadline, "has not announced its port")
+            time.sleep(START_POLL_S)
+        return announce.read_text().strip()
+
+    def _wait_for_health(self, process: subprocess.Popen[bytes], url: str, deadline: float) -> dict[str, Any]:
+        with httpx.Client(trust_env=False, headers=authorization()) as http:
+            while True:
+                self._check_start(process, deadline, "does not answer GET /health")
+                left_s = max(START_POLL_S, deadline - time.monotonic())
+                try:
+                    response = http.get(f"{url}/health", timeout=min(left_s, STOP_TIMEOUT_S))
+                    if response.status_code == httpx.codes.OK:
+                        health: dict[str, Any] = response.json()
+                        return health
+                except httpx.TransportError:
+                    time.sleep(START_POLL_S)
 
     def _restart(self) -> subprocess.Popen[bytes]:
         _stop(self.process)  # its templates and workers may have survived it
@@ -160,7 +187,9 @@ def start_server(
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "ctpo_sandbox.server", "--slots", str(slots)]
-    command += ["--require", require, "--parent-pid", str(os.getpid()), "--start-timeout-s", str(start_timeout_s)]
+    command += ["--require", require, "--parent-pid", str(os.getpid())]
+    # Less than ours, as the server says which of its processes did not start.
+    command += ["--start-timeout-s", str(0.8 * start_timeout_s)]
     command += ["--tiers", ",".join(tiers), "--warm", ",".join(warm), *([] if level is None else ["--level", level])]
     for name, value in asdict(limits).items():
         command += [] if value is None else [option(name), str(value)]
@@ -203,33 +232,6 @@ def start_configured_server(settings: ServerSettings, log_path: Path) -> Sandbox
         )
         _log.warning("sandbox level D: programs run as this user and may open its files. %s", hidden)
     return server
-
-
-def _check_alive(process: subprocess.Popen[bytes], deadline: float, awaited: str) -> None:
-    if process.poll() is not None:
-        raise SandboxStartError(f"it ended with status {process.returncode}")
-    if time.monotonic() > deadline:
-        raise SandboxStartError(f"it runs but {awaited}")
-
-
-def _wait_for_url(process: subprocess.Popen[bytes], announce: Path, deadline: float) -> str:
-    while not announce.exists():
-        _check_alive(process, deadline, "has not announced its port")
-        time.sleep(START_POLL_S)
-    return announce.read_text().strip()
-
-
-def _wait_for_health(process: subprocess.Popen[bytes], url: str, deadline: float) -> dict[str, Any]:
-    with httpx.Client(trust_env=False, headers=authorization()) as http:
-        while True:
-            _check_alive(process, deadline, "does not answer GET /health")
-            try:
-                response = http.get(f"{url}/health", timeout=max(START_POLL_S, deadline - time.monotonic()))
-                if response.status_code == httpx.codes.OK:
-                    health: dict[str, Any] = response.json()
-                    return health
-            except httpx.TransportError:
-                time.sleep(START_POLL_S)
 
 
 def _tail(path: Path) -> str:

@@ -72,6 +72,8 @@ class Restarter:
             try:
                 return self._start()
             except SandboxStartError as error:
+                if self._stopping():
+                    return None
                 _log.error("%s", error)
                 self._early_exits += 1
 

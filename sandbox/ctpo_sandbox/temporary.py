@@ -5,9 +5,11 @@ process id would not do: another process may have got it since, or may be in ano
 """
 
 import contextlib
+import errno
 import fcntl
 import getpass
 import glob
+import itertools
 import logging
 import os
 import secrets
@@ -262,7 +264,14 @@ def _of_ours(name: str) -> list[str]:
 def _remove(path: str) -> None:
     """Raises OSError. What dying processes still write to, or a control group that they are in, is waited for."""
     deadline = time.monotonic() + SWEEP_PATIENCE_S
-    while os.path.lexists(path):
+    problem = OSError(errno.EBUSY, "it was removed, and is still listed", path)
+    for attempt in itertools.count():
+        if not os.path.lexists(path):
+            return
+        if time.monotonic() > deadline:
+            raise problem
+        if attempt:
+            time.sleep(SWEEP_POLL_S)
         try:
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 os.unlink(path)
@@ -270,12 +279,8 @@ def _remove(path: str) -> None:
                 os.rmdir(path)
             else:
                 remove_whole(path)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(SWEEP_POLL_S)
+        except OSError as error:  # FileNotFoundError, too, where a shared file system lists what is gone
+            problem = error
 
 
 def _is_control_group(path: str) -> bool:

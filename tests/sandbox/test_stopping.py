@@ -1,19 +1,23 @@
-"""A server that ends where nobody reaps its orphans, as in containers without an init."""
+"""The end of servers: where nobody reaps their orphans, as in containers without an init, and as they start."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ctpo_sandbox import launch
+from ctpo_sandbox import SandboxStartError, launch, start_server
 from ctpo_sandbox.launch import SandboxServer
 from tests.support.deadlines import scaled
+from tests.support.kills import signalled_as_they_start
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -42,3 +46,41 @@ def test_the_dead_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(os.getpgid(process.pid) == group for process in dead)
     for process in dead:
         os.waitpid(process.pid, 0)
+
+
+@pytest.mark.timeout(scaled(60))
+def test_one_that_starts_again_is_not_waited_for(tmp_path: Path) -> None:
+    start = f"""
+import pathlib, runpy, time
+started = pathlib.Path({str(tmp_path / "started")!r})
+if started.exists():
+    started.with_name("again").touch()
+    time.sleep(600)
+started.touch()
+runpy.run_module("ctpo_sandbox.server", run_name="__main__")
+"""
+    command = [sys.executable, "-c", start, "--slots", "1", "--tiers", "stdlib"]
+    server = SandboxServer(command, tmp_path / "log", scaled(600))
+    try:
+        server.process.send_signal(signal.SIGKILL)
+        while not (tmp_path / "again").exists():
+            time.sleep(0.01)
+    finally:
+        began = time.monotonic()
+        server.stop()
+    assert time.monotonic() - began < scaled(10)
+    assert server.restarts == 1 and not server._watcher.is_alive()
+
+
+@pytest.mark.slow
+def test_a_server_says_which_of_its_processes_did_not_start(tmp_path: Path) -> None:
+    def templates() -> list[psutil.Process]:
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [process] * ("-P" in process.cmdline())
+        return found
+
+    reason = rf"waited {scaled(12):g} s for the template of stdlib \(pid \d+\) to start"
+    with signalled_as_they_start(templates, 3, signal.SIGSTOP), pytest.raises(SandboxStartError, match=reason):
+        start_server(slots=1, start_timeout_s=scaled(15), log_path=tmp_path / "log", tiers=["stdlib"])

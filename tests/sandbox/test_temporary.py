@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +22,7 @@ from tests.support.deadlines import scaled
 MAKES = """
 import multiprocessing, os, sys, tempfile, time
 from pathlib import Path
+from unittest.mock import Mock
 from ctpo_sandbox import temporary
 place = tempfile.tempdir = sys.argv[1]
 temporary.ledgers = lambda: Path(sys.argv[2])
@@ -201,6 +204,26 @@ def test_what_could_not_be_removed_stays_noted(tmp_path: Path) -> None:
     folder.rmdir()
     temporary.forget(folder)
     assert str(folder) not in ledger.read_text()
+
+
+@pytest.mark.timeout(scaled(20))
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_listed_though_it_is_gone_is_not_waited_for_longer(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As shared file systems may do."""
+    noted = tmp_path / "ctpo-test-listed"
+    noted.touch() if kind == "file" else noted.mkdir()
+    temporary.ledgers().mkdir()
+    (temporary.ledgers() / "1-dead").write_text(f"{noted}\n")
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    monkeypatch.setattr(temporary, "SWEEP_PATIENCE_S", 0.2)
+    if kind == "file":
+        monkeypatch.setattr(os, "unlink", Mock(side_effect=gone))
+    else:
+        monkeypatch.setattr(temporary, "remove_whole", lambda path: None)
+    assert temporary.sweep() == []
+    assert "is left behind: " in caplog.text and str(temporary.ledgers() / "1-dead") in caplog.text
 
 
 def test_a_user_without_a_name_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
