@@ -174,6 +174,22 @@ def test_without_a_ledger_names_are_made_all_the_same(tmp_path: Path, monkeypatc
     assert temporary.sweep() == [] and names(tmp_path) == ["taken"]
 
 
+def test_a_ledger_whose_file_is_always_taken_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = temporary.fcntl.lockf
+
+    def lock_taken(file: int, how: int) -> None:
+        for path in temporary.ledgers().iterdir():
+            path.unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(temporary.fcntl, "lockf", lock_taken)
+    with temporary.folder("ctpo-test-", tmp_path) as made:
+        assert made.is_dir()
+    assert "new files were removed at once" in caplog.text
+
+
 def test_names_are_for_their_user_alone() -> None:
     with temporary.folder("ctpo-test-") as made:
         assert made.parent == Path(tempfile.gettempdir()) and made.stat().st_mode & 0o777 == 0o700
