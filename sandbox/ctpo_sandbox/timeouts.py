@@ -45,6 +45,7 @@ FORK_ATTEMPTS = 5  # for one run, while the machine has no free process: others 
 FORK_PAUSE_S = 0.05  # before such an attempt; doubled with each
 WATCH_SHORTEST_WAIT_S = 0.01  # the least time between two readings of a run's CPU clock
 EXCESS_POLL_S = 0.02  # between two checks of a run for too many threads or files, at least
+EXCESS_LONGEST_REST_S = 0.25  # at most: what a run exceeds meanwhile is not bounded by a slow machine
 STOP_RUN_TIMEOUT_S = 2.0  # for the threads of a run to stand still while its files are counted
 STOP_POLL_S = 0.0005  # between two checks of that
 SWEEP_PATIENCE_S = 2.0  # for dying processes to let go of what is removed after them

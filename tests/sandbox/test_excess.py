@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import psutil
 import pytest
 
 from ctpo_sandbox import ExecutionResult, Limits, SandboxClient, start_server
+from ctpo_sandbox.watch import Watch
 from tests.sandbox.conftest import runner, server_in_memory
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
@@ -60,6 +64,23 @@ def test_a_run_that_ends_before_its_files_are_counted_has_exceeded_the_limit(tmp
         within, beyond = (run(f"for i in range({n}): open(f'f{{i}}', 'wb').close()") for n in (16, 17))
     assert (within.status, beyond.status) == ("success", "runtime_error")
     assert beyond.stderr == "[killed for more than 64 MB or 16 files]\n"
+
+
+def test_slow_looks_are_not_far_apart() -> None:
+    """A look at many files takes seconds on a slow machine, and a run goes on meanwhile."""
+    moments: list[float] = []
+
+    def slow_look(child: int) -> str:
+        moments.append(time.monotonic())
+        time.sleep(0.5)
+        moments.append(time.monotonic())
+        return ""
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs, subprocess.Popen(["sleep", "3"]) as child:
+        assert Watch(theirs, slow_look).wait(child.pid, 60.0) == ""
+    rests = [begin - end for end, begin in zip(moments[1::2], moments[2::2], strict=False)]
+    assert len(rests) >= 2 and max(rests) < 1.0
 
 
 THREADS = """
