@@ -48,9 +48,9 @@ quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
-# Three processes on two cores, as tests often wait for others that they start; those that share engines or a sandbox stay
-# together (tests/conftest.py). One server, which imports torch and megatron, forks them and their ranks. On a slow machine
-# CTPO_TEST_SLOWNESS=4 makes every deadline four times as long.
+# Five processes on two cores, two of them for tests that mostly wait (tests/support/lanes.py); tests that share engines or a
+# sandbox stay together (tests/conftest.py). One server, which imports torch and megatron, forks them and their ranks. On a
+# slow machine CTPO_TEST_SLOWNESS=4 makes every deadline four times as long.
 # `make coverage` is apart: it nearly doubles the CPU time (22 -> 39 s of three folders). It is of the folders that start no
 # processes, as it would not see forked ranks and engines.
 # Bytecode is kept, whatever a container says: compiling our sources again costs each of the many processes 3 CPU-s.
@@ -60,7 +60,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python $(FAST)
 LIGHT := tests/config tests/data tests/objective tests/preflight $(wildcard tests/test_*.py)
 PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.preflight ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
-	$(PYTEST) $(or $(strip $(ARGS)),--numprocesses 3 --dist loadgroup --no-loadscope-reorder)
+	$(PYTEST) $(or $(strip $(ARGS)),--numprocesses 5 --dist loadgroup --no-loadscope-reorder)
 
 coverage: $(INSTALLED) $(TRITON)
 	$(PYTEST) $(LIGHT) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered $(ARGS)

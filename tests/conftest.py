@@ -16,6 +16,7 @@ import importlib.util
 import signal
 import sys
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -31,18 +32,15 @@ FIRST = (
     "ring",
     "engines",
     "resume",
-    "tests/policy/test_rank_zero.py",
     "rehearsal",
     "tests/verify/test_verify.py",
-    "tests/sandbox/test_service.py",
     "tests/policy/test_layouts.py",
     "tests/policy/test_checkpoint.py",
+    "tests/policy/test_rank_zero.py",
+    "tests/sandbox/test_service.py",
     "sandbox-load",
 )
 """Groups that take long, in the order in which they begin: what begins last should be short."""
-
-WAITING = ("launchers/", "rewards/test_rewards_pool.py", "run/", "sandbox/", "sweep/", "test_http_servers.py")
-"""Folders and files whose tests mostly wait: for limits, for servers, for processes to end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -163,19 +161,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         limit = item.get_closest_marker("timeout")
         seconds = limit.args[0] if limit else float(item.config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)
-    items[:] = _spread(items)
-
-
-def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Group by group: `FIRST`, then those that wait, evenly among the others: the cores have work all the time."""
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         groups.setdefault(_group(item), []).append(item)
     first = [group for name in FIRST if (group := groups.pop(name, None))]
-    waiting, busy = list[list[pytest.Item]](), list[list[pytest.Item]]()
-    for group in groups.values():
-        waits = group[0].nodeid.removeprefix("tests/").startswith(WAITING)
-        (waiting if waits else busy).append(group)
-    spread = [((n + 0.5) / len(part), group) for part in (waiting, busy) for n, group in enumerate(part)]
-    rest = [group for _, group in sorted(spread, key=lambda place: place[0])]
-    return [item for group in (*first, *rest) for item in group]
+    items[:] = [item for group in (*first, *groups.values()) for item in group]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    from tests.support.lanes import Lanes  # needs pytest-xdist, as this hook does
+
+    return Lanes(config, log) if config.getoption("dist") == "loadgroup" else None

@@ -1,0 +1,40 @@
+"""Which group of tests a process of pytest-xdist gets next: half of the processes prefer tests that mostly wait.
+
+So the cores have work all the time, and never more than that: what goes by the clock needs its share of them.
+"""
+
+from __future__ import annotations
+
+from xdist.scheduler import LoadGroupScheduling
+from xdist.workermanage import WorkerController
+
+WAITING = (
+    "benchmarks/test_gpu_first_hour.py",
+    "engines/test_private_ray.py",
+    "engines/test_ray_",
+    "launchers/",
+    "policy/test_rank_zero.py",
+    "policy/test_results_queue.py",
+    "rewards/test_rewards_pool.py",
+    "run/",
+    "sandbox/",
+    "sweep/",
+    "test_http_servers.py",
+)
+"""How the names of files begin whose tests mostly wait: for limits, for servers, for processes to end."""
+
+
+def waits(nodeid: str) -> bool:
+    """Whether the file of a test is one of `WAITING`."""
+    return nodeid.removeprefix("tests/").startswith(WAITING)
+
+
+class Lanes(LoadGroupScheduling):
+    """Gives groups out in their order, to each process those of its lane while there are some."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        lane = int(node.gateway.id.removeprefix("gw")) >= self.numnodes - self.numnodes // 2
+        fitting = (name for name, tests in self.workqueue.items() if waits(next(iter(tests))) == lane)
+        if (name := next(fitting, None)) is not None:
+            self.workqueue.move_to_end(name, last=False)
+        super()._assign_work_unit(node)
