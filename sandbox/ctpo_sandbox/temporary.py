@@ -23,14 +23,12 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from ctpo_sandbox.remove import remove_tree, remove_whole
-from ctpo_sandbox.timeouts import SWEEP_PATIENCE_S, SWEEP_POLL_S
+from ctpo_sandbox.timeouts import LEDGER_ATTEMPTS, SWEEP_PATIENCE_S, SWEEP_POLL_S
 
 _log = logging.getLogger("ctpo_sandbox.temporary")
 _OURS = ("ctpo-", "sem.ctpo-")
 """How the names begin that a ledger may hold: no other is ever removed."""
 _SEMAPHORES = Path("/dev/shm")
-_ATTEMPTS = 100
-"""To make a ledger that no sweep takes before it is locked."""
 
 
 def ledgers() -> Path:
@@ -75,14 +73,14 @@ def _locked_file() -> tuple[int, Path]:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise PermissionError(f"{folder} is not a folder of this user; remove it")
-    for _ in range(_ATTEMPTS):
+    for _ in range(LEDGER_ATTEMPTS):
         path = folder / f"{os.getpid()}-{secrets.token_hex(4)}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.lockf(file, fcntl.LOCK_EX)  # not flock: forked children would share it
         if os.fstat(file).st_nlink:
             return file, path
         os.close(file)  # a sweep has taken it before it was locked
-    raise OSError(errno.EBUSY, f"{_ATTEMPTS} new files were removed at once", folder)
+    raise OSError(errno.EBUSY, f"{LEDGER_ATTEMPTS} new files were removed at once", folder)
 
 
 class _Process:

@@ -48,6 +48,7 @@ EXCESS_POLL_S = 0.02  # between two checks of a run for too many threads or file
 EXCESS_LONGEST_REST_S = 0.25  # at most: what a run exceeds meanwhile is not bounded by a slow machine
 STOP_RUN_TIMEOUT_S = 2.0  # for the threads of a run to stand still while its files are counted
 STOP_POLL_S = 0.0005  # between two checks of that
+LEDGER_ATTEMPTS = 100  # to make a ledger that no sweep takes before it is locked
 SWEEP_PATIENCE_S = 2.0  # for dying processes to let go of what is removed after them
 SWEEP_POLL_S = 0.05  # between two attempts at that
 GROUP_REMOVE_TIMEOUT_S = 2.0  # for the processes of a control group to exit

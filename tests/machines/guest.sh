@@ -46,7 +46,7 @@ as_user="setpriv --reuid $user --regid $user --clear-groups env HOME=$home USER=
 in_container="unshare --cgroup --mount sh $0 --in-container"
 memory=tests/sandbox/test_memory_groups.py
 
-echo "$(uname -r), $(stat --file-system --format %T $groups)" >"$results/booted.done"
+echo "$(uname -r), $(stat --file-system --format %T $groups)" >"$results/booted.part" && mv "$results/booted.part" "$results/booted.done"
 stage levels system.slice/tests.scope $levels
 stage levels-user $delegated/tests.scope $as_user $levels
 stage root-group . $pytest --junitxml "$results/root-group.xml" $memory

@@ -22,7 +22,7 @@ from ctpo_megatron.policy.results_queue import start_results_queue
 from tests.end_to_end.small_run import Ctpo
 from tests.support import children
 from tests.support.deadlines import scaled
-from tests.support.kills import signalled_as_they_start
+from tests.support.kills import signalled_as_they_start, with_word
 
 
 def keepers() -> list[Any]:
@@ -44,8 +44,7 @@ def killed_while_they_start(count: int, number: int = signal.SIGKILL) -> Abstrac
     """So many of the processes of queues."""
 
     def spawned() -> list[psutil.Process]:
-        children = psutil.Process().children()
-        return [child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())]
+        return with_word(psutil.Process().children(), "multiprocessing.spawn")
 
     return signalled_as_they_start(spawned, count, number)
 

@@ -19,7 +19,7 @@ from ctpo_megatron.rewards import (
 )
 from ctpo_megatron.rewards.fork_server import fork_server
 from tests.support.deadlines import scaled
-from tests.support.kills import signalled_as_they_start
+from tests.support.kills import signalled_as_they_start, with_word
 
 READABLE = (
     *("72", "-3.5", "+5", "050", "1,000", "1{,}000", "\\$72", "$72$", "50\\%", "72 %", "5%", "0.5", "10^{99}", "9!"),
@@ -95,15 +95,16 @@ def test_prompts_of_users_functions_are_their_own_affair() -> None:
 
 
 def test_a_ground_truth_that_takes_too_long_is_listed() -> None:
-    found = unverifiable([prompt("x^2+\\sqrt{3}"), prompt("x^3+\\sqrt{3}")], RewardConfig(timeout_s=1e-4))
+    seconds = ["+".join(f"\\frac{{{x}^{{{n}}}}}{{\\sqrt{{{n}+y}}}}" for n in range(2, 600)) for x in "xz"]
+    found = unverifiable([prompt(answer) for answer in seconds], RewardConfig(timeout_s=0.1))
     assert set(found) == {0, 1}
-    assert "takes longer than reward.timeout_s (0.0001 s)" in found[0]
+    assert "takes longer than reward.timeout_s (0.1 s)" in found[0]
 
 
 def killed_while_they_check(count: int) -> AbstractContextManager[None]:
     """So many new workers of the fork server."""
     fork_server(math=True)
-    (server,) = [child for child in psutil.Process().children() if "forkserver" in str(child.cmdline())]
+    (server,) = with_word(psutil.Process().children(), "forkserver")
     return signalled_as_they_start(server.children, count)
 
 

@@ -134,7 +134,7 @@ def server_of(host: Host, *options: str) -> Iterator[tuple[str, Path]]:
         stack.callback(_end, process)
         deadline = time.monotonic() + scaled(60)
         while not announce.exists():
-            if process.poll() is not None and "refused" in log.read_text():
+            if process.poll() is not None and "no isolation that satisfies" in log.read_text():
                 pytest.skip(f"this machine does not offer {host.name}: {log.read_text()[-300:]}")
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.02)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -17,7 +16,7 @@ import pytest
 from ctpo_sandbox import SandboxStartError, launch, start_server
 from ctpo_sandbox.launch import SandboxServer
 from tests.support.deadlines import scaled
-from tests.support.kills import signalled_as_they_start
+from tests.support.kills import signalled_as_they_start, with_word
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -75,11 +74,7 @@ runpy.run_module("ctpo_sandbox.server", run_name="__main__")
 @pytest.mark.slow
 def test_a_server_says_which_of_its_processes_did_not_start(tmp_path: Path) -> None:
     def templates() -> list[psutil.Process]:
-        found = []
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found += [process] * ("-P" in process.cmdline())
-        return found
+        return with_word(psutil.Process().children(recursive=True), " -P ")
 
     reason = rf"waited {scaled(12):g} s for the template of stdlib \(pid \d+\) to start"
     with signalled_as_they_start(templates, 3, signal.SIGSTOP), pytest.raises(SandboxStartError, match=reason):

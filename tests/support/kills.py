@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import psutil
+
+
+def with_word(processes: Iterable[psutil.Process], word: str) -> list[psutil.Process]:
+    """Those whose command line holds a word; what ends meanwhile is left out."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found += [process] * (word in " ".join(process.cmdline()))
+    return found
 
 
 @contextmanager
@@ -23,8 +32,9 @@ def signalled_as_they_start(
             for process in find():
                 if left and process.pid not in seen:
                     seen.add(process.pid)
-                    process.send_signal(number)
-                    left -= 1
+                    with suppress(psutil.NoSuchProcess):
+                        process.send_signal(number)
+                        left -= 1
 
     thread = threading.Thread(target=send)
     thread.start()
