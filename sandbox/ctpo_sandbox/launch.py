@@ -21,7 +21,14 @@ from ctpo_sandbox.errors import SandboxStartError
 from ctpo_sandbox.records import Limits, option
 from ctpo_sandbox.supervise import Restarter, environment
 from ctpo_sandbox.temporary import folder
-from ctpo_sandbox.timeouts import GROUP_GRACE_S, RESTART_PAUSES_S, START_ATTEMPTS, START_POLL_S, STOP_TIMEOUT_S
+from ctpo_sandbox.timeouts import (
+    GROUP_GRACE_S,
+    RESTART_PAUSES_S,
+    START_ATTEMPTS,
+    START_POLL_S,
+    STOP_TIMEOUT_S,
+    TEMPLATE_START_SHARE,
+)
 from ctpo_sandbox.variables import authorization
 
 _LOG_LINES = 20
@@ -59,7 +66,9 @@ class SandboxServer:
         """
         self._stopping.set()
         _stop(self.process)
-        self._watcher.join(3 * STOP_TIMEOUT_S)  # it may be starting another
+        self._watcher.join(6 * STOP_TIMEOUT_S)  # it may be stopping the last server, and starting another
+        if self._watcher.is_alive():
+            _log.error("a sandbox server that was starting again does not stop; it ends with this process")
 
     def __enter__(self) -> Self:
         return self
@@ -188,8 +197,7 @@ def start_server(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "ctpo_sandbox.server", "--slots", str(slots)]
     command += ["--require", require, "--parent-pid", str(os.getpid())]
-    # Less than ours, as the server says which of its processes did not start.
-    command += ["--start-timeout-s", str(0.8 * start_timeout_s)]
+    command += ["--start-timeout-s", str(TEMPLATE_START_SHARE * start_timeout_s)]
     command += ["--tiers", ",".join(tiers), "--warm", ",".join(warm), *([] if level is None else ["--level", level])]
     for name, value in asdict(limits).items():
         command += [] if value is None else [option(name), str(value)]

@@ -27,6 +27,7 @@ KEEP_ALIVE_S = 30  # idle connections; longer than clients keep them, because cl
 
 # Start, stop and restart of a server.
 START_ATTEMPTS = 3  # for a server, template or worker that dies while it first starts, as something may have killed it
+TEMPLATE_START_SHARE = 0.8  # of the time for a server to start: its error, which names the process, comes first
 START_POLL_S = 0.05  # how often a starting server is checked, and whether a pause before a restart was cancelled
 STOP_TIMEOUT_S = 10.0  # from SIGINT to SIGKILL, and from SIGKILL to the end
 GROUP_GRACE_S = 2.0  # for templates and workers to exit and remove their files, before SIGKILL
@@ -45,7 +46,7 @@ FORK_ATTEMPTS = 5  # for one run, while the machine has no free process: others 
 FORK_PAUSE_S = 0.05  # before such an attempt; doubled with each
 WATCH_SHORTEST_WAIT_S = 0.01  # the least time between two readings of a run's CPU clock
 EXCESS_POLL_S = 0.02  # between two checks of a run for too many threads or files, at least
-EXCESS_LONGEST_REST_S = 0.25  # at most: what a run exceeds meanwhile is not bounded by a slow machine
+EXCESS_POLL_MAX_S = 0.25  # the longest pause between them: on a slow machine a check takes seconds
 STOP_RUN_TIMEOUT_S = 2.0  # for the threads of a run to stand still while its files are counted
 STOP_POLL_S = 0.0005  # between two checks of that
 LEDGER_ATTEMPTS = 100  # to make a ledger that no sweep takes before it is locked

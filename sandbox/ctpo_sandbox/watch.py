@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from ctpo_sandbox.records import MAX_MESSAGE_BYTES, WALL_FACTOR
-from ctpo_sandbox.timeouts import EXCESS_LONGEST_REST_S, EXCESS_POLL_S, WATCH_SHORTEST_WAIT_S
+from ctpo_sandbox.timeouts import EXCESS_POLL_MAX_S, EXCESS_POLL_S, WATCH_SHORTEST_WAIT_S
 
 TIME = "time"
 STOPPED = "its caller no longer waits"
@@ -68,7 +68,7 @@ class Watch:
                 if reason := checked(lambda: self._excess(child)):
                     return reason
                 took_s = time.monotonic() - now
-                next_look = now + took_s + max(EXCESS_POLL_S, min(_REST * took_s, EXCESS_LONGEST_REST_S))
+                next_look = now + took_s + max(EXCESS_POLL_S, min(_REST * took_s, EXCESS_POLL_MAX_S))
             left_s = min(limit_s - _cpu_s(child), end - now)
         return TIME
 

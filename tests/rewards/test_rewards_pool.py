@@ -29,6 +29,7 @@ from ctpo_megatron.data.verdict import MissingCause
 from ctpo_megatron.rewards import RewardPool, RewardWorkersLost, ScoreReport
 from tests.rewards.misbehaving_reward import RAISED
 from tests.support.deadlines import scaled
+from tests.support.kills import with_word
 
 HERE = Path(__file__).parent
 
@@ -269,7 +270,7 @@ def test_closing_twice_is_harmless() -> None:
 
 def fork_server() -> psutil.Process:
     """Whose children the workers of all pools are."""
-    (server,) = [child for child in psutil.Process().children() if "forkserver" in str(child.cmdline())]
+    (server,) = with_word(psutil.Process().children(), "forkserver")
     return server
 
 

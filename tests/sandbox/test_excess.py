@@ -66,11 +66,11 @@ def test_a_run_that_ends_before_its_files_are_counted_has_exceeded_the_limit(tmp
     assert beyond.stderr == "[killed for more than 64 MB or 16 files]\n"
 
 
-def test_slow_looks_are_not_far_apart() -> None:
-    """A look at many files takes seconds on a slow machine, and a run goes on meanwhile."""
+def test_slow_checks_are_not_far_apart() -> None:
+    """On a slow machine counting many files takes seconds, and the run continues meanwhile."""
     moments: list[float] = []
 
-    def slow_look(child: int) -> str:
+    def slow_check(child: int) -> str:
         moments.append(time.monotonic())
         time.sleep(0.5)
         moments.append(time.monotonic())
@@ -78,9 +78,9 @@ def test_slow_looks_are_not_far_apart() -> None:
 
     ours, theirs = socket.socketpair()
     with ours, theirs, subprocess.Popen(["sleep", "3"]) as child:
-        assert Watch(theirs, slow_look).wait(child.pid, 60.0) == ""
-    rests = [begin - end for end, begin in zip(moments[1::2], moments[2::2], strict=False)]
-    assert len(rests) >= 2 and max(rests) < 1.0
+        assert Watch(theirs, slow_check).wait(child.pid, 60.0) == ""
+    pauses = [begin - end for end, begin in zip(moments[1::2], moments[2::2], strict=False)]
+    assert len(pauses) >= 2 and max(pauses) < 1.0
 
 
 THREADS = """

@@ -1,4 +1,4 @@
-"""The end of servers: where nobody reaps their orphans, as in containers without an init, and as they start."""
+"""Servers are stopped: in containers without an init, which would reap their orphans, and during a restart."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from tests.support.deadlines import scaled
 MAKES = """
 import multiprocessing, os, sys, tempfile, time
 from pathlib import Path
-from unittest.mock import Mock
 from ctpo_sandbox import temporary
 place = tempfile.tempdir = sys.argv[1]
 temporary.ledgers = lambda: Path(sys.argv[2])

@@ -15,7 +15,8 @@ def with_word(processes: Iterable[psutil.Process], word: str) -> list[psutil.Pro
     found = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            found += [process] * (word in " ".join(process.cmdline()))
+            if word in " ".join(process.cmdline()):
+                found.append(process)
     return found
 
 
