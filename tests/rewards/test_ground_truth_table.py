@@ -16,14 +16,36 @@ import yaml
 
 from ctpo_megatron.data.prompts import _answer
 from ctpo_megatron.rewards import ground_truth_problem, score_math, score_reference
+from tests.support.deadlines import scaled
+from tests.support.judge import Judge
 
-TABLE: dict[str, list[dict[str, Any]]] = {
-    name: rows
-    for file in ("ground_truths.yaml", "ground_truths_more.yaml", "ground_truths_leftovers.yaml")
-    for name, rows in yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8")).items()
+FILES = {
+    file.stem: yaml.safe_load(file.read_text(encoding="utf-8"))
+    for file in sorted(Path(__file__).parent.glob("ground_truths*.yaml"))
 }
+TABLE: dict[str, list[dict[str, Any]]] = {name: rows for classes in FILES.values() for name, rows in classes.items()}
 RIGHT = 0.98
 """Least share of right answers that must earn 1; of wrong ones all must earn 0."""
+CPU_S = {"uncomputable": 1.0}
+"""Class -> CPU time for a verdict; 20 for the others."""
+MONSTERS = {
+    "braces": "{" * 10_000 + "1" + "}" * 10_000,
+    "brackets": "(" * 10_000 + "1" + ")" * 10_000,
+    "roots": "\\sqrt{" * 10_000 + "1" + "}" * 10_000,
+    "fractions": "\\frac{1}{" * 10_000 + "1" + "}" * 10_000,
+    "powers": "2^{" * 10_000 + "1" + "}" * 10_000,
+    "texts": "\\text{" * 10_000 + "a" + "}" * 10_000,
+    "open braces": "{" * 10_000,
+    "minus signs": "-" * 100_000 + "1",
+    "digits": "9" * 100_000,
+    "decimals": "0." + "3" * 100_000,
+    "sum": "1+" * 50_000 + "1",
+    "list": "1," * 50_000 + "1",
+    "letters": "x" * 100_000,
+    "words": "\\text{" + "no " * 33_000 + "}",
+    "factorials": "3" + "!" * 10_000,
+}
+"""Answers that are long or deep."""
 
 
 def reading(row: dict[str, Any]) -> tuple[str, str]:
@@ -32,19 +54,17 @@ def reading(row: dict[str, Any]) -> tuple[str, str]:
     return text, reason or ground_truth_problem(text)
 
 
-def verdicts(row: dict[str, Any], score: Any = score_math) -> Iterator[tuple[str, str, bool]]:
+@cache
+def judge() -> Judge:
+    return Judge()
+
+
+def verdicts(row: dict[str, Any], score: Any, cpu_s: float) -> Iterator[tuple[str, str, bool]]:
     """(kind, answer, judged as it should be) of every answer of a row."""
     gold, _ = reading(row)
     for kind, reward in (("right", 1.0), ("wrong", 0.0)):
         for answer in row[kind]:
-            yield kind, answer, _scored(score, answer, gold) == reward
-
-
-def _scored(score: Any, answer: str, gold: str) -> float:
-    try:
-        return float(score(f"The answer is \\boxed{{{answer}}}", gold))
-    except Exception:  # a ground truth that is refused elsewhere
-        return -1.0
+            yield kind, answer, judge().score(score, answer, gold, cpu_s) == reward
 
 
 def scored_rows(name: str) -> list[dict[str, Any]]:
@@ -56,10 +76,14 @@ def errors(name: str, score: Any) -> dict[str, list[str]]:
     """kind -> the answers that are judged wrongly."""
     found: dict[str, list[str]] = {"right": [], "wrong": []}
     for row in scored_rows(name):
-        for kind, answer, ok in verdicts(row, score):
+        for kind, answer, ok in verdicts(row, score, scaled(CPU_S.get(name, 20))):
             if not ok:
                 found[kind].append(f"{row['gold']!r}: {answer!r}")
     return found
+
+
+def test_no_class_stands_in_two_files() -> None:
+    assert len(TABLE) == sum(map(len, FILES.values()))
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -81,6 +105,14 @@ def test_right_answers_earn_one(name: str) -> None:
 @pytest.mark.parametrize("score", [score_math, pytest.param(score_reference, marks=pytest.mark.slow)])
 def test_wrong_answers_earn_nothing(name: str, score: Any) -> None:
     assert errors(name, score)["wrong"] == []
+
+
+@pytest.mark.parametrize("answer", MONSTERS)
+@pytest.mark.parametrize(
+    "gold", ["7", "\\frac{1}{2}", "x^2+2", "1, 2", "10 \\text{ cm}", "\\text{Evelyn}", "50\\%", "0x5ae8"]
+)
+def test_a_long_or_deep_answer_earns_nothing_within_a_second(gold: str, answer: str) -> None:
+    assert judge().score(score_math, MONSTERS[answer], gold, scaled(1)) == 0
 
 
 @pytest.mark.parametrize("name", TABLE)
