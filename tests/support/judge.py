@@ -32,16 +32,15 @@ class Judge:
     def score(self, score: Score, answer: str, gold: str, cpu_s: float) -> float:
         """The reward for `answer` in a box; NO_VERDICT where `score` raises or takes more than `cpu_s` or 2 GiB."""
         connection = self._connection or self._start()
-        reward = NO_VERDICT
         with suppress(EOFError, ConnectionError):  # the kernel has killed it
             connection.send((score, f"The answer is \\boxed{{{answer}}}", gold, cpu_s))
             if connection.poll(scaled(_WALL_S)):
-                reward = connection.recv()
+                reward: float = connection.recv()
                 return reward
         self._process.kill()
         self._process.join()
         self._connection = None
-        return reward
+        return NO_VERDICT
 
     def _start(self) -> Connection:
         self._connection, theirs = self._context.Pipe()
