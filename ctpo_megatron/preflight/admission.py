@@ -321,11 +321,12 @@ def _add_shares(report: DataCheck, data: DataConfig, prompts_per_step: int) -> N
 
 def _add_words(report: DataCheck, found: PromptSet, reward: RewardConfig) -> None:
     """Ground truths in words, of which some may say that there is no answer."""
-    from ctpo_megatron.rewards import in_words, shown_words
+    from ctpo_megatron.rewards import as_products, in_words, shown_words
 
-    if words := in_words(found.prompts, reward):
-        look = f"the most frequent of them: {shown_words(words)}"
-        report.table.append(("  words as ground truth", f"{words.total():,} rows", look))
+    for what, letters in (("words", in_words), ("products", as_products)):
+        if words := letters(found.prompts, reward):
+            look = f"the most frequent of them: {shown_words(words)}"
+            report.table.append((f"  {what} as ground truth", f"{words.total():,} rows", look))
 
 
 def _quantiles(lengths: list[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Rewards: trajectories are scored in separate processes, with hard deadlines; every failure is reported."""
 
 from ctpo_megatron.rewards.answers import canonical, same_answer, votes
-from ctpo_megatron.rewards.ground_truth import ground_truth_problem, in_words, shown_words, unverifiable
+from ctpo_megatron.rewards.ground_truth import as_products, ground_truth_problem, in_words, shown_words, unverifiable
 from ctpo_megatron.rewards.math import answer_part, last_boxed, score_math
 from ctpo_megatron.rewards.overlong import OVERLONG, OverlongPenalty
 from ctpo_megatron.rewards.pool import PendingScores, RewardPool, ScoreReport, reward_metrics
@@ -22,6 +22,7 @@ __all__ = [
     "RewardWorkersLost",
     "ScoreReport",
     "answer_part",
+    "as_products",
     "canonical",
     "ground_truth_problem",
     "in_words",

@@ -10,27 +10,30 @@ from fractions import Fraction
 from math import gcd
 
 from ctpo_megatron.rewards import expressions
-from ctpo_megatron.rewards.expressions import ends, latex
+from ctpo_megatron.rewards.closed_forms import rounds
+from ctpo_megatron.rewards.expressions import latex
 from ctpo_megatron.rewards.layout import as_one_number
 from ctpo_megatron.rewards.reading import (
     Based,
     Choice,
     Formula,
+    Given,
     Named,
     Quantity,
     Reading,
     Several,
+    Species,
     Wording,
     point,
     read,
+    sizes,
+    vector,
 )
 from ctpo_megatron.rewards.regions import same_region
 from ctpo_megatron.rewards.times import TimeOfDay
-from ctpo_megatron.rewards.units import NONE, PERCENT
+from ctpo_megatron.rewards.units import NONE
 
 _OCLOCK = "oclock"
-_PRINTED = 15
-"""Digits from which on a decimal is a fraction that a program has printed."""
 
 _FUNCTION_NAMES = [{"y", f"{function}(x)"} for function in "fgh"]
 
@@ -87,6 +90,8 @@ def _bare(reading: Reading) -> Reading:
 
 def _same(gold: Reading, said: Reading) -> bool:
     gold, said = _alike(gold, said), _alike(said, gold)
+    if isinstance(gold, Given) or isinstance(said, Given):
+        return _same_given(gold, said)
     if isinstance(gold, Choice) or isinstance(said, Choice):
         return _same_choice(gold, said)
     if (found := same_region(gold, said)) is not None:
@@ -97,8 +102,8 @@ def _same(gold: Reading, said: Reading) -> bool:
         return _same_time(gold, said)
     if isinstance(gold, Several) or isinstance(said, Several):
         return _same_several(gold, said)
-    if isinstance(gold, Wording | Based) or isinstance(said, Wording | Based):
-        return str(gold) == str(said)
+    if isinstance(gold, Wording | Species | Based) or isinstance(said, Wording | Species | Based):
+        return str(gold) == str(said) or _same_letters(gold, said)
     one, other = (side if isinstance(side, Quantity) else Quantity(side) for side in (gold, said))
     return _same_quantity(one, other)
 
@@ -109,6 +114,11 @@ def _alike(side: Reading, other: Reading) -> Reading:
     `x = 2, y = 3` is a point, `x_1 = 2, x_2 = 3` the set of the solutions x, and a set of one thing is that thing.
     """
     is_set = isinstance(other, Several) and other.brackets == "{}"
+    if isinstance(other, Several) and isinstance(side, Formula):
+        if other.brackets == "x" and (sides := sizes(side.text)):
+            return sides
+        if other.brackets == "()" and (column := vector(side.text)):
+            return column
     if isinstance(side, Several) and side.brackets == "{}" and len(side.items) == 1 and not is_set:
         return side.items[0]
     if not isinstance(side, Several) or side.brackets or not all(isinstance(item, Named) for item in side.items):
@@ -120,6 +130,20 @@ def _alike(side: Reading, other: Reading) -> Reading:
     if (isinstance(other, Named) and other.name[0] == "(") or (isinstance(other, Several) and other.brackets == "()"):
         return point(names, values)
     return side
+
+
+def _same_given(gold: Reading, said: Reading) -> bool:
+    conditions = {side.condition for side in (gold, said) if isinstance(side, Given)}
+    one, other = (side.value if isinstance(side, Given) else side for side in (gold, said))
+    return len(conditions) == 1 and _same(one, other)
+
+
+def _same_letters(gold: Reading, said: Reading) -> bool:
+    """Whether words and letters in a formula are spelled alike: the product `pH` is not `Hp` where words are meant."""
+    if isinstance(gold, Based) or isinstance(said, Based):
+        return False
+    one, other = (re.sub(r"\\text|[\s_^{}]", "", str(side)) for side in (gold, said))
+    return one == other if Species in (type(gold), type(said)) else one.casefold() == other.casefold()
 
 
 def _same_choice(gold: Reading, said: Reading) -> bool:
@@ -263,10 +287,8 @@ def _is_clock(ratio: Several) -> bool:
 
 
 def _same_quantity(gold: Quantity, said: Quantity) -> bool:
-    percentages = [side.unit == PERCENT for side in (gold, said)]
+    percentages = [side.unit.percent for side in (gold, said)]
     if gold.unit and said.unit:
-        if any(percentages):
-            return all(percentages) and _same_value(gold.value, said.value)
         factors = gold.unit.factors(said.unit)
         if factors is None:
             return False
@@ -274,33 +296,30 @@ def _same_quantity(gold: Quantity, said: Quantity) -> bool:
             return _same_value(_scaled(gold, factors[0]), _scaled(said, factors[1]))
     if any(percentages):  # 50 % is 50 of a hundred, and 1/2
         shares = [
-            _scaled(side, Fraction(1, 100)) if is_percent else side.value
+            _scaled(side, Fraction(1, 100)) if is_percent else side
             for side, is_percent in zip((gold, said), percentages, strict=True)
         ]
         if percentages[0] != percentages[1] and _same_value(*shares):
             return True
         small = isinstance(gold.value, Fraction) and abs(gold.value) < 1
-        return not (percentages[1] and small) and _same_value(gold.value, said.value)
-    return _same_value(gold.value, said.value)
+        return not (percentages[1] and small) and _same_value(gold, said)
+    return _same_value(gold, said)
 
 
-def _scaled(quantity: Quantity, factor: Fraction) -> Fraction | Formula:
+def _scaled(quantity: Quantity, factor: Fraction) -> Quantity:
     if isinstance(quantity.value, Fraction):
-        return quantity.value * factor
-    return Formula(rf"({quantity.value}) \cdot \frac{{{factor.numerator}}}{{{factor.denominator}}}")
+        return replace(quantity, value=quantity.value * factor)
+    return Quantity(Formula(rf"({quantity.value}) \cdot \frac{{{factor.numerator}}}{{{factor.denominator}}}"))
 
 
-def _same_value(gold: Fraction | Formula, said: Fraction | Formula) -> bool:
-    if isinstance(gold, Fraction) and isinstance(said, Fraction):
-        return gold == said or _printed(gold, said) or _printed(said, gold)
-    return str(gold) == str(said) or _same_formula(gold, said)
-
-
-def _printed(decimal: Fraction, fraction: Fraction) -> bool:
-    """Whether a decimal is a fraction without an end, as a program prints it."""
-    if not ends(decimal) or ends(fraction) or len(str(decimal.numerator)) < _PRINTED:
-        return False
-    return float(decimal) == float(fraction)
+def _same_value(gold: Quantity, said: Quantity) -> bool:
+    if isinstance(gold.value, Fraction) and isinstance(said.value, Fraction):
+        if gold.value == said.value:
+            return True
+        if gold.decimal == said.decimal:
+            return False
+        return rounds(gold.value, said.value) if gold.decimal else rounds(said.value, gold.value)
+    return str(gold.value) == str(said.value) or _same_formula(gold, said)
 
 
 def _same_formula(gold: Reading | Fraction, said: Reading | Fraction) -> bool:

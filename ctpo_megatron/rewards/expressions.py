@@ -13,14 +13,20 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from ctpo_megatron.rewards.closed_forms import UncomputableError, reduced, same_number
+from ctpo_megatron.rewards.layout import LONGEST, is_product
 from ctpo_megatron.rewards.reading import Formula, Named, Quantity, Reading, Several
 
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\{_])i(?![A-Za-z])|(?<=\d)i(?![A-Za-z])|(?<=\{)i(?![A-Za-z}])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[A-Za-z]|\\[a-z]+)\s*\^\\circ(?![a-z])")
 _FACTORIAL = re.compile(r"^([^=<>]+!)=([^=<>]+)$")
 """An equation that is read as `n \\ne 120` unless the factorial stands on its right side."""
-_SMALLEST_SHARE = 1e-6
-"""Two numbers of which one is a decimal are equal if they differ by less than this share."""
+_DIFFERENTIAL = re.compile(r"(?<![A-Za-z\\])[abc]*d[abcd]+(?![A-Za-z])")
+"""A product in which math-verify takes `dc` for one variable."""
+_POWER_OF_FACTORIAL = re.compile(r"((?:\d+|(?<![A-Za-z])[A-Za-z])!)\s*\^")
+"""Not in the grammar."""
+_ARGUMENT = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc|ln|log))\s*(\\[a-z]+|[A-Za-z])\s*\\cdot(?![a-z])")
+"""A letter whose function ends with it; math-verify takes what follows `\\cdot` into the argument."""
 _LONGEST_DECIMAL = 1000
 """Digits of a number that is compared with a formula."""
 
@@ -32,7 +38,7 @@ def latex(value: Reading | Fraction) -> str:
     if isinstance(value, Formula):
         return str(value)
     if isinstance(value, Quantity):
-        return latex(value.value)
+        return _decimal(value.value) if value.decimal and isinstance(value.value, Fraction) else latex(value.value)
     if isinstance(value, Named):
         return f"{value.name}={latex(value.value)}"
     if isinstance(value, Several):
@@ -44,22 +50,14 @@ def latex(value: Reading | Fraction) -> str:
     return str(value)
 
 
-def ends(value: Fraction) -> bool:
-    """Whether the number can be written as a decimal."""
-    rest = value.denominator
-    for factor in (2, 5):
-        while rest % factor == 0:
-            rest //= factor
-    return rest == 1
-
-
 def _number(value: Fraction) -> str:
-    """As a decimal where it is one: math-verify compares it with a formula by its first decimals."""
-    if value.denominator > 1 and ends(value):
-        with localcontext(prec=_LONGEST_DECIMAL):
-            return f"{Decimal(value.numerator) / value.denominator:f}"
     sign, above = "-" if value < 0 else "", abs(value.numerator)
     return f"{sign}{above}" if value.denominator == 1 else f"{sign}\\frac{{{above}}}{{{value.denominator}}}"
+
+
+def _decimal(value: Fraction) -> str:
+    with localcontext(prec=_LONGEST_DECIMAL):
+        return f"{Decimal(value.numerator) / value.denominator:f}"
 
 
 def parse(text: str) -> Any:
@@ -72,16 +70,22 @@ def parse(text: str) -> Any:
 
 
 def equal(gold: str, said: str) -> bool:
-    """Whether two formulas are equal; False where one cannot be read. Raises any exception of math-verify's comparison.
+    """Whether two formulas are equal; False where one cannot be read, and where `said` is too large to be computed.
 
-    Not symmetric: a relation may be said for a set, and an equation for the value on its right side.
+    Numbers are compared by their values (`same_number`), other formulas by math-verify. Not symmetric: a relation may
+    be said for a set, and an equation for the value on its right side. Raises UncomputableError for a `gold` that is
+    too large, and any exception of math-verify's comparison.
     """
     from math_verify import verify
     from sympy import Eq, Ne
 
+    if len(said) > max(LONGEST, 2 * len(gold)):
+        return False
     complex_numbers = bool(_IMAGINARY.search(gold) or _IMAGINARY.search(said))
     one, other = (_parsed(_IMAGINARY.sub(" i ", text), complex_numbers) for text in (gold, said))
     if one is None or other is None:
+        return False
+    if not _computable(one, other):
         return False
     if isinstance(one, Ne) and isinstance(other, Ne):  # math-verify compares these with an error
         one, other = Eq(one.lhs, one.rhs, evaluate=False), Eq(other.lhs, other.rhs, evaluate=False)
@@ -91,8 +95,10 @@ def equal(gold: str, said: str) -> bool:
         one, other = _value(one, of_gold=True), _value(other, of_gold=False)
         if one is None or other is None:
             return False
+    if (found := same_number(one, other)) is not None:
+        return found
     found = verify(one, other, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True)
-    return bool(found) and not differ(one, other)
+    return bool(found) and not _differ(one, other)
 
 
 def integers(expression: Any) -> Counter[int]:
@@ -106,18 +112,27 @@ def integers(expression: Any) -> Counter[int]:
     return found
 
 
-def differ(one: Any, other: Any) -> bool:
-    """Whether two expressions that math-verify calls equal are numbers that differ: it rounds to six decimals."""
-    from sympy import Eq, Expr, Float
+def _computable(gold: Any, said: Any) -> bool:
+    reduced(gold)
+    try:
+        reduced(said)
+    except UncomputableError:
+        return False
+    return True
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two formulas that math-verify calls equal differ in a number: it rounds their coefficients."""
+    from sympy import Eq, Expr, MatrixBase, Rational
 
     one, other = (side.rhs if isinstance(side, Eq) else side for side in (one, other))
-    if one == other or not all(isinstance(side, Expr) and side.is_number for side in (one, other)):
+    if isinstance(one, MatrixBase) and isinstance(other, MatrixBase) and one.shape == other.shape:
+        return any(same_number(*pair) is False for pair in zip(one, other, strict=True))
+    if not isinstance(one, Expr) or not isinstance(other, Expr) or one.free_symbols != other.free_symbols:
         return False
-    decimal = one.has(Float) or other.has(Float)
-    one, other = _exact(one), _exact(other)
-    difference = abs((one - other).evalf(30, chop=True))
-    largest = max(abs(one.evalf(30)), abs(other.evalf(30)))
-    return bool(difference > (_SMALLEST_SHARE if decimal else 1e-14) * largest)
+    symbols = sorted(one.free_symbols, key=str)
+    points = [{symbol: Rational(start + index, 7) for index, symbol in enumerate(symbols)} for start in (2, 300)]
+    return all(same_number(one.xreplace(point), other.xreplace(point)) is False for point in points)
 
 
 def _is_equation(expression: Any) -> bool:
@@ -192,6 +207,8 @@ def _parsed(text: str, complex_numbers: bool) -> Any:
     # Its list of units takes variables for units (`3t`), and its symbols would lose their case (`A`, `a`).
     layout = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     text = _FACTORIAL.sub(r"\2=\1", text)
+    text = _DIFFERENTIAL.sub(lambda run: "(" + ")(".join(run[0]) + ")" if is_product(run[0]) else run[0], text)
+    text = _POWER_OF_FACTORIAL.sub(r"(\1)^", _ARGUMENT.sub(r"\1(\2)\\cdot ", text))
     text = normalize_latex(_DEGREES.sub(r" (\1 \\cdot \\frac{\\pi}{180})", text), layout)
     for formula in dict.fromkeys((text, get_last_eq(text))):
         try:

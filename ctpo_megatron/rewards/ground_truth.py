@@ -7,17 +7,18 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from ctpo_megatron.rewards import expressions
+from ctpo_megatron.rewards.expressions import latex
 from ctpo_megatron.rewards.fork_server import end_with_trainer, fork_server
-from ctpo_megatron.rewards.layout import as_one_number, plain, word_set
-from ctpo_megatron.rewards.math import score_math
-from ctpo_megatron.rewards.reading import Formula, Quantity, Reading, Wording, is_date, leaves, read
+from ctpo_megatron.rewards.layout import as_one_number, is_product, plain
+from ctpo_megatron.rewards.math import CPU_S, OutOfTimeError, cpu_limit, score_math
+from ctpo_megatron.rewards.reading import Formula, Quantity, Reading, Species, Wording, is_date, leaves, read
 from ctpo_megatron.rewards.workers import WORKERS_RETRIES, RewardWorkersLost, Workers, awaited
 
 if TYPE_CHECKING:
@@ -27,19 +28,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
+_DIGITS = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
+_TYPED = re.compile(r"(?:[+-]?\d+(?:\.\d+)? ?)?[A-Za-z][A-Za-z /]*")
 _NUMBER = re.compile(r"\d+")
-_NOTHING = word_set(
-    "none, null, nil, nan, unknown, missing, error, unanswered, notfound, tbd, tba, todo, idk, proof, omitted, "
-    "unavailable, unspecified, unsolved, answer, solution, placeholder, n/a, n.a, noanswer, no answer, no "
-    "answer given, no answer provided, no final answer, no response, no result, not found, not given, not "
-    "provided, not available, not applicable, not specified, not known, not stated, not answered, not solved, "
-    "to be determined, to be done, to be added, i do not know, i don't know, don't know, see solution, see "
-    "explanation, see proof, see above, see below, see image, see figure, see the solution, see the "
-    "explanation, see the proof, proof required, proof needed, proof omitted, answer not found, answer not "
-    "given, answer not available, answer unknown, unknown answer, the proof, answer not provided, no numerical "
-    "answer, not a number, answers vary, answers will vary, solution not found, unable to answer, cannot "
-    "answer",
-    ", ",
+_GIVEN = "given|found|provided|available|applicable|specified|known|stated|answered|solved"
+_NOTHING = re.compile(
+    r"none|null|nil|nan|not a number|missing|error|tb[ad]|todo|idk|placeholder|omitted|n/?\.?a|"
+    rf"(?:(?:the )?(?:answers?|solution) )?(?:not ?|un)(?:{_GIVEN})(?: answer)?|"
+    rf"no(?: numerical| final| correct)? ?(?:answer|response|result)(?: (?:{_GIVEN}))?|"
+    r"(?:the )?(?:answer|solution|proof)(?: omitted| required| needed)?|answers(?: will)? vary|"
+    r"see \D+|same as (?:above|before|previous)|as above|to be (?:determined|done|added)|(?:i )?(?:do not|don't) know|"
+    r"(?:unable to|cannot) answer|(?:i am |i'm )?sorry|"
+    r"(?:\u7b54\u6848|\u89e3|\u8bc1\u660e)?\u7565\u3002?|\u8be6?\u89c1.+|\u540c\u4e0a|\u6682\u65e0.*"
 )
 """Words for there being no answer."""
 _DECIMAL_COMMA = re.compile(
@@ -63,7 +63,8 @@ def ground_truth_problem(answer: str) -> str:
     """Why `math_verify` would judge answers to this ground truth wrongly, or "".
 
     It must be an answer, rather than a text around one or a word for there being none. It must score 1 against itself
-    in other spellings, and be read as another answer when any of its numbers is changed.
+    in other spellings of its type, and be read as another answer when any of its numbers or the order of its letters is
+    changed.
     """
     if "####" in answer:
         final = answer.rsplit("####", 1)[1].strip()
@@ -76,12 +77,34 @@ def ground_truth_problem(answer: str) -> str:
     if number:
         return f"can be one number, or several numbers: write {number!r}, or blanks after the commas"
     try:
-        reading = read(answer)
-        if not score_math(f"\\boxed{{{answer}}}", answer):
-            return "scores 0 against itself: its brackets do not match, so that it cannot stand in a box"
-        return next(filter(None, map(_part_problem, leaves(reading))), "")
+        with cpu_limit(CPU_S / 2):  # another spelling may take longer
+            reading = read(answer)
+            if not _is_right(answer, answer):
+                return "scores 0 against itself: its brackets do not match, so that it cannot stand in a box"
+            return next(filter(None, map(_part_problem, leaves(reading))), "") or _trial_problem(answer, reading)
+    except OutOfTimeError:
+        return f"takes more than {CPU_S / 2:g} s of processor time to compare with itself"
     except Exception as error:  # math-verify raises any exception of sympy, antlr and its own code
         return f"cannot be compared with itself: {type(error).__name__}: {error}"
+
+
+def _is_right(answer: str, gold: str) -> bool:
+    return score_math(f"\\boxed{{{answer}}}", gold) == 1
+
+
+def _trial_problem(answer: str, reading: Reading) -> str:
+    """Which other spelling of the answer is judged wrongly, or ""."""
+    if isinstance(reading, Quantity) and reading.unit and not _is_right(number := latex(reading.value), answer):
+        return f"is read as the number {number} with the unit {reading.unit}, and its number alone scores 0"
+    if isinstance(reading, Quantity | Wording | Species) and _TYPED.fullmatch(answer):
+        if not _is_right(rf"\text{{{answer}}}", answer):
+            return f"is read as {reading}, and \\text{{{answer}}} scores 0"
+        backwards = answer[::-1]
+        if answer.isalpha() and backwards.casefold() != answer.casefold() and _is_right(backwards, answer):
+            return f"is read as a product of letters, since {backwards} scores 1: write the word in \\text{{}}"
+    if _DIGITS.fullmatch(answer) and _is_right(f"{answer[:-1]}{(int(answer[-1]) + 1) % 10}", answer):
+        return f"is read as {reading}, and a number with another last digit scores 1"
+    return ""
 
 
 def _is_nothing(answer: str) -> bool:
@@ -90,7 +113,7 @@ def _is_nothing(answer: str) -> bool:
     words = re.sub(r"\.(?=\s|$)", " ", text).casefold().split()
     if words == ["na"]:
         return "NA" in answer  # `Na` is sodium
-    return " ".join(words) in _NOTHING or "".join(words) in _NOTHING
+    return bool(_NOTHING.fullmatch(" ".join(words)))
 
 
 def _part_problem(part: Reading) -> str:
@@ -132,11 +155,19 @@ def _not_seen(text: str, found: Any) -> list[re.Match[str]]:
 
 def in_words(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:
     """How often `math_verify` scores against which words. Look at them: a word may say that there is no answer."""
-    answers = Counter(prompt.answer for prompt in prompts if _is_ours(prompt, config))
+    return _counted(prompts, config, lambda words: words.text if isinstance(words, Wording) else "")
+
+
+def as_products(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:
+    """How often `math_verify` reads letters of one family, such as `abc` and `bad`, as a product of variables."""
+    return _counted(prompts, config, lambda part: str(part) if is_product(str(part)) else "")
+
+
+def _counted(prompts: Iterable[Prompt], config: RewardConfig, name: Callable[[Reading], str]) -> Counter[str]:
     found: Counter[str] = Counter()
-    for answer, count in answers.items():
-        if not _PLAIN.fullmatch(answer) and isinstance(words := read(answer), Wording):
-            found[words.text] += count
+    for answer, count in Counter(prompt.answer for prompt in prompts if _is_ours(prompt, config)).items():
+        if not _PLAIN.fullmatch(answer) and (shown := name(read(answer))):
+            found[shown] += count
     return found
 
 

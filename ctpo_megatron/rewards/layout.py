@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 LONGEST = 1000
 """In characters; a longer text is not an answer with several spellings."""
@@ -34,6 +35,26 @@ _TEXT = re.compile(r"\\(?:text(?:normal|up|rm)?|mathrm|mbox|hbox|operatorname)\s
 _FONT = re.compile(r"\\(?:text|math)(?:bf|it|sf|tt)|\\(?:emph|bold|bm|boldsymbol|underline|boxed|fbox|mathbf)(?![a-z])")
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z%$])")
 """A backslash that a JSON or Python text has doubled."""
+
+
+def _rows(found: re.Match[str]) -> str:
+    """Lines of equations as a list; values with conditions stay as they are."""
+    rows = [row.strip() for row in found[2].replace("&=", "=").split("\\\\")]
+    return found[0] if "&" in "".join(rows) else ", ".join(row.rstrip(",.;") for row in rows if row)
+
+
+def _letter(found: re.Match[str]) -> str:
+    return f" {found[1] or found[2] or found[3]} "
+
+
+_UNITS = r"\\text\{[^{}]*\}(?:\^\{?\d\}?|\\cdot|\\text\{[^{}]*\}|\s)*"
+
+
+def _unit_over(found: re.Match[str]) -> str:
+    above, below = (without_text(part).replace("\\cdot", " ") for part in found.groups())
+    return rf"\text{{{above}/({below})}}" if " " in below.strip() else rf"\text{{{above.strip()}/{below.strip()}}}"
+
+
 _RULES = (
     (r"\{\\rm\s+([^{}]*)\}", r"\\text{\1}"),
     (
@@ -49,6 +70,13 @@ _RULES = (
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (r"[\[(]\s*\\begin\{array\}\s*\{[^{}]*\}", r"\\begin{pmatrix}"),
     (r"\\end\{array\}\s*[\])]", r"\\end{pmatrix}"),
+    (
+        r"\\(?:wide)?hat\s*\{*\s*\\?([ijk])(?:math)?(?![A-Za-z])\s*\}*|\\(?:vec|overrightarrow)(?:\s*\{+([A-Za-z])\}+|\s+([A-Za-z]))",
+        _letter,
+    ),
+    (r"\\in\s*\{?([NZQRC])\}?(?![A-Za-z])", r"\\in \\mathbb{\1}"),
+    (r"\\lg(?![a-z])", r"\\log_{10}"),
+    (r"(?:\\\{\s*)?\\begin\{(cases|aligned|gathered|array)\}(?:\{[lcr| ]*\})?(.*?)\\end\{\1\}", _rows),
     (r"\\langle(?![a-z])", "("),
     (r"\\rangle(?![a-z])", ")"),
     (r"\\lbrace(?![a-z])", r"\\{"),
@@ -60,11 +88,14 @@ _RULES = (
     (r"\bo ?' ?clock\b", "oclock"),
     (r"(?<![A-Za-z])(?:\\text\{\s*abs\s*\}|\\?abs)\s*\(([^()]*)\)", r"|\1|"),
     (r"(^|[<>=(+-]|\\[lg]e )\s*\\mid(?![a-z])([^|=<>{}]*?)\\mid(?![a-z])", r"\1|\2|"),
-    (r"(?<=[\d}\s])\\[dt]?frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
+    (rf"(?<=[\d}}\s])\\frac\s*\{{\s*({_UNITS})\}}\s*\{{\s*({_UNITS})\}}", _unit_over),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
     (r"\\(?:lt|gt)(?![a-z])", lambda m: " < " if m[0] == r"\lt" else " > "),
     (r"(?<![A-Za-z\\])([A-Za-z])_\{(\w)\}(?!\w)", r"\1_\2"),
+    (r"\\log\s*_e(?![a-z])", r"\\ln "),
+    (r"\\text\{\s*(?:\u6216\u8005?|\u6216\u662f)\s*\}", r"\\text{ or }"),
+    (r"\\text\{\s*[\u548c\u4e0e\u53ca\u4e14]\s*\}", r"\\text{ and }"),
     (r"\^\s*\\text\{o\}|\^\s*\{\s*\\text\{o\}\s*\}", r"^\\circ "),
     (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![a-z])|\\(?:degree|circ)(?![a-z])", r"^\\circ "),
     (r"\^\s*\{\s*\\prime\s*\\prime\s*\}|\^\s*\\prime\s*\\prime(?![a-z])|''", '"'),
@@ -75,15 +106,15 @@ _RULES = (
     (r"\\text\{\s*\}|\*\*", " "),
     (r"\\text\{\s*\\dollar\s*\}", r"\\dollar "),
     (r"\\text\{([^{}]*),\s*\}", r"\\text{\1}, "),
+    (r"\\text\{\s*([^{}]+?)\s+by\s*\}", r"\\text{\1} by "),
     (r"\\text\{\s*((?:\\(?:dollar|euro|pounds|yen)\s*)?[+-]?\d[^{}]*)\}", r"\1"),
     (r"(?<=\d)\s+\(\s*([A-Za-z][A-Za-z'. -]{2,}|[mgslhL]|[ckm]m|k?g|ml|ft|in)\)", r" \\text{\1}"),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"(?<=\\text)\{([^{}]*)\^\s*\{\s*(-?\d)\s*\}([^{}]*)\}", r"{\1^\2\3}"),
     (r"(?<![\\A-Za-z])(?:infinity|infty|inf)(?![A-Za-z])", r"\\infty"),
     (r"\\mathrm\{([ie])\}|\\text\{([ie])\}", lambda m: f" {m[1] or m[2]} "),
-    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-    (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
-    (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"\\frac\s*(\d|\\[a-zA-Z]+|(?<=\s)[A-Za-z])(?=\s*[\w\\{])", r"\\frac{\1}"),
+    (r"(\\frac\s*\{(?:[^{}]|\{[^{}]*\})*\})\s*(\d|\\[a-zA-Z]+|[A-Za-z])", r"\1{\2}"),
     (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
     (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
 )
@@ -112,6 +143,7 @@ _DECIMALS = re.compile(r"(?<=\d)\.\d{3}(?: \d{3})*(?: \d{1,3})(?!\d)")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
+@lru_cache(maxsize=4096)
 def plain(answer: str) -> str:
     """The answer without fonts, colours, dollar signs of formulas, blanks that mean nothing and a full stop.
 
@@ -164,6 +196,19 @@ def lower_words(answer: str) -> str:
 def word_set(text: str, separator: str = " ") -> frozenset[str]:
     """The words, or phrases, of a text."""
     return frozenset(text.split(separator))
+
+
+FUNCTIONS = word_set(
+    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arcsinh arccosh arctanh asin acos atan log ln lg "
+    "exp sqrt cbrt abs max min sup mod gcd lcm det dim deg arg ker floor ceil sgn sign frac pi infty infinity"
+)
+"""Names that stand for functions and constants where nothing is around them."""
+_FAMILIES = tuple(map(frozenset, ("abcd", "mnk", "pqrs", "uvw", "xyz")))
+
+
+def is_product(word: str) -> bool:
+    """Whether three or more letters in a row are variables of one family, such as `abc` and `xyz`."""
+    return len(word) > 2 and any(family.issuperset(word) for family in _FAMILIES)
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:

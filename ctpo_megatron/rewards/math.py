@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.chat_template import CLOSE, OPEN
@@ -14,6 +18,8 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.trajectory import Trajectory
 
 _BOX = "\\boxed{"
+CPU_S = 2.0
+"""Processor time in which an answer is compared."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -57,10 +63,37 @@ def score_math(final_text: str, answer: str) -> float:
     return float(box is not None and bool(box.strip()) and same_answer(answer, box))
 
 
+class OutOfTimeError(BaseException):
+    """A comparison has taken its processor time. No Exception, as libraries catch those on the way."""
+
+
+@contextlib.contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTimeError after this much processor time of the process, as soon as its code in C returns.
+
+    A machine that stops for a while does not count. Sets no limit outside the main thread, which alone gets signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise OutOfTimeError
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 class MathVerify:
     """The reward function `math_verify`: `score_math` of the final turn. Tool output and earlier turns never count.
 
-    Its metric `no_box` counts final turns without a complete `\\boxed{...}`.
+    An answer that cannot be compared in two seconds of processor time is wrong: the ground truth was, when it was read.
+    Its metrics: `no_box` counts final turns without a complete `\\boxed{...}`, `uncomputable` such answers.
     """
 
     text_only = True
@@ -72,7 +105,11 @@ class MathVerify:
 
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Reward:
         text = answer_part(trajectory.final_text, box_in_thinking=self._box_in_thinking)
-        return Reward(score_math(text, prompt.answer), metrics={"no_box": last_boxed(text) is None})
+        try:
+            with cpu_limit(CPU_S):
+                return Reward(score_math(text, prompt.answer), metrics={"no_box": last_boxed(text) is None})
+        except OutOfTimeError:
+            return Reward(0.0, metrics={"no_box": False, "uncomputable": True})
 
 
 def _closing_brace(text: str, start: int) -> int | None:

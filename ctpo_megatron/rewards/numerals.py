@@ -116,11 +116,11 @@ _WORDS_OF_NUMBER = re.compile(
     rf"|(?P<whole>(?=[a-z]){_whole}(?:{_under_1000})?)(?P<half> and a half)?)(?![a-z-])"
 )
 _NO_COUNT = word_set(
-    "of to or and more less than at most least about in by over point times plus minus squared cubed power root way "
+    "of to or and than at most least about in by over point times plus minus squared cubed power root way "
     "each dozen hundred thousand million billion a the who that"
 ) | {*_VALUES, *_PARTS, *(f"{part}s" for part in _PARTS), "zero"}
 """Words after a number that change it, or that make a pronoun of `one`."""
-_COUNTED = re.compile(r"[a-z]{3,}(?: [a-z]{3,})?(?: per [a-z]{3,})?|\\%")
+_COUNTED = re.compile(r"[a-z]{3,}(?: [a-z]{2,})?(?: per [a-z]{3,})?|\\%")
 
 
 def spoken(words: str) -> tuple[Fraction, str] | None:

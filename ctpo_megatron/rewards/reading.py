@@ -11,9 +11,11 @@ from itertools import pairwise
 
 from ctpo_megatron.rewards.layout import (
     FOREIGN,
+    FUNCTIONS,
     LATIN,
     LONGEST,
     enclosed,
+    is_product,
     lower_words,
     plain,
     split,
@@ -37,10 +39,11 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number, or a formula for one, with its unit."""
+    """A number, or a formula for one, with its unit. decimal: whether the number is written with a decimal point."""
 
     value: Fraction | Formula
     unit: Unit = NONE
+    decimal: bool = False
 
     def __str__(self) -> str:
         return f"{self.value} {self.unit}".strip()
@@ -57,8 +60,18 @@ class Wording:
 
 
 @dataclass(frozen=True, slots=True)
+class Species:
+    """A chemical formula, in which case counts: `CO2`, `Na+`."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
 class Based:
-    """Digits in another base than ten."""
+    """A number in another base than ten. digits: without leading zeros, in lower case."""
 
     digits: str
     base: str
@@ -93,20 +106,31 @@ class Named:
 class Several:
     """Several answers. brackets: around them; "" for a list, " " for numbers with blanks between.
 
-    ":" stands for a ratio or a time, "clock" for a time, "+" for one quantity in several units, "R" for a quotient and
-    its remainder. For inequalities of which any may hold it is "|".
+    ":" stands for a ratio or a time, "clock" for a time, "+" for one quantity in several units, "x" for the sides of a
+    rectangle, "R" for a quotient and its remainder. For inequalities of which any may hold it is "|".
     """
 
     items: tuple[Reading, ...]
     brackets: str = ""
 
     def __str__(self) -> str:
-        between = {":": ":", "clock": ":", "+": " ", " ": " ", "R": " R "}.get(self.brackets, ",")
+        between = {":": ":", "clock": ":", "+": " ", " ": " ", "R": " R ", "x": r" \times "}.get(self.brackets, ",")
         inner = between.join(map(str, self.items))
         return f"{self.brackets[0]}{inner}{self.brackets[1]}" if len(self.brackets) == 2 else inner
 
 
-Reading = Formula | Quantity | TimeOfDay | Wording | Based | Choice | Named | Several
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What is said for a parameter in a set of numbers. condition: `k\\in\\mathbb{Z}`, without blanks."""
+
+    value: Reading
+    condition: str
+
+    def __str__(self) -> str:
+        return f"{self.value},{self.condition}"
+
+
+Reading = Given | Formula | Quantity | TimeOfDay | Wording | Species | Based | Choice | Named | Several
 
 _LIST = re.compile(
     r"[,;]?\s*(?:\\text\{\s*(?:,?\s*and|,?\s*or|,)\s*\}|\\(?:lor|vee|land)(?![a-z]))\s*|[,;]?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;]"
@@ -115,6 +139,13 @@ _OR = re.compile(r"(?<![A-Za-z])or(?![A-Za-z])|\\(?:lor|vee)(?![a-z])")
 _AND_INSIDE = re.compile(
     r"\\text\{([^{}]*?)\s(and|or)\s([^{}]*)\}|\\text\{\s*(and|or)\s([^{}]+)\}|\\text\{([^{}]+?)\s(and|or)\s*\}"
 )
+_IN_WORDS = re.compile(r"(?<![A-Za-z])by(?![A-Za-z])")
+_BY = re.compile(r"\s*(?:\\times(?![a-z]|\s*10\s*\^)|\\text\{\s*(?:by|x)\s*\}|(?<![A-Za-z\\])(?:by|x)(?![A-Za-z]))\s*")
+_CONDITION = re.compile(
+    r"(.+?)\s*(?:[,;]\s*\(?|\(|(?=\\text\{))\s*(?:\\text\{[^{}]*\}|where|for|with)?\s*"
+    r"((?:[A-Za-z]\s*,\s*)*[A-Za-z]\s*\\in\s*\\mathbb\{[A-Z]\}(?:\^[+*]|_\+|\^\{[+*]\})?)\s*\)?"
+)
+_MATRIX = re.compile(r"\\begin\{[pbv]?matrix\}(.*)\\end\{[pbv]?matrix\}")
 _COLON = re.compile(r"\s*(?:\\colon(?![a-z])|:|(?<=\d )to(?= \d)|\\text\{\s*to\s*\})\s*")
 _CLOCK = re.compile(r"\d{1,2}:0\d(?!\d).*")
 _NAME = (
@@ -151,14 +182,19 @@ _REMAINDER = re.compile(
 )
 _LETTERS = re.compile(r"(?:\\text\{)?([A-H]{2,8})\}?")
 _BASED = re.compile(
-    r"(?:\(\s*(\w+)\s*\)|(?:\\text\{)?(\w+?)\}?)\s*_\s*(?:\{\s*\(?\s*(?:\\text\{)?([^{}()]+)\}?\s*\)?\s*\}|(\d))"
+    r"([+-]?)\s*(?:\(\s*(\w+)\s*\)|(?:\\text\{)?(\w+?)\}?)\s*_\s*(?:\{\s*\(?\s*(?:\\text\{)?([^{}()]+)\}?\s*\)?\s*\}|(\d))"
 )
+_PROGRAMMED = re.compile(
+    r"(?:\\text\{)?\s*([+-]?)\s*0(?=x[\da-f]+\s*\}?$|b[01]+\s*\}?$|o[0-7]+\s*\}?$)([xbo])([\da-f]+)\s*\}?",
+    re.IGNORECASE,
+)
+"""As programs write numbers: `0x1f`."""
 _LARGEST_BASE = 36
 _POINTED = re.compile(r"[+-]?\d+(?:\.\d+){2,}")
 """A date, or a number whose groups of digits are not of three."""
 _BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _TRAILING = re.compile(
-    r"(?<=[\d})!\s])((?:\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{\s*-?\d\s*\}|\d))?(?:\s*/(?=\s*\\text))?|\^\\circ|\\%|\\dollar)+"
+    r"(?<=[\d})!\s])((?:\s*\\Omega|\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{\s*-?\d\s*\}|\d))?(?:\s*/(?=\s*\\text))?|\^\\circ|\\%|\\dollar)+"
     r"|\s[A-Za-z]{2,}(?:[ /][A-Za-z]+)*(?:\^(?:\{\d\}|\d))?)$"
 )
 _MONEY = re.compile(
@@ -168,16 +204,21 @@ _PRICE = re.compile(
     r"\s*(?:\\text\{)?\s*(?:(hundred|thousand|million|billion|trillion)\s*\}?\s*)?(?:\\text\{\s*)?(?:/|(?:per|an?|every|each)\s+\w)"
 )
 """What money is paid for."""
+_POINT, _DIVISION = re.compile(r"\.\d"), re.compile(r"/|\\[a-z]*(?:frac|overline|dots|dot)(?![a-z])|\(")
 _UNIT = re.compile(
     r"(?:\\text\{[^{}]*\}|\\(?:%|dollar|euro|pounds|yen|cdot)(?![a-z])|\^\\circ(?:\s*[CF](?![a-z]))?"
     rf"|[{LATIN}\u00b5\u03bc'\"./]|\s"
+    r"|\([A-Za-z\u00b5 \u00b7]+\)|\\(?:Omega|mu|AA)(?![a-z])"
     r"|\^\s*(?:\{\s*(?:-?\d|\\text\{[a-z]*\}|[a-z]{2})\s*\}|-?\d|\\text\{[a-z]*\}|[a-z]{2})|-(?=[A-Za-z]))*"
 )
 _SET = re.compile(r"\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\||:)\s*(.+)")
 _TRIGONOMETRIC = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
+_SHORT_WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{3}(?![A-Za-z])")
+_OPERATOR = re.compile(r"[=+*/<>|\\^_(]")
 _WORD_ALONE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}|(?:(?<![\\A-Za-z])[A-Za-z]+ ){3}")
-_FUNCTIONS = word_set("sinh cosh tanh sqrt arcsin arccos arctan frac")
+_SPECIES = re.compile(r"(?=.*[\d+-])(?:[A-Z][a-z]?\d*|\((?:[A-Z][a-z]?\d*)+\)\d*)+\d*[+-]?")
+"""Symbols of elements with counts, and a charge."""
 _ALIASES = {"all real numbers": r"\mathbb{R}", "all reals": r"\mathbb{R}", "empty set": r"\emptyset"}
 _DAY = re.compile(r"\d{1,2}\.\d{1,2}\.(?:\d\d){1,2}")
 _MONTHS = word_set(
@@ -197,7 +238,7 @@ def leaves(reading: Reading) -> list[Reading]:
     """The parts that are compared each on its own."""
     if isinstance(reading, Several):
         return [leaf for item in reading.items for leaf in leaves(item)]
-    if isinstance(reading, Named | Choice) and reading.value is not None:
+    if isinstance(reading, Named | Choice | Given) and reading.value is not None:
         return leaves(reading.value)
     return [reading]
 
@@ -213,12 +254,15 @@ def _read(text: str) -> Reading:
         return _read(text[1:-1])
     return (
         time(text)
-        or _choice(text)
         or _based(text)
+        or _species(text)
+        or _choice(text)
         or (Wording(text) if _POINTED.fullmatch(text) else None)
         or _divided(text)
         or _spoken(text)
+        or _sides(text)
         or _quantities(text)
+        or _given(text)
         or _listed(text)
         or _bracketed(text)
         or _plus_minus(text)
@@ -226,13 +270,15 @@ def _read(text: str) -> Reading:
         or _ratio(text)
         or _measured(text)
         or _words(text)
-        or Formula(text)
+        or (Wording(text) if text == "\\ldots" else Formula(text))
     )
 
 
 def _choice(text: str) -> Reading | None:
     for form in _CHOICES:
         if found := form.fullmatch(text):
+            if _LIST.match(found[2]):
+                return None  # `(B) and (C)`
             return Choice(found[1], _read(found[2]) if found[2].strip() else None)
     letters = _LETTERS.fullmatch(text)
     if letters and list(letters[1]) == sorted(set(letters[1])):
@@ -241,16 +287,25 @@ def _choice(text: str) -> Reading | None:
 
 
 def _based(text: str) -> Reading | None:
+    if found := _PROGRAMMED.fullmatch(text):
+        return _number_in(found[1], found[3], {"x": "16", "o": "8", "b": "2"}[found[2].lower()])
     found = _BASED.fullmatch(text)
     if found is None:
         return None
-    digits, base = found[1] or found[2], (found[3] or found[4]).strip().casefold()
+    digits, base = found[2] or found[3], (found[4] or found[5]).strip().casefold()
     base = str(_BASES.index(base)) if base in _BASES else base
     if digits.isdecimal():
-        return Based(digits, base)
-    with_letters = base.isdecimal() and int(base) <= _LARGEST_BASE and digits.isalnum() and digits.upper() == digits
-    digit_values = [int(digit, 36) for digit in digits] if with_letters and digits.isascii() else []
-    return Based(digits, base) if digit_values and max(digit_values) < int(base) else None
+        return _number_in(found[1], digits, base)
+    known = base.isdecimal() and int(base) <= _LARGEST_BASE and digits.isalnum() and digits.isascii()
+    if not known or max(int(digit, 36) for digit in digits) >= int(base):
+        return None
+    is_name = digits.isalpha() and digits.upper() != digits  # `a_{16}` is a variable
+    return None if is_name else _number_in(found[1], digits, base)
+
+
+def _number_in(sign: str, digits: str, base: str) -> Based:
+    digits = digits.lower().lstrip("0") or "0"
+    return Based("-" * (sign == "-" and digits != "0") + digits, base)
 
 
 def _divided(text: str) -> Reading | None:
@@ -299,7 +354,8 @@ def _leading(text: str) -> tuple[Quantity, str] | None:
         return None  # a formula such as `5/abcd`
     if money and not what.words:
         what = replace(unit(money[2]) or NONE, scale=what.scale)
-    return Quantity(value * what.scale, replace(what, scale=1)), text[after:].strip()
+    decimal = bool(_POINT.search(text[start:end])) and not _DIVISION.search(text[start:end])
+    return Quantity(value * what.scale, replace(what, scale=1), decimal), text[after:].strip()
 
 
 def _together(parts: Sequence[Quantity], text: str) -> Several:
@@ -312,6 +368,41 @@ def _together(parts: Sequence[Quantity], text: str) -> Several:
         return Several(tuple(parts), "+")
     signed = [replace(part, value=-part.value) if isinstance(part.value, Fraction) else part for part in parts[1:]]
     return Several((parts[0], *signed), "+")  # the sign belongs to the whole
+
+
+def _given(text: str) -> Reading | None:
+    found = _CONDITION.fullmatch(text)
+    if found is None or INEQUALITY.search(found[1]):
+        return None
+    names = re.findall(r"[A-Za-z]", found[2].partition("\\in")[0])
+    value = found[1].strip().rstrip(",;")
+    if value in names or not set(names) <= set(re.sub(r"\\[A-Za-z]+", "", value)):
+        return None
+    return Given(_read(value), re.sub(r"\s", "", found[2]))
+
+
+def _sides(text: str) -> Reading | None:
+    found = sizes(text)
+    items = found.items if found else ()
+    measured = bool(items) and all(isinstance(item, Quantity) and item.unit for item in items)
+    return found if measured or _IN_WORDS.search(text) else None
+
+
+def sizes(text: str) -> Several | None:
+    """Quantities with `by` or a sign of multiplication between, as the sides of a rectangle."""
+    parts = split(text, _BY)
+    items = tuple(map(_read, parts)) if len(parts) > 1 and all(parts) else ()
+    return Several(items, "x") if items and all(isinstance(item, Quantity) for item in items) else None
+
+
+def vector(text: str) -> Several | None:
+    """The entries of a matrix with one row or one column."""
+    found = _MATRIX.fullmatch(text)
+    rows = [row.strip() for row in found[1].split("\\\\") if row.strip()] if found else []
+    entries = [entry.strip() for row in rows for entry in row.split("&")]
+    if not entries or (len(rows) > 1 and len(entries) > len(rows)) or not all(entries):
+        return None
+    return Several(tuple(map(_read, entries)), "()")
 
 
 def _listed(text: str) -> Reading | None:
@@ -439,23 +530,26 @@ def _spoken(text: str) -> Reading | None:
     return Quantity(found[0], what) if found and what is not None else None
 
 
+def _species(text: str) -> Reading | None:
+    letters = re.sub(r"\\text\{\s*([^{}]*?)\s*\}|[_^{}]", r"\1", text)
+    if not _SPECIES.fullmatch(letters):
+        return None
+    shown = len(_CAPITAL.findall(letters)) > 1 or letters[-1] in "+-" or ("\\text" in text and re.search(r"[_^]", text))
+    return Species(letters) if shown else None
+
+
 def _words(text: str) -> Reading | None:
     bare = without_text(text)
-    said = [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS]
+    candidates = _WORD.findall(bare) + ([] if _OPERATOR.search(bare) else _SHORT_WORD.findall(bare))
+    said = [word for word in candidates if word.lower() not in FUNCTIONS and not is_product(word)]
     in_text = re.search(rf"\\text\s*\{{[^{{}}]*(?:[A-Za-z]{{2}}|[{FOREIGN}])[^{{}}]*\}}", text)
-    short = (
-        re.fullmatch(r"[A-Z][a-z]{2}|[A-Za-z]{2,}(?: +[A-Za-z]{2,})+", bare.strip())
-        or bare.strip().lower() in _SHORT_WORDS
-    )
-    if not (said or in_text or short) or _is_formula(bare):
+    phrase = re.fullmatch(r"[A-Za-z]{2,}(?: +[A-Za-z]{2,})+|(?i:no)", bare.strip())
+    if not (said or in_text or phrase) or _is_formula(bare):
         return None
     if bare.strip().lower() in _ALIASES:
         return Formula(_ALIASES[bare.strip().lower()])
     words = re.sub(r"[^\w\s+*/=<>^\\{}().-]|\.(?!\d)", " ", bare).casefold().split()
     return Wording(" ".join(words[words[0] in ("a", "an", "the") :] if len(words) > 1 else words))
-
-
-_SHORT_WORDS = word_set("yes no tie odd red")
 
 
 def _is_formula(bare: str) -> bool:

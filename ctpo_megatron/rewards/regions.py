@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from ctpo_megatron.rewards import expressions
+from ctpo_megatron.rewards.closed_forms import same_number
 from ctpo_megatron.rewards.expressions import latex
 from ctpo_megatron.rewards.reading import INEQUALITY, Formula, Named, Quantity, Reading, Several
 
@@ -177,4 +178,4 @@ def _same_piece(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _same_end(one: Any, other: Any) -> bool:
-    return bool(one == other) or bool(one.is_finite and other.is_finite and not expressions.differ(one, other))
+    return bool(one == other) or bool(one.is_finite and other.is_finite and same_number(one, other))
