@@ -13,7 +13,8 @@ from ctpo_megatron.rewards import expressions
 from ctpo_megatron.rewards.closed_forms import rounds
 from ctpo_megatron.rewards.expressions import latex
 from ctpo_megatron.rewards.layout import as_one_number
-from ctpo_megatron.rewards.reading import (
+from ctpo_megatron.rewards.reading import point, read, sizes, vector
+from ctpo_megatron.rewards.readings import (
     Based,
     Choice,
     Formula,
@@ -24,10 +25,6 @@ from ctpo_megatron.rewards.reading import (
     Several,
     Species,
     Wording,
-    point,
-    read,
-    sizes,
-    vector,
 )
 from ctpo_megatron.rewards.regions import same_region
 from ctpo_megatron.rewards.times import TimeOfDay

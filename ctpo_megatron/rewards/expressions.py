@@ -15,7 +15,7 @@ from typing import Any
 
 from ctpo_megatron.rewards.closed_forms import UncomputableError, reduced, same_number
 from ctpo_megatron.rewards.layout import LONGEST, is_product
-from ctpo_megatron.rewards.reading import Formula, Named, Quantity, Reading, Several
+from ctpo_megatron.rewards.readings import Formula, Named, Quantity, Reading, Several
 
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\{_])i(?![A-Za-z])|(?<=\d)i(?![A-Za-z])|(?<=\{)i(?![A-Za-z}])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[A-Za-z]|\\[a-z]+)\s*\^\\circ(?![a-z])")

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-
-from pebble import ProcessExpired, ProcessPool
 
 from ctpo_megatron.rewards import expressions
 from ctpo_megatron.rewards.expressions import latex
-from ctpo_megatron.rewards.fork_server import end_with_trainer, fork_server
 from ctpo_megatron.rewards.layout import as_one_number, is_product, plain
-from ctpo_megatron.rewards.math import CPU_S, OutOfTimeError, cpu_limit, score_math
-from ctpo_megatron.rewards.reading import Formula, Quantity, Reading, Species, Wording, is_date, leaves, read
-from ctpo_megatron.rewards.workers import WORKERS_RETRIES, RewardWorkersLost, Workers, awaited
+from ctpo_megatron.rewards.math import CPU_S, ProcessorTimeError, cpu_limit, score_math
+from ctpo_megatron.rewards.reading import is_date, leaves, read
+from ctpo_megatron.rewards.readings import Formula, Quantity, Reading, Species, Wording
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import RewardConfig
     from ctpo_megatron.data.prompt import Prompt
 
-log = logging.getLogger(__name__)
-
-_PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
+PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 _DIGITS = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
 _TYPED = re.compile(r"(?:[+-]?\d+(?:\.\d+)? ?)?[A-Za-z][A-Za-z /]*")
 _NUMBER = re.compile(r"\d+")
@@ -52,10 +43,6 @@ sign of money."""
 _SENTENCE_WORDS = 5
 _CHANGES = 4
 """Numbers of a formula that are changed to see whether they are read, of those that are not seen in what was read."""
-_PER_PROCESS = 128
-"""Ground truths for which another process is worth its start: each one learns the grammar again, in about a second."""
-_PATIENCE_S = 30.0
-"""For a process to start, before the limit of an answer. One that is killed as it takes a task may block the others."""
 _SHOWN = 10
 
 
@@ -82,7 +69,7 @@ def ground_truth_problem(answer: str) -> str:
             if not _is_right(answer, answer):
                 return "scores 0 against itself: its brackets do not match, so that it cannot stand in a box"
             return next(filter(None, map(_part_problem, leaves(reading))), "") or _trial_problem(answer, reading)
-    except OutOfTimeError:
+    except ProcessorTimeError:
         return f"takes more than {CPU_S / 2:g} s of processor time to compare with itself"
     except Exception as error:  # math-verify raises any exception of sympy, antlr and its own code
         return f"cannot be compared with itself: {type(error).__name__}: {error}"
@@ -165,8 +152,8 @@ def as_products(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]
 
 def _counted(prompts: Iterable[Prompt], config: RewardConfig, name: Callable[[Reading], str]) -> Counter[str]:
     found: Counter[str] = Counter()
-    for answer, count in Counter(prompt.answer for prompt in prompts if _is_ours(prompt, config)).items():
-        if not _PLAIN.fullmatch(answer) and (shown := name(read(answer))):
+    for answer, count in Counter(prompt.answer for prompt in prompts if is_scored(prompt, config)).items():
+        if not PLAIN.fullmatch(answer) and (shown := name(read(answer))):
             found[shown] += count
     return found
 
@@ -177,62 +164,6 @@ def shown_words(found: Counter[str]) -> str:
     return f"{shown}, ..." if len(found) > _SHOWN else shown
 
 
-def unverifiable(prompts: Sequence[Prompt], config: RewardConfig) -> dict[int, str]:
-    """The prompts that `math_verify` scores and whose ground truth it can never match: index -> reason.
-
-    Every distinct ground truth is checked once, in processes on all CPUs: 13 CPU-milliseconds for a long formula. A
-    plain number is always readable. One that takes longer than `config.timeout_s` is listed, too: its rewards would be
-    timeouts. Raises RewardWorkersLost.
-    """
-    ours = [(index, prompt.answer) for index, prompt in enumerate(prompts) if _is_ours(prompt, config)]
-    reasons = _reasons({answer for _, answer in ours if not _PLAIN.fullmatch(answer)}, config)
-    return {index: reasons[answer] for index, answer in ours if reasons.get(answer)}
-
-
-def _reasons(answers: Iterable[str], config: RewardConfig) -> dict[str, str]:
-    reasons, died = _compared(sorted(answers), config)
-    for _ in range(WORKERS_RETRIES):
-        if not died:
-            break
-        # Perhaps not by their own fault, as where the machine has run out of memory.
-        log.warning("%d ground truths are checked again: a process that checked them died", len(died))
-        more, died = _compared([*died], config)
-        reasons |= more
-    if broken := next((error for error in died.values() if not isinstance(error, ProcessExpired)), None):
-        raise RewardWorkersLost(
-            f"the processes that check ground truths died {WORKERS_RETRIES + 1} times ({broken!r}): is something "
-            "killing them?"
-        ) from broken
-    return reasons | {
-        answer: f"ends the process that compares it with itself ({error})" for answer, error in died.items()
-    }
-
-
-def _compared(answers: Sequence[str], config: RewardConfig) -> tuple[dict[str, str], dict[str, Exception]]:
-    """The reason of each, and how the processes of the others ended: by itself, or with all that were to come."""
-    if not answers:
-        return {}, {}
-    # All CPUs: nothing else of the run is working yet.
-    workers = min(len(os.sched_getaffinity(0)), math.ceil(len(answers) / _PER_PROCESS))
-    reasons: dict[str, str] = {}
-    died: dict[str, Exception] = {}
-    processes = Workers(ProcessPool(max_workers=workers, initializer=end_with_trainer, context=fork_server(math=True)))
-    limit_s = config.timeout_s
-    try:
-        futures = [processes.schedule(ground_truth_problem, (answer,), limit_s) for answer in answers]
-        for answer, future in zip(answers, futures, strict=True):
-            try:
-                reasons[answer] = awaited(future, processes, _PATIENCE_S + limit_s)
-            except FutureTimeoutError:
-                reasons[answer] = f"takes longer than reward.timeout_s ({limit_s:g} s) to compare with itself"
-            except ProcessExpired as error:
-                died[answer] = error
-    except RuntimeError as error:  # also BrokenProcessPool: none of its processes can be started any more
-        died |= {answer: error for answer in answers if answer not in reasons}
-    finally:
-        processes.stop()
-    return reasons, died
-
-
-def _is_ours(prompt: Prompt, config: RewardConfig) -> bool:
+def is_scored(prompt: Prompt, config: RewardConfig) -> bool:
+    """Whether `math_verify` scores the answers to a prompt."""
     return config.by_source.get(prompt.data_source, config.function).name == "math_verify"

@@ -63,13 +63,13 @@ def score_math(final_text: str, answer: str) -> float:
     return float(box is not None and bool(box.strip()) and same_answer(answer, box))
 
 
-class OutOfTimeError(BaseException):
+class ProcessorTimeError(BaseException):
     """A comparison has taken its processor time. No Exception, as libraries catch those on the way."""
 
 
 @contextlib.contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTimeError after this much processor time of the process, as soon as its code in C returns.
+    """Raise ProcessorTimeError after this much processor time of the process, as soon as its code in C returns.
 
     A machine that stops for a while does not count. Sets no limit outside the main thread, which alone gets signals.
     """
@@ -78,7 +78,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         return
 
     def stop(*_: object) -> None:
-        raise OutOfTimeError
+        raise ProcessorTimeError
 
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -108,7 +108,7 @@ class MathVerify:
         try:
             with cpu_limit(CPU_S):
                 return Reward(score_math(text, prompt.answer), metrics={"no_box": last_boxed(text) is None})
-        except OutOfTimeError:
+        except ProcessorTimeError:
             return Reward(0.0, metrics={"no_box": False, "uncomputable": True})
 
 

@@ -1,10 +1,10 @@
-"""What a written answer says: a quantity, several of them, a choice, words, or a formula."""
+"""Reads a written answer: which type it has, and what it says."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -23,114 +23,20 @@ from ctpo_megatron.rewards.layout import (
     word_set,
 )
 from ctpo_megatron.rewards.numerals import numeral, spoken
-from ctpo_megatron.rewards.times import TimeOfDay, time
-from ctpo_megatron.rewards.units import NONE, Unit, unit
-
-
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """What only a computer algebra system can compare. text: LaTeX."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return re.sub(r"(?<![A-Za-z\d]) | (?![A-Za-z\d])|(?<=\d) (?=[A-Za-z])|(?<=[A-Za-z]) (?=\d)", "", self.text)
-
-
-@dataclass(frozen=True, slots=True)
-class Quantity:
-    """A number, or a formula for one, with its unit. decimal: whether the number is written with a decimal point."""
-
-    value: Fraction | Formula
-    unit: Unit = NONE
-    decimal: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.value} {self.unit}".strip()
-
-
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """Words as an answer, in lower case."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Species:
-    """A chemical formula, in which case counts: `CO2`, `Na+`."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Based:
-    """A number in another base than ten. digits: without leading zeros, in lower case."""
-
-    digits: str
-    base: str
-
-    def __str__(self) -> str:
-        return f"{self.digits}_{self.base}"
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A letter of multiple choice, and what stands next to it."""
-
-    letter: str
-    value: Reading | None = None
-
-    def __str__(self) -> str:
-        return f"({self.letter})" if self.value is None else f"({self.letter}) {self.value}"
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """`name = value` or `name \\in value`."""
-
-    name: str
-    value: Reading
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.value}"
-
-
-@dataclass(frozen=True, slots=True)
-class Several:
-    """Several answers. brackets: around them; "" for a list, " " for numbers with blanks between.
-
-    ":" stands for a ratio or a time, "clock" for a time, "+" for one quantity in several units, "x" for the sides of a
-    rectangle, "R" for a quotient and its remainder. For inequalities of which any may hold it is "|".
-    """
-
-    items: tuple[Reading, ...]
-    brackets: str = ""
-
-    def __str__(self) -> str:
-        between = {":": ":", "clock": ":", "+": " ", " ": " ", "R": " R ", "x": r" \times "}.get(self.brackets, ",")
-        inner = between.join(map(str, self.items))
-        return f"{self.brackets[0]}{inner}{self.brackets[1]}" if len(self.brackets) == 2 else inner
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What is said for a parameter in a set of numbers. condition: `k\\in\\mathbb{Z}`, without blanks."""
-
-    value: Reading
-    condition: str
-
-    def __str__(self) -> str:
-        return f"{self.value},{self.condition}"
-
-
-Reading = Given | Formula | Quantity | TimeOfDay | Wording | Species | Based | Choice | Named | Several
+from ctpo_megatron.rewards.readings import (
+    Based,
+    Choice,
+    Formula,
+    Given,
+    Named,
+    Quantity,
+    Reading,
+    Several,
+    Species,
+    Wording,
+)
+from ctpo_megatron.rewards.times import time
+from ctpo_megatron.rewards.units import NONE, unit
 
 _LIST = re.compile(
     r"[,;]?\s*(?:\\text\{\s*(?:,?\s*and|,?\s*or|,)\s*\}|\\(?:lor|vee|land)(?![a-z]))\s*|[,;]?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;]"
@@ -252,26 +158,10 @@ def _read(text: str) -> Reading:
     text = text.strip()
     if enclosed(text) == "{}":
         return _read(text[1:-1])
-    return (
-        time(text)
-        or _based(text)
-        or _species(text)
-        or _choice(text)
-        or (Wording(text) if _POINTED.fullmatch(text) else None)
-        or _divided(text)
-        or _spoken(text)
-        or _sides(text)
-        or _quantities(text)
-        or _given(text)
-        or _listed(text)
-        or _bracketed(text)
-        or _plus_minus(text)
-        or _named(text)
-        or _ratio(text)
-        or _measured(text)
-        or _words(text)
-        or (Wording(text) if text == "\\ldots" else Formula(text))
-    )
+    for reader in _READERS:
+        if reading := reader(text):
+            return reading
+    return Formula(text)
 
 
 def _choice(text: str) -> Reading | None:
@@ -555,3 +445,15 @@ def _words(text: str) -> Reading | None:
 def _is_formula(bare: str) -> bool:
     """Whether a text with words is a formula all the same: `max(a,b)`, `3\\sin x`."""
     return bool(re.search(r"\\(?:frac|sqrt|sum|int|begin|mathbb)|[\^_]", bare))
+
+
+def _fixed(text: str) -> Reading | None:
+    """Dates and dots, which are compared as they are written."""
+    return Wording(text) if text == "\\ldots" or _POINTED.fullmatch(text) else None
+
+
+_READERS: tuple[Callable[[str], Reading | None], ...] = (
+    *(time, _based, _species, _choice, _fixed, _divided, _spoken, _sides, _quantities, _given, _listed, _bracketed),
+    *(_plus_minus, _named, _ratio, _measured, _words),
+)
+"""The first that reads a text decides its type. What none of them reads is a formula."""

@@ -11,7 +11,8 @@ from typing import Any
 from ctpo_megatron.rewards import expressions
 from ctpo_megatron.rewards.closed_forms import same_number
 from ctpo_megatron.rewards.expressions import latex
-from ctpo_megatron.rewards.reading import INEQUALITY, Formula, Named, Quantity, Reading, Several
+from ctpo_megatron.rewards.reading import INEQUALITY
+from ctpo_megatron.rewards.readings import Formula, Named, Quantity, Reading, Several
 
 _COMPLEX = "zw"
 """Variables that are taken for complex numbers within an absolute value: `|z|<2` is a disc."""

@@ -11,11 +11,11 @@ from ctpo_megatron.config import Extension, RewardConfig
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.rewards import (
     RewardWorkersLost,
-    ground_truth,
     ground_truth_problem,
     in_words,
     score_math,
     unverifiable,
+    validation,
 )
 from ctpo_megatron.rewards.fork_server import fork_server
 from tests.support.deadlines import scaled
@@ -110,7 +110,7 @@ def killed_while_they_check(count: int) -> AbstractContextManager[None]:
 
 @pytest.fixture
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ground_truth, "_PATIENCE_S", scaled(3))
+    monkeypatch.setattr(validation, "_PATIENCE_S", scaled(3))
 
 
 FORMULAS = [prompt(f"x^{power}+\\sqrt{{3}}") for power in range(2, 12)]
