@@ -1,12 +1,18 @@
-"""Applies chat templates, which are programs of the people who made a model: in jinja2's sandbox, with a deadline."""
+"""Applies chat templates, which are programs of the people who made a model: in jinja2's sandbox, with a deadline.
+
+Contents of messages and tools are text: a special token inside them is never parsed as that token (`marked`).
+"""
 
 from __future__ import annotations
 
 import ctypes
+import re
+import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 OPEN, CLOSE = "<think>", "</think>"
 """The tags around a model's thinking."""
@@ -14,6 +20,11 @@ RENDER_S = 10.0
 """For a template to render one conversation; an ordinary one takes a millisecond."""
 EACH_S = 0.05
 """For each further conversation of the same call."""
+_MARK = secrets.token_hex(12)
+"""Stands before every special token of a content until the content is tokenized: letters and digits, which templates
+leave as they are. It is drawn at random, so no content holds it."""
+
+_T = TypeVar("_T")
 
 
 class TemplateTimeout(ValueError):
@@ -60,3 +71,89 @@ def _ended_after(seconds: float) -> Iterator[None]:
         with lock:
             over.set()
         raise_in(thread, None)  # one that was raised, and has not arrived yet
+
+
+def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """Matches the text of any special token of a tokenizer; None: it has none."""
+    return _patterns(tokenizer, len(tokenizer), tuple(map(str, tokenizer.all_special_tokens)))[0]
+
+
+def marked(tokenizer: Any, content: _T) -> _T:
+    """A text, or all texts of lists and objects, keys included, with a mark before each special token.
+
+    A conversation or a text that was rendered from them becomes tokens with `token_ids`, and is shown with `unmarked`.
+    """
+    special = special_tokens(tokenizer)
+    return content if special is None else _marked(special, content)
+
+
+def marked_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for a chat template, `marked` but for their roles."""
+    return [{**marked(tokenizer, dict(message)), "role": message["role"]} for message in messages]
+
+
+def unmarked(text: str) -> str:
+    """A rendered text without marks."""
+    return text.replace(_MARK, "")
+
+
+def rfind_token(text: str, token: str, start: int) -> int:
+    """Where the template last wrote a token in a rendered text, not before `start`; -1: nowhere."""
+    at = text.rfind(token, start)
+    while at >= 0 and text.endswith(_MARK, 0, at):
+        at = text.rfind(token, start, at)
+    return at
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of rendered texts, without special tokens around them.
+
+    Special tokens that the template wrote are parsed; those that are `marked` become the tokens of plain text.
+    """
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    for index, text in enumerate(texts):
+        if _MARK in text:
+            ids[index] = _apart(tokenizer, text)
+    return ids
+
+
+def _apart(tokenizer: Any, text: str) -> list[int]:
+    """Of a text with marks: what stands between two of the template's special tokens, and has marks, is plain."""
+    _, structure = _patterns(tokenizer, len(tokenizer), tuple(map(str, tokenizer.all_special_tokens)))
+    pieces, at = list[str](), 0
+    for hit in structure.finditer(text):
+        if hit[1] is not None:
+            pieces += [text[at : hit.start()], hit[0]]
+            at = hit.end()
+    ids, parsed = list[int](), ""
+    for piece in [*pieces, text[at:], ""]:
+        if _MARK not in piece:
+            parsed += piece
+            continue
+        ids += tokenizer(parsed, add_special_tokens=False)["input_ids"] if parsed else []
+        ids += tokenizer(unmarked(piece), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        parsed = ""
+    return ids + (tokenizer(parsed, add_special_tokens=False)["input_ids"] if parsed else [])
+
+
+def _marked(special: re.Pattern[str], content: Any) -> Any:
+    if isinstance(content, str):
+        return special.sub(_MARK + r"\g<0>", content)
+    if isinstance(content, Mapping):
+        return {_marked(special, key): _marked(special, cell) for key, cell in content.items()}
+    return [_marked(special, cell) for cell in content] if isinstance(content, list | tuple) else content
+
+
+@lru_cache(maxsize=8)
+def _patterns(tokenizer: Any, size: int, named: tuple[str, ...]) -> tuple[re.Pattern[str] | None, re.Pattern[str]]:
+    """Of any special token, and of one with its mark or, as group 1, without. size and named: they tell of changes."""
+    added = {token.content: token.rstrip for token in tokenizer.added_tokens_decoder.values() if token.special}
+    texts = sorted({text for text in (*added, *named) if text.strip()}, key=len, reverse=True)
+    if not texts:
+        return None, re.compile(r"(?!)()")
+    bare = "|".join(map(re.escape, texts))
+    # Blanks after some tokens are part of them.
+    written = "|".join(re.escape(text) + r"\s*" * added.get(text, False) for text in texts)
+    return re.compile(bare), re.compile(f"{_MARK}(?:{bare})|({written})")

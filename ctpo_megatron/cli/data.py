@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ctpo_megatron.base.chat_template import apply_chat_template
+from ctpo_megatron.base.chat_template import apply_chat_template, marked_messages, token_ids
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError, make_folder
@@ -160,8 +160,8 @@ def _token_counter(model: Path) -> Callable[[Sequence[str]], list[int]]:
         raise UsageError(f"{model}: {problem}")
 
     def count(texts: Sequence[str]) -> list[int]:
-        talks = [[{"role": "user", "content": text}] for text in texts]
+        talks = [marked_messages(tokenizer, [{"role": "user", "content": text}]) for text in texts]
         rendered = apply_chat_template(tokenizer, talks, add_generation_prompt=True)
-        return [len(ids) for ids in tokenizer(rendered, add_special_tokens=False)["input_ids"]] if texts else []
+        return [*map(len, token_ids(tokenizer, rendered))] if texts else []
 
     return count

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ctpo_megatron.base.chat_template import rfind_token, unmarked
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, dropped_calls
 from ctpo_megatron.data.rows import Cell, Offered, RowRules, RowSet, RowTokens, encode, render
@@ -176,7 +177,7 @@ def _segments(
         reason = refused_before.get(place) or refused_after.get(place)
         if reason is None and not (prefix.startswith(found.texts[index]) and text.startswith(prefix)):
             reason = _NOT_A_PREFIX.format(at=at)
-        if reason is None and (names := dropped_calls([message], text[len(prefix) :])):
+        if reason is None and (names := dropped_calls([message], unmarked(text[len(prefix) :]))):
             reason = f"the chat template does not show the calls of message {at} in `tool_calls`: {', '.join(names)}"
         end = _end_of_turn(text, len(prefix), ends)
         if reason is None and end is None:
@@ -186,13 +187,14 @@ def _segments(
             continue
         cut[index] += [(prefix[done[index] :], False), (text[len(prefix) : end], True)]
         done[index], found.texts[index] = end, text
+    found.texts = [*map(unmarked, found.texts)]
     found.exclude(refused)
     return list(cut.values())
 
 
 def _end_of_turn(text: str, start: int, ends: Sequence[str]) -> int | None:
     """Where a turn that begins at `start` is over: behind the first of the end tokens that the template writes."""
-    found = [(at, end) for end in ends if (at := text.rfind(end, start)) >= 0]
+    found = [(at, end) for end in ends if (at := rfind_token(text, end, start)) >= 0]
     return min(at for at, _ in found) + len(min(found)[1]) if found else None
 
 

@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.chat_template import unmarked
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools
 from ctpo_megatron.data.problems import Problems
@@ -187,7 +188,7 @@ def _render(found: PromptSet, tools: Sequence[Offered], tokenizer: PreTrainedTok
     texts, reasons = render(messages, [tools[index] for index in new], tokenizer, options)
     refused: dict[int, Cell] = {}
     for place, (index, said, text) in enumerate(zip(new, messages, texts, strict=True)):
-        found.texts[index] = text
+        found.texts[index] = unmarked(text)
         if reason := reasons.get(place) or calls_problem(said, text):
             refused[index] = ("prompt", list(said), reason)
     found.exclude(refused)

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ctpo_megatron.base.chat_template import apply_chat_template
+from ctpo_megatron.base.chat_template import apply_chat_template, marked, marked_messages, token_ids, unmarked
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.messages import ChatMessage, dropped_calls, plain_messages, plain_tools
 from ctpo_megatron.data.problems import Problems
@@ -208,7 +208,10 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     options: Mapping[str, Any],
 ) -> tuple[list[str], dict[int, str]]:
-    """The text of every conversation, and why the chat template refuses some of them, by index."""
+    """The text of every conversation, and why the chat template refuses some of them, by index.
+
+    Special tokens in contents are marked: `encode` takes them for text, and `unmarked` shows them.
+    """
     import jinja2
 
     texts, refused = [""] * len(conversations), dict[int, str]()
@@ -217,14 +220,13 @@ def render(
         together.setdefault(json.dumps(offered), []).append(index)
     # One call for all conversations with the same tools: the template is looked up and compiled once.
     for indices in together.values():
-        offered = tools[indices[0]]
+        offered = marked(tokenizer, tools[indices[0]])
+        alike = [marked_messages(tokenizer, conversations[index]) for index in indices]
         try:
-            alike = [list(conversations[index]) for index in indices]
             rendered = apply_chat_template(tokenizer, alike, tools=offered, **options)
         except (jinja2.TemplateError, TypeError):
-            for index in indices:
+            for index, alone in zip(indices, alike, strict=True):
                 try:
-                    alone = list(conversations[index])
                     texts[index] = apply_chat_template(tokenizer, alone, tools=offered, **options)
                 except (jinja2.TemplateError, TypeError) as error:
                     refused[index] = f"the chat template refuses it: {error}"
@@ -235,17 +237,14 @@ def render(
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of every text, without special tokens around it."""
-    ids: list[list[int]] = []
-    for start in range(0, len(texts), _AT_ONCE):
-        some = list(texts[start : start + _AT_ONCE])
-        ids += tokenizer(some, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    return ids
+    """Token ids of every rendered text, without special tokens around it."""
+    starts = range(0, len(texts), _AT_ONCE)
+    return [ids for start in starts for ids in token_ids(tokenizer, texts[start : start + _AT_ONCE])]
 
 
 def calls_problem(messages: Sequence[ChatMessage], text: str) -> str:
     """That a rendered text lacks calls of its messages; else ""."""
-    names = dropped_calls(messages, text)
+    names = dropped_calls(messages, unmarked(text))
     return f"the chat template does not show the calls in `tool_calls`: {', '.join(names)}" if names else ""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base.chat_template import apply_chat_template
+from ctpo_megatron.base.chat_template import apply_chat_template, marked, marked_messages, special_tokens, token_ids
 from ctpo_megatron.data import ChatMessage
 from ctpo_megatron.environments.protocol import Message, Schema
 from ctpo_megatron.environments.tokenizer import TokenizerError
@@ -75,35 +75,22 @@ class MessageTemplate:
         self._any_tool = str(schemas[0]["function"]["name"]) if schemas else ""
         stops = set(stop_ids) | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
         self._stop_texts = [tokenizer.convert_ids_to_tokens(int(i)) for i in sorted(stops)]
-        added = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-        self._special = sorted(added | {str(t) for t in tokenizer.all_special_tokens})
         self._frames: dict[tuple[tuple[str, str], ...], Frame] = {}
 
     def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
         """Token ids of the messages, without the end token before them or with it; the template's special tokens are
-        parsed.
+        parsed, those in contents are text.
 
-        A special token inside a content stays plain text, so that a program cannot close its own message. Raises
-        TokenizerError when the template refuses or drops a role, or renders no known end token before it; TypeError for
-        what is no Message of texts.
+        Raises TokenizerError when the template refuses or drops a role, or renders no known end token before it;
+        TypeError for what is no Message of texts.
         """
         messages = [_well_formed(message) for message in messages]
         frame = self.frame(messages)
-        texts = (message.content for message in messages)
-        contents = [
-            json.dumps(text, ensure_ascii=False)[1:-1] if escaped else text
-            for text, escaped in zip(texts, frame.json_escaped, strict=True)
-        ]
-        ids: list[int] = []
         text = (frame.end if end_turn else "") + frame.texts[0]
-        for content, after in zip(contents, frame.texts[1:], strict=True):
-            if any(token in content for token in self._special):  # tokenized apart from the template's own
-                plain = self._tokenizer(content, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-                ids += [*self._ids(text), *plain]
-                text = after
-            else:
-                text += content + after
-        return ids + self._ids(text)
+        for message, escaped, after in zip(messages, frame.json_escaped, frame.texts[1:], strict=True):
+            content = json.dumps(message.content, ensure_ascii=False)[1:-1] if escaped else message.content
+            text += marked(self._tokenizer, content) + after
+        return token_ids(self._tokenizer, [text])[0] if text else []
 
     def conversation(self, messages: Sequence[ChatMessage], tools: Sequence[Schema]) -> list[int]:
         """Token ids of a whole conversation up to the model's next turn, rendered as prompts of data files are.
@@ -144,11 +131,13 @@ class MessageTemplate:
                 else {}
             )
             conversation.append({"role": message.role, **tool, "content": message.content})
+        shown = marked_messages(self._tokenizer, conversation)
         last: Exception | None = None
         for tools in self._offers:
+            offered = marked(self._tokenizer, tools)
             try:
                 text = apply_chat_template(
-                    self._tokenizer, conversation, tools=tools, add_generation_prompt=True, **self._kwargs
+                    self._tokenizer, shown, tools=offered, add_generation_prompt=True, **self._kwargs
                 )
             except Exception as error:  # jinja has its own exceptions, and templates may raise any
                 last = error
@@ -159,14 +148,12 @@ class MessageTemplate:
 
     def _advice(self, text: str) -> str:
         """What to do when `text`, which follows an assistant's message, holds no end token."""
-        closing = min(((at, token) for token in self._special if (at := text.find(token)) >= 0), default=None)
+        special = special_tokens(self._tokenizer)
+        closing = None if special is None else special.search(text)
         if closing is None:
             return "set model.chat_template to one that closes messages"
-        number = self._tokenizer.convert_tokens_to_ids(closing[1])
-        return f"it writes {closing[1]}: add {number}, the id of that, to eos_token_id of generation_config.json"
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+        number = self._tokenizer.convert_tokens_to_ids(closing[0])
+        return f"it writes {closing[0]}: add {number}, the id of that, to eos_token_id of generation_config.json"
 
 
 def _well_formed(message: Any) -> Message:

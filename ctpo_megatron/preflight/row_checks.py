@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.chat_template import special_tokens
 from ctpo_megatron.config import Config, PolicyConfig, RewardConfig, RolloutConfig, sequence_multiple
 from ctpo_megatron.data import Cell, ConversationSet, PromptSet, RowSet
 from ctpo_megatron.environments.factory import make_parser
@@ -52,7 +53,7 @@ def check_ids(found: RowSet, column: str, spec: ModelSpec | None) -> None:
 def check_round_trip(found: RowSet, column: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Decoded tokens are the text again, but for the tokenizer's own normal form and the number of blanks."""
     rendered = [index for index, text in enumerate(found.texts) if text]
-    special, cells = _special(tokenizer), dict[int, Cell]()
+    special, cells = special_tokens(tokenizer), dict[int, Cell]()
     for start in range(0, len(rendered), _AT_ONCE):
         some = rendered[start : start + _AT_ONCE]
         ids = [list(found.tokens(index)) for index in some]
@@ -71,13 +72,6 @@ def _first_lost(text: str, back: str, tokenizer: PreTrainedTokenizerBase, specia
     ours, theirs = ((special.sub(" ", each) if special else each).replace("\u2581", " ").split() for each in said)
     differing = next((pair for pair in zip_longest(ours, theirs, fillvalue="") if pair[0] != pair[1]), None)
     return f"{differing[0][:40]!r} comes back as {differing[1][:40]!r}" if differing else ""
-
-
-def _special(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Matches every control token; None: there are none."""
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    texts = sorted({text for text in added | set(tokenizer.all_special_tokens) if text.strip()}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
 def check_call(tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> str:
@@ -148,14 +142,17 @@ def check_count(found: ConversationSet, config: Config) -> None:
 
 
 def check_control_tokens(found: RowSet, column: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """No message holds the text of a control token, which would become that token."""
-    if (special := _special(tokenizer)) is None:
+    """No message holds the text of a control token: it stays text, which may not be what was meant."""
+    if (special := special_tokens(tokenizer)) is None:
         return
     cells: dict[int, Cell] = {}
     for index in _new(found):
         for at, message in enumerate(found.said(index)):
             if hit := special.search(message["content"]):
-                reason = f"message {at} holds {hit[0]}, which becomes a control token; remove or rewrite it"
+                reason = (
+                    f"message {at} holds {hit[0]}, which is read as plain text, not as the control token; remove or "
+                    "rewrite it, or use the field that the chat template writes it for (such as tool_calls)"
+                )
                 cells[index] = (column, message["content"], reason)
                 break
     found.doubt(cells)
