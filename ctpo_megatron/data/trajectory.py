@@ -193,6 +193,14 @@ class Trajectory:
             return [self.reward] * self.turns
         return [*itertools.accumulate(reversed(self.turn_rewards))][::-1]
 
+    def number_turns(self) -> None:
+        """Close the gaps in the numbers of the turns, which turns that were taken back leave."""
+        numbers = np.union1d([0], self.tokens["turn"])
+        self.tokens = self.tokens.copy()
+        self.tokens["turn"] = np.searchsorted(numbers, self.tokens["turn"])
+        for call in self.tool_calls:
+            call.turn = int(np.searchsorted(numbers, call.turn))
+
     def facts(self) -> dict[str, Any]:
         """All but the tokens, in a plain-JSON form; `of_facts` restores it exactly."""
         record = {name: getattr(self, name) for name in _ALWAYS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
 }
 """Fields with the values that change nothing."""
+_MOST_STOPS = 16
+"""Texts to stop at, each of which is looked for after every token."""
 _LISTS = ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content")
 """Fields of OpenAI's messages that are ignored where they hold nothing."""
 
@@ -92,25 +94,51 @@ class ChatRequest:
 
 def _messages(given: Any) -> tuple[ChatMessage, ...]:
     if isinstance(given, list):
-        given = [_flat(message) for message in given]
-    if reason := check_messages(given):
+        given = [_flat(message, index) for index, message in enumerate(given)]
+    if reason := check_messages(given) or _unasked(given):
         raise RefusedRequest(f"messages: {reason}", param="messages")
     return plain_messages(given)
 
 
-def _flat(message: Any) -> Any:
+def _flat(message: Any, index: int) -> Any:
     """A message as data files have it: parts of text joined, and `developer` as `system`."""
     if not isinstance(message, dict):
         return message
     flat = {name: value for name, value in message.items() if value or name not in _LISTS}
-    parts = flat.get("content")
-    if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
-        flat["content"] = "".join(part["text"] for part in parts)
+    if isinstance(flat.get("content"), list):
+        flat["content"] = "".join(_text(part, index) for part in flat["content"])
     if flat.get("role") == "developer":
         flat["role"] = "system"
     if flat.get("role") != "tool":  # of a participant, which chat templates do not show
         flat.pop("name", None)
     return flat
+
+
+def _text(part: Any, index: int) -> str:
+    """The text of a part of message `index`. Raises RefusedRequest for any other part."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        named = f"of type {kind!r:.80}" if kind else "without a type"
+        named += ", and no text" if kind == "text" else ""
+        raise RefusedRequest(
+            f"messages: message {index} has a part {named}: this trainer supports parts of type 'text' alone, no "
+            "images, sounds or files",
+            param="messages",
+        )
+    return str(part["text"])
+
+
+def _unasked(messages: Sequence[Mapping[str, Any]]) -> str:
+    """That a message answers a call that no message before it makes; else ""."""
+    called = False
+    for index, message in enumerate(messages):
+        if message["role"] == "tool" and not called:
+            return (
+                f"message {index} (tool) answers no call: give the `tool_call_id` of one in the `tool_calls` of an "
+                "assistant message before it, or show the text as a user's"
+            )
+        called = called or bool(message.get("tool_calls"))
+    return ""
 
 
 def _limit(name: str, value: Any) -> int:
@@ -123,6 +151,8 @@ def _stop(given: Any) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else given
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
         raise RefusedRequest(f"stop is {given!r:.80}; give a text or a list of texts", param="stop")
+    if len(texts) > _MOST_STOPS:
+        raise RefusedRequest(f"stop has {len(texts):,} texts; give at most {_MOST_STOPS}", param="stop")
     return tuple(texts)
 
 
@@ -130,7 +160,7 @@ def _check_fixed(name: str, value: Any, sampling: Sampling) -> None:
     """Raises RefusedRequest for a value that would sample from another distribution than the run's, or is unknown."""
     own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     if name in own:
-        if value != own[name]:
+        if not _same(value, own[name]):
             raise RefusedRequest(
                 f"{name} is {value!r:.80}, and the run samples with {own[name]:g}: leave it out, or set the run's "
                 f"(rollout.{name}, in an evaluation eval.{name})",
@@ -140,9 +170,14 @@ def _check_fixed(name: str, value: Any, sampling: Sampling) -> None:
         raise RefusedRequest("seed: the run's seeds decide what is sampled: leave it out", param=name)
     elif name not in _FIXED:
         raise RefusedRequest(f"{name} is not supported: leave it out", param=name)
-    elif value not in _FIXED[name]:
+    elif not any(_same(value, allowed) for allowed in _FIXED[name]):
         allowed = " or ".join(json.dumps(each) for each in _FIXED[name])
         raise RefusedRequest(f"{name} is {value!r:.80}; leave it out, or give {allowed}", param=name)
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    """Whether they are one value of JSON: for Python `true` is 1, too."""
+    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def over_budget(over: EpisodeOver) -> RefusedRequest:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,15 @@ from ctpo_megatron.environments.tokenizer import TokenizerError
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said: text besides its calls, the calls by id, and the numbers of tokens read and sampled."""
+    """What the model said: text besides its calls, the calls by id, and the numbers of tokens read and sampled.
+
+    unread: the record of calls that cannot be read, if there are any.
+    """
 
     turn: Turn
     text: str
     calls: dict[str, ToolCallRequest]
+    unread: list[ToolCall]
     read: int
     sampled: int
 
@@ -64,7 +69,7 @@ class Conversation:
         self.last: Answer | None = None
         self._said: dict[bytes, _Said] = {}
         self._pending: dict[str, tuple[int, ToolCallRequest]] = {}
-        self._numbers = 0
+        self._numbers = itertools.count(1)
 
     async def answer(
         self,
@@ -73,31 +78,55 @@ class Conversation:
         *,
         limit: int | None = None,
         stop: Sequence[str] = (),
-    ) -> Answer:
-        """What the model says to these messages (`plain_messages`).
+        deliver: Callable[[Answer], Awaitable[None]],
+    ) -> None:
+        """Have the model answer these messages (`plain_messages`).
 
-        tools: that it may call; without any no call is read. limit: tokens. stop: texts that end the turn. Raises
-        EpisodeOver when a budget is exhausted, TokenizerError for messages that cannot be rendered, and what the
-        engine raises.
+        tools: that it may call; without any no call is read. limit: tokens. stop: texts that end the turn. deliver:
+        gives the answer to the agent. Raises EpisodeOver when a budget is exhausted, TokenizerError for messages that
+        cannot be rendered, and what engine and `deliver` raise; then there was no call.
         """
+        await self.episode.turn_decided()
         if self.over is not None:
             raise self.over
         self._note_results(messages)
         shown = self._offered if [*tools] == self._own else tools
         try:
             sequence, context = self._placed(messages, shown)
-            turn = await self.episode.sample_turn(sequence, context, limit, stop)
+
+            async def give(turn: Turn) -> None:
+                answer = self._answer(turn, sequence, reads_calls=bool(tools))
+                await deliver(answer)
+                self._keep(answer, sequence, [*messages, answer.message], shown)
+
+            await self.episode.sample_turn(sequence, context, limit, stop, give)
         except EpisodeOver as over:
             self.over = over
             raise
-        text, calls = self._read(turn) if tools else (turn.text, {})
+
+    def _answer(self, turn: Turn, sequence: LiveSequence, *, reads_calls: bool) -> Answer:
+        """What a turn says; calls that cannot be read stay text, and are recorded as the run's own would be."""
+        text, requests, unread = turn.text, list[ToolCallRequest](), list[ToolCall]()
+        if reads_calls:
+            try:
+                text, requests = self.episode.tools.read(turn.text)
+            except ParseError as error:
+                unread = [self.episode.tools.unread(error, turn.number)]
+        calls = {f"call_{next(self._numbers)}": request for request in requests}
         length, sampled = len(sequence.record), sequence.record.turn.copy().count(turn.number)
-        answer = Answer(turn, text, calls, length - sampled, sampled)
-        *_, digest = _digests([*messages, answer.message], shown)
-        self._said[digest] = _Said(sequence, length, turn.has_end_token, len(messages) + 1)
+        return Answer(turn, text, calls, unread, length - sampled, sampled)
+
+    def _keep(
+        self, answer: Answer, sequence: LiveSequence, messages: Sequence[ChatMessage], shown: Sequence[Schema]
+    ) -> None:
+        """Note an answer that the agent has. messages: with it."""
+        turn = answer.turn
+        *_, digest = _digests(messages, shown)
+        self._said[digest] = _Said(sequence, len(sequence.record), turn.has_end_token, len(messages))
+        self._pending |= {id: (turn.number, request) for id, request in answer.calls.items()}
+        self.episode.record(answer.unread)
         if self.last is None or self.last.turn.number < turn.number:
             self.last = answer
-        return answer
 
     async def call_tool(self, id: str, name: str, arguments: Any) -> str:
         """Run a call with the tools of the run, and return what the model is to be shown.
@@ -147,20 +176,6 @@ class Conversation:
             return str(message.get("name", ""))
         calls = [call for each in messages for call in each.get("tool_calls", ())]
         return next((c["function"]["name"] for c in calls if c.get("id") == message.get("tool_call_id")), "")
-
-    def _read(self, turn: Turn) -> tuple[str, dict[str, ToolCallRequest]]:
-        """Text and calls of a turn; calls that cannot be read stay text, and are recorded as the run's own would be."""
-        try:
-            text, requests = self.episode.tools.read(turn.text)
-        except ParseError as error:
-            self.episode.record([self.episode.tools.unread(error, turn.number)])
-            return turn.text, {}
-        calls = {}
-        for request in requests:
-            self._numbers += 1
-            calls[f"call_{self._numbers}"] = request
-        self._pending |= {id: (turn.number, request) for id, request in calls.items()}
-        return text, calls
 
     def _note_results(self, messages: Sequence[ChatMessage]) -> None:
         """Record the calls that the agent itself has answered."""

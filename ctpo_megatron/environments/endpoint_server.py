@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -17,10 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ctpo_megatron.base.extensions import shown
 from ctpo_megatron.environments.chat_api import ChatRequest, RefusedRequest, completion, models, over_budget
-from ctpo_megatron.environments.conversation import Conversation
+from ctpo_megatron.environments.conversation import Answer, Conversation
 from ctpo_megatron.environments.episode import EpisodeOver
 from ctpo_megatron.environments.tokenizer import TokenizerError
 from ctpo_sandbox.front import Guard, RequestRule, configured, is_loopback, listen, url_of
@@ -28,10 +30,16 @@ from ctpo_sandbox.front import Guard, RequestRule, configured, is_loopback, list
 HOST = "127.0.0.1"
 MAX_BODY, MOST_CONNECTIONS = 16 << 20, 4096
 _LISTENING_S, _CLOSING_S, _KEEP_ALIVE_S = 30.0, 5.0, 60
+_PAUSES, _PAUSE_S = 3, 0.001
+"""For the event loop to see that a client has closed the connection: it takes some rounds of the loop."""
 _NO_RETRY = {"x-should-retry": "false"}
 """For OpenAI's clients, which would repeat a request that has failed: the conversation is over then."""
 
 log = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """The client has closed the connection before the answer was complete."""
 
 
 class OpenConversation:
@@ -47,28 +55,41 @@ class OpenConversation:
         if not self.failure.done():
             self.failure.set_exception(error)
 
-    async def answer(self, given: Any) -> dict[str, Any]:
-        """The completion of a request's JSON. Raises RefusedRequest."""
-        conversation = self.conversation
-        request = ChatRequest.of(given, conversation.episode.limits.sampling)
+    async def answer(
+        self, request: ChatRequest, gone: asyncio.Future[None], deliver: Callable[[Answer], Awaitable[None]]
+    ) -> None:
+        """Have the model answer. gone: set when the client is; then the call is cancelled and nothing remains of it.
+
+        deliver: writes the answer, or raises ClientGone. Raises RefusedRequest.
+        """
         call = asyncio.ensure_future(
-            conversation.answer(request.messages, request.tools, limit=request.limit, stop=request.stop)
+            self.conversation.answer(
+                request.messages, request.tools, limit=request.limit, stop=request.stop, deliver=deliver
+            )
         )
         self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        await asyncio.wait([call])
+        call.add_done_callback(self._ended)
+        await asyncio.wait([call, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            call.cancel()
+            return
         if call.cancelled():
             raise RefusedRequest("the conversation has ended", status=401, code="invalid_api_key")
         match call.exception():
-            case None:
-                return completion(call.result())
+            case None | ClientGone():
+                return
             case EpisodeOver() as over:
                 raise over_budget(over)
             case TokenizerError() as error:
                 raise RefusedRequest(f"messages: {error}", param="messages") from error
             case error:
-                self.fail(error)
                 raise RefusedRequest(f"the engine failed: {shown(error)}", status=500) from error
+
+    def _ended(self, call: asyncio.Task[Any]) -> None:
+        self._calls.discard(call)
+        error = None if call.cancelled() else call.exception()
+        if error is not None and not isinstance(error, EpisodeOver | TokenizerError | ClientGone):
+            self.fail(error)
 
     async def close(self) -> None:
         """End the calls that are still answered, and wait until they have taken back what they added.
@@ -175,7 +196,7 @@ class EndpointServer:
             raise RefusedRequest(message, status=401, code="invalid_api_key")
         return opened
 
-    async def _completions(self, request: Request) -> JSONResponse:
+    async def _completions(self, request: Request) -> _Completion:
         self._named(request)
         body = await request.body()
         opened = self._named(request)  # again: it may have ended while the body was read
@@ -184,11 +205,51 @@ class EndpointServer:
             json.dumps(given, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or half a character
             raise RefusedRequest(f"the body is no JSON: {error!s:.200}") from error
-        return JSONResponse(await opened.answer(given))
+        return _Completion(opened, ChatRequest.of(given, opened.conversation.episode.limits.sampling))
 
     async def _models(self, request: Request) -> JSONResponse:
         self._named(request)
         return JSONResponse(models())
+
+
+class _Completion:
+    """The response to a request, which the model answers while the client is there.
+
+    Its last byte is written when the client still reads behind all others. Only then does the answer count, and no
+    client has the whole of one that does not.
+    """
+
+    def __init__(self, opened: OpenConversation, request: ChatRequest) -> None:
+        self._opened, self._request, self._started = opened, request, False
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await self._opened.answer(self._request, gone, partial(self._write, gone, send))
+        except RefusedRequest:
+            if not self._started:  # else the connection ends with half an answer
+                raise
+        finally:
+            gone.cancel()
+
+    async def _write(self, gone: asyncio.Future[None], send: Send, answer: Answer) -> None:
+        """Raises ClientGone."""
+        whole = JSONResponse(completion(answer))
+        self._started = True
+        await send({"type": "http.response.start", "status": whole.status_code, "headers": whole.raw_headers})
+        await send({"type": "http.response.body", "body": whole.body[:-1], "more_body": True})
+        for _ in range(_PAUSES):
+            await asyncio.wait([gone], timeout=_PAUSE_S)
+        if not gone.done():
+            await send({"type": "http.response.body", "body": whole.body[-1:]})
+        if gone.done():
+            raise ClientGone
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client has closed the connection, after its whole body was received."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class _QuietServer(uvicorn.Server):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
@@ -129,7 +131,8 @@ class Episode:
         self.prompt, self.codec, self.tools, self.limits = prompt, codec, tools, limits
         self._trajectory, self._engine = trajectory, engine
         self._turn: Turn | None = None
-        self._turns = 0
+        self._turns = self._last_number = self._running_calls = 0
+        self._sampling: set[asyncio.Future[None]] = set()
         self._awaits_reply = False
         length = len(prompt.token_ids)
         trajectory.append_context(prompt.token_ids, 0)
@@ -162,13 +165,24 @@ class Episode:
         self.sequences.append(sequence)
         return sequence
 
+    async def turn_decided(self) -> None:
+        """Wait while every turn of `max_turns` is taken, and one that is being sampled may still be taken back."""
+        while self._turns == self.limits.max_turns and self._sampling:
+            await asyncio.wait([*self._sampling], return_when=asyncio.FIRST_COMPLETED)
+
     async def sample_turn(
-        self, sequence: LiveSequence, context: Sequence[int] = (), limit: int | None = None, stop: Sequence[str] = ()
+        self,
+        sequence: LiveSequence,
+        context: Sequence[int] = (),
+        limit: int | None = None,
+        stop: Sequence[str] = (),
+        deliver: Callable[[Turn], Awaitable[None]] | None = None,
     ) -> Turn:
         """Sample the next model turn at the end of a sequence, after further tokens that the policy did not sample.
 
-        limit: tokens of this turn at most. stop: texts that end it. Raises EpisodeOver when no turn is left or nothing
-        would fit, and what the engine raises; then nothing of the turn is recorded.
+        limit: tokens of this turn at most. stop: texts that end it. deliver: gives the turn to its reader. Raises
+        EpisodeOver when no turn is left or nothing would fit, and what engine and `deliver` raise; then nothing of the
+        turn is recorded, and it does not count.
         """
         self._check_open()
         if self._turns == self.limits.max_turns:
@@ -177,16 +191,24 @@ class Episode:
             raise EpisodeOver("length")
         before = sequence.record.tokens, sequence.computed
         self._turns += 1
+        self._last_number += 1
+        ended = asyncio.get_running_loop().create_future()
+        self._sampling.add(ended)
         sequence.busy = True
         try:
             if context:
                 sequence.record.append_context(context, sequence.turn)
-            turn = await self._sample(sequence, self._turns, limit, stop)
+            turn = await self._sample(sequence, self._last_number, limit, stop)
+            if deliver is not None:
+                await deliver(turn)
         except BaseException:
             sequence.record.tokens, sequence.computed = before
+            self._turns -= 1
             raise
         finally:
             sequence.busy = False
+            self._sampling.discard(ended)
+            ended.set_result(None)
         sequence.turn = turn.number
         if self._turn is None or self._turn.number < turn.number:  # calls may overtake one another
             self._turn = turn
@@ -222,9 +244,9 @@ class Episode:
         read the answers or a budget is exhausted, ToolUnavailable when a tool is.
         """
         self._check_answerable()
-        self._check_tool_budget()
-        calls, failure = await self.tools.call(turn.text, turn.number)
-        self.record(calls)
+        with self._tool_use(1):  # at least, so that no other call begins beyond the budget
+            calls, failure = await self.tools.call(turn.text, turn.number)
+            self.record(calls)
         if failure:
             raise ToolUnavailable(failure)
         return self.tools.render(calls)
@@ -235,13 +257,14 @@ class Episode:
         Raises EpisodeOver when a budget of tools is exhausted.
         """
         self._check_open()
-        self._check_tool_budget()
-        calls, failure = await self.tools.run(requests, number)
-        self.record(calls)
+        with self._tool_use(len(requests)):
+            calls, failure = await self.tools.run(requests, number)
+            self.record(calls)
         return calls, failure
 
     def record(self, calls: Sequence[ToolCall]) -> None:
-        """Add calls that were run, or could not be read, to the trajectory."""
+        """Add calls that were run, or could not be read, to the trajectory. Raises RuntimeError after its end."""
+        self._check_open()
         self._trajectory.tool_calls += calls
 
     def reply(self, *messages: Message) -> None:
@@ -260,8 +283,13 @@ class Episode:
         self._awaits_reply = False
 
     def finish(self, final_text: str, reason: FinishReason = "answer") -> None:
-        """End the episode. final_text: what the reward function sees. Raises TypeError, ValueError."""
+        """End the episode. final_text: what the reward function sees.
+
+        Raises TypeError, ValueError, and RuntimeError while a turn is being sampled.
+        """
         self._check_open()
+        if self._sampling:
+            raise RuntimeError("environment: finish() while a turn is being sampled; await the turn, or cancel it")
         if not isinstance(final_text, str):
             raise TypeError(f"environment: finish() takes a text, not a {type(final_text).__name__}")
         from ctpo_megatron.data.trajectory import FinishReason
@@ -280,11 +308,13 @@ class Episode:
         parts = [sequence.record.tokens for sequence in self.sequences if sequence.turn]
         trajectory.sequence_starts = [*itertools.accumulate(map(len, parts[:-1]))]
         trajectory.tokens = parts[0] if len(parts) == 1 else joined(parts)
+        if self._turns < self._last_number:
+            trajectory.number_turns()
         return trajectory
 
     def _check_open(self) -> None:
         if self._trajectory.finish_reason is not None:
-            raise RuntimeError("environment: the episode is finished")
+            raise RuntimeError("environment: the episode is finished; nothing is run or recorded after its end")
 
     def _check_answerable(self) -> Turn:
         """The model turn that can be replied to."""
@@ -293,17 +323,25 @@ class Episode:
             raise RuntimeError("environment: there is no model turn to reply to; call generate() first")
         if not self._turn.complete:
             raise EpisodeOver("length")
-        if self._turn.number == self.limits.max_turns:
+        if self._turns == self.limits.max_turns:
             raise EpisodeOver("max_turns")
         return self._turn
 
-    def _check_tool_budget(self) -> None:
+    @contextmanager
+    def _tool_use(self, starting: int) -> Iterator[None]:
+        """Calls count from their start. Raises EpisodeOver when a budget of tools is exhausted."""
         # What could not be parsed was not run, and the model may correct it.
         run = [call for call in self._trajectory.tool_calls if call.status != "parse_error"]
         calls, seconds = self.limits.max_tool_calls, self.limits.max_tool_s
         spent = sum(call.wall_s if call.exec_s is None else call.exec_s for call in run)
-        if (calls is not None and len(run) >= calls) or (seconds is not None and spent >= seconds):
+        begun = len(run) + self._running_calls
+        if (calls is not None and begun >= calls) or (seconds is not None and spent >= seconds):
             raise EpisodeOver("tool_budget")
+        self._running_calls += starting
+        try:
+            yield
+        finally:
+            self._running_calls -= starting
 
 
 async def play(environment: Environment, episode: Episode) -> Trajectory:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -189,7 +190,10 @@ class Guard:
             self._rejected(status)
             headers = {"allow": ", ".join(self._rule.methods)} if status == 405 else None
             return await JSONResponse({"detail": detail}, status, headers)(scope, receive, send)
-        await self._app(scope, self._bounded(receive), send)
+        try:
+            await self._app(scope, self._bounded(receive), send)
+        except ClientDisconnect:
+            _log.debug("a client has closed the connection within its request")
 
     def _bounded(self, receive: Receive) -> Receive:
         deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S

@@ -362,6 +362,11 @@ async def an_open_conversation(*texts: str) -> AsyncIterator[AgentTask]:
         await stand.environment.aclose()
 
 
+SHOWN = {"role": "tool", "content": "1"}
+CALLING = {
+    "role": "assistant",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 0.2}, "temperature", "temperature is 0.2, and the run samples with 1: leave it out"),
     ({"top_p": 0.5}, "top_p", "the run samples with 1"),
@@ -379,7 +384,27 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": [""]}, "stop", "give a text or a list of texts"),
     ({"tools": [{"name": "f"}]}, "tools", "tool 0 is no schema"),
     ({"messages": []}, "messages", "expected a non-empty list"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "list of parts"),
+    ({"n": True}, "n", "n is True; leave it out, or give 1"),
+    ({"stream": 0}, "stream", "stream is 0; leave it out, or give false"),
+    ({"temperature": True}, "temperature", "temperature is True, and the run samples with 1"),
+    ({"presence_penalty": False}, "presence_penalty", "give 0"),
+    ({"stop": ["x"] * 10_000}, "stop", "stop has 10,000 texts; give at most 16"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
+        "messages",
+        "message 0 has a part of type 'image_url': this trainer supports parts of type 'text' alone, no images,",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio", "text": "x"}]}]}, "messages", "'input_audio'"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages", "message 0 has a part without a type: this"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages",
+        "message 0 has a part of type 'text', and no text: this trainer",
+    ),
+    ({"messages": [*QUESTION, SHOWN]}, "messages", "message 1 (tool) answers no call: give the `tool_call_id` of one"),
+    ({"messages": [*QUESTION, {**SHOWN, "tool_call_id": "7"}]}, "messages", "message 1 (tool) answers no call"),
+    ({"messages": [*QUESTION, CALLING, {**SHOWN, "tool_call_id": "7"}]}, "messages", "message 2 answers the call '7'"),
+    ({"messages": [SHOWN, CALLING]}, "messages", "message 0 (tool) answers no call"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "has role 'robot'"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "", "the body is no JSON"),
 ]
@@ -410,9 +435,12 @@ def test_what_cannot_be_honoured_is_refused_with_its_field() -> None:
 def test_what_changes_nothing_is_honoured() -> None:
     async def agent(task: AgentTask) -> None:
         options = {"temperature": 0.7, "top_p": 0.9, "n": 1, "user": "me", "stream": False, "parallel_tool_calls": True}
-        await asked(task, [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}], **options)
+        parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+        await asked(task, [{"role": "developer", "content": parts}], stop=["x"] * 16, presence_penalty=0.0, **options)
+        await asked(task, [*QUESTION, CALLING, {**SHOWN, "tool_call_id": "1"}])
+        await asked(task, [*QUESTION, CALLING, SHOWN])  # as data files may have it
 
-    trajectory = played(Engine("one"), agent, sampling=Sampling(0.7, 0.9, 0))
+    trajectory = played(Engine("one", "two", "three"), agent, sampling=Sampling(0.7, 0.9, 0))
     assert sequences(trajectory)[0].startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 

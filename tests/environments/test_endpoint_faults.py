@@ -83,8 +83,9 @@ class Stubborn(Engine):
 
     async def __call__(self, token_ids: Sequence[int], **options: Any) -> ModelTurn:
         self.began = True
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(3600)
+        for pause in (3600, 2):  # it is cancelled when its client is gone, and when its agent has ended
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(pause)
         await asyncio.sleep(2)
         return await super().__call__(token_ids, **options)
 
