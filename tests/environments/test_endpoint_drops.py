@@ -7,7 +7,6 @@ import json
 import random
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,7 +38,7 @@ from tests.support.deadlines import scaled
 
 
 class Late(Engine):
-    """Says one text after another, each after its own delay in seconds; notes what was cancelled."""
+    """Says one text after another, each after its own delay in seconds, then the last one; notes what was cancelled."""
 
     def __init__(self, *texts: tuple[str, float]) -> None:
         super().__init__(*(text for text, _ in texts))
@@ -47,9 +46,11 @@ class Late(Engine):
         self.cancelled = 0
 
     async def __call__(self, token_ids: Sequence[int], **options: Any) -> ModelTurn:
+        delay = self.delays.pop(0) if len(self.texts) > 1 else self.delays[0]
+        self.texts += self.texts[-1:] if len(self.texts) == 1 else []
         said = await super().__call__(token_ids, **options)
         try:
-            await asyncio.sleep(self.delays.pop(0))
+            await asyncio.sleep(delay)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -73,6 +74,15 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+async def dropped(task: AgentTask, messages: Any, engine: Engine) -> None:
+    """A call that is given up while the model answers it."""
+    before = len(engine.read)
+    call = asyncio.create_task(asked(task, messages))
+    await until(lambda: len(engine.read) > before)
+    call.cancel()
+    await asyncio.wait([call])
+
+
 def test_a_dropped_call_is_cancelled_and_does_not_count() -> None:
     """Neither in the loss nor as the final text, nor among the calls of `max_turns`."""
     engine = Late(("never read", 60), ("one", 0), ("never read", 60), ("two", 0))
@@ -80,8 +90,7 @@ def test_a_dropped_call_is_cancelled_and_does_not_count() -> None:
     async def impatient(task: AgentTask) -> None:
         history: list[Any] = [*task.messages]
         for _ in range(2):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(asked(task, history), 0.3)
+            await dropped(task, history, engine)
             said = await asked(task, history)  # at once, while the server may not know yet
             history += [said, {"role": "user", "content": "Sure?"}]
 
@@ -95,8 +104,7 @@ def test_an_answer_that_comes_after_the_agent_has_gone_on_does_not_count() -> No
     engine = Late(("never read", 0.6), ("one", 1.0))
 
     async def impatient(task: AgentTask) -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asked(task, QUESTION), 0.2)
+        await dropped(task, QUESTION, engine)
         await asked(task, [{"role": "user", "content": "Other?"}])
 
     trajectory = played(engine, impatient, max_turns=1)
@@ -107,12 +115,13 @@ def test_retries_of_openais_client_are_fresh_calls() -> None:
     engine = Late(("never read", 60), ("never read", 60), ("one", 0))
 
     async def stock(task: AgentTask) -> None:
-        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, timeout=0.5) as client:
+        retrying = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, timeout=scaled(0.5), max_retries=4)
+        async with retrying as client:
             await client.chat.completions.create(model=task.model, messages=QUESTION)  # type: ignore[arg-type]
 
     trajectory = played(engine, stock, max_turns=1)
     assert (sampled(trajectory), trajectory.final_text) == (["one<|im_end|>"], "one")
-    assert engine.cancelled == 2 and len({seed for *_, seed in engine.read}) == 3
+    assert engine.cancelled >= 2 and len({seed for *_, seed in engine.read}) == len(engine.read)
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -132,14 +141,13 @@ def loop(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("size", [10, 30_000_000], ids=["short", "more than the connection holds"])
 def test_an_answer_that_cannot_be_written_does_not_count(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client is gone, and the event loop does not know before it writes; or it leaves amid the answer."""
-    leave, written = asyncio.Event(), threading.Event()
+    ready, gone = threading.Event(), threading.Event()
 
     def long(answer: Answer) -> dict[str, Any]:
         if answer.turn.number > 1:
             return completion(answer)
-        if size > 1000:
-            leave.set()
-        elif not written.wait(scaled(20)):  # blocks the loop, as other work of the engine does
+        ready.set()
+        if size < 1000 and not gone.wait(scaled(20)):  # blocks the loop, as other work of the engine does
             raise TimeoutError
         return {"choices": "x" * size}
 
@@ -151,10 +159,9 @@ def test_an_answer_that_cannot_be_written_does_not_count(size: int, monkeypatch:
         client.sendall(request(task, QUESTION))
         if size > 1000:
             assert client.recv(1000).startswith(b"HTTP/1.1 200")
-        else:
-            time.sleep(0.3)
+        assert ready.wait(scaled(20))
         client.close()
-        written.set()
+        gone.set()
         with openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as stock:
             said = stock.chat.completions.create(model=task.model, messages=QUESTION)  # type: ignore[arg-type]
         assert said.choices[0].message.content == "one"
@@ -223,7 +230,7 @@ def test_every_answer_that_was_received_is_in_one_sequence(seed: int) -> None:
     async def call(task: AgentTask, history: list[Any]) -> Any:
         while True:
             try:
-                said = await asyncio.wait_for(asked(task, history), 0.6)
+                said = await asyncio.wait_for(asked(task, history), scaled(0.6))
             except TimeoutError:  # only those that would take a minute
                 continue
             received.append(said.content)
