@@ -142,13 +142,13 @@ def check_count(found: ConversationSet, config: Config) -> None:
 
 
 def check_control_tokens(found: RowSet, column: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """No message holds the text of a control token: it stays text, which may not be what was meant."""
+    """No field of a message holds the text of a control token: it stays text, which may not be what was meant."""
     if (special := special_tokens(tokenizer)) is None:
         return
     cells: dict[int, Cell] = {}
     for index in _new(found):
         for at, message in enumerate(found.said(index)):
-            if hit := special.search(message["content"]):
+            if hit := special.search(json.dumps(message, ensure_ascii=False)):
                 reason = (
                     f"message {at} holds {hit[0]}, which is read as plain text, not as the control token; remove or "
                     "rewrite it, or use the field that the chat template writes it for (such as tool_calls)"

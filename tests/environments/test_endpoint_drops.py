@@ -115,9 +115,7 @@ def test_retries_of_openais_client_are_fresh_calls() -> None:
     engine = Late(("never read", 60), ("never read", 60), ("one", 0))
 
     async def stock(task: AgentTask) -> None:
-        retrying = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, timeout=scaled(0.5), max_retries=4)
-        async with retrying as client:
-            await client.chat.completions.create(model=task.model, messages=QUESTION)  # type: ignore[arg-type]
+        await retried(task, QUESTION, times=4)
 
     trajectory = played(engine, stock, max_turns=1)
     assert (sampled(trajectory), trajectory.final_text) == (["one<|im_end|>"], "one")
@@ -217,6 +215,14 @@ class Random(Engine):
         )
 
 
+async def retried(task: AgentTask, messages: Any, times: int = 2) -> Any:
+    """The message that answers a call of OpenAI's client or one of its retries."""
+    options = {"base_url": task.base_url, "api_key": task.api_key, "timeout": scaled(0.6), "max_retries": times}
+    async with openai.AsyncOpenAI(**options) as client:
+        done = await client.chat.completions.create(model=task.model, messages=messages)
+    return done.choices[0].message
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_every_answer_that_was_received_is_in_one_sequence(seed: int) -> None:
     """Random agents: concurrent calls, histories that go on or are changed, calls that are dropped, and retries.
@@ -230,8 +236,11 @@ def test_every_answer_that_was_received_is_in_one_sequence(seed: int) -> None:
     async def call(task: AgentTask, history: list[Any]) -> Any:
         while True:
             try:
-                said = await asyncio.wait_for(asked(task, history), scaled(0.6))
-            except TimeoutError:  # only those that would take a minute
+                if rng.random() < 0.7:
+                    said = await asyncio.wait_for(asked(task, history), scaled(0.6))
+                else:
+                    said = await retried(task, history)
+            except (TimeoutError, openai.APITimeoutError):  # only those that would take a minute
                 continue
             received.append(said.content)
             return said
