@@ -22,7 +22,7 @@ from ctpo_megatron.environments.endpoint import AgentTask
 from ctpo_megatron.environments.protocol import Message
 from ctpo_megatron.environments.template import MessageTemplate
 from tests.engines.tiny_model import CHATML
-from tests.environments.endpoint_stand import END, TEMPLATE, Engine, asked, played, sequences
+from tests.environments.endpoint_stand import END, TEMPLATE, TOKENIZER, Engine, asked, played, sequences
 from tests.environments.test_template import LLAMA3_LIKE, QWEN3_LIKE
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
@@ -214,6 +214,23 @@ def test_conversations_to_train_on(name: str, data: Any, tmp_path_factory: pytes
     ]
     assert harmless(taught[0].removesuffix("<|im_end|>")) == harmless(taught[1].removesuffix("<|im_end|>"))
     assert taught[0].endswith("<|endoftext|> done<|im_end|>")
+
+
+@settings(deadline=None, max_examples=10)
+@given(talk=conversations(True), more=said)
+def test_what_an_agent_sends(talk: list[dict[str, Any]], more: str) -> None:
+    """A history that is rendered, and one that continues an answer."""
+
+    async def agent(task: AgentTask) -> None:
+        for messages, text in ((talk, more), (harmless(talk), harmless(more))):
+            tools = [schema(text, text)]
+            answer = await asked(task, messages, tools=tools)
+            await asked(task, [*messages, answer, {"role": "user", "content": text}], tools=tools)
+
+    engine = Engine("one", "two", "three", "four")
+    played(engine, agent, max_model_len=99_999, max_response_tokens=9_999)
+    hostile, continued, plain, plainly = (specials(TOKENIZER, ids) for ids, *_ in engine.read)
+    assert (hostile, continued) == (plain, plainly)
 
 
 def test_what_an_agent_pastes_is_no_structure() -> None:
