@@ -39,7 +39,7 @@ def rounds(decimal: Fraction, value: Fraction) -> bool:
 
 
 def same_number(gold: Any, said: Any) -> bool | None:
-    """Whether two expressions of sympy are the same number; None where one of them is no number.
+    """Whether two expressions of sympy are the same number; None where one of them is not a number.
 
     Rational numbers are compared exactly, irrational ones in 400 digits. Where only one side is a decimal, a millionth
     of the other may be missing. Raises UncomputableError for what `reduced` cannot compute, and ValueError for a `gold`
@@ -98,11 +98,13 @@ def reduced(expression: Any) -> Any:
 
 
 def _evaluated(expression: Any, parts: list[Any]) -> Any:
-    from sympy import Product, Sum, binomial, exp, factorial, factorial2
+    from sympy import E, Product, Sum, binomial, exp, factorial, factorial2
     from sympy.concrete.expr_with_limits import ExprWithLimits
 
-    if expression.is_Pow or isinstance(expression, exp):
-        _check_power(*expression.as_base_exp()) if not expression.is_Pow else _check_power(*parts)
+    if isinstance(expression, exp):
+        _check_power(E, parts[0])
+    elif expression.is_Pow:
+        _check_power(*parts)
     elif isinstance(expression, factorial | factorial2):
         _check_bits(parts[0], parts[0])
     elif isinstance(expression, binomial):
@@ -133,7 +135,7 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def _check_bits(largest: Any, factors: Any) -> None:
-    """Of a product of so many integers, none of which is larger."""
+    """Raise UncomputableError for a product of `factors` integers up to `largest` that is too long."""
     if not largest.is_number or not factors.is_number:
         return
     count, size = factors.evalf(15), largest.evalf(15)
@@ -142,14 +144,14 @@ def _check_bits(largest: Any, factors: Any) -> None:
 
 
 def _check_terms(expression: Any) -> None:
-    """Raises UncomputableError for too many terms, or where the first or the last one cannot be computed."""
-    for symbol, *ends_ in expression.limits:
-        first, last = (reduced(end) for end in ends_)
+    """Raise UncomputableError for too many terms, or where the first or the last one cannot be computed."""
+    for symbol, *bounds in expression.limits:
+        first, last = (reduced(bound) for bound in bounds)
         if first.is_Integer and last.is_Integer and last - first > _TERMS:
             raise UncomputableError(f"{last - first} terms")
-        for end in (first, last):
-            if end.is_Integer:
-                reduced(expression.function.subs(symbol, end))
+        for bound in (first, last):
+            if bound.is_Integer:
+                reduced(expression.function.subs(symbol, bound))
 
 
 def _bits(number: Any) -> int:

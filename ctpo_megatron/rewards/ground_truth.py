@@ -50,8 +50,7 @@ def ground_truth_problem(answer: str) -> str:
     """Why `math_verify` would judge answers to this ground truth wrongly, or "".
 
     It must be an answer, rather than a text around one or a word for there being none. It must score 1 against itself
-    in other spellings of its type, and be read as another answer when any of its numbers or the order of its letters is
-    changed.
+    in other spellings of its type. With another number, or its letters in another order, it must be another answer.
     """
     if "####" in answer:
         final = answer.rsplit("####", 1)[1].strip()
@@ -147,7 +146,9 @@ def in_words(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:
 
 def as_products(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:
     """How often `math_verify` reads letters of one family, such as `abc` and `bad`, as a product of variables."""
-    return _counted(prompts, config, lambda part: str(part) if is_product(str(part)) else "")
+    return _counted(
+        prompts, config, lambda part: str(part) if isinstance(part, Formula) and is_product(str(part)) else ""
+    )
 
 
 def _counted(prompts: Iterable[Prompt], config: RewardConfig, name: Callable[[Reading], str]) -> Counter[str]:

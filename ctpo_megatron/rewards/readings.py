@@ -89,8 +89,9 @@ class Named:
 class Several:
     """Several answers. brackets: around them; "" for a list, " " for numbers with blanks between.
 
-    ":" stands for a ratio or a time, "clock" for a time, "+" for one quantity in several units, "x" for the sides of a
-    rectangle, "R" for a quotient and its remainder. For inequalities of which any may hold it is "|".
+    Signs that are no brackets: ":" for a ratio or a time, "clock" for a time, "+" for one quantity in several units,
+    "x" for the sides of a rectangle, "R" for a quotient and its remainder.
+    "|" is for inequalities of which any may hold.
     """
 
     items: tuple[Reading, ...]

@@ -11,6 +11,7 @@ from ctpo_megatron.config import Extension, RewardConfig
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.rewards import (
     RewardWorkersLost,
+    as_products,
     ground_truth_problem,
     in_words,
     score_math,
@@ -134,3 +135,19 @@ def test_ground_truths_that_are_words_are_counted() -> None:
     prompts.append(prompt("unclear", "theirs"))
     config = RewardConfig(by_source={"theirs": Extension(name="a.b:C")})
     assert in_words(prompts, config) == {"evelyn": 2, "yes": 1}
+
+
+def test_letters_of_one_family_are_products_and_counted() -> None:
+    prompts = [prompt(answer) for answer in ("abc", "bad", "bad", "DNA", "ab", "xyz", "72", "\\text{abc}")]
+    assert as_products(prompts, RewardConfig()) == {"bad": 2, "abc": 1, "xyz": 1}
+
+
+@pytest.mark.parametrize("answer", ["24pgs", "2mgh", "7prt"])
+def test_a_number_and_letters_that_are_no_unit_are_refused(answer: str) -> None:
+    assert "words or signs around a number" in ground_truth_problem(answer)
+
+
+def test_a_ground_truth_that_takes_too_much_processor_time_is_refused() -> None:
+    seconds = "+".join(f"\\frac{{x^{{{n}}}}}{{\\sqrt{{{n}+y}}}}" for n in range(2, 600))
+    assert "takes more than 1 s of processor time" in ground_truth_problem(seconds)
+    assert "UncomputableError: a power of more than a million bits" in ground_truth_problem("9^{9^{9}}")

@@ -105,6 +105,16 @@ def test_tool_output_and_earlier_turns_do_not_count() -> None:
     assert rewards([silent]) == [0.0]
 
 
+def test_what_cannot_be_computed_is_wrong_and_counted() -> None:
+    """The ground truth was compared when it was read, so the fault is the answer's."""
+    endless = r"\boxed{\int_0^1 \frac{\sin(x^3)e^{x^2}}{1+x^5}dx}"
+    groups = [group(r"\boxed{9^{9^{9}}}", endless, r"\boxed{2}")]
+    with RewardPool(RewardConfig(timeout_s=scaled(20))) as pool:
+        report = pool.score(groups)
+    assert report == ScoreReport(3, {}, {"no_box": 0.0, "uncomputable": 1.0})
+    assert rewards(groups) == [0.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("hang", ["hang in C", "sleep"])
 def test_a_hang_is_killed_and_costs_only_itself(
     unruly: RewardPool, hang: str, caplog: pytest.LogCaptureFixture
