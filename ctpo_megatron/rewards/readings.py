@@ -89,9 +89,8 @@ class Named:
 class Several:
     """Several answers. brackets: around them; "" for a list, " " for numbers with blanks between.
 
-    Signs that are no brackets: ":" for a ratio or a time, "clock" for a time, "+" for one quantity in several units,
-    "x" for the sides of a rectangle, "R" for a quotient and its remainder.
-    "|" is for inequalities of which any may hold.
+    A ratio has ":", a time ":" or "clock". One quantity in several units has "+", and the sides of a rectangle have "x".
+    A quotient and its remainder have "R". Inequalities of which any may hold have "|".
     """
 
     items: tuple[Reading, ...]
