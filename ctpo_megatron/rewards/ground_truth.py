@@ -28,9 +28,10 @@ _NOTHING = re.compile(
     rf"(?:(?:the )?(?:answers?|solution) )?(?:not ?|un)(?:{_GIVEN})(?: answer)?|"
     rf"no(?: numerical| final| correct)? ?(?:answer|response|result)(?: (?:{_GIVEN}))?|"
     r"(?:the )?(?:answer|solution|proof)(?: omitted| required| needed)?|answers(?: will)? vary|"
-    r"see \D+|same as (?:above|before|previous)|as above|to be (?:determined|done|added)|(?:i )?(?:do not|don't) know|"
-    r"(?:unable to|cannot) answer|(?:i am |i'm )?sorry|"
-    r"(?:\u7b54\u6848|\u89e3|\u8bc1\u660e)?\u7565\u3002?|\u8be6?\u89c1.+|\u540c\u4e0a|\u6682\u65e0.*"
+    r"see \D+|same as (?:above|before|previous)|to be (?:determined|done|added)|(?:i )?(?:do not|don't) know|"
+    r"(?:unable to|cannot) answer|(?:i am |i'm )?(?:sorry|not sure)|refer to \D+|as (?:shown|above|below|follows).*|"
+    r"left (?:as an exercise|to the reader)|attached|pending|"
+    r"(?:\u7b54\u6848|\u89e3|\u8bc1\u660e)?\u7565\u3002?|\u8be6?\u89c1.+|\u540c\u4e0a|\u6682(?:\u65e0|\u7f3a).*|\u5982\u56fe.*"
 )
 """Words for there being no answer."""
 _DECIMAL_COMMA = re.compile(

@@ -17,6 +17,7 @@ _CHARACTERS = str.maketrans(
         **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"),
         **dict.fromkeys("\u2019\u2032\u02b9", "'"),
         **dict.fromkeys("\u201c\u201d\u2033", '"'),
+        **{"\u3001": ", ", "\u3002": ".", "\u2126": "\u03a9"},
         **{chr(0xFF01 + offset): chr(0x21 + offset) for offset in range(94) if offset != 12},  # full width
         **{"\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00f7": "/", "\u2044": "/"},
         **{"\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm "},
@@ -200,9 +201,9 @@ def word_set(text: str, separator: str = " ") -> frozenset[str]:
 
 FUNCTIONS = word_set(
     "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arcsinh arccosh arctanh asin acos atan log ln lg "
-    "exp sqrt cbrt abs max min sup mod gcd lcm det dim deg arg ker floor ceil sgn sign frac pi infty infinity"
-)
-"""Names that stand for functions and constants where nothing is around them."""
+    "exp sqrt cbrt abs max min sup mod gcd lcm det dim deg arg ker floor ceil sgn sign frac"
+) | (CONSTANTS := word_set("pi infty infinity"))
+"""Names of functions and constants, which are no words before an argument."""
 _FAMILIES = tuple(map(frozenset, ("abcd", "mnk", "pqrs", "uvw", "xyz")))
 
 

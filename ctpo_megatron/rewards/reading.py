@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from ctpo_megatron.rewards.layout import (
+    CONSTANTS,
     FOREIGN,
     FUNCTIONS,
     LATIN,
@@ -113,8 +114,8 @@ _PRICE = re.compile(
 _POINT, _DIVISION = re.compile(r"\.\d"), re.compile(r"/|\\[a-z]*(?:frac|overline|dots|dot)(?![a-z])|\(")
 _UNIT = re.compile(
     r"(?:\\text\{[^{}]*\}|\\(?:%|dollar|euro|pounds|yen|cdot)(?![a-z])|\^\\circ(?:\s*[CF](?![a-z]))?"
-    rf"|[{LATIN}\u00b5\u03bc'\"./]|\s"
-    r"|\([A-Za-z\u00b5 \u00b7]+\)|\\(?:Omega|mu|AA)(?![a-z])"
+    rf"|[{LATIN}\u00b5\u03bc\u03a9'\"./]|\s"
+    r"|\((?:[A-Za-z\u00b5\u03a9 ]|\\cdot(?![a-z]))+\)|\\(?:Omega|mu|AA)(?![a-z])"
     r"|\^\s*(?:\{\s*(?:-?\d|\\text\{[a-z]*\}|[a-z]{2})\s*\}|-?\d|\\text\{[a-z]*\}|[a-z]{2})|-(?=[A-Za-z]))*"
 )
 _SET = re.compile(r"\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\||:)\s*(.+)")
@@ -431,7 +432,8 @@ def _species(text: str) -> Reading | None:
 def _words(text: str) -> Reading | None:
     bare = without_text(text)
     candidates = _WORD.findall(bare) + ([] if _OPERATOR.search(bare) else _SHORT_WORD.findall(bare))
-    said = [word for word in candidates if word.lower() not in FUNCTIONS and not is_product(word)]
+    alone = bare.strip().isalpha() and bare.strip() not in CONSTANTS  # no function of anything
+    said = [word for word in candidates if (alone or word.lower() not in FUNCTIONS) and not is_product(word)]
     in_text = re.search(rf"\\text\s*\{{[^{{}}]*(?:[A-Za-z]{{2}}|[{FOREIGN}])[^{{}}]*\}}", text)
     phrase = re.fullmatch(r"[A-Za-z]{2,}(?: +[A-Za-z]{2,})+|(?i:no)", bare.strip())
     if not (said or in_text or phrase) or _is_formula(bare):

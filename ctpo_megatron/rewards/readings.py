@@ -89,7 +89,7 @@ class Named:
 class Several:
     """Several answers. brackets: around them; "" for a list, " " for numbers with blanks between.
 
-    A ratio has ":", a time ":" or "clock". One quantity in several units has "+", and the sides of a rectangle have "x".
+    A ratio has ":", a time ":" or "clock". One quantity in several units has "+", the sides of a rectangle have "x".
     A quotient and its remainder have "R". Inequalities of which any may hold have "|".
     """
 

@@ -35,7 +35,8 @@ pc parsec = pc | Da dalton = Da
 # Units without prefixes. Celsius, Fahrenheit and kelvin have no common zero.
 _OTHER = """
 in inch inches = 127/5000 m | ft foot feet = 381/1250 m | yd yard = 1143/1250 m | mi mile = 201168/125 m
-\u00c5 angstrom = 1/10000000000 m | quintal = 100 kg | lb lbs pound = 45359237/100000000 kg
+\u00c5 angstrom = 1/10000000000 m | AU = 149597870700 m | ly lightyear = 9460730472580800 m
+quintal = 100 kg | lb lbs pound = 45359237/100000000 kg
 oz ounce = 45359237/1600000000 kg | kilo = kg | min minute mins = 60 s | h hr hour hrs = 3600 s | day = 86400 s
 week = 604800 s | month = 1/12 year | yr year = year | cent = 1/100 dollar | dollar usd buck = dollar
 euro eur = euro | pound_sterling gbp = gbp | rupee rs inr = inr | yen jpy = jpy | arcsecond = 1/3600 degree
@@ -210,13 +211,13 @@ def _may_stand_bare(word: str, blank: bool, follows: bool) -> bool:
     if is_product(word) or (lower in FUNCTIONS and not known):
         return False
     if known:
-        return (
-            blank or follows or not (len(word) == 1 or (len(word) == 2 and (word.isupper() or word in _ALSO_PRODUCTS)))
-        )
+        if blank or follows:
+            return True
+        return word.isupper() if len(word) == 1 else not (word.isupper() or word in _PRODUCTS)
     return bool(_BARE_WORDS.fullmatch(word)) and len(word) > (1 if follows else 2 if blank else _LONGEST_ABBREVIATION)
 
 
-_ALSO_PRODUCTS = ("cd",)
+_PRODUCTS = ("cd",)
 
 
 def _singular(word: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 import signal
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from multiprocessing.connection import Connection
 
 import psutil
 
+from ctpo_megatron.rewards.fork_server import fork_server
 from tests.support.deadlines import scaled
 
 Score = Callable[[str, str], float]
@@ -25,8 +25,7 @@ class Judge:
     """A child process that scores one answer after another."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["math_verify", "ctpo_megatron.rewards"])
+        self._context = fork_server(math=True)  # a process has one, which other tests look at
         self._connection: Connection | None = None
 
     def score(self, score: Score, answer: str, gold: str, cpu_s: float) -> float:
