@@ -66,7 +66,8 @@ _LONGEST_ABBREVIATION = 6
 
 Dimension = tuple[tuple[str, int], ...]
 """Base units with their powers, in the order of their names."""
-_Scaled = tuple[dict[str, int], Fraction]
+_Measure = tuple[Dimension, Fraction]
+"""Of a unit, and its factor of the base units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +242,7 @@ def _stems(word: str) -> list[str]:
 
 
 @lru_cache(maxsize=4096)
-def measured(word: str) -> tuple[Dimension, Fraction] | None:
+def measured(word: str) -> _Measure | None:
     """Dimension and factor of the unit that a word names: a symbol, or a name with or without its plural; else None.
 
     SI units have prefixes, and two symbols may stand together, as in kWh.
@@ -266,7 +267,7 @@ _FACTORS = frozenset({"h", "m", "s"})
 """Symbols that stand directly behind another one: kWh, Nm, Ns."""
 
 
-def _prefixed(symbol: str) -> tuple[Dimension, Fraction] | None:
+def _prefixed(symbol: str) -> _Measure | None:
     for length in (1, 2):
         if (unit_of := _SI_SYMBOLS.get(symbol[length:])) and (factor := _PREFIXES.get(symbol[:length])):
             return unit_of[0], unit_of[1] * factor
@@ -282,13 +283,13 @@ def _times(
     return tuple(sorted((name, exponent) for name, exponent in powers.items() if exponent)), one[1] * other[1] ** power
 
 
-_ONE: tuple[Dimension, Fraction] = ((), Fraction(1))
+_ONE: _Measure = ((), Fraction(1))
 
 
-def _dimension(text: str) -> tuple[Dimension, Fraction] | None:
+def _dimension(text: str) -> _Measure | None:
     """The dimension and the factor of a unit such as `km/h`, `cm^2` or `square meters`; None with an unknown word."""
     total, sign, power = _ONE, 1, 1
-    last: tuple[Dimension, Fraction] | None = None
+    last: _Measure | None = None
     last_sign = 1
     for token in re.findall(rf"/|\^-?\d+|[{LATIN}{FOREIGN}\u00b5\u03bc\u03a9_]+", text):
         if token == "/":
@@ -310,10 +311,11 @@ def _dimension(text: str) -> tuple[Dimension, Fraction] | None:
     return total
 
 
-def _table(text: str) -> dict[str, tuple[Dimension, Fraction]]:
-    units = {}
+def _table(text: str) -> tuple[dict[str, _Measure], dict[str, _Measure]]:
+    """Symbols and names of units with what they measure. The first of each entry, and single letters, are symbols."""
+    symbols, names = dict[str, _Measure](), dict[str, _Measure]()
     for entry in re.split(r"[|\n]", text.strip()):
-        names, _, definition = entry.partition("=")
+        written, _, definition = entry.partition("=")
         total = _ONE
         for part in definition.split():
             if re.fullmatch(r"[\d/]+", part):
@@ -321,16 +323,11 @@ def _table(text: str) -> dict[str, tuple[Dimension, Fraction]]:
             else:
                 base, _, power = part.partition("^")
                 total = _times(total, (((base, 1),), Fraction(1)), int(power or 1))
-        units.update(dict.fromkeys(names.split(), total))
-    return units
+        for number, name in enumerate(written.split()):
+            (names if number and len(name) > 1 else symbols)[name] = total
+    return symbols, names
 
 
-_SI_UNITS, _OTHERS = _table(_SI), _table(_OTHER)
-_SI_SYMBOLS = {
-    name: value
-    for name, value in _SI_UNITS.items()
-    if len(name) < 4 and name not in ("amp", "sec", "ohm", "lux", "ton")
-}
-_SI_NAMES = {name: value for name, value in _SI_UNITS.items() if name not in _SI_SYMBOLS}
-_SYMBOL_UNITS = _SI_SYMBOLS | {name: value for name, value in _OTHERS.items() if len(name) < 5}
-_NAMES = _SI_NAMES | _OTHERS
+(_SI_SYMBOLS, _SI_NAMES), (_OTHER_SYMBOLS, _OTHER_NAMES) = _table(_SI), _table(_OTHER)
+_SYMBOL_UNITS = _SI_SYMBOLS | _OTHER_SYMBOLS
+_NAMES = _SI_NAMES | _OTHER_NAMES | _OTHER_SYMBOLS
