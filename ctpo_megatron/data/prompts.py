@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ctpo_megatron.base.chat_template import unmarked
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools
+from ctpo_megatron.data.numbers import Precision, number_doubt, number_text
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.rows import (
@@ -26,7 +27,7 @@ from ctpo_megatron.data.rows import (
     encode,
     render,
 )
-from ctpo_megatron.data.tables import find_files, number_text
+from ctpo_megatron.data.tables import Table, find_files
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,12 @@ class PromptRules(RowRules):
 
 @dataclass
 class PromptSet(RowSet):
-    """The prompts of some files."""
+    """The prompts of some files. precision: of the numbers among the ground truths of each file."""
 
     called = "prompts"
 
     prompts: list[Prompt] = field(default_factory=list)
+    precision: dict[Path, Precision] = field(default_factory=dict)
 
     def name(self, index: int) -> str:
         """The prompt's id."""
@@ -60,6 +62,10 @@ class PromptSet(RowSet):
         files = [set(find_files([entry], Problems())) for entry in entries]
         placed = list(zip(self.prompts, self.places, strict=True))
         return [[prompt for prompt, (file, _) in placed if file in each] for each in files]
+
+    def _see(self, file: Path, table: Table) -> None:
+        super()._see(file, table)
+        self.precision[file] = table.precision(_TRUTH, "ground_truth")
 
     def keep(self, indices: Sequence[int]) -> None:
         super().keep(indices)
@@ -80,13 +86,18 @@ def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules
     files: paths, folders or glob patterns (docs/data.md). What is wrong, and what was left out, is in the result:
     `problems.raise_if_any` raises DataError that lists all bad rows.
     """
-    found, tools = PromptSet(), list[Offered]()
+    found, tools, inexact = PromptSet(), list[Offered](), dict[int, Cell]()
     for place, cells in found.read(files, _REQUIRED, _OPTIONAL, rules.limit):
-        prompt = _parse(place, cells, rules, found.problems)
+        stored = found.precision[place[0]]
+        prompt = _parse(place, cells, rules, stored, found.problems)
         if prompt is not None:
+            truth = cells[_TRUTH]["ground_truth"]
+            if reason := number_doubt(truth, stored):
+                inexact[len(found.places)] = (_TRUTH, truth, reason)
             found.add(place, cells, prompt.messages)
             found.prompts.append(prompt)
             tools.append(rules.tools_of(cells))
+    found.doubt(inexact)
     if rules.held_out:
         _name_by_file(found)
     _refuse_twins(found)
@@ -94,7 +105,9 @@ def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules
     return found
 
 
-def _parse(place: Location, cells: dict[str, Any], rules: PromptRules, problems: Problems) -> Prompt | None:
+def _parse(
+    place: Location, cells: dict[str, Any], rules: PromptRules, stored: Precision, problems: Problems
+) -> Prompt | None:
     """The row's prompt without token ids, or None after reporting every bad cell."""
     bad: list[tuple[str, object, str]] = []
     source = cells["data_source"]
@@ -110,7 +123,7 @@ def _parse(place: Location, cells: dict[str, Any], rules: PromptRules, problems:
         messages, reason = rules.messages_of(cells["prompt"])
     if reason:
         bad.append(("prompt", cells["prompt"], reason))
-    answer, reason = _answer(cells[_TRUTH])
+    answer, reason = _answer(cells[_TRUTH], stored)
     if reason:
         bad.append((_TRUTH, cells[_TRUTH], reason))
     identity = cells.get("id")
@@ -138,7 +151,7 @@ def _parse(place: Location, cells: dict[str, Any], rules: PromptRules, problems:
     )
 
 
-def _answer(value: object) -> tuple[str, str | None]:
+def _answer(value: object, stored: Precision) -> tuple[str, str | None]:
     """The ground truth as text, and the reason why there is none."""
     if not isinstance(value, dict) or "ground_truth" not in value:
         return "", "expected a record with the field 'ground_truth'"
@@ -146,7 +159,7 @@ def _answer(value: object) -> tuple[str, str | None]:
     if isinstance(truth, bool) or not isinstance(truth, int | float | Decimal | str):
         return "", f"'ground_truth' must be a text or a number, not {type(truth).__name__}"
     try:
-        text = truth.strip() if isinstance(truth, str) else number_text(truth)
+        text = truth.strip() if isinstance(truth, str) else number_text(truth, stored)
     except ValueError as error:
         return "", f"'ground_truth' {error}"
     return text, None if text else "the answer in 'ground_truth' is empty"

@@ -5,19 +5,17 @@ from __future__ import annotations
 import difflib
 import glob
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ctpo_megatron.data.numbers import Precision, json_integer, json_number, precision_of
 from ctpo_megatron.data.problems import DataError, Problems
 
 _BATCH = 1000
@@ -30,8 +28,6 @@ _QUESTIONS = ("problem", "question", "query", "instruction", "input")
 _ANSWERS = ("answer", "final_answer", "expected_answer", "solution", "output", "response")
 """Columns of collections of problems, the likeliest first."""
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-_DOUBLE = 16
-"""Digits from which on a number of a column of single precision shows how it was widened."""
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 """Type of a column of conversations."""
 
@@ -40,13 +36,18 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
 class Table:
     """An opened file: its columns, how many rows it has, and the rows with the named columns.
 
-    escapes: whether it may hold half of a character, as an escape of JSON.
+    escapes: whether it may hold half of a character, as an escape of JSON. schema: None: of JSON.
     """
 
     columns: list[str]
     count: int
     rows: Callable[[Sequence[str]], Iterator[Any]]
     escapes: bool = False
+    schema: pa.Schema | None = None
+
+    def precision(self, column: str, *fields: str) -> Precision:
+        """The type of the numbers in a column, or in a field of its records."""
+        return precision_of(self.schema, column, *fields)
 
     @property
     def media(self) -> list[str]:
@@ -126,7 +127,12 @@ def open_table(file: Path) -> Table:
         raise DataError(f"{file.suffix} is not read; make it JSON lines: {how}")
     if file.suffix == ".arrow":
         table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
-        return Table(table.column_names, table.num_rows, lambda names: _batches(table.select(names).to_batches(_BATCH)))
+        return Table(
+            table.column_names,
+            table.num_rows,
+            lambda names: _batches(table.select(names).to_batches(_BATCH)),
+            schema=table.schema,
+        )
     if not file.stat().st_size:
         raise DataError("it is empty: 0 bytes")
     parquet = pq.ParquetFile(file)
@@ -134,6 +140,7 @@ def open_table(file: Path) -> Table:
         parquet.schema_arrow.names,
         parquet.metadata.num_rows,
         lambda names: _batches(parquet.iter_batches(_BATCH, columns=list(names))),
+        schema=parquet.schema_arrow,
     )
 
 
@@ -142,15 +149,18 @@ def _batches(batches: Any) -> Iterator[Any]:
         yield from batch.to_pylist()
 
 
+_DECODER = json.JSONDecoder(parse_int=json_integer, parse_float=json_number)
+
+
 def _open_json(file: Path) -> Table:
     """One object per line, or one list of objects; an empty line is None."""
     text = file.read_text(encoding="utf-8-sig")
     lines = text.split("\n")  # str.splitlines() also splits at U+2028 and others, which texts may contain
     try:
         if text.lstrip().startswith("["):
-            rows = json.loads(text)
+            rows = _DECODER.decode(text)
         else:
-            rows = [json.loads(line) if line.strip() else None for line in lines]
+            rows = [_DECODER.decode(line) if line.strip() else None for line in lines]
     except json.JSONDecodeError as error:
         line = lines.index(error.doc) + 1 if error.doc != text else error.lineno
         raise DataError(f"line {line}: {error.msg} at character {error.colno}") from error
@@ -229,26 +239,6 @@ def _nearby(path: Path) -> str:
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _DATA or entry.is_dir())
     ranked = difflib.get_close_matches(path.name, names, n=5, cutoff=0.3) or names[:5]
     return f"{folder} holds {', '.join(ranked)}" if ranked else f"{folder} holds no parquet file"
-
-
-def number_text(value: float | Decimal) -> str:
-    """A number in decimal digits without an exponent, exactly as Python would read it back: 1e-05 is "0.00001".
-
-    A value of single precision is written with its own digits: 0.1 of a float32 column is "0.1". Raises ValueError for
-    a number that is not finite.
-    """
-    if isinstance(value, int):
-        return str(value)
-    if not math.isfinite(value):
-        raise ValueError(f"must be a finite number, not {value}")
-    exact = value if isinstance(value, Decimal) else Decimal(repr(value))
-    if (
-        isinstance(value, float)
-        and len(exact.as_tuple().digits) >= _DOUBLE
-        and float(single := np.float32(value)) == value
-    ):
-        exact = Decimal(str(single))
-    return format(exact, "f")
 
 
 def prompt_row(

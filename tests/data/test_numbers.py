@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -12,9 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ctpo_megatron.cli import main
+from ctpo_megatron.data import PromptRules, read_prompts
+from ctpo_megatron.data.numbers import number_text
 from ctpo_megatron.data.prompts import _answer
 from ctpo_megatron.data.refine import COLUMNS, read_problems
-from ctpo_megatron.data.tables import number_text
 from ctpo_megatron.rewards import score_math
 
 
@@ -24,17 +27,144 @@ from ctpo_megatron.rewards import score_math
         *(
             (1e-05, "0.00001"),
             (1e22, "10000000000000000000000"),
-            (72.0, "72.0"),
+            (72.0, "72"),
             (0.1, "0.1"),
             (-2.5e-07, "-0.00000025"),
         ),
-        *((7, "7"), (10**30, "1" + 30 * "0"), (Decimal("1E+3"), "1000"), (Decimal("0.50"), "0.50"), (-0.0, "-0.0")),
-        *((float(np.float32(0.1)), "0.1"), (float(np.float32(1e-7)), "0.0000001"), (16777217.0, "16777217.0")),
-        *((1234567.125, "1234567.125"), (1 / 3, "0.3333333333333333"), (123456792.0, "123456792.0")),
+        *((7, "7"), (10**30, "1" + 30 * "0"), (Decimal("1E+3"), "1000"), (Decimal("0.50"), "0.50"), (-0.0, "0")),
+        *((0.1234588623046875, "0.1234588623046875"), (float(np.float32(0.1)), "0.10000000149011612")),
+        *((1234567.125, "1234567.125"), (1 / 3, "0.3333333333333333"), (123456792.0, "123456792")),
+        *((2.0**48, "281474976710656"), (2.0**53, "9007199254740992"), (9000000000000001.0, "9000000000000001")),
     ],
 )
 def test_a_number_is_written_in_digits(value: float | Decimal, text: str) -> None:
     assert number_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((0.1 + 0.2, "0.3"), (56.699999999999996, "56.7"), (1.1 * 1.1, "1.21"), (0.1 + 0.7, "0.8")),
+        *((4.35 * 100, "435"), (1.1 * 100, "110"), (-(0.1 + 0.2), "-0.3"), (3 * 1.1e-9, "0.0000000033")),
+    ],
+)
+def test_the_residue_of_a_computation_is_no_part_of_the_number(value: float, text: str) -> None:
+    assert number_text(value) == text
+
+
+def _columns(values: list[float], kind: pa.DataType) -> Iterator[pa.Array]:
+    """The same numbers as a plain column and as one of a dictionary."""
+    array = pa.array(np.array(values, kind.to_pandas_dtype()), kind)
+    yield from (array, array.dictionary_encode())
+
+
+def _written(folder: Path, answers: pa.Array) -> Iterator[str]:
+    """Files with these ground truths: parquet, and what `datasets` writes."""
+    count = len(answers)
+    messages = [[{"role": "user", "content": f"{n}?"}] for n in range(count)]
+    truths = pa.StructArray.from_arrays([answers, pa.array(["rule"] * count)], ["ground_truth", "style"])
+    table = pa.table({"data_source": ["u"] * count, "prompt": messages, "reward_model": truths})
+    pq.write_table(table, folder / "a.parquet")
+    with pa.ipc.new_stream(folder / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    yield from (str(folder / "a.parquet"), str(folder / "a.arrow"))
+
+
+LONG = str(Decimal(2**20000))
+"""Python itself reads and writes whole numbers of 4,300 digits at most."""
+DOUBLES = [2.0**n for n in range(54)] + [2.0**n + 1 for n in range(53)] + [2.0**53 - 1, 281474976710657.0]
+SINGLES = [0.1, 0.5, 3.14, 2.5e-05, 1234.5, 99999.5, 16777215.0, 0.123456, -7.25]
+SINGLE_TEXTS = ["0.1", "0.5", "3.14", "0.000025", "1234.5", "99999.5", "16777215", "0.123456", "-7.25"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "texts"),
+    [
+        (pa.float64(), DOUBLES, [str(int(value)) for value in DOUBLES]),
+        (pa.float64(), [0.1234588623046875, 0.25], ["0.1234588623046875", "0.25"]),
+        (
+            pa.float32(),
+            SINGLES,
+            ["0.1", "0.5", "3.14", "0.000025", "1234.5", "99999.5", "16777215", "0.123456", "-7.25"],
+        ),
+        (pa.float16(), [3.14, 0.1, 2047.0, 60000.0], ["3.14", "0.1", "2047", "60000"]),
+        (pa.decimal128(20, 2), [Decimal("9007199254740993.25")], ["9007199254740993.25"]),
+    ],
+)
+def test_the_type_of_the_column_says_which_digits_are_the_numbers(
+    tmp_path: Path, tokenizer, kind: pa.DataType, values: list[float], texts: list[str]
+) -> None:
+    columns = [pa.array(values, kind)] if pa.types.is_decimal(kind) else _columns(values, kind)
+    for answers in columns:
+        for file in _written(tmp_path, answers):
+            prompts = read_prompts([file], tokenizer, PromptRules(400)).prompts
+            assert [prompt.answer for prompt in prompts] == texts, (file, answers.type)
+
+
+def test_a_column_of_whole_numbers_with_a_gap_from_pandas(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"problem": ["a", "b", "c"], "answer": [2**48, None, 7]})
+    frame.to_parquet(tmp_path / "raw.parquet")
+    problems, _ = read_problems([str(tmp_path / "raw.parquet")], COLUMNS, "s", None)
+    assert [problem.answer for problem in problems] == [str(2**48), "7"]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        *(("281474976710656.0", "281474976710656"), ("0.1234588623046875", "0.1234588623046875"), ("0.50", "0.5")),
+        *(("3.14159265358979323846", "3.14159265358979323846"), ("1E400", "1" + 400 * "0"), ("1e-05", "0.00001")),
+        (LONG, LONG),
+    ],
+    ids=lambda text: text[:24],
+)
+def test_a_number_of_json_is_what_is_written(tmp_path: Path, tokenizer, number: str, text: str) -> None:
+    message = '[{"role": "user", "content": "?"}]'
+    line = f'{{"data_source": "u", "prompt": {message}, "reward_model": {{"ground_truth": {number}}}}}'
+    (tmp_path / "a.jsonl").write_text(line)
+    found = read_prompts([str(tmp_path / "a.jsonl")], tokenizer, PromptRules(400))
+    assert [prompt.answer for prompt in found.prompts] == [text]
+
+
+def test_a_long_whole_number_of_python_is_written() -> None:
+    assert number_text(2**20000) == LONG
+
+
+@pytest.mark.parametrize("number", ["1e999999999", "1" * 100_001], ids=["exponent", "digits"])
+def test_a_number_that_fills_the_memory_is_refused(tmp_path: Path, tokenizer, number: str) -> None:
+    line = f'{{"data_source": "u", "prompt": [], "reward_model": {{"ground_truth": {number}}}}}'
+    (tmp_path / "a.jsonl").write_text(line)
+    problems = read_prompts([str(tmp_path / "a.jsonl")], tokenizer, PromptRules(400)).problems.lines
+    assert any(
+        "row 0 column 'reward_model': 'ground_truth' must have at most 100,000 digits" in line for line in problems
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "doubt"),
+    [
+        (pa.float64(), sum([0.1] * 100), "has 15 digits (9.99999999999998), and float64 is sure of 15"),
+        (pa.float64(), 1 / 3, "has 16 digits (0.3333333333333333), and float64 is sure of 15"),
+        (pa.float64(), 12345678901234567890.0, "has 17 digits (12345678901234567000), and float64 is sure of 15"),
+        (pa.float64(), 2.0**53, ""),
+        (pa.float64(), 1e22, ""),
+        (pa.float64(), 0.1 + 0.2, ""),
+        (pa.float32(), 56.699997, "has 8 digits (56.699997), and float32 is sure of 6"),
+        (pa.float32(), 123456789.0, "has 9 digits (123456792), and float32 is sure of 6"),
+        (pa.float32(), 16777216.0, ""),
+        (pa.float32(), 12.345, ""),
+        (pa.float16(), 3.1416, "has 3 digits (3.14), and float16 is sure of 3"),
+        (pa.float16(), 2048.0, ""),
+    ],
+)
+def test_a_number_that_may_have_been_another(
+    tmp_path: Path, tokenizer, kind: pa.DataType, value: float, doubt: str
+) -> None:
+    for file in _written(tmp_path, pa.array(np.array([1, value], kind.to_pandas_dtype()), kind)):
+        lines = read_prompts([file], tokenizer, PromptRules(400)).doubts.lines
+        assert bool(lines) == bool(doubt) and all(
+            f"row 1 column 'reward_model': the number {doubt}" in line for line in lines
+        )
 
 
 def test_any_number_is_read_back_as_it_was() -> None:
@@ -49,7 +179,7 @@ def test_any_number_is_read_back_as_it_was() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), Decimal("-Infinity")])
 def test_a_number_that_is_not_finite_is_refused(value: float | Decimal) -> None:
-    assert "must be a finite number" in (_answer({"ground_truth": value})[1] or "")
+    assert "must be a finite number" in (_answer({"ground_truth": value}, np.float64)[1] or "")
 
 
 def test_a_collection_with_numbers_as_answers(tmp_path: Path) -> None:
@@ -65,3 +195,19 @@ def test_single_precision_keeps_its_own_digits(tmp_path: Path) -> None:
     file = tmp_path / "raw.parquet"
     pq.write_table(pa.table({"problem": ["p"], "answer": pa.array([0.1], pa.float32())}), file)
     assert read_problems([str(file)], COLUMNS, "s", None)[0][0].answer == "0.1"
+
+
+def test_a_collection_warns_of_numbers_that_may_have_been_others(tmp_path: Path, capsys) -> None:
+    answers = pa.array([0.5, 56.699997, 1.1234567], pa.float32())
+    pq.write_table(pa.table({"problem": ["p", "q", "r"], "answer": answers}), tmp_path / "raw.parquet")
+    assert main(["data", "prepare", str(tmp_path / "raw.parquet"), "--output", str(tmp_path / "out.parquet")]) == 0
+    told = "raw.parquet row 1 column 'answer', 1 of 2 such: the number has 8 digits (56.699997), and float32"
+    assert told in capsys.readouterr().err
+
+
+def test_a_mapped_column_has_its_own_type(tmp_path: Path) -> None:
+    file = tmp_path / "raw.parquet"
+    single, double = pa.array([0.1], pa.float32()), pa.array([float(np.float32(0.1))])
+    pq.write_table(pa.table({"problem": ["p"], "final": single, "exact": double}), file)
+    for column, text in (("final", "0.1"), ("exact", "0.10000000149011612")):
+        assert read_problems([str(file)], COLUMNS | {"answer": column}, "s", None)[0][0].answer == text

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pyarrow as pa
 
 from ctpo_megatron.base.files import aside
+from ctpo_megatron.data.numbers import Precision, number_doubt, number_text
 from ctpo_megatron.data.problems import Problems
-from ctpo_megatron.data.tables import find_files, number_text, prompt_row, read_rows, write_prompt_rows
+from ctpo_megatron.data.tables import Table, find_files, prompt_row, read_rows, write_prompt_rows
 
 COLUMNS = {"problem": "problem", "answer": "answer", "id": "", "data_source": "", "ability": ""}
 """Field of a problem -> the column that holds it by default (`--map` overrides); "": none."""
@@ -46,21 +47,33 @@ class Dropped:
 
 
 def read_problems(
-    files: Sequence[str], columns: Mapping[str, str], data_source: str, answer_after: str | None
+    files: Sequence[str],
+    columns: Mapping[str, str],
+    data_source: str,
+    answer_after: str | None,
+    doubts: Problems | None = None,
 ) -> tuple[list[RawProblem], list[Dropped]]:
     """All problems of some files, and the rows without one.
 
     columns: as COLUMNS. data_source: for rows without that column; "": the file's name. answer_after: keep the text
-    after the last such mark in the answer (GSM8K: `####`).
+    after the last such mark in the answer (GSM8K: `####`). doubts: gets what deserves a warning.
     Raises DataError for files that cannot be read or lack a column.
     """
     found: list[RawProblem] = []
     dropped: list[Dropped] = []
     problems = Problems()
     named = [column for column in columns.values() if column]
+    types: dict[str, Precision] = {}
+
+    def see(_: Path, table: Table) -> None:
+        types.update({column: table.precision(column) for column in named})
+
     for file in find_files(files, problems):
-        for row, cells in read_rows(file, named, (), problems):
-            values = {name: _text(cells.get(column)) for name, column in columns.items()}
+        inexact: list[tuple[int, str]] = []
+        for row, cells in read_rows(file, named, (), problems, seen=see):
+            values = {name: _text(cells.get(column), types.get(column)) for name, column in columns.items()}
+            if reason := number_doubt(cells.get(columns["answer"]), types[columns["answer"]]):
+                inexact.append((row, reason))
             answer = values["answer"]
             if answer_after and answer_after in answer:
                 answer = answer.rsplit(answer_after, 1)[1].strip()
@@ -72,6 +85,9 @@ def read_problems(
             source = values["data_source"] or data_source or file.stem
             ability = values["ability"] or "math"
             found.append(RawProblem(str(file), row, name, values["problem"], answer, source, ability))
+        if inexact and doubts is not None:
+            row, reason = inexact[0]
+            doubts.general(f"{file} row {row} column {columns['answer']!r}, 1 of {len(inexact):,} such: {reason}")
     problems.raise_if_any()
     return found, dropped
 
@@ -101,10 +117,13 @@ def write_prompts(problems: Sequence[RawProblem], output: Path) -> None:
         write_prompt_rows(rows, [("file", pa.string()), ("row", pa.int64())], written)
 
 
-def _text(value: object) -> str:
-    """A cell as text; "" for a list, a bool, a null or a number that is not finite."""
+def _text(value: object, stored: Precision | None) -> str:
+    """A cell as text; "" for a list, a bool, a null or a number that is not finite. stored: of its column's numbers."""
     if isinstance(value, str):
         return value.strip()
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return ""
-    return number_text(value)
+    try:
+        return number_text(value, stored or np.float64)
+    except ValueError:
+        return ""
