@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import logging
 import os
@@ -23,6 +24,20 @@ FULL_S, FULL_PAUSE_S = 300.0, 5.0
 
 class DamagedFileError(ValueError):
     """A file that a run has written does not hold what was written; the message names it."""
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a text is a glob pattern, and not a path that exists."""
+    return glob.has_magic(text) and not os.path.exists(text)
+
+
+def matching(pattern: str) -> list[Path]:
+    """What a glob pattern matches, sorted; `**` is any folders. The folder that it begins with has its name, if it
+    exists: brackets in that are no pattern."""
+    path = Path(pattern)
+    folder = next(parent for parent in path.parents if parent.exists())
+    below = glob.glob(str(path.relative_to(folder)), root_dir=folder, recursive=True)
+    return [folder / name for name in sorted(below)]
 
 
 @contextmanager

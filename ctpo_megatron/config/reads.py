@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+
+from ctpo_megatron.base.files import is_pattern, matching
 
 
 def _every(_value: str) -> bool:
@@ -69,5 +70,5 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _paths(text: str) -> Iterator[Path]:
     yield Path(text)
-    if glob.has_magic(text):
-        yield from map(Path, glob.iglob(text, recursive=True))
+    if is_pattern(text):
+        yield from matching(text)

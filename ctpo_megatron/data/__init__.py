@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.rows import Cell, RowSet, RowTokens, prompt_ids
     from ctpo_megatron.data.sampler import MixedFile, PromptMix, PromptSampler, PromptStream
     from ctpo_megatron.data.stored import StoredRows
-    from ctpo_megatron.data.tables import count_all_rows
+    from ctpo_megatron.data.tables import count_all_rows, resolved_files
     from ctpo_megatron.data.toolmath import prepare
     from ctpo_megatron.data.trajectory import Trajectory
 
@@ -55,7 +55,7 @@ _MODULES = {
     "rows": ("Cell", "RowSet", "RowTokens", "prompt_ids"),
     "sampler": ("MixedFile", "PromptMix", "PromptSampler", "PromptStream"),
     "stored": ("StoredRows",),
-    "tables": ("count_all_rows",),
+    "tables": ("count_all_rows", "resolved_files"),
     "toolmath": ("prepare",),
     "trajectory": ("Trajectory",),
 }
@@ -107,6 +107,7 @@ __all__ = [
     "prompt_ids",
     "read_conversations",
     "read_prompts",
+    "resolved_files",
     "sampler_problem",
     "split_evenly",
     "token_sequences",

@@ -15,6 +15,7 @@ from ctpo_megatron.base.chat_template import rfind_token, unmarked
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, dropped_calls
 from ctpo_megatron.data.rows import Cell, Offered, RowRules, RowSet, RowTokens, encode, render
+from ctpo_megatron.data.tables import data_stem
 from ctpo_megatron.data.tokens import records
 from ctpo_megatron.data.trajectory import Trajectory
 
@@ -48,7 +49,7 @@ class ConversationSet(RowSet):
     def name(self, index: int) -> str:
         """`<file stem>/<row>`."""
         file, row = self.places[index]
-        return printable(f"{file.stem}/{row}")
+        return printable(f"{data_stem(file)}/{row}")
 
     def keep(self, indices: Sequence[int]) -> None:
         super().keep(indices)

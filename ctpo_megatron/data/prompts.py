@@ -27,7 +27,7 @@ from ctpo_megatron.data.rows import (
     encode,
     render,
 )
-from ctpo_megatron.data.tables import Table, find_files
+from ctpo_megatron.data.tables import Table, data_stem, find_files
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _parse(
         return None
     extra = {"ability": cells.get("ability"), **(extra or {})}
     return Prompt(
-        id=printable(f"{place[0].stem}/{place[1]}" if identity is None else str(identity)),
+        id=printable(f"{data_stem(place[0])}/{place[1]}" if identity is None else str(identity)),
         data_source=printable(source),
         messages=messages,
         answer=answer,
@@ -173,12 +173,12 @@ def _name_by_file(found: PromptSet) -> None:
     if all(len(files) == 1 for files in of_files.values()):
         return
     files = list(found.rows)
-    names = {file: file.stem for file in files}
+    names = {file: data_stem(file) for file in files}
     for parts in range(1, max(len(file.parts) for file in files) + 1):
         shared = Counter(names.values())
         if max(shared.values()) == 1:
             break
-        names = {file: str(Path(*file.parts[-parts:]).with_suffix("")) for file in files}
+        names = {file: str(Path(*file.parts[-parts:]).with_name(data_stem(file))) for file in files}
     found.prompts = [
         replace(prompt, id=printable(f"{names[file]}/{prompt.id}"))
         for prompt, (file, _) in zip(found.prompts, found.places, strict=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import glob
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,29 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ctpo_megatron.base.files import is_pattern, matching
 from ctpo_megatron.data.numbers import Precision, json_integer, json_number, precision_of
 from ctpo_megatron.data.problems import DataError, Problems
 
 _BATCH = 1000
 _UNREADABLE = (DataError, pa.ArrowException, OSError, UnicodeDecodeError)
 _JSON = (".jsonl", ".ndjson", ".json")
+_PACKED = (".gz", ".zst", ".bz2")
+"""Suffixes after those of JSON, of files that are unpacked as they are read."""
 _DATA = (".parquet", *_JSON, ".arrow")
+_IN_FOLDERS = (".parquet", ".jsonl", ".ndjson")
+"""What is read of a folder; `.json` beside them is a note, as `dataset_infos.json`."""
 _MEDIA = ("image", "video", "audio")
 _OTHERS = {".csv": "read_csv(FILE)", ".tsv": "read_csv(FILE, sep='\\t')", ".xlsx": "read_excel(FILE)"}
 _QUESTIONS = ("problem", "question", "query", "instruction", "input")
 _ANSWERS = ("answer", "final_answer", "expected_answer", "solution", "output", "response")
 """Columns of collections of problems, the likeliest first."""
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_SPLIT = re.compile(
+    r"(?<![a-z])(?:train(?:ing)?|test(?:ing)?|val(?:id(?:ation)?)?|dev(?:elopment)?|eval(?:uation)?|held|(?:held|hold)out)"
+    r"(?![a-z])"
+)
+"""A word of a name, in small letters, that says which split a file is of."""
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 """Type of a column of conversations."""
 
@@ -56,19 +67,34 @@ class Table:
 
 
 def find_files(patterns: Sequence[str], problems: Problems) -> list[Path]:
-    """Files for paths, folders and glob patterns, in the order given (matches of a pattern sorted, `**` allowed)."""
+    """Files for paths, folders and glob patterns, in the order given (matches of a pattern sorted, `**` allowed).
+
+    What matches a pattern must be of one split, like the files of a folder.
+    """
     files: list[Path] = []
     for pattern in patterns:
-        is_pattern = glob.has_magic(pattern) and not Path(pattern).exists()
-        found = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))] if is_pattern else [Path(pattern)]
-        if not any(path.exists() for path in found):
-            what = "no file matches" if is_pattern else "no such file:"
-            problems.general(f"{what} {pattern}; {_nearby(Path(pattern))}")
-        for path in found:
-            files += _files_of(path, problems) if path.is_dir() and not is_pattern else [path] if path.is_file() else []
+        path = Path(pattern)
+        if is_pattern(pattern):
+            files += _matches(pattern, problems)
+        elif path.is_dir():
+            files += _files_of(path, problems)
+        elif path.is_file():
+            files.append(path)
+        else:
+            problems.general(f"no such file: {pattern}; {_nearby(path)}")
     for file in sorted({file for file in files if files.count(file) > 1}):
         problems.general(f"{file}: given twice")
     return files
+
+
+def resolved_files(patterns: Sequence[str]) -> set[Path]:
+    """Files for paths, folders and patterns without symbolic links; what is not there yet stands for itself."""
+    return {path.resolve() for path in [*map(Path, patterns), *find_files(patterns, Problems())]}
+
+
+def data_stem(file: Path) -> str:
+    """The name of a data file without what says how it is read: "a" of `a.jsonl.gz`."""
+    return file.with_suffix("").stem if file.suffix in _PACKED and _kind(file) in _JSON else file.stem
 
 
 def read_rows(
@@ -100,7 +126,7 @@ def read_rows(
             elif cells is not None:
                 problems.general(f"{file} row {row}: expected a JSON object, not {type(cells).__name__}")
     except _UNREADABLE as error:
-        kind = "JSON" if file.suffix in _JSON else "Arrow" if file.suffix == ".arrow" else "parquet"
+        kind = "JSON" if _kind(file) in _JSON else "Arrow" if file.suffix == ".arrow" else "parquet"
         problems.general(f"{file}: not a readable {kind} file ({error}); correct it, or write or download it again")
 
 
@@ -120,11 +146,12 @@ def open_table(file: Path) -> Table:
 
     Raises DataError for a file that does not have the format of its suffix, else what the reader raises.
     """
-    if file.suffix in _JSON:
+    kind = _kind(file)
+    if kind in _JSON:
         return _open_json(file)
-    if file.suffix in _OTHERS:
-        how = f"pandas.{_OTHERS[file.suffix]}.to_json(OUT, orient='records', lines=True)"
-        raise DataError(f"{file.suffix} is not read; make it JSON lines: {how}")
+    if kind in _OTHERS:
+        how = f"pandas.{_OTHERS[kind]}.to_json(OUT, orient='records', lines=True)"
+        raise DataError(f"{kind} is not read; make it JSON lines: {how}")
     if file.suffix == ".arrow":
         table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
         return Table(
@@ -154,7 +181,8 @@ _DECODER = json.JSONDecoder(parse_int=json_integer, parse_float=json_number)
 
 def _open_json(file: Path) -> Table:
     """One object per line, or one list of objects; an empty line is None."""
-    text = file.read_text(encoding="utf-8-sig")
+    with pa.input_stream(str(file)) as stream, TextIOWrapper(stream, encoding="utf-8-sig") as unpacked:
+        text = unpacked.read()
     lines = text.split("\n")  # str.splitlines() also splits at U+2028 and others, which texts may contain
     try:
         if text.lstrip().startswith("["):
@@ -220,10 +248,19 @@ def _files_of(folder: Path, problems: Problems) -> list[Path]:
         except (ValueError, KeyError, TypeError) as error:
             problems.general(f"{folder}: state.json does not name its data files ({type(error).__name__}: {error})")
             return []
-    files = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*.jsonl"))
-    stems = sorted({_SHARD.sub("", file.stem) for file in files if _SHARD.search(file.stem)})
-    if len(stems) > 1:
-        names = ", ".join(str(folder / f"{stem}-*{files[0].suffix}") for stem in stems)
+    files = sorted(file for file in folder.iterdir() if _kind(file) in _IN_FOLDERS and file.is_file())
+    suffixes = sorted({file.name.removeprefix(data_stem(file)) for file in files})
+    shards = {_SHARD.sub("", data_stem(file)): file for file in files if _SHARD.search(data_stem(file))}
+    named = _splits(files)
+    several = named if len(named) > 1 else shards
+    if len(suffixes) > 1:
+        kinds = ", ".join(str(folder / f"*{suffix}") for suffix in suffixes)
+        problems.general(f"{folder}: holds files of several kinds; name one: {kinds}")
+        return []
+    if len(several) > 1:
+        names = ", ".join(
+            str(folder / f"{_SHARD.sub('-*', data_stem(file))}{suffixes[0]}") for file in several.values()
+        )
         problems.general(f"{folder}: holds several splits; name one: {names}")
         return []
     if not files:
@@ -231,12 +268,40 @@ def _files_of(folder: Path, problems: Problems) -> list[Path]:
     return files
 
 
+def _matches(pattern: str, problems: Problems) -> list[Path]:
+    """The files that match a pattern, all of one split."""
+    files = [path for path in matching(pattern) if path.is_file()]
+    if not files:
+        problems.general(f"no file matches {pattern}; {_nearby(Path(pattern))}")
+    if len(splits := _splits(files)) > 1:
+        names = ", ".join(map(str, splits.values()))
+        problems.general(f"{pattern}: matches several splits; name the files, or one split: {names}")
+        return []
+    return files
+
+
+def _splits(files: Sequence[Path]) -> dict[str, Path]:
+    """The first file of each split that names tell, the folders that files have in common aside."""
+    folder = os.path.commonpath([file.parent for file in files]) if files else ""
+    firsts: dict[str, Path] = {}
+    for file in files:
+        inside = file.relative_to(folder).with_name(data_stem(file))
+        if words := _SPLIT.findall(str(inside).lower()):
+            firsts.setdefault(words[-1], file)
+    return firsts
+
+
+def _kind(file: Path) -> str:
+    """The suffix that says how to read a file: `.jsonl` of `a.jsonl.gz`."""
+    return file.with_suffix("").suffix if file.suffix in _PACKED else file.suffix
+
+
 def _nearby(path: Path) -> str:
     """Suggestions for a path that does not exist: the nearest existing parent folder and the data files in it."""
     folder = path.parent
-    while glob.has_magic(str(folder)) or not folder.is_dir():
+    while not folder.is_dir():
         folder = folder.parent
-    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _DATA or entry.is_dir())
+    names = sorted(entry.name for entry in folder.iterdir() if _kind(entry) in _DATA or entry.is_dir())
     ranked = difflib.get_close_matches(path.name, names, n=5, cutoff=0.3) or names[:5]
     return f"{folder} holds {', '.join(ranked)}" if ranked else f"{folder} holds no parquet file"
 

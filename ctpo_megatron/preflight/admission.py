@@ -108,11 +108,15 @@ class Admission:
 
         return self._prompts("train", training_prompts)
 
-    def held_out(self) -> PromptSet:
-        """The prompts of `data.eval`."""
+    def held_out(self, training: PromptSet | None = None) -> PromptSet:
+        """The prompts of `data.eval`. training: those of `data.train`, to compare them with."""
         from ctpo_megatron.environments.prompts import held_out_prompts
+        from ctpo_megatron.preflight import row_checks
 
-        return self._prompts("eval", held_out_prompts)
+        found = self._prompts("eval", held_out_prompts)
+        if training is not None:
+            row_checks.check_held_out(found, training)
+        return found
 
     def conversations(self) -> ConversationSet:
         """The conversations of `sft.data`."""
@@ -239,7 +243,7 @@ def _read(report: DataCheck, admission: Admission) -> None:
         report.first_prompt = found.texts[0] or str(admission.tokenizer.decode(list(found.tokens(0))))
         report.first = admission.tokenizer, found.prompts[0]
     if config.data.eval:
-        held_out = admission.held_out()
+        held_out = admission.held_out(found)
         _add(report, "data.eval", held_out, config)
         _add_words(report, held_out, config.reward)
     if config.own_sft:

@@ -8,7 +8,7 @@ docs/config.md says what each of them would do.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ctpo_megatron.base import clock
@@ -238,8 +238,8 @@ def check_evaluation(context: RunContext) -> Iterator[Problem]:
             yield context.error("eval.every", "there is nothing to evaluate on", "give data.eval, or set it to 0")
         elif evaluation.prompts is not None:
             yield context.warning("eval.prompts", "has no effect without data.eval", "give data.eval, or remove it")
-    training = {Path(file).resolve() for file in config.data.train_files}
-    if both := [file for file in config.data.eval if Path(file).resolve() in training]:
+    training = _resolved(config.data.train_files)
+    if both := [file for file in config.data.eval if training & _resolved([file])]:
         message = "is training data too: the accuracy there says nothing about other problems"
         yield Problem("data.eval", message, "give held-out prompts", ", ".join(both), severity="warning")
     if 0 < evaluation.temperature < COLDEST:
@@ -248,6 +248,14 @@ def check_evaluation(context: RunContext) -> Iterator[Problem]:
     if evaluation.temperature == 0 and evaluation.samples > 1:
         fix = "set eval.temperature above 0, or samples to 1"
         yield context.warning("eval.samples", "greedy decoding gives the same answer every time", fix)
+
+
+def _resolved(patterns: Sequence[str]) -> set[Path]:
+    if not is_installed("pyarrow"):  # without it no folder is read
+        return {Path(path).resolve() for path in patterns}
+    from ctpo_megatron.data import resolved_files
+
+    return resolved_files(patterns)
 
 
 def check_deadlines(context: RunContext) -> Iterator[Problem]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.chat_template import special_tokens
 from ctpo_megatron.config import Config, PolicyConfig, RewardConfig, RolloutConfig, sequence_multiple
-from ctpo_megatron.data import Cell, ConversationSet, PromptSet, RowSet
+from ctpo_megatron.data import Cell, ConversationSet, Prompt, PromptSet, RowSet
 from ctpo_megatron.environments.factory import make_parser
 from ctpo_megatron.environments.protocol import ParseError
 from ctpo_megatron.environments.toolbox import example_call
@@ -223,6 +225,27 @@ def check_answer_form(found: PromptSet, reward: RewardConfig) -> None:
             )
             cells[index] = ("prompt", found.prompts[index].messages[-1]["content"], reason)
     found.doubt(cells)
+
+
+def check_held_out(found: PromptSet, training: PromptSet) -> None:
+    """No held-out prompt is trained on, with its ground truth; of files that are read as both, nothing is said."""
+    both = {file.resolve() for file in training.rows}
+    files = {(prompt.token_ids, prompt.answer): file for prompt, (file, _) in _placed(training)}
+    twins: dict[tuple[Path, Path], list[int]] = {}
+    for prompt, (file, row) in _placed(found):
+        other = files.get((prompt.token_ids, prompt.answer))
+        if other is not None and file.resolve() not in both:
+            twins.setdefault((file, other), []).append(row)
+    counts = Counter(file for file, _ in found.places)
+    for (file, other), rows in twins.items():
+        found.doubts.general(
+            f"{file}: {len(rows):,} of {counts[file]:,} prompts are in {other} too, with their ground truth; the first "
+            f"is row {rows[0]}: the accuracy there says nothing about other problems; leave them out of data.train"
+        )
+
+
+def _placed(found: PromptSet) -> Iterator[tuple[Prompt, tuple[Path, int]]]:
+    return zip(found.prompts, found.places, strict=True)
 
 
 def check_call_form(found: PromptSet, rollout: RolloutConfig) -> None:

@@ -58,7 +58,7 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
             pool = stack.enter_context(open_engines(config, logs.root, placement=placement, stop=stop))
         train = admission.training()
         usable(train)
-        held_out = [] if replayed or not config.data.eval else usable(admission.held_out())
+        held_out = [] if replayed or not config.data.eval else usable(admission.held_out(train))
         prompts = _stream(train, config.data, config.run.seed)
         if pool is None:
             training = evaluating = _replay(config.rollout)

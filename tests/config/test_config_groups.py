@@ -100,6 +100,42 @@ def test_training_files_that_are_evaluated_on_are_named(config_with: Make) -> No
     assert text.startswith('warning: data.eval = "./runs/task/train.parquet": is training data too: the accuracy there')
 
 
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        *(("d", "d/a.jsonl"), ("d/a.jsonl", "d"), ("d/*.jsonl", "d/a.jsonl"), ("d/b.jsonl", "d/[ab].jsonl")),
+        *(
+            ("link.jsonl", "d/a.jsonl"),
+            ("linked", "d"),
+            ("d/a.jsonl", "linked/*.jsonl"),
+            ("d/../d/a.jsonl", "d/a.jsonl"),
+        ),
+    ],
+)
+def test_files_are_compared_and_not_what_names_them(
+    config_with: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: str, held_out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "d" / f"{name}.jsonl").touch()
+    (tmp_path / "link.jsonl").symlink_to("d/a.jsonl")
+    (tmp_path / "linked").symlink_to("d")
+    texts = found(config_with(f"data.train=['{train}']", f"data.eval=[other.jsonl, '{held_out}']"))
+    (text,) = [text for text in texts if "is training data too" in text]
+    assert text.startswith(f'warning: data.eval = "{held_out}": ')
+
+
+def test_other_files_of_the_same_folder_are_held_out(
+    config_with: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).touch()
+    texts = found(config_with("data.train=['tr*.jsonl']", "data.eval=['te*.jsonl', test.jsonl]"))
+    assert not [text for text in texts if text.startswith("warning: data.eval")]
+
+
 def test_a_batch_of_more_prompts_than_there_are_is_warned_of(config_with: Make) -> None:
     config = config_with("rollout.prompts_per_step=64")
     (problem,) = check_prompts(config.rollout, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,29 @@ PROMPTS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a pattern without a match": (lambda f: [str(f / "*.parquet")], "no file matches "),
     "an empty folder": (lambda f: [str(f)], "a folder without data files"),
     "splits in one folder": (shards("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"), "test-*.parquet"),
+    "a train and a test file in one folder": (shards("train.parquet", "test.parquet"), "/train.parquet"),
+    "a test file among shards": (shards("train-00000-of-00001.parquet", "gsm8k_test.parquet"), "/gsm8k_test.parquet"),
+    "splits of several data sets": (
+        shards("gsm8k_train.parquet", "math.validation.parquet"),
+        "/math.validation.parquet",
+    ),
+    "shards of several names": (shards("train-00000-of-00001.parquet", "b-00000-of-00001.parquet"), "/b-*.parquet"),
+    "a held-out file that a pattern matches": (
+        lambda f: [shards("Train.parquet", "Held-Out.parquet")(f)[0] + "/*.parquet"],
+        "matches several splits; name the files, or one split: ",
+    ),
+    "folders of splits that a pattern matches": (
+        lambda f: [*file("dev/a.jsonl", "")(f)[1:], *file("train/a.jsonl", "")(f)[1:], str(f / "**" / "*.jsonl")],
+        "train/a.jsonl",
+    ),
+    "two kinds of files in one folder": (
+        lambda f: [str(f), *file("a.jsonl", "")(f)[1:], *file("b.parquet", "")(f)[1:]],
+        "/*.parquet",
+    ),
+    "a file and its archive in one folder": (
+        lambda f: [str(f), *file("a.jsonl", "")(f)[1:], *file("a.jsonl.gz", "")(f)[1:]],
+        "holds files of several kinds; name one: ",
+    ),
     "a saved dictionary of splits": (
         lambda f: [str(Path(file("dataset_dict.json", '{"splits": ["train"]}')(f)[0]).parent)],
         "holds several splits",
@@ -101,6 +125,23 @@ PROMPTS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "a.jsonl: not a readable JSON file (line 2",
     ),
     "JSON lines cut in the middle": (file("a.jsonl", ONE_ROW + ONE_ROW[:30]), "line 2: "),
+    "an archive cut in the middle": (
+        file("a.jsonl.gz", gzip.compress(ONE_ROW.encode() * 100)[:-30]),
+        "a.jsonl.gz: not a readable JSON file (",
+    ),
+    "an archive with a wrong bit": (
+        file("a.jsonl.zst", pa.Codec("zstd").compress(ONE_ROW.encode(), asbytes=True).replace(b"\x28", b"\x29", 1)),
+        "a.jsonl.zst: not a readable JSON file (",
+    ),
+    "lines that are packed, and not JSON": (
+        file("a.jsonl.gz", gzip.compress((ONE_ROW + "{'id': 1}\n").encode())),
+        "a.jsonl.gz: not a readable JSON file (line 2",
+    ),
+    "a row that is packed": (
+        file("a.ndjson.gz", gzip.compress((ONE_ROW + json.dumps(row(data_source=""))).encode())),
+        "a.ndjson.gz row 1 column 'data_source': expected a non-empty text",
+    ),
+    "CSV that is packed": (file("a.csv.gz", gzip.compress(b"problem,answer\n")), "pandas.read_csv(FILE).to_json("),
     "a JSON list that is not closed": (file("a.json", "[" + ONE_ROW), "not a readable JSON file (line"),
     "JSON lines in another encoding": (file("a.jsonl", ONE_ROW.replace("1+1", "é").encode("latin-1")), "utf-8"),
     "a line that is no object": (file("a.jsonl", ONE_ROW + "[1, 2]\n"), "row 1: expected a JSON object, not list"),

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from ctpo_megatron import cli
+from ctpo_megatron.config import load_config
+from ctpo_megatron.preflight import Admission
 from tests.support.deadlines import scaled
 
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}Call one in <tool_call>, and answer in \\boxed{}.\n"
@@ -176,6 +178,25 @@ def test_patterns_and_folders_are_taken(own: Path, capsys: pytest.CaptureFixture
     assert (status, err) == (0, "")
     assert "40 rows" in out and "2 files" in out
     assert dry_run(capsys, "data.train=['no*.jsonl']")[0] == 2
+
+
+def test_held_out_rows_of_a_training_file_are_counted(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    apart = [row(str(number), id=f"e{number}", extra_info={"split": "test"}) for number in (3, 7)]
+    write(own / "eval.jsonl", row("2+2?", "4"), *apart, row("8", "another truth"))
+    status, _, err = dry_run(capsys)
+    told = (
+        "data.eval: eval.jsonl: 2 of 4 prompts are in train.jsonl too, with their ground truth; the first is row 1: "
+        "the accuracy there says nothing about other problems; leave them out of data.train"
+    )
+    assert status == 0 and told in err and len(err.splitlines()) == 1
+    admission = Admission.of(load_config("own.yaml"), own / "kept")
+    assert admission.held_out(admission.training()).doubts.lines == [told.removeprefix("data.eval: ")]
+
+
+def test_a_file_that_is_both_is_named_once(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "link.jsonl").symlink_to("train.jsonl")
+    status, _, err = dry_run(capsys, "data.eval=[link.jsonl]")
+    assert status == 0 and len(err.splitlines()) == 1 and "is training data too" in err
 
 
 def test_torch_is_not_imported(own: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,58 @@ def test_every_kind_of_file_holds_the_same(tmp_path: Path, tokenizer) -> None:
     ]
     for place in places:
         assert load_prompts([place], tokenizer, RULES) == expected, place
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json"])
+@pytest.mark.parametrize(("packed", "codec"), [(".gz", "gzip"), (".zst", "zstd"), (".bz2", "bz2")])
+def test_packed_json_is_read_as_json(tmp_path: Path, tokenizer, suffix: str, packed: str, codec: str) -> None:
+    plain = tmp_path / f"a{suffix}"
+    write(plain, row("1+1?"), row("2+0?\r"))
+    expected = load_prompts([str(plain)], tokenizer, RULES)
+    (tmp_path / "packed").mkdir()
+    file = tmp_path / "packed" / f"a{suffix}{packed}"
+    with pa.output_stream(str(file), compression=codec) as stream:
+        stream.write(plain.read_bytes())
+    assert [prompt.id for prompt in expected] == ["a/0", "a/1"]
+    for given in (file, *([file.parent] if suffix != ".json" else [])):
+        assert load_prompts([str(given)], tokenizer, RULES) == expected
+
+
+def test_members_of_an_archive_are_one_text(tmp_path: Path, tokenizer) -> None:
+    parts = [gzip.compress(json.dumps(row(each)).encode() + b"\n") for each in ("1", "2")]
+    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(parts))
+    assert len(load_prompts([str(tmp_path / "a.jsonl.gz")], tokenizer, RULES)) == 2
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl", "a.j*"])
+def test_brackets_of_a_folder_are_its_name(tmp_path: Path, tokenizer, pattern: str) -> None:
+    write(tmp_path / "br[1]ckets" / "a.jsonl", row())
+    write(tmp_path / "br1ckets" / "b.jsonl", row("other"))
+    (prompt,) = load_prompts([str(tmp_path / "br[1]ckets" / pattern)], tokenizer, RULES)
+    assert prompt.id == "a/0"
+    (prompt,) = load_prompts([str(tmp_path / "br[0-9]ck*" / "*.jsonl")], tokenizer, RULES)
+    assert prompt.id == "b/0"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(
+            ["train.parquet", "extra.parquet"],
+            ["train_a.parquet", "train_b.parquet"],
+            ["contest.parquet", "train.parquet"],
+        ),
+        *(["test_of_time_train.parquet", "train.parquet"], ["latest.parquet", "retrain.parquet", "validate.parquet"]),
+        ["gsm8k_test.parquet", "math_test.parquet", "aime24.parquet"],
+    ],
+)
+def test_files_of_one_split_are_read_together(tmp_path: Path, tokenizer, names: list[str]) -> None:
+    folder = tmp_path / "test"
+    for number, name in enumerate(names):
+        write(folder / name, row(id=str(number)))
+    (folder / "dataset_infos.json").write_text("{}")
+    for given in (folder, folder / "*.parquet"):
+        assert len(load_prompts([str(given)], tokenizer, RULES)) == len(names)
 
 
 def test_json_lines_end_at_line_feeds_alone(tmp_path: Path, tokenizer) -> None:

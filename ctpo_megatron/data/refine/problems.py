@@ -14,7 +14,7 @@ import pyarrow as pa
 from ctpo_megatron.base.files import aside
 from ctpo_megatron.data.numbers import Precision, number_doubt, number_text
 from ctpo_megatron.data.problems import Problems
-from ctpo_megatron.data.tables import Table, find_files, prompt_row, read_rows, write_prompt_rows
+from ctpo_megatron.data.tables import Table, data_stem, find_files, prompt_row, read_rows, write_prompt_rows
 
 COLUMNS = {"problem": "problem", "answer": "answer", "id": "", "data_source": "", "ability": ""}
 """Field of a problem -> the column that holds it by default (`--map` overrides); "": none."""
@@ -77,12 +77,12 @@ def read_problems(
             answer = values["answer"]
             if answer_after and answer_after in answer:
                 answer = answer.rsplit(answer_after, 1)[1].strip()
-            name = values["id"] or f"{file.stem}/{row}"
+            name = values["id"] or f"{data_stem(file)}/{row}"
             if not values["problem"] or not answer:
                 lacks = "answer" if values["problem"] else "text"
                 dropped.append(Dropped(str(file), row, name, "unreadable", f"no {lacks}"))
                 continue
-            source = values["data_source"] or data_source or file.stem
+            source = values["data_source"] or data_source or data_stem(file)
             ability = values["ability"] or "math"
             found.append(RawProblem(str(file), row, name, values["problem"], answer, source, ability))
         if inexact and doubts is not None:
@@ -102,7 +102,7 @@ def read_held_out(files: Sequence[str]) -> dict[str, str]:
             if not said or not isinstance(said[-1], str):
                 problems.row(file, row, "prompt", cells["prompt"], "has no message of a user")
                 continue
-            texts[f"{file.parent.name}/{file.stem}/{cells.get('id') or row}"] = said[-1]
+            texts[f"{file.parent.name}/{data_stem(file)}/{cells.get('id') or row}"] = said[-1]
     problems.raise_if_any()
     return texts
 
