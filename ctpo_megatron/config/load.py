@@ -21,6 +21,7 @@ from ctpo_megatron.config.data_schema import WEIGHTED
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
+from ctpo_megatron.config.reads import at_home
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.sft_record import read_sft_record
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
@@ -164,7 +165,7 @@ def _sft_of_another_run(values: DictConfig, layers: Sequence[Layer], problems: l
     if not isinstance(run, str):
         return None
     try:
-        return read_sft_record(Path(run)).sft
+        return read_sft_record(Path(at_home(run))).sft
     except ConfigError as error:
         if not (_is_given(values, "sft.data") and _is_given(values, "sft.steps")):
             where = Sources(tuple(layers)).where(("sft", "from"))

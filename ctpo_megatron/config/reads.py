@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from ctpo_megatron.base.files import is_pattern, matching
 
@@ -22,14 +23,30 @@ def exists(value: str) -> bool:
     return bool(value) and "\0" not in value and os.path.exists(value)
 
 
+def at_home(text: str) -> str:
+    """A path whose `~` or `~user` at its beginning is that home directory."""
+    return os.path.expanduser(text)
+
+
 @dataclass(frozen=True)
 class Reads:
     """Marks a key of the schema (`Annotated[str, Reads()]`) whose texts are paths or glob patterns that a run reads.
 
-    when: which texts are paths, for a key that may hold other texts.
+    Their `~` is the home directory. when: which texts are paths, for a key that may hold other texts.
     """
 
     when: Callable[[str], bool] = _every
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._at_home, handler(source))
+
+    def _at_home(self, value: Any) -> Any:
+        """The value with every path in it as `at_home` has it."""
+        if isinstance(value, str):
+            return at_home(value) if self.when(at_home(value)) else value
+        if isinstance(value, Mapping):
+            return {key: self._at_home(part) for key, part in value.items()}
+        return type(value)(map(self._at_home, value)) if isinstance(value, list | tuple) else value
 
 
 def input_paths(whole: BaseModel) -> Iterator[tuple[str, Path]]:

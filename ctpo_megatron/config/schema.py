@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,7 +20,7 @@ from ctpo_megatron.base.run_paths import EXPORT
 from ctpo_megatron.config.data_schema import DataConfig
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
-from ctpo_megatron.config.reads import Reads, exists, input_paths
+from ctpo_megatron.config.reads import Reads, at_home, exists, input_paths
 from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
 from ctpo_megatron.config.task_schema import LARGEST_SEED, Precision, PrepareConfig, Seconds, Section
 from ctpo_megatron.config.texts import is_template_file
@@ -32,7 +33,7 @@ class RunConfig(Section):
         pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$",
         description="directory name of the run: letters, digits, `.`, `_`, `-`; not of dots alone",
     )
-    root: str = Field(default="runs", description="parent folder of all runs")
+    root: Annotated[str, AfterValidator(at_home)] = Field(default="runs", description="parent folder of all runs")
     seed: NonNegativeInt = Field(
         default=0, le=LARGEST_SEED, description="seeds prompt order, sampling and initialization"
     )

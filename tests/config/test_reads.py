@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -9,7 +10,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from ctpo_megatron.config import Config, load_config
+from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.config import Config, dump, load_config
 from ctpo_megatron.config.reads import Reads
 from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
 
@@ -97,6 +99,40 @@ def test_overwrite_refuses_to_delete_what_a_key_reads(key: str, annotation: Any,
     with pytest.raises(RunDirectoryError, match=f"would delete what this run needs: .*{mine.name}"):
         open_run_directory(config)
     assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize(("key", "annotation"), MARKED, ids=[key for key, _ in MARKED])
+def test_a_tilde_is_the_home_directory(
+    key: str, annotation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    mine = f"~/mine{SUFFIX.get(key, '')}"
+    real = Path(mine).expanduser()
+    real.parent.mkdir()
+    real.touch()
+    value: Any = {"file": mine, "files": [mine], "text": "~/none"} if _holds(annotation, Any) else mine
+    config = Config.model_validate(values(tmp_path, key, [value] if "tuple" in str(annotation) else value))
+    assert real in [path for name, path in config.inputs() if name.startswith(key)]
+    assert "~/mine" not in (dumped := dump(config, whole=True))
+    assert not isinstance(value, dict) or "text: ~/none" in dumped
+
+
+def test_a_tilde_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run = started_run(tmp_path / "home" / "runs")
+    record = {"seed": 0, "model": "m", "sft": {"data": ["d"], "steps": 3}, "prepare": None, "rendered_by": {}}
+    RunPaths(run).sft_record.parent.mkdir(parents=True, exist_ok=True)
+    RunPaths(run).sft_record.write_text(json.dumps(record | {"files": {}}))
+    (tmp_path / "my.yaml").write_text(
+        "run: {root: ~/runs, name: y, steps: 1}\nmodel: {path: ~/m}\n"
+        "data: {train: [{path: '~/a*', weight: 1}, {path: '${run.root}/b', weight: 1}]}\nsft: {from: ~/runs/x}\n"
+    )
+    config = load_config(tmp_path / "my.yaml")
+    home = tmp_path / "home"
+    assert config.run.directory == home / "runs" / "y" and config.model.path == str(home / "m")
+    assert config.data.train_files == (str(home / "a*"), str(home / "runs" / "b"))
+    assert config.sft is not None and (config.sft.steps, config.sft.from_) == (3, str(run))
+    assert load_config(tmp_path / "my.yaml", ["run.root=~nobody-of-this-name/runs"]).run.root.startswith("~")
 
 
 @pytest.mark.parametrize("pattern", ["x/*.parquet", "*/part.parquet", "**/part.parquet"])
