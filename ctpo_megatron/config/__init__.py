@@ -31,6 +31,7 @@ from ctpo_megatron.config.model_directory import (
     PREPARED,
     TOKENIZERS,
     Stored,
+    check_tied,
     family_for,
     is_replaceable,
     load_family,

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _COMPUTED = "rotary_emb.inv_freq"
 """Suffix of tensors in old files that transformers ignores: they follow from config.json."""
 _HEADER_LIMIT = 100_000_000
 """Largest header in bytes, as in safetensors."""
+_PIECE = 16 << 20
 _SHOWN = 20
 
 
@@ -130,11 +132,21 @@ def _tiny_spec(model: TinyModelConfig) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Stored:
-    """The file, shape and dtype (safetensors' name) of a stored tensor."""
+    """The file, shape and dtype (safetensors' name) of a stored tensor, and its first byte in the file."""
 
     file: Path
     shape: Shape
     dtype: str
+    start: int
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its bytes, in pieces of `_PIECE`."""
+        left = _BYTES[self.dtype] * prod(self.shape)
+        with self.file.open("rb") as data:
+            data.seek(self.start)
+            while left > 0 and (piece := data.read(min(left, _PIECE))):
+                left -= len(piece)
+                yield piece
 
 
 def stored_tensors(directory: Path, spec: ModelSpec | None) -> tuple[dict[str, Stored], list[Problem]]:
@@ -165,6 +177,20 @@ def stored_tensors(directory: Path, spec: ModelSpec | None) -> tuple[dict[str, S
     if spec is not None and not problems:
         problems += _wrong_tensors(directory, found, spec)
     return found, problems
+
+
+def check_tied(directory: Path, stored: Mapping[str, Stored], spec: ModelSpec) -> None:
+    """Raise ConfigError where a tied model has an output layer that is not its embedding, of all its bytes.
+
+    stored: of `stored_tensors`, without problems.
+    """
+    head, embedding = stored.get(spec.family.head), stored[spec.family.embedding]
+    if not spec.tie_word_embeddings or head is None:
+        return
+    if head.dtype != embedding.dtype or any(map(ne, head.pieces(), embedding.pieces())):
+        message = f"config.json ties the embeddings, but {spec.family.head} differs from {spec.family.embedding}"
+        fix = "set tie_word_embeddings: false there, or remove the tensor that is wrong"
+        raise ConfigError([_problem(directory, message, fix)])
 
 
 def tokenizer_problems(directory: Path) -> list[Problem]:
@@ -219,8 +245,11 @@ def _header(directory: Path, file: Path) -> dict[str, Stored]:
                 raise ValueError(length)
             header: dict[str, Any] = json.loads(data.read(length))
         header.pop("__metadata__", None)
-        stored = {name: Stored(file, tuple(map(int, t["shape"])), str(t["dtype"])) for name, t in header.items()}
         places = {name: (int(t["data_offsets"][0]), int(t["data_offsets"][1])) for name, t in header.items()}
+        stored = {
+            name: Stored(file, tuple(map(int, t["shape"])), str(t["dtype"]), 8 + length + places[name][0])
+            for name, t in header.items()
+        }
     except FileNotFoundError as error:
         raise _damaged(directory, file, " is missing") from error
     except OSError as error:

@@ -13,14 +13,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 
-from ctpo_megatron.config import ConfigError, Problem, Stored, stored_tensors
-from ctpo_megatron.models import ModelFamily, ModelSpec, ParamMapping, shard_vocabulary
+from ctpo_megatron.config import ConfigError, Problem, Stored, check_tied, stored_tensors
+from ctpo_megatron.models import ModelSpec, ParamMapping, shard_vocabulary
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 
-_ROWS = 1024
-"""Rows of a vocabulary that are compared at a time."""
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
@@ -82,13 +80,12 @@ class WeightFiles:
         self._stored = stored
         self._open: dict[Path, Any] = {}
 
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """A full tensor, or a range of its rows, on the CPU, in the file's dtype."""
+    def read(self, name: str) -> torch.Tensor:
+        """A full tensor on the CPU, in the file's dtype."""
         path = self._stored[name].file
         if path not in self._open:  # kept open: a mixture of experts has thousands of tensors in one file
             self._open[path] = safe_open(path, "pt")
-        file = self._open[path]
-        tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        tensor: torch.Tensor = self._open[path].get_tensor(name)
         return tensor
 
 
@@ -104,9 +101,8 @@ def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
     stored, problems = stored_tensors(directory, spec)
     if problems:
         raise ConfigError(problems)
+    layout.on_rank_zero(lambda: check_tied(directory, stored, spec))
     files = WeightFiles(stored)
-    if spec.tie_word_embeddings and family.head in stored:
-        layout.on_rank_zero(lambda: _check_tied(files, stored[family.head].shape[0], family, directory))
     experts_each = spec.num_experts // layout.ep_size
     broken: list[str] = []
     for entry in entries(model):
@@ -130,15 +126,6 @@ def _check_finite(broken: list[str], model: BuiltModel, directory: Path) -> None
         dtype = str(model.gpt[0].config.params_dtype).removeprefix("torch.")
         message = f"not finite (NaN, infinite or too large for {dtype}): {', '.join(names)}"
         raise ConfigError([Problem("model.path", message, "download or copy the model again", str(directory))])
-
-
-def _check_tied(files: WeightFiles, rows: int, family: ModelFamily, directory: Path) -> None:
-    for start in range(0, rows, _ROWS):
-        piece = slice(start, start + _ROWS)
-        if not (files.read(family.head, piece) == files.read(family.embedding, piece)).all():
-            message = f"config.json ties the embeddings, but {family.head} differs from {family.embedding}"
-            fix = "set tie_word_embeddings: false there, or remove the tensor that is wrong"
-            raise ConfigError([Problem("model.path", message, fix, str(directory))])
 
 
 def export(

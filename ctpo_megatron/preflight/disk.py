@@ -135,6 +135,22 @@ def held_out_prompts(config: Config) -> int | None:
     return count_all_rows(config.data.eval)
 
 
+def unwritable(folder: Path) -> str:
+    """Why a folder cannot be made, or written to; else ""."""
+    there = _existing(folder.absolute())
+    if not there.exists():
+        return f"{there} is a link to nothing"
+    if not there.is_dir():
+        return f"{there} is a file"
+    closed = not os.access(there, os.W_OK | os.X_OK, effective_ids=True)
+    return f"{there} cannot be written to" if closed else ""
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest of those around it that is there."""
+    return next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+
+
 def disk_table(uses: Sequence[DiskUse]) -> list[TableRow]:
     """Rows (what, size in the end, how it follows), and their sums per step and in all."""
     rows = [(use.what, _shown(use.total), f"{use.count:,} x {_shown(use.each)}: {use.why}") for use in uses]
@@ -158,10 +174,10 @@ def disk_needs(config: Config, spec: ModelSpec) -> DiskNeeds:
 
 def disk_problem(name: str, needs: DiskNeeds) -> Problem:
     """The free disk against what a run writes; what it has written before counts as free."""
-    folder = Path(needs.folder).resolve()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(there, os.W_OK):
-        return Problem(name, f"{there} cannot be written to", "another run.root, or chmod")
+    folder = Path(needs.folder).absolute()
+    there = _existing(folder)
+    if why := unwritable(folder):
+        return Problem(name, why, "another run.root, or chmod")
     free = shutil.disk_usage(there).free
     room, fix = f"{_shown(free)} free", f"free some, another run.root, or {needs.key}: {needs.fix}"
     if there == folder and (written := _size(folder)) > GIB / 10:
@@ -175,7 +191,10 @@ def disk_problem(name: str, needs: DiskNeeds) -> Problem:
 
 
 def check_disk(context: RunContext) -> Iterator[Problem]:
-    """A disk on which the run ends, or that it fills."""
+    """A folder that cannot be made or written to, and a disk on which the run ends, or that it fills."""
+    if why := unwritable(context.config.run.directory):
+        yield context.error("run.root", why, "give a folder that can be made and written to")
+        return
     if context.spec is None:
         return
     needs = disk_needs(context.config, context.spec)

@@ -11,8 +11,10 @@ from ctpo_megatron.base.files import DamagedFileError, read_mapping
 from ctpo_megatron.base.run_paths import MARKER, RunPaths, is_discarded, step_in
 from ctpo_megatron.config import (
     PREPARED,
+    ConfigError,
     PrepareConfig,
     Problem,
+    check_tied,
     is_replaceable,
     stored_tensors,
     tokenizer_problems,
@@ -28,7 +30,13 @@ def check_model_directory(context: RunContext) -> Iterator[Problem]:
     """Weights that are whole and fit config.json, and a tokenizer; nothing of a model still to be prepared."""
     directory = Path(context.config.model.path)
     if (directory / "config.json").is_file():
-        yield from stored_tensors(directory, context.spec)[1]
+        stored, problems = stored_tensors(directory, context.spec)
+        if context.spec is not None and not problems:
+            try:
+                check_tied(directory, stored, context.spec)
+            except ConfigError as error:
+                problems = [*error.problems]
+        yield from problems
         yield from tokenizer_problems(directory)
 
 

@@ -162,6 +162,22 @@ def test_tensors_that_do_not_fit_are_all_named(model: Path, rows: int, problems:
     assert "missing: lm_head.weight" in text
 
 
+@pytest.mark.parametrize("offset", [0, 79, None])
+def test_a_tied_model_with_another_head_is_refused(
+    model: Path, offset: int | None, problems: Callable[[], list[str]]
+) -> None:
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = "third.safetensors"
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_tensors(model / "third.safetensors", {"model.other.weight": (3, 8), "lm_head.weight": (10, 8)})
+    data = bytearray((model / "third.safetensors").read_bytes())
+    if offset is not None:
+        data[len(data) - 160 + 2 * offset] = 1
+    (model / "third.safetensors").write_bytes(data)
+    differs = "config.json ties the embeddings, but lm_head.weight differs from model.embed_tokens.weight; set tie_word"
+    assert [differs in text for text in problems()] == [True] * (offset is not None)
+
+
 def rewrite_header(file: Path, change: Callable[[dict[str, dict[str, object]]], None]) -> None:
     """Change the header in place of the old one; the data stay."""
     data = file.read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from ctpo_megatron import cli
 from ctpo_megatron.config import GIB, Config, load_config, read_shapes
 from ctpo_megatron.preflight import RunContext, check_disk, disk_table, disk_use
 from ctpo_megatron.preflight.disk import DiskUse
+from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
 from tests.engines.tiny_model import build_tiny_model
 from tests.support.prefork import ROOT
 
@@ -106,6 +108,47 @@ def test_what_the_run_has_written_before_is_not_counted_twice(tmp_path: Path, mo
     with (config.run.directory / "dump").open("wb") as file:
         file.truncate(40 * GIB)  # takes no room
     assert not [*check_disk(RunContext(config, spec))]
+
+
+@pytest.mark.parametrize(
+    ("root", "problem"),
+    [
+        ("file", "/file is a file"),
+        ("file/below/it", "/file is a file"),
+        ("link", "/link is a link to nothing"),
+        ("closed/below", "/closed cannot be written to"),
+        ("new/folder", ""),
+        ("folder", ""),
+    ],
+)
+def test_a_root_that_cannot_be_made_or_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "closed").mkdir(mode=0o500)
+    (tmp_path / "link").symlink_to("nothing")
+    config = recipe("4b", f"run.root={root}", "checkpoint.every=0")
+    spec, user = read_shapes(CONFIGS / "models" / "qwen3_4b.json"), os.geteuid()
+    free(monkeypatch, 1e6)
+    try:
+        if user == 0:  # to whom nothing is closed
+            for folder in (tmp_path / "folder", tmp_path, *tmp_path.parents[:2]):
+                folder.chmod(0o777)
+            os.seteuid(65534)
+        problems = [*check_disk(RunContext(config, spec))]
+    finally:
+        os.seteuid(user)
+    if not problem:
+        (tmp_path / root).mkdir(parents=True, exist_ok=True)
+        assert problems == []
+        return
+    (told,) = problems
+    assert (told.key, told.severity, told.value) == ("run.root", "error", root)
+    assert told.message.endswith(problem)
+    with pytest.raises(RunDirectoryError):
+        open_run_directory(config if root != "closed/below" or user else recipe("4b", "run.root=file"))
 
 
 def test_the_dry_run_and_the_doctor_tell(
