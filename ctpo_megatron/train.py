@@ -25,7 +25,9 @@ from ctpo_megatron.run import (
     Run,
     StopOrLostRank,
     TrainerGroup,
+    check_there,
     is_finished,
+    needed,
     open_run_directory,
     record_finish,
     start_services,
@@ -52,7 +54,7 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
     if is_finished(config.run):
         return 0
     directory = open_run_directory(config)
-    with ExitStack() as stack:
+    with needed(directory), ExitStack() as stack:
         report = stack.enter_context(Reporter.of(config, directory, trainer.layout.world_size))
         stack.enter_context(trainer.watched(directory, report.phases))
         log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
@@ -60,7 +62,7 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
             with report.stage("prepare"):
                 prepare(task, config.rollout.tool_parser.name)
         with report.stage("start"):
-            waits = StopOrLostRank(stop, trainer.layout)
+            waits = StopOrLostRank(stop, trainer.layout, directory)
             services = stack.enter_context(start_services(config, directory, report.phases, waits))
             controller = stack.enter_context(Controller(config, trainer, services, report))
             persistence = Persistence(config, trainer, directory, services.rollouts, report)
@@ -88,6 +90,7 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
             with report.stage("export"):
                 trainer.export(directory / config.export.directory)
         report.finish()
+        check_there(directory)  # an export and a report would make another one
         record_finish(directory, config.run.steps)
     return 0
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctpo_megatron.run.controller import Controller, StopOrLostRank
-    from ctpo_megatron.run.directory import is_finished, open_run_directory, record_finish
+    from ctpo_megatron.run.directory import check_there, is_finished, needed, open_run_directory, record_finish
     from ctpo_megatron.run.persistence import Persistence
     from ctpo_megatron.run.ranks import TrainerGroup
     from ctpo_megatron.run.reporter import Reporter
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "controller": ("Controller", "StopOrLostRank"),
-    "directory": ("is_finished", "open_run_directory", "record_finish"),
+    "directory": ("check_there", "is_finished", "needed", "open_run_directory", "record_finish"),
     "persistence": ("Persistence",),
     "ranks": ("TrainerGroup",),
     "reporter": ("Reporter",),

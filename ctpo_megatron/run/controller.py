@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from ctpo_megatron.base.stop import Cancelled, StopSignal
@@ -13,6 +14,7 @@ from ctpo_megatron.data import Batch
 from ctpo_megatron.engines import give_way_to_engines
 from ctpo_megatron.policy import Layout, capabilities
 from ctpo_megatron.rollouts import Evaluated
+from ctpo_megatron.run.directory import check_there
 from ctpo_megatron.run.ranks import TrainerGroup
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.services import Services
@@ -22,14 +24,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StopOrLostRank:
-    """What rank zero checks while it waits: whether to stop. Raises RankLost when another rank is gone."""
+    """What rank zero checks while it waits: whether to stop.
+
+    Raises RankLost when another rank is gone, and RunDirectoryError when the directory of the run is.
+    """
 
     stop: StopSignal
     layout: Layout
+    directory: Path
 
     def is_set(self) -> bool:
         """See `Stop`."""
         self.layout.check_ranks()
+        check_there(self.directory)
         return self.stop.is_set()
 
     def ask(self, cause: str) -> None:

@@ -9,7 +9,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,26 @@ def _open(config: Config) -> Path:
         _describe(directory, stored_settings(config))
     record_extensions(loaded_files(config), directory)
     return directory
+
+
+def check_there(directory: Path) -> None:
+    """Raise RunDirectoryError where the directory of this run was removed or renamed since it was opened."""
+    config = RunPaths(directory).config
+    if not os.path.lexists(config):
+        raise RunDirectoryError(
+            f"{directory} was removed or renamed while this run was writing to it ({config.name} is no longer there). "
+            f"If it was renamed, move it back and type run.resume=true; else start the run again"
+        )
+
+
+@contextmanager
+def needed(directory: Path) -> Iterator[None]:
+    """Within, whatever fails once the run's directory is gone raises the RunDirectoryError of `check_there`."""
+    try:
+        yield
+    except Exception:
+        check_there(directory)
+        raise
 
 
 def take_over(config: Config) -> None:

@@ -139,14 +139,15 @@ class Run:
         """Within, a failure that is not a refusal of the run gets a note (`BEGUN`); one to write a file a checkpoint.
 
         That is where the run has trained, now or before a resume. Nothing is saved within a step's updates: the weights
-        are between two steps then, and other ranks may wait in a collective.
+        are between two steps then, and other ranks may wait in a collective. Nor where a file was removed: a checkpoint
+        would be in the same directory.
         """
         try:
             yield
         except Exception as error:
             if self.done:
                 error.add_note(f"{BEGUN} {self.done}")
-                if isinstance(error, OSError) and not self._updating:
+                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not self._updating:
                     self._save_after(error)
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -44,7 +45,8 @@ class MetricsWriter:
         """Write the metrics of one step; a second call for the latest step adds to its line.
 
         A non-finite value is written as null and counted under `tracking/nonfinite`. Failures of trackers since the
-        last call are counted under `tracking/failures`. Raises ValueError for a step before the latest one.
+        last call are counted under `tracking/failures`. Raises ValueError for a step before the latest one, and
+        FileNotFoundError where the file was removed.
         """
         if step < self._last["step"]:
             raise ValueError(f"{self.path}: step {step} after step {self._last['step']}; call truncate_after first")
@@ -102,6 +104,8 @@ class MetricsWriter:
 
     def _append(self, step: int, record: Mapping[str, Any]) -> None:
         self._last = {"step": step, **{name: record[name] for name in sorted(record) if name != "step"}}
+        if not self.path.exists():  # a line is written to a file that was removed, too
+            raise FileNotFoundError(errno.ENOENT, "was removed while the run was writing to it", str(self.path))
         self._last_offset = self._file.tell()
         patiently(self._write_last, self.path)
 

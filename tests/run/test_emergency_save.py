@@ -48,6 +48,12 @@ def test_weights_between_two_steps_are_not_saved_as_those_of_the_first() -> None
     assert saves.saved == []
 
 
+def test_a_directory_that_was_removed_gets_no_checkpoint() -> None:
+    saves = Saves()
+    ended(saves, within_updates=False, error=FileNotFoundError(errno.ENOENT, "No such file", "runs/x/metrics.jsonl"))
+    assert saves.saved == []
+
+
 def test_a_save_that_fails_too_does_not_hide_what_came_first(caplog: pytest.LogCaptureFixture) -> None:
     saves = Saves(RuntimeError("rank 1 is gone"))
     assert ended(saves, within_updates=False, error=OSError(errno.ENOSPC, "No space")).args == (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from ctpo_megatron.cli.errors import report_error
 from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
 from ctpo_megatron.objective import PositionStats
 from ctpo_megatron.policy import Layout, StepPositions, TrainResult
 from ctpo_megatron.report.page import checks
 from ctpo_megatron.report.run_data import RunData
-from ctpo_megatron.run import Reporter, TrainerGroup
+from ctpo_megatron.run import Reporter, TrainerGroup, check_there, needed, open_run_directory
+from ctpo_megatron.run.directory import RunDirectoryError
 from ctpo_megatron.tracking import read_heartbeat, read_positions, read_trajectories
 from tests.tracking.synthetic_run import make_config
 
@@ -53,6 +56,29 @@ def test_a_step_has_its_metrics_time_and_trajectories(report: Reporter, tmp_path
     report.flush()
     (record,) = read_trajectories(tmp_path / "trajectories" / "step_000001.parquet")
     assert record["token_ids"] == [1, 2, 3, 4] and record["advantage"] == 1.5 and record["answer"] == "4"
+
+
+def test_a_line_is_not_written_to_a_file_that_was_removed(report: Reporter, tmp_path: Path) -> None:
+    report.log_step(1, batch(), TrainResult({}, {}))
+    report.flush()
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=r"was removed while the run was writing to it: '.*metrics\.jsonl'"):
+        report.log_step(2, batch(), TrainResult({}, {}))
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_failure_in_a_directory_that_was_removed_says_so(tmp_path: Path, made_again: bool) -> None:
+    directory = open_run_directory(make_config(tmp_path))
+    check_there(directory)
+    with pytest.raises(ZeroDivisionError), needed(directory):
+        raise ZeroDivisionError
+    shutil.rmtree(directory)
+    if made_again:
+        (directory / "checkpoints").mkdir(parents=True)
+    message = "was removed or renamed while this run was writing to it"
+    with pytest.raises(RunDirectoryError, match=message) as told, needed(directory):
+        raise FileNotFoundError
+    assert report_error(told.value, "train") == 2
 
 
 def test_the_time_of_a_step_reaches_from_line_to_line(report: Reporter, tmp_path: Path) -> None:
