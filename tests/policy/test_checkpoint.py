@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -231,16 +233,27 @@ def test_a_trainer_ends_with_its_last_reference(layout: Layout, folder: Path, tm
 
 @pytest.mark.parametrize("limit", [1000, 100_000], ids=["the rest", "a shard"])
 def test_a_full_disk_is_named(
-    layout: Layout, folder: Path, tmp_path: Path, limit: int, file_limit: Callable[[int], AbstractContextManager[None]]
+    layout: Layout,
+    folder: Path,
+    tmp_path: Path,
+    limit: int,
+    file_limit: Callable[[int], AbstractContextManager[None]],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     policy = make(layout, folder / "qwen3-tied")
-    with file_limit(limit), pytest.raises(CheckpointError) as caught:
-        policy.save(tmp_path, 1, {"step": 1})
+    shown = logging.StreamHandler(sys.stderr)  # as without pytest's own handler
+    logging.getLogger().addHandler(shown)
+    try:
+        with file_limit(limit), pytest.raises(CheckpointError) as caught:
+            policy.save(tmp_path, 1, {"step": 1})
+    finally:
+        logging.getLogger().removeHandler(shown)
     text = str(caught.value)
     assert text.startswith(f"a checkpoint could not be written to {tmp_path}: ") and "GiB were free there" in text
     assert "a file could not be written to its end: the disk is full, or a quota or limit is reached" in text
     assert "Traceback" not in text
     assert list(tmp_path.iterdir()) == []  # what was written of it would keep the disk full
+    assert "encountered an error" not in capfd.readouterr().err  # torch's words, from the process that writes
 
 
 def test_a_writer_that_cannot_write_is_reported(layout: Layout, folder: Path, tmp_path: Path) -> None:
