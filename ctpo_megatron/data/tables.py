@@ -24,10 +24,10 @@ _BATCH = 1000
 _UNREADABLE = (DataError, pa.ArrowException, OSError, UnicodeDecodeError)
 _JSON = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".zst", ".bz2")
-"""Suffixes after those of JSON, of files that are unpacked as they are read."""
+"""Suffixes after a suffix of JSON: the file is unpacked as it is read."""
 _DATA = (".parquet", *_JSON, ".arrow")
 _IN_FOLDERS = (".parquet", ".jsonl", ".ndjson")
-"""What is read of a folder; `.json` beside them is a note, as `dataset_infos.json`."""
+"""What is read of a folder; a `.json` in it is a note, as `dataset_infos.json`."""
 _MEDIA = ("image", "video", "audio")
 _OTHERS = {".csv": "read_csv(FILE)", ".tsv": "read_csv(FILE, sep='\\t')", ".xlsx": "read_excel(FILE)"}
 _QUESTIONS = ("problem", "question", "query", "instruction", "input")

@@ -109,7 +109,7 @@ class Admission:
         return self._prompts("train", training_prompts)
 
     def held_out(self, training: PromptSet | None = None) -> PromptSet:
-        """The prompts of `data.eval`. training: those of `data.train`, to compare them with."""
+        """The prompts of `data.eval`. training: of `data.train`, to compare them with."""
         from ctpo_megatron.environments.prompts import held_out_prompts
         from ctpo_megatron.preflight import row_checks
 

@@ -18,6 +18,7 @@ from ctpo_megatron.environments.factory import make_parser
 from ctpo_megatron.environments.protocol import ParseError
 from ctpo_megatron.environments.toolbox import example_call
 from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.preflight.own_words import tool_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -199,9 +200,9 @@ def check_own_words(found: ConversationSet) -> None:
     cells: dict[int, Cell] = {}
     for index in _new(found):
         for at, message in enumerate(found.said(index)):
-            if message["role"] == "assistant" and (hit := _OUTPUT.search(message["content"])):
+            if message["role"] == "assistant" and (notation := _tool_output(message)):
                 reason = (
-                    f"message {at} (assistant) holds a tool's output ({hit[0].strip()}), which would be trained on as "
+                    f"message {at} (assistant) holds a tool's output ({notation}), which would be trained on as "
                     "the model's words; end the message before it, and put the output into a message of the role `tool`"
                 )
                 cells[index] = ("messages", message["content"], reason)
@@ -209,8 +210,8 @@ def check_own_words(found: ConversationSet) -> None:
     found.exclude(cells)
 
 
-_OUTPUT = re.compile(r"(?<=```\n)\s*(?:```(?:output|result|execution)s?\b)|<(?:tool_response|interpreter|tool_output)>")
-"""What follows a program in data of other trainers: ```output (NuminaMath-TIR, ToRA), <interpreter> (ReTool)."""
+def _tool_output(message: Mapping[str, Any]) -> str:
+    return tool_output(message["content"]) or tool_output(message.get("reasoning_content") or "")
 
 
 def check_answer_form(found: PromptSet, reward: RewardConfig) -> None:

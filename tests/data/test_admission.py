@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from ctpo_megatron.environments.prompts import chat_tokenizer
 from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
 from ctpo_megatron.environments.tokenizer import TokenizerError, read_tokenizer
 from ctpo_megatron.preflight import Admission
+from ctpo_megatron.preflight.own_words import tool_output
 from tests.data.test_data_check import row, write
 from tests.data.test_stored_rows import config, own, talk
+from tests.support.deadlines import scaled
 
 __all__ = ["own"]
 
@@ -299,28 +302,88 @@ def test_a_system_prompt_that_the_template_drops(own: Path) -> None:
     assert "7 more rows" in found.problems.lines[-1]
 
 
+PYTHON = "```python\nprint(1)\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "notation"),
+    [
+        # After a program or a call: any name that says output.
+        (f"{PYTHON}```output\n1\n```\nSo 1.", "```output"),
+        (f"{PYTHON}\n```output\n1\n```\n", "```output"),
+        (f"{PYTHON}```result\n1\n```", "```result"),
+        (f"{PYTHON}~~~Outputs\n1\n~~~", "```Outputs"),
+        (f"{PYTHON}**Output:**\n```output\n1\n```", "```output"),
+        (f"{PYTHON}<output>\n1\n</output>", "<output>"),
+        (f"{PYTHON.strip()}<output>1</output>", "<output>"),
+        (f"{PYTHON}Execution result:\n<result>1</result>", "<result>"),
+        (f"{PYTHON}[OUTPUT]\n1\n[/OUTPUT]", "[OUTPUT]"),
+        (f"{PYTHON}<|output|>1<|end|>", "<|output|>"),
+        ("<code>print(1)</code>\n<output>1</output>", "<output>"),
+        ("[PYTHON]print(1)[/PYTHON]\n[RESULT]1[/RESULT]", "[RESULT]"),
+        ("<search>a</search><response lang='en'>1</response>", "<response>"),
+        ("<tool_call>{}</tool_call>\n\n<observation>1</observation>", "<observation>"),
+        ("<execute>ls</execute>\n<execution>1</execution>", "<execution>"),
+        ("Thought: x\nAction: search\nAction Input: a\nObservation: 1\nThought: y", "Observation:"),
+        # Anywhere: names that say whose output it is.
+        ("<code>print(1)</code>\n<interpreter>\n1\n</interpreter>", "<interpreter>"),
+        ("<code>\n```python\nprint(1)\n```\n</code>\nWe get <interpreter>1</interpreter>", "<interpreter>"),
+        ('<tool_call>\n{"name": "f"}\n</tool_call>\n<tool_response>\n1\n</tool_response>', "<tool_response>"),
+        ("It gives <execution_result>1</execution_result>.", "<execution_result>"),
+        ("<|execute_start|>print(1)<|execute_end|><|execute_result|>1", "<|execute_result|>"),
+        ("<\uff5ctool\u2581outputs\u2581begin\uff5c>1", "<\uff5ctool\u2581outputs\u2581begin\uff5c>"),
+        ("[TOOL_RESULTS]1", "[TOOL_RESULTS]"),
+        ("<|observation|>\n1", "<|observation|>"),
+        ("<function_results>1</function_results>", "<function_results>"),
+        ("<stdout>1</stdout>", "<stdout>"),
+        ("It ran.\n```tool_output\n1\n```", "```tool_output"),
+        ("It ran.\n```code-output\n1", "```code-output"),
+    ],
+)
+def test_a_tools_output_among_the_models_words(own: Path, content: str, notation: str) -> None:
+    write(own / "sft.jsonl", talk("a", "b"), talk("a", content), talk("a", content))
+    problems = admit(own, "sft").problems.lines
+    assert [line.split(" column")[0] for line in problems] == ["sft.jsonl row 1", "sft.jsonl row 2"], problems
+    assert f"message 1 (assistant) holds a tool's output ({notation}), which would" in problems[0]
+    assert "into a message of the role `tool`" in problems[0]
+
+
 @pytest.mark.parametrize(
     "content",
     [
-        "```python\nprint(1)\n```\n```output\n1\n```\nSo 1.",
-        "```python\nprint(1)\n```\n\n```output\n1\n```\n",
-        "<code>print(1)</code>\n<interpreter>\n1\n</interpreter>",
-        '<tool_call>\n{"name": "f"}\n</tool_call>\n<tool_response>\n1\n</tool_response>',
+        *("It prints:\n```output\n1\n```", PYTHON, "an <output>", "```\n", f"{PYTHON}It prints:\n```output\n1\n```"),
+        *(f"{PYTHON}{PYTHON}", f"{PYTHON}Output:\n```\n1\n```", f"{PYTHON}The output is 1.", f"{PYTHON}\\boxed{{1}}"),
+        "<think>\nx\n</think>\n<response>1</response>",
+        "<analysis>x</analysis>\n<output>1</output>",
+        "<answer>1</answer> [RESULT] is a name, and [output](https://example.org) a link",
+        "```html\n<code>x</code><output>1</output>\n<tool_response>1</tool_response>\n```",
+        "Write `<tool_response>` and `</tool_response>` around it, then `[TOOL_RESULTS]`.",
+        "<plugin><executions><execution><id>a</id></execution></executions></plugin>",
+        "<form><input name='a'><output name='result'>1</output></form>",
+        "Observation: the sky is blue.\nResult: 1",
+        "Action: none\nFinal answer: 1",
+        "for i in a[result]: print(a[output])",
+        "$f[execution] < x > y$, and <b>result</b>",
     ],
-)
-def test_a_tools_output_among_the_models_words(own: Path, content: str) -> None:
-    write(own / "sft.jsonl", talk("a", "b"), talk("a", content), talk("a", content))
-    problems = admit(own, "sft").problems.lines
-    assert [line.split(" column")[0] for line in problems] == ["sft.jsonl row 1", "sft.jsonl row 2"]
-    assert "holds a tool's output" in problems[0] and "into a message of the role `tool`" in problems[0]
-
-
-@pytest.mark.parametrize(
-    "content", ["It prints:\n```output\n1\n```", "```python\nprint(1)\n```", "an <output>", "```\n"]
 )
 def test_words_that_are_the_models(own: Path, content: str) -> None:
     write(own / "sft.jsonl", talk("a", "b"), talk("a", content))
     assert admit(own, "sft").problems.lines == []
+
+
+def test_a_tools_output_in_the_thinking(own: Path) -> None:
+    message = {"role": "assistant", "content": "1", "reasoning_content": f"{PYTHON}```output\n1\n```"}
+    write(own / "sft.jsonl", talk("a", "b"), said(("user", "a"), message))
+    assert any("holds a tool's output (```output)" in line for line in admit(own, "sft").problems.lines)
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", "<", "[", "<tool", "```\n", "`", "Action:\n", "</code>\n", "<output>", "\n", "_-"]
+)
+def test_a_long_text_is_searched_in_time(piece: str) -> None:
+    begun = time.process_time()
+    tool_output(f"{PYTHON}<{piece * (200_000 // len(piece))}")
+    assert time.process_time() - begun < scaled(2)
 
 
 # --- collections that are no prompt files ----------------------------------------------------------------------------
