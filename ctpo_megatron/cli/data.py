@@ -53,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare a prompt file; returns 1 if nothing remains, or the model cannot take what does."""
     from ctpo_megatron.data import refine as steps
-    from ctpo_megatron.data.problems import Problems
 
     if args.output.exists() and not args.overwrite:
         raise UsageError(f"{args.output} exists; add --overwrite, or name another file")
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     _make_place(args.output, "--output")
     _make_place(report, "--report")
     columns = _columns(args.map, steps.COLUMNS)
-    doubts = Problems()
+    doubts: list[str] = []
     problems, unreadable = steps.read_problems(args.files, columns, args.source, args.answer_after, doubts)
     settings = steps.Settings(args.near, args.ngram, args.common, args.max_tokens)
     refined = steps.refine(
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     print_table("Problems", ("what", "rows", "which"), rows)
     if words := _in_words([problem.answer for problem in refined.kept]):
         say(f"\nanswers that are words: {words}; does each of them say an answer?")
-    for line in doubts.lines:
+    for line in doubts:
         say(f"warning: {line}", error=True)
     if not refined.kept:
         print(f"\nnothing remains; all reasons: {report}")

@@ -9,7 +9,7 @@ from decimal import Decimal
 import numpy as np
 import pyarrow as pa
 
-Precision = type[np.floating]
+FloatType = type[np.floating]
 """The floating-point type that a number was stored in."""
 LONGEST = 100_000
 """Digits of a number; 1e999999999 would have more than fit into memory."""
@@ -19,7 +19,7 @@ _MISSED = 4
 """Units of the last place that a computation misses it by."""
 
 
-def number_text(value: float | Decimal, stored: Precision = np.float64) -> str:
+def number_text(value: float | Decimal, stored: FloatType = np.float64) -> str:
     """A number in decimal digits without an exponent: 1e-05 is "0.00001", and 72.0 is "72".
 
     stored: its type, of which the shortest digits are written: 0.1 of a float32 column is "0.1". What a computation
@@ -34,7 +34,7 @@ def number_text(value: float | Decimal, stored: Precision = np.float64) -> str:
     return format(exact, "f")
 
 
-def number_doubt(value: object, stored: Precision) -> str:
+def number_doubt(value: object, stored: FloatType) -> str:
     """That a number has all digits that its type is sure of, so that it may have been another one; else ""."""
     if not isinstance(value, float) or not math.isfinite(value):
         return ""
@@ -50,7 +50,7 @@ def number_doubt(value: object, stored: Precision) -> str:
     )
 
 
-def precision_of(schema: pa.Schema | None, column: str, *fields: str) -> Precision:
+def precision_of(schema: pa.Schema | None, column: str, *fields: str) -> FloatType:
     """The type of the numbers in a column, or in a field of its records. float64: of JSON, and where they are none."""
     if schema is None:
         return np.float64
@@ -60,7 +60,7 @@ def precision_of(schema: pa.Schema | None, column: str, *fields: str) -> Precisi
         if index < 0:
             return np.float64
         kind = _plain(kind.field(index).type)
-    precision: Precision = kind.to_pandas_dtype() if pa.types.is_floating(kind) else np.float64
+    precision: FloatType = kind.to_pandas_dtype() if pa.types.is_floating(kind) else np.float64
     return precision
 
 
@@ -75,7 +75,7 @@ def json_number(text: str) -> float | Decimal:
     return value if Decimal(repr(value)) == exact else exact
 
 
-def _shortest(value: float, stored: Precision) -> Decimal:
+def _shortest(value: float, stored: FloatType) -> Decimal:
     if value.is_integer():
         return Decimal(repr(value + 0.0)).to_integral_value()  # of -0.0, no sign
     if stored is not np.float64:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ctpo_megatron.base.chat_template import unmarked
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools
-from ctpo_megatron.data.numbers import Precision, number_doubt, number_text
+from ctpo_megatron.data.numbers import FloatType, number_doubt, number_text
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.rows import (
@@ -51,7 +51,7 @@ class PromptSet(RowSet):
     called = "prompts"
 
     prompts: list[Prompt] = field(default_factory=list)
-    precision: dict[Path, Precision] = field(default_factory=dict)
+    precision: dict[Path, FloatType] = field(default_factory=dict)
 
     def name(self, index: int) -> str:
         """The prompt's id."""
@@ -106,7 +106,7 @@ def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules
 
 
 def _parse(
-    place: Location, cells: dict[str, Any], rules: PromptRules, stored: Precision, problems: Problems
+    place: Location, cells: dict[str, Any], rules: PromptRules, stored: FloatType, problems: Problems
 ) -> Prompt | None:
     """The row's prompt without token ids, or None after reporting every bad cell."""
     bad: list[tuple[str, object, str]] = []
@@ -151,7 +151,7 @@ def _parse(
     )
 
 
-def _answer(value: object, stored: Precision) -> tuple[str, str | None]:
+def _answer(value: object, stored: FloatType) -> tuple[str, str | None]:
     """The ground truth as text, and the reason why there is none."""
     if not isinstance(value, dict) or "ground_truth" not in value:
         return "", "expected a record with the field 'ground_truth'"

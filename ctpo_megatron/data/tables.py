@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ctpo_megatron.base.files import is_pattern, matching
-from ctpo_megatron.data.numbers import Precision, json_integer, json_number, precision_of
+from ctpo_megatron.data.numbers import FloatType, json_integer, json_number, precision_of
 from ctpo_megatron.data.problems import DataError, Problems
 
 _BATCH = 1000
@@ -56,7 +56,7 @@ class Table:
     escapes: bool = False
     schema: pa.Schema | None = None
 
-    def precision(self, column: str, *fields: str) -> Precision:
+    def precision(self, column: str, *fields: str) -> FloatType:
         """The type of the numbers in a column, or in a field of its records."""
         return precision_of(self.schema, column, *fields)
 

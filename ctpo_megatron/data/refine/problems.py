@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from ctpo_megatron.base.files import aside
-from ctpo_megatron.data.numbers import Precision, number_doubt, number_text
+from ctpo_megatron.data.numbers import FloatType, number_doubt, number_text
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.tables import Table, data_stem, find_files, prompt_row, read_rows, write_prompt_rows
 
@@ -51,7 +51,7 @@ def read_problems(
     columns: Mapping[str, str],
     data_source: str,
     answer_after: str | None,
-    doubts: Problems | None = None,
+    doubts: list[str] | None = None,
 ) -> tuple[list[RawProblem], list[Dropped]]:
     """All problems of some files, and the rows without one.
 
@@ -63,7 +63,7 @@ def read_problems(
     dropped: list[Dropped] = []
     problems = Problems()
     named = [column for column in columns.values() if column]
-    types: dict[str, Precision] = {}
+    types: dict[str, FloatType] = {}
 
     def see(_: Path, table: Table) -> None:
         types.update({column: table.precision(column) for column in named})
@@ -87,7 +87,7 @@ def read_problems(
             found.append(RawProblem(str(file), row, name, values["problem"], answer, source, ability))
         if inexact and doubts is not None:
             row, reason = inexact[0]
-            doubts.general(f"{file} row {row} column {columns['answer']!r}, 1 of {len(inexact):,} such: {reason}")
+            doubts.append(f"{file} row {row} column {columns['answer']!r}, 1 of {len(inexact):,} such: {reason}")
     problems.raise_if_any()
     return found, dropped
 
@@ -117,7 +117,7 @@ def write_prompts(problems: Sequence[RawProblem], output: Path) -> None:
         write_prompt_rows(rows, [("file", pa.string()), ("row", pa.int64())], written)
 
 
-def _text(value: object, stored: Precision | None) -> str:
+def _text(value: object, stored: FloatType | None) -> str:
     """A cell as text; "" for a list, a bool, a null or a number that is not finite. stored: of its column's numbers."""
     if isinstance(value, str):
         return value.strip()
