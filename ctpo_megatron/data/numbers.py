@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 import numpy as np
 import pyarrow as pa
@@ -70,8 +70,12 @@ def json_integer(text: str) -> int | Decimal:
 
 
 def json_number(text: str) -> float | Decimal:
-    """Any other number of JSON: a float, or a Decimal where no float has the same digits."""
-    value, exact = float(text), Decimal(text)
+    """Any other number of JSON: a float, or a Decimal where no float has the same digits; NaN for beyond both."""
+    value = float(text)
+    try:
+        exact = Decimal(text)
+    except InvalidOperation:  # an exponent of 19 digits
+        return math.nan
     return value if Decimal(repr(value)) == exact else exact
 
 

@@ -12,7 +12,7 @@ import re
 _SAYS = r"(?:output|result|execution|response|observation|interpreter|stdout|stderr)"
 _WHOSE = r"(?:tool|func|code|exec|program|python|sandbox|search|shell|bash|terminal)"
 _CALLS = r"(?:code|python|tool|call|func|exec|action|search|command|shell|bash|sql|program|invoke)"
-_PART = "[\\w\u2581-]{0,40}"
+_PART = "[\\w\u2581:.-]{0,40}"
 _BAR = "[|\uff5c]"
 
 

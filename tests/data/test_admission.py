@@ -336,6 +336,7 @@ PYTHON = "```python\nprint(1)\n```\n"
         ("<|observation|>\n1", "<|observation|>"),
         ("<function_results>1</function_results>", "<function_results>"),
         ("<stdout>1</stdout>", "<stdout>"),
+        ("<x:function_results>1</x:function_results>", "<x:function_results>"),
         ("It ran.\n```tool_output\n1\n```", "```tool_output"),
         ("It ran.\n```code-output\n1", "```code-output"),
     ],

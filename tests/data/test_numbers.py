@@ -140,6 +140,13 @@ def test_a_number_that_fills_the_memory_is_refused(tmp_path: Path, tokenizer, nu
     )
 
 
+def test_a_number_beyond_all_numbers_is_refused(tmp_path: Path, tokenizer) -> None:
+    line = '{"data_source": "u", "prompt": [], "reward_model": {"ground_truth": 1e-9999999999999999999}}'
+    (tmp_path / "a.jsonl").write_text(line)
+    problems = read_prompts([str(tmp_path / "a.jsonl")], tokenizer, PromptRules(400)).problems.lines
+    assert any("row 0 column 'reward_model': 'ground_truth' must be a finite number" in line for line in problems)
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "doubt"),
     [
