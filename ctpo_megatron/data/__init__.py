@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         read_conversations,
     )
     from ctpo_megatron.data.curriculum import Curriculum, sampler_problem
+    from ctpo_megatron.data.data_files import resolved_files
     from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, plain_messages, plain_tools
     from ctpo_megatron.data.packing import (
         PackedBatch,
@@ -38,13 +39,14 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.rows import Cell, RowSet, RowTokens, prompt_ids
     from ctpo_megatron.data.sampler import MixedFile, PromptMix, PromptSampler, PromptStream
     from ctpo_megatron.data.stored import StoredRows
-    from ctpo_megatron.data.tables import count_all_rows, resolved_files
+    from ctpo_megatron.data.tables import count_all_rows
     from ctpo_megatron.data.toolmath import prepare
     from ctpo_megatron.data.trajectory import Trajectory
 
 _MODULES = {
     "conversations": ("ConversationRules", "ConversationSet", "batch_order", "batches", "read_conversations"),
     "curriculum": ("Curriculum", "sampler_problem"),
+    "data_files": ("resolved_files",),
     "messages": ("ChatMessage", "check_messages", "check_tools", "plain_messages", "plain_tools"),
     "packing": (
         *("PackedBatch", "PackingRules", "TokenSequence", "micro_batch_count", "pack", "split_evenly"),
@@ -55,7 +57,7 @@ _MODULES = {
     "rows": ("Cell", "RowSet", "RowTokens", "prompt_ids"),
     "sampler": ("MixedFile", "PromptMix", "PromptSampler", "PromptStream"),
     "stored": ("StoredRows",),
-    "tables": ("count_all_rows", "resolved_files"),
+    "tables": ("count_all_rows",),
     "toolmath": ("prepare",),
     "trajectory": ("Trajectory",),
 }

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from ctpo_megatron.base.chat_template import rfind_token, unmarked
 from ctpo_megatron.base.printable import printable
+from ctpo_megatron.data.data_files import data_stem
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, dropped_calls
 from ctpo_megatron.data.rows import Cell, Offered, RowRules, RowSet, RowTokens, encode, render
-from ctpo_megatron.data.tables import data_stem
 from ctpo_megatron.data.tokens import records
 from ctpo_megatron.data.trajectory import Trajectory
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ctpo_megatron.base.chat_template import apply_chat_template, marked, marked_messages, token_ids, unmarked
 from ctpo_megatron.config import SystemPrompt
+from ctpo_megatron.data.data_files import find_files
 from ctpo_megatron.data.messages import ChatMessage, dropped_calls, plain_messages, plain_tools
 from ctpo_megatron.data.problems import Problems
-from ctpo_megatron.data.tables import Table, find_files, read_rows
+from ctpo_megatron.data.tables import Table, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

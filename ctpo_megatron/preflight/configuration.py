@@ -8,8 +8,7 @@ docs/config.md says what each of them would do.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 from ctpo_megatron.base import clock
 from ctpo_megatron.base.installed import TE, is_installed, te_trouble
@@ -30,6 +29,7 @@ from ctpo_megatron.config import (
     sequence_multiple,
     spec_for,
 )
+from ctpo_megatron.data import resolved_files
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import Check, RunContext, failed, run_checks, warnings_of
 from ctpo_megatron.preflight.engine import check_budget, check_endpoint, check_engine, check_engine_starts, check_tokens
@@ -238,8 +238,8 @@ def check_evaluation(context: RunContext) -> Iterator[Problem]:
             yield context.error("eval.every", "there is nothing to evaluate on", "give data.eval, or set it to 0")
         elif evaluation.prompts is not None:
             yield context.warning("eval.prompts", "has no effect without data.eval", "give data.eval, or remove it")
-    training = _resolved(config.data.train_files)
-    if both := [file for file in config.data.eval if training & _resolved([file])]:
+    training = resolved_files(config.data.train_files)
+    if both := [file for file in config.data.eval if training & resolved_files([file])]:
         message = "is training data too: the accuracy there says nothing about other problems"
         yield Problem("data.eval", message, "give held-out prompts", ", ".join(both), severity="warning")
     if 0 < evaluation.temperature < COLDEST:
@@ -248,14 +248,6 @@ def check_evaluation(context: RunContext) -> Iterator[Problem]:
     if evaluation.temperature == 0 and evaluation.samples > 1:
         fix = "set eval.temperature above 0, or samples to 1"
         yield context.warning("eval.samples", "greedy decoding gives the same answer every time", fix)
-
-
-def _resolved(patterns: Sequence[str]) -> set[Path]:
-    if not is_installed("pyarrow"):  # without it no folder is read
-        return {Path(path).resolve() for path in patterns}
-    from ctpo_megatron.data import resolved_files
-
-    return resolved_files(patterns)
 
 
 def check_deadlines(context: RunContext) -> Iterator[Problem]:

@@ -12,9 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from ctpo_megatron.base.files import aside
+from ctpo_megatron.data.data_files import data_stem, find_files
 from ctpo_megatron.data.numbers import FloatType, number_doubt, number_text
 from ctpo_megatron.data.problems import Problems
-from ctpo_megatron.data.tables import Table, data_stem, find_files, prompt_row, read_rows, write_prompt_rows
+from ctpo_megatron.data.tables import Table, prompt_row, read_rows, write_prompt_rows
 
 COLUMNS = {"problem": "problem", "answer": "answer", "id": "", "data_source": "", "ability": ""}
 """Field of a problem -> the column that holds it by default (`--map` overrides); "": none."""
