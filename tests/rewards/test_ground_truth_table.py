@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -50,7 +51,7 @@ MONSTERS = {
 
 def reading(row: dict[str, Any]) -> tuple[str, str]:
     """The ground truth as the run sees it, and why it is refused."""
-    text, reason = _answer({"ground_truth": row["gold"]})
+    text, reason = _answer({"ground_truth": row["gold"]}, np.float64)
     return text, reason or ground_truth_problem(text)
 
 
