@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections import Counter
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -202,7 +203,10 @@ def _parsed(text: str, complex_numbers: bool) -> Any:
     _mend()
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
     from math_verify.parser import get_last_eq
-    from sympy import I
+    from sympy import I, Integer
+
+    if text.isdecimal():  # the grammar takes seconds for thousands of digits
+        return Integer(text)
 
     # Its list of units takes variables for units (`3t`), and its symbols would lose their case (`A`, `a`).
     layout = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
@@ -250,10 +254,13 @@ def _converted(formula: str, complex_numbers: bool) -> Any:
 def _mend() -> None:
     """Hide math-verify's warning that it sets no time limits, and add a method that its grammar lacks.
 
+    Long integers are read, too: `equal` bounds the length of their texts.
+
     The method is called before a percentage is read; the grammar is of antlr 4.9.3.
     """
     from latex2sympy2_extended.antlr_parser import PSParser
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    sys.set_int_max_str_digits(0)
     if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
         PSParser.AtomContext.FUNC_GAMMA = lambda self: None

@@ -52,6 +52,13 @@ def test_score_math(text, answer, reward):
     assert score_math(text, answer) == reward
 
 
+def test_thousands_of_digits_are_a_number() -> None:
+    digits = "".join(str(place % 10) for place in range(1, 6001))
+    assert score_math(rf"\boxed{{{digits}}}", digits) == 1
+    assert score_math(rf"\boxed{{{digits[:-1]}1}}", digits) == 0
+    assert score_math(r"\boxed{\frac{10^{5000}}{10}}", "1" + "0" * 4999) == 1
+
+
 def test_an_unreadable_ground_truth_is_an_error():
     with pytest.raises(ValueError, match="cannot read the ground truth"):
         score_math(r"\boxed{1}", "")
