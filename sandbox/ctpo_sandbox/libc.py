@@ -31,6 +31,7 @@ _ATTRIBUTES = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MS_NOEX
 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPABILITY_VERSION_3 = 0x20080522
+_PTHREAD_ATTRIBUTES_BYTES = 128  # more than pthread_attr_t has on any architecture
 _libc = ctypes.CDLL(None, use_errno=True)
 _with_interpreter_lock = ctypes.PyDLL(None, use_errno=True)
 _BARE_FORK = _with_interpreter_lock.fork
@@ -171,6 +172,18 @@ def hide() -> bool:
     finally:
         os.close(own)
     return True
+
+
+def set_thread_stack(size: int) -> None:
+    """Give threads that ask for no size of their own a stack of `size` bytes. Raises OSError."""
+    attributes = ctypes.create_string_buffer(_PTHREAD_ATTRIBUTES_BYTES)
+    for name, arguments in (
+        ("pthread_attr_init", ()),
+        ("pthread_attr_setstacksize", (ctypes.c_size_t(size),)),
+        ("pthread_setattr_default_np", ()),
+    ):
+        if number := getattr(_libc, name)(attributes, *arguments):
+            raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def dying_with_parent(signal_number: int) -> Step:

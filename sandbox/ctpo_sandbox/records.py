@@ -16,6 +16,7 @@ CLEANED = b"cleaned"
 WALL_FACTOR = 2
 """Wall-time limit of a run, as a multiple of its CPU-time limit: a busy machine is not its fault."""
 _NUMBERS = struct.Struct("=4?i3d")
+_LEAST_STACK_KB, _MOST_STACK_KB = 128, 8192
 MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES = 16 * 1024, 64
 
 LEVELS = {
@@ -77,6 +78,21 @@ class Limits:
     def address_mb(self) -> int:
         """MiB that an execution may map."""
         return self.address_space_mb or self.memory_mb
+
+    @property
+    def thread_stack_kb(self) -> int:
+        """KiB of stack of a thread: the stacks of all threads together take half of what an execution may map."""
+        return max(_LEAST_STACK_KB, min(_MOST_STACK_KB, self.address_mb * 512 // self.threads))
+
+    @property
+    def threads_too_many(self) -> str:
+        """Why `threads` cannot all have a stack, and what to do; "" where they can."""
+        most = self.address_mb * 512 // _LEAST_STACK_KB
+        if self.threads <= most:
+            return ""
+        name = "memory_mb" if self.address_space_mb is None else "address_space_mb"
+        enough = math.ceil(self.threads * _LEAST_STACK_KB / 512)
+        return f"{name} = {self.address_mb} has room for the stacks of {most}; lower threads, or set {name} to {enough}"
 
     @property
     def needs_group(self) -> bool:

@@ -165,12 +165,14 @@ _OF_MACHINE = {
 
 
 def _check_machine(limits: Limits) -> None:
-    """Raises ValueError for a limit above this machine's hard limit."""
+    """Raises ValueError for a limit above this machine's hard limit, and for threads without room."""
     for name, (kind, shown_by, unit) in _OF_MACHINE.items():
         value, (_, hard) = getattr(limits, name), resource.getrlimit(kind)
         if value is not None and hard != resource.RLIM_INFINITY and value * unit > hard:
             allowed = f"this machine allows {hard // unit} (ulimit {shown_by})"
             raise ValueError(f"{option(name)} {value}: {allowed}; lower it")
+    if limits.threads_too_many:
+        raise ValueError(f"{option('threads')} {limits.threads}: {limits.threads_too_many}")
 
 
 class _UvicornServer(uvicorn.Server):

@@ -84,9 +84,20 @@ class SemLock:
         """No process is forked."""
 
 
-def replace_locks_of_processes() -> None:
-    """Have locks of multiprocessing work, among threads."""
+def serve_multiprocessing() -> None:
+    """Have locks and shared values of multiprocessing work, among threads."""
     _multiprocessing.SemLock = SemLock
+    setattr(os, "statvfs", _without_shared_memory(os.statvfs))  # noqa: B010  # mypy knows it as a function
+
+
+def _without_shared_memory(call: Callable[[Any], os.statvfs_result]) -> Callable[[Any], os.statvfs_result]:
+    """A run has no /dev/shm. `multiprocessing` takes a temporary directory where too little is free there."""
+
+    @functools.wraps(call)
+    def statvfs(path: Any) -> os.statvfs_result:
+        return os.statvfs_result((4096, 4096, *[0] * 7, 255)) if path == "/dev/shm" else call(path)
+
+    return statvfs
 
 
 def explain_forks() -> None:

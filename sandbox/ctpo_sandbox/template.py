@@ -93,11 +93,12 @@ def _prepare(boot: Boot) -> Confinement:
     if boot.level.startswith("namespaces"):
         namespaces.enter(boot.directory, user=boot.level == "namespaces-user", leave=lambda: _leave(boot.directory))
     load(boot.library)
+    libc.set_thread_stack(boot.limits.thread_stack_kb << 10)
     confinement.open_files()
     libc.perform([libc.setting_dumpable(False)])
     prepare_main()
     if not confinement.may_fork:
-        substitutes.replace_locks_of_processes()
+        substitutes.serve_multiprocessing()
     if not confinement.file_attributes:
         substitutes.tolerate_attributes()
     rehearse(confinement)

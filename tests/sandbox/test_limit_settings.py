@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic.fields import FieldInfo
@@ -34,8 +35,11 @@ LOWERED = Limits(
     output_kb=2,
     request_mb=1,
 )
-PROBES: dict[str, tuple[dict[str, str], str]] = {
-    "run_timeout_s": ({"code": f"import time; time.sleep({2 * scaled(3.0) + 0.3})"}, '"status":"timeout"'),
+PROBES: dict[str, tuple[dict[str, Any], str]] = {
+    "run_timeout_s": (
+        {"code": f"import time; time.sleep({2 * scaled(3.0) + 0.3})", "run_timeout": 2 * scaled(3.0)},
+        '"status":"timeout"',
+    ),
     "cpu_s": ({"code": "import time\nwhile time.process_time() < 1.3: pass"}, "SIGXCPU"),
     "memory_mb": ({"code": "x = bytearray(160 << 20)"}, "MemoryError"),
     "file_mb": ({"code": "open('f', 'wb').write(bytes(2 << 20))"}, "File too large"),
@@ -99,6 +103,20 @@ def test_a_limit_that_limits_nothing_is_refused(name: str, value: float) -> None
 def test_a_limit_with_which_no_program_runs_is_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name} = {value}: no program runs with less than {value + 1}"):
         Limits(**{name: value})
+
+
+def test_threads_that_memory_has_no_room_for_are_refused_with_both_keys() -> None:
+    stacks = {threads: Limits(threads=threads).thread_stack_kb for threads in (1, 32, 33, 128, 2048)}
+    assert stacks == {1: 8192, 32: 8192, 33: 7943, 128: 2048, 2048: 128}
+    assert Limits(memory_mb=64, address_space_mb=4096).thread_stack_kb == 8192
+    said = "memory_mb = 512 has room for the stacks of 2048; lower threads, or set memory_mb to 513"
+    assert Limits(threads=2049).threads_too_many == said
+    said = "address_space_mb = 70 has room for the stacks of 280; lower threads, or set address_space_mb to 75"
+    assert Limits(memory_mb=64, address_space_mb=70, threads=300).threads_too_many == said
+    assert Limits(threads=2049, memory_mb=513).threads_too_many == ""
+    serve = [sys.executable, "-m", "ctpo_sandbox.server", "--port", "0", "--threads", "2049"]
+    ended = subprocess.run(serve, capture_output=True, text=True, timeout=scaled(60))
+    assert ended.returncode == 1 and "--threads 2049: memory_mb = 512 has room" in ended.stderr, ended.stderr
 
 
 def test_a_server_runs_with_the_least_of_every_limit(tmp_path: Path) -> None:

@@ -31,6 +31,38 @@ WORKS = {
         "held = again.acquire()\nother = threading.Thread(target=lambda: print([int(not again.acquire(False))]))\n"
         "other.start(); other.join()"
     ),
+    "values of several processes": (
+        "import multiprocessing as m\nv, a, r = m.Value('i', 0), m.Array('d', 3), m.RawArray('i', 1 << 20)\n"
+        "with v.get_lock(): v.value += 1\na[:] = [1, 2, 3]; r[0] = 1; print([v.value * r[0]])"
+    ),
+    "many threads": (
+        "import threading\nend = threading.Event()\nthreads = [threading.Thread(target=end.wait) for _ in range(120)]\n"
+        "for t in threads: t.start()\nend.set()\nfor t in threads: t.join()\nprint([1])"
+    ),
+    "deep calls in a thread": (
+        "import threading\ndef f(n): return n and sorted([1], key=lambda x: f(n - 1)) and 0\n"
+        "def g():\n    try: f(10**5)\n    except RecursionError: print([1])\n"
+        "t = threading.Thread(target=g); t.start(); t.join()"
+    ),
+    "a thread of C": (
+        "import ctypes, time\nlibc = ctypes.CDLL(None); thread = ctypes.c_ulong(); start = time.monotonic()\n"
+        "libc.pthread_create(ctypes.byref(thread), None, libc.usleep, ctypes.c_void_p(200_000))\n"
+        "print([int(libc.pthread_join(thread, None) == 0 and time.monotonic() - start > 0.1)])"
+    ),
+    "signals to itself": (
+        "import os, signal, threading, time\ngot = []\n"
+        "for s in (10, 12, 14, 40): signal.signal(s, lambda number, _: got.append(number))\n"
+        "signal.raise_signal(10); signal.pthread_kill(threading.get_ident(), 12); os.kill(os.getpid(), 40)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.01); time.sleep(0.1); print([int(got == [10, 12, 40, 14])])"
+    ),
+    "a time zone": (
+        "import datetime, zoneinfo\nd = datetime.datetime(2024, 7, 1, tzinfo=zoneinfo.ZoneInfo('Europe/Paris'))\n"
+        "print([int(d.utcoffset().total_seconds() == 7200)])"
+    ),
+    "its interpreter and libraries": (
+        "import os, sys, json, sqlite3, ssl, ctypes, decimal, lzma, readline\n"
+        "print([int(os.path.isfile(sys.executable) and os.path.isfile(json.__file__))])"
+    ),
     "an event": (
         "import multiprocessing as m, threading\ne, c = m.Event(), m.Condition()\n"
         "threading.Timer(0.05, e.set).start(); assert e.wait(5)\nwith c: c.notify_all()\nprint([1])"
