@@ -42,6 +42,7 @@ from ctpo_megatron.preflight.files import (
 )
 from ctpo_megatron.preflight.objective import check_groups, check_objective
 from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
+from ctpo_megatron.preflight.programs import check_programs
 from ctpo_megatron.preflight.sft_source import check_sft_source
 from ctpo_megatron.preflight.template import check_protocol
 
@@ -318,6 +319,7 @@ TRAINING: tuple[Check[RunContext], ...] = (
     check_evaluation,
     check_deadlines,
     *FILES,
+    check_programs,
     check_export,
     check_checkpoints,
     check_replay,
@@ -330,4 +332,5 @@ SAMPLING: tuple[Check[RunContext], ...] = (
     check_endpoint,
     check_evaluation,
     check_deadlines,
+    check_programs,
 )

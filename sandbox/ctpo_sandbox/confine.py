@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ctpo_sandbox import filters, landlock, libc, namespaces
+from ctpo_sandbox.readable import readable_trees
 from ctpo_sandbox.records import Limits
 from ctpo_sandbox.work import RunDirectory
 
@@ -162,7 +163,7 @@ class Confinement:
 
 def _hidden_from_others() -> str | None:
     """A directory on the way to the interpreter that only its owner may enter, if there is one."""
-    for tree in namespaces.readable_trees():
+    for tree in readable_trees():
         for path in [Path(tree), *Path(tree).parents]:
             if not path.stat().st_mode & 0o001:
                 return str(path)

@@ -4,10 +4,9 @@ import ctypes
 import os
 import struct
 from functools import partial
-from pathlib import Path
 
 from ctpo_sandbox.libc import Step, check
-from ctpo_sandbox.namespaces import readable_trees
+from ctpo_sandbox.readable import readable_files, readable_trees
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG = 1
@@ -20,9 +19,7 @@ _NET_ALL = 0b11
 _SCOPE_ALL = 0b11
 _RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 
-_READABLE_FILES = (
-    "/dev/zero /dev/urandom /dev/random /etc/ld.so.cache /etc/localtime /proc/cpuinfo /proc/meminfo /proc/loadavg"
-)
+_OF_THE_MACHINE = ("/proc/cpuinfo", "/proc/meminfo", "/proc/loadavg")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -36,7 +33,7 @@ def abi_version() -> int:
 
 
 class FileRules:
-    """Read access: the interpreter, the system libraries and a few device files; nothing else can be opened.
+    """Read access: the interpreter, its libraries, the system's and a few device files; nothing else can be opened.
 
     Landlock checks none of the calls that open nothing: a path that a run knows can be asked for existence, size, dates
     and the text of a link.
@@ -48,7 +45,8 @@ class FileRules:
         self.abi = abi_version()
         self._handled = (1 << _RIGHTS_BY_ABI.get(self.abi, 16)) - 1
         self._rules = [(self._open(path), _EXECUTE | _READ_FILE | _READ_DIR) for path in readable_trees()]
-        self._rules += [(self._open(path), _READ_FILE) for path in _READABLE_FILES.split() if Path(path).exists()]
+        files = [*readable_files(), *filter(os.path.exists, _OF_THE_MACHINE)]
+        self._rules += [(self._open(path), _READ_FILE) for path in files]
         self._rules.append((self._open("/dev/null"), _READ_FILE | _WRITE_FILE | _TRUNCATE & self._handled))
 
     @staticmethod

@@ -2,36 +2,18 @@
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ctpo_sandbox import libc
+from ctpo_sandbox.readable import readable_files, readable_trees
 
-TREES = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/sys/devices/system/cpu")
-FILES = (
-    "/dev/null",
-    "/dev/zero",
-    "/dev/urandom",
-    "/dev/random",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-)
 WORK = "/work"
 """Parent of the mount point of each run's directory: Landlock checks parents of a mount point, not the mount itself."""
 
 RUN = f"{WORK}/run"
 _INSIDE = libc.CLONE_NEWNS | libc.CLONE_NEWIPC | libc.CLONE_NEWNET | libc.CLONE_NEWUTS
 _QUIET = libc.MS_NOSUID | libc.MS_NODEV
-
-
-def readable_trees() -> list[str]:
-    """Directories that a snippet may read: the system's and the interpreter's; not nested."""
-    found: list[str] = []
-    for path in sorted({*TREES, sys.prefix, sys.base_prefix}):
-        if Path(path).is_dir() and not any(Path(path).is_relative_to(tree) for tree in found):
-            found.append(path)
-    return found
 
 
 def enter(root: str, *, user: bool, leave: Callable[[], None]) -> None:
@@ -103,7 +85,7 @@ def _build(root: str) -> None:
         else:
             os.makedirs(inside, exist_ok=True)
             _bind(path, inside)
-    for path in filter(os.path.exists, FILES):
+    for path in readable_files():
         os.makedirs(os.path.dirname(root + path), exist_ok=True)
         with open(root + path, "w"):
             pass

@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from ctpo_sandbox import libc, namespaces, substitutes
@@ -19,6 +20,7 @@ from ctpo_sandbox.child import rehearse
 from ctpo_sandbox.confine import Confinement
 from ctpo_sandbox.libraries import Library, load
 from ctpo_sandbox.program import prepare_main
+from ctpo_sandbox.readable import readable_trees
 from ctpo_sandbox.records import FAILED, MAX_MESSAGE_BYTES, READY, Limits
 from ctpo_sandbox.worker import ForkServer
 
@@ -58,7 +60,7 @@ def main(configuration: str) -> None:
     try:
         confinement = _prepare(boot)
     except ImportError as error:
-        places = ", ".join(sorted({sys.prefix, sys.base_prefix}))
+        places = ", ".join(path for path in readable_trees() if Path(path).is_relative_to(sys.prefix))
         reason = f"{error}: snippets see packages below {places} only, and it is installed elsewhere"
         control.send(FAILED + reason.encode())
         return

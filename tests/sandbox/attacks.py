@@ -255,6 +255,8 @@ KERNEL = _attacks(
 )
 
 _BUFFER = "(ctypes.c_char * 4096)()"
+USR = ("", "/bin", "/share", "/src", "/local")
+_WORD = "ctypes.byref(ctypes.c_uint32())"
 
 MORE_SYSTEM_CALLS = _attacks(
     "processes",
@@ -363,7 +365,18 @@ MORE_FILES = [
     ),
     *_attacks(
         "file reads",
-        {f"listing {path}": f"import os; os.listdir({path!r})" for path in ("/", "/var", "/etc", "/sys/class/net")},
+        {
+            f"listing {path}": f"import os; os.listdir({path!r})"
+            for path in ("/", "/var", "/etc", "/sys/class/net", *(f"/usr{name}" for name in USR))
+        },
+    ),
+    *_attacks(
+        "file reads",
+        {
+            "the folder around its packages": "import os, sys; os.listdir(sys.prefix)",
+            "the folder around its library": "import os, sys; os.listdir(sys.base_prefix)",
+            "programs of its environment": "import os, sys; os.listdir(os.path.join(sys.prefix, 'bin'))",
+        },
     ),
     *_attacks(
         "file writes",

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from ctpo_sandbox import SandboxServer
-from ctpo_sandbox.namespaces import readable_trees
+from ctpo_sandbox.readable import readable_trees
 from tests.sandbox.conftest import SHARED_MEMORY, Runner, runner
 from tests.support.deadlines import scaled
 
@@ -88,7 +88,8 @@ def command_as(user: int | None, folder: Path, command: list[str]) -> list[str]:
     if os.geteuid() != 0:
         pytest.skip("only root starts servers as other users")
     prefix = [] if user == 0 else ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups"]
-    hidden = {tree: closed for tree in (*readable_trees(), str(ROOT)) if (closed := _closed_above(Path(tree)))}
+    trees = (*readable_trees(), sys.prefix, sys.base_prefix, str(ROOT))
+    hidden = {tree: closed for tree in trees if (closed := _closed_above(Path(tree)))}
     if hidden:
         scratch = folder / "scratch"
         scratch.mkdir(parents=True, exist_ok=True)

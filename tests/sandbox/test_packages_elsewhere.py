@@ -30,5 +30,5 @@ def test_a_box_without_its_packages_is_refused_and_says_where_they_belong(sandbo
     _, said, places = done.stderr.partition(f"{LEVEL}: No module named 'numpy': snippets see packages below ")
     places, also_said, _ = places.partition(" only, and it is installed elsewhere")
     assert said and also_said
-    assert f"{tmp_path}/venv" in places.split(", ")
+    assert f"{tmp_path}/venv/lib" in places.split(", ")
     assert sys.prefix not in done.stderr.partition("snippets see")[2]
