@@ -3,19 +3,18 @@
 import os
 import resource
 import signal
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from ctpo_sandbox import filters, landlock, libc, namespaces
 from ctpo_sandbox.readable import readable_trees
-from ctpo_sandbox.records import Limits
+from ctpo_sandbox.records import USERS_OF_RUNS, Limits
 from ctpo_sandbox.work import RunDirectory
 
 _MB = 1024 * 1024
 _NOT_NEEDED = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_CORE)
 WorkDirectory = RunDirectory | namespaces.RunMount
-FIRST_UID = 60500
-"""User id of slot 0 when a root server gives each slot its own user."""
 
 
 class Confinement:
@@ -27,11 +26,14 @@ class Confinement:
     missing.
     """
 
-    def __init__(self, level: str, limits: Limits) -> None:
-        self.level, self.limits = level, limits
+    def __init__(self, level: str, limits: Limits, user_ids: Sequence[int]) -> None:
+        """user_ids: of the slots, in their order; empty: none that other runs do not have."""
+        self.level, self.limits, self._user_ids = level, limits, user_ids
         self.missing: dict[str, str] = {}
         self.boxed = level.startswith("namespaces")
         self._own_users = self._may_change_user()
+        if level == "namespaces-root" and os.geteuid() == 0 and not self._own_users:
+            raise OSError(f"level A needs users of their own for runs: {self.missing['own user']}")
         if level == "seccomp" and os.geteuid() == 0 and not self._own_users:
             raise OSError(
                 f"as root, level D needs users of their own for runs, and {self.missing['own user']}: they would be "
@@ -88,11 +90,14 @@ class Confinement:
             self.missing["landlock"] = str(error)  # the box hides files too
 
     def _may_change_user(self) -> bool:
-        if self.level in ("none", "namespaces-user"):
+        if self.level not in USERS_OF_RUNS:
             self.missing["own user"] = "snippets run as the server's user"
             return False
         if os.geteuid() != 0:
             self.missing["own user"] = "the server is not root"
+            return False
+        if not self._user_ids:
+            self.missing["own user"] = "no free user ids are mapped here (/proc/self/uid_map)"
             return False
         hidden = None if self.boxed else _hidden_from_others()
         if hidden is not None:
@@ -101,7 +106,7 @@ class Confinement:
 
     def enter_worker(self, slot: int, directory: str) -> WorkDirectory:
         """Confine the calling worker of `slot`, irreversibly; its runs' directories are created in `directory`."""
-        self._uid = FIRST_UID + slot if self._own_users else None
+        self._uid = self._user_ids[slot] if self._own_users else None
         work: WorkDirectory
         if self.boxed:
             namespaces.own_mounts()

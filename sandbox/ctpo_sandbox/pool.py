@@ -17,6 +17,7 @@ from ctpo_sandbox.records import ChildOutcome, Limits
 from ctpo_sandbox.remove import remove_tree
 from ctpo_sandbox.temporary import forget, new_folder
 from ctpo_sandbox.timeouts import FORK_ATTEMPTS, FORK_PAUSE_S, HEALTH_RUN_TIMEOUT_S, RUN_ATTEMPTS, START_ATTEMPTS
+from ctpo_sandbox.users import users_of_runs
 
 _MAX_WAITING_CHARS = 256 << 20
 _HARMLESS = b"pass"
@@ -66,7 +67,7 @@ class Pool:
     """`slots` slots behind a first-come-first-served queue; each has a worker of every library tier, forked on first
     use.
 
-    Raises SandboxStartError if the limits need a control group that cannot be created.
+    Raises SandboxStartError if the limits need a control group that cannot be created, OSError without enough user ids.
     """
 
     def __init__(
@@ -90,9 +91,13 @@ class Pool:
         self._memory_groups = MemoryGroups.find() if limits.needs_group else None
         self._groups: list[MemoryGroup] = []
         self._libraries = tuple(libraries)
+        self._users = users_of_runs(level, slots)
+        user_ids = () if self._users is None else self._users.ids
         self._root = new_folder("ctpo-sandbox-")
         self._root.chmod(0o711)  # runs of other users have their directories below
-        self.templates = {tier.name: Template(tier, level, limits, self._root, start_timeout_s) for tier in libraries}
+        self.templates = {
+            tier.name: Template(tier, level, limits, self._root, start_timeout_s, user_ids) for tier in libraries
+        }
         self._slots = [
             {name: self._worker(slot, template) for name, template in self.templates.items()} for slot in range(slots)
         ]
@@ -290,6 +295,8 @@ class Pool:
             task.cancel()
         for part in self._parts:
             part.kill()
+        if self._users is not None:
+            self._users.close()
         for group in self._groups:
             group.remove()
         remove_tree(str(self._root))

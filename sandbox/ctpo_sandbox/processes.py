@@ -44,11 +44,19 @@ def _environment() -> dict[str, str]:
 class Template:
     """A process with one tier of libraries imported, from which workers are forked; replaced when lost."""
 
-    def __init__(self, library: Library, level: str, limits: Limits, root: Path, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        library: Library,
+        level: str,
+        limits: Limits,
+        root: Path,
+        start_timeout_s: float,
+        user_ids: Sequence[int] = (),
+    ) -> None:
         self.library, self.level, self.limits, self._start_timeout_s = library, level, limits, start_timeout_s
         self.missing: dict[str, str] = {}
         self.starts = 0
-        self._root = root
+        self._root, self._user_ids = root, user_ids
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -96,7 +104,7 @@ class Template:
         directory = self._root / f"box-{self.library.name}-{self.starts}"
         directory.mkdir()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        boot = Boot(self.level, self.limits, self.library, str(directory), theirs.fileno())
+        boot = Boot(self.level, self.limits, self._user_ids, self.library, str(directory), theirs.fileno())
         program = _BOOT.format(package=str(_PACKAGE), configuration=boot.encode())
         try:
             with theirs:

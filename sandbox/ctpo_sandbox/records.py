@@ -28,6 +28,9 @@ LEVELS = {
 }
 """Levels of isolation, the strongest first."""
 
+USERS_OF_RUNS = ("namespaces-root", "landlock", "seccomp")
+"""Levels at which a server of root gives each slot a user id."""
+
 
 def _limit(default: float | None, meaning: str, least: int = 0) -> Any:
     """least: below it no program runs, which the self-test could not distinguish from missing isolation."""

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ BIND_NOW = "LD_BIND_NOW"
 
 @dataclass(frozen=True)
 class Boot:
-    """Start parameters of a template. directory: empty, the template's own. control: descriptor."""
+    """Start parameters of a template. user_ids: of the slots. directory: empty, its own. control: descriptor."""
 
     level: str
     limits: Limits
+    user_ids: Sequence[int]
     library: Library
     directory: str
     control: int
@@ -91,7 +93,7 @@ def _leave(directory: str) -> None:
 
 
 def _prepare(boot: Boot) -> Confinement:
-    confinement = Confinement(boot.level, boot.limits)
+    confinement = Confinement(boot.level, boot.limits, boot.user_ids)
     if boot.level.startswith("namespaces"):
         namespaces.enter(boot.directory, user=boot.level == "namespaces-user", leave=lambda: _leave(boot.directory))
     load(boot.library)

@@ -65,9 +65,11 @@ def test_it_is_refused_to_root_without_users_of_its_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(confine, "_hidden_from_others", lambda: "/root")
     with pytest.raises(OSError, match=r"level D needs users of their own .* \(/root\)"):
-        Confinement("seccomp", Limits())
+        Confinement("seccomp", Limits(), [60706])
+    with pytest.raises(OSError, match=r"level D needs users of their own .* no free user ids are mapped here"):
+        Confinement("seccomp", Limits(), [])
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert Confinement("seccomp", Limits()).missing == {"own user": "the server is not root"}
+    assert Confinement("seccomp", Limits(), []).missing == {"own user": "the server is not root"}
 
 
 START = """
