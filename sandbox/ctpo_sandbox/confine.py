@@ -13,7 +13,10 @@ from ctpo_sandbox.records import USERS_OF_RUNS, Limits
 from ctpo_sandbox.work import RunDirectory
 
 _MB = 1024 * 1024
-_NOT_NEEDED = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_CORE)
+_NOT_NEEDED = (
+    *(resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING),  # counted by user
+    resource.RLIMIT_CORE,
+)
 WorkDirectory = RunDirectory | namespaces.RunMount
 
 

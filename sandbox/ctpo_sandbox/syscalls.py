@@ -29,8 +29,7 @@ _ALLOWED = {
     "waiting": (
         "poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd "
         "eventfd2 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4 pipe pipe2 pause nanosleep "
-        "clock_nanosleep wait4 waitid futex futex_wait futex_wake futex_waitv futex_requeue set_robust_list "
-        "get_robust_list restart_syscall membarrier rseq"
+        "clock_nanosleep wait4 waitid restart_syscall membarrier rseq"
     ),
     "unix pairs": "shutdown getsockname getpeername getsockopt",
     "memory": (
@@ -156,9 +155,20 @@ _FCNTL_ALLOWED = {*range(40), 1025, *range(1030, 1040)}.difference(_FCNTL_GRANTE
 _FIONCLEX, _FIOCLEX, _FIONBIO, _FIONREAD, _TCGETS, _TIOCGWINSZ = 0x5450, 0x5451, 0x5421, 0x541B, 0x5401, 0x5413
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 
+FUTEX_PRIVATE = 0x80
+_FUTEX_COMMAND = 0x7F
+FUTEX_WAITS = (0, 9)
+"""FUTEX_WAIT and FUTEX_WAIT_BITSET. Without FUTEX_PRIVATE the memory may be a page of a library, which all runs share,
+and the kernel wakes a waiter there when a thread ends. So the answer to such a wait is EAGAIN, as if the value had
+changed. pthread_join asks for one, and repeats it until the thread has ended."""
+
+FUTEX_REFUSED = (*range(1, 9), *range(10, 14))
+"""All that wake, requeue or lock."""
+
 _ALLOW = pyseccomp.ALLOW
 _EPERM = pyseccomp.ERRNO(errno.EPERM)
 _ENOSYS = pyseccomp.ERRNO(errno.ENOSYS)
+_EAGAIN = pyseccomp.ERRNO(errno.EAGAIN)
 _NOTHING_TO_DO = pyseccomp.ERRNO(0)
 
 
@@ -177,6 +187,13 @@ def _conditional() -> Iterator[tuple[int, str, list[pyseccomp.Arg]]]:
         yield _ALLOW, "socketpair", [_equals(0, _AF_UNIX), _equals(1, kind, mask=_SOCK_TYPE_MASK)]
     for kind in (_SOCK_DGRAM, _SOCK_RAW):
         yield _EPERM, "socketpair", [_equals(1, kind, mask=_SOCK_TYPE_MASK)]
+    yield _ALLOW, "futex", [_equals(1, FUTEX_PRIVATE, mask=FUTEX_PRIVATE)]
+    for command in FUTEX_WAITS:
+        yield _EAGAIN, "futex", [_equals(1, command, mask=FUTEX_PRIVATE | _FUTEX_COMMAND)]
+    for command in FUTEX_REFUSED:
+        yield _EPERM, "futex", [_equals(1, command, mask=FUTEX_PRIVATE | _FUTEX_COMMAND)]
+    # The kernel would wake what waits at an address of this list, and the list is the run's to write.
+    yield _NOTHING_TO_DO, "set_robust_list", []
     for command in sorted(_FCNTL_ALLOWED):
         yield _ALLOW, "fcntl", [_equals(1, command)]
     for command in _FCNTL_GRANTED:

@@ -341,6 +341,16 @@ CHANNELS = _attacks(
         "sleeping by the parent's clock": _system_call(
             230, "~__import__('os').getppid() << 3 | 2", "0", "(ctypes.c_long * 2)(0, 1)", "0"
         ),
+        "waking by a page of a library": _system_call(202, _WORD, "1", "1"),
+        "waking some": _system_call(202, _WORD, "10", "1", "None", "None", "-1"),
+        "waking two": _system_call(202, _WORD, "5", "1", "1", _WORD, "0"),
+        "counting who waits": _system_call(202, _WORD, "3", "1", "1", _WORD),
+        "waking by the new call": _system_call(454, _WORD, "-1", "1", "2"),
+        "moving by the new call": _system_call(456, _WORD, "0", "1", "1"),
+        "queued real-time signal": (
+            f"{_RAW}import os, signal, threading\nsignal.pthread_sigmask(signal.SIG_BLOCK, [40])\n"
+            "assert libc.syscall(234, os.getpid(), threading.get_native_id(), 40) == 0"
+        ),
         "larger pipe": "import fcntl, os; r, w = os.pipe(); fcntl.fcntl(w, 1031, 1 << 20)",
         "lease of a file": "import fcntl, json; fcntl.fcntl(open(json.__file__), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
         "notice of a directory": "import fcntl, os; fcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, 1)",

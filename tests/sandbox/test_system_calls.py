@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctpo_sandbox.filters import ANY_PID, compiled
-from ctpo_sandbox.syscalls import CLOCKS_OF_PROCESSES, CLONE_ALLOWED, MESSAGE_FLAGS, THREAD_SHARES
+from ctpo_sandbox.syscalls import CLOCKS_OF_PROCESSES, CLONE_ALLOWED, FUTEX_WAITS, MESSAGE_FLAGS, THREAD_SHARES
 
 _DATA = struct.Struct("=iIQ6Q")  # struct seccomp_data: number, architecture, instruction pointer, arguments
 _INSTRUCTION = struct.Struct("=HBBI")
@@ -109,6 +109,17 @@ def test_clocks_of_other_processes_are_refused(call: str) -> None:
         assert answer(call, (~process << 3 | kind) & 2**32 - 1) == errno.EPERM
         assert answer(call, ~process << 3 | kind | 4) == ALLOWED  # of a thread: the kernel answers for one's own only
     assert CLOCKS_OF_PROCESSES == (0x80000004, 0x80000000)
+
+
+def test_a_futex_is_of_the_process_alone() -> None:
+    for upper, command, realtime in itertools.product(UPPER, range(128), (0, 256)):
+        assert answer("futex", 0, upper | command | realtime | 128) == ALLOWED
+        refused = answer("futex", 0, upper | command | realtime)
+        assert refused == (errno.EAGAIN if command in FUTEX_WAITS else errno.EPERM if command < 14 else errno.ENOSYS)
+    for call in ("futex_waitv", "futex_wait", "futex_wake", "futex_requeue", "get_robust_list"):
+        if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, call) != -1:
+            assert answer(call, 0, 0, 0, 128) == errno.ENOSYS
+    assert answer("set_robust_list", 0, 24) == 0  # answered, and not carried out
 
 
 def test_locks_are_granted_or_refused_by_the_filter() -> None:
