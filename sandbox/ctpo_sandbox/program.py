@@ -61,6 +61,7 @@ def prepare_main() -> None:
     os.close(errors)
     os.close(nothing)
     sys.setrecursionlimit, sys.getrecursionlimit = _set_recursion_limit, _get_recursion_limit
+    sys.set_int_max_str_digits(0)  # a guard of servers against long texts; here the run's time is limited
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=_FILENAME, __builtins__=builtins)
     sys.modules["__main__"] = main

@@ -35,6 +35,7 @@ WORKS = {
         "import multiprocessing as m\nv, a, r = m.Value('i', 0), m.Array('d', 3), m.RawArray('i', 1 << 20)\n"
         "with v.get_lock(): v.value += 1\na[:] = [1, 2, 3]; r[0] = 1; print([v.value * r[0]])"
     ),
+    "an integer of 6,021 digits": "n = 2**20000\nprint([int(len(str(n)) == 6021 and int(str(n)) == n)])",
     "many threads": (
         "import threading\nend = threading.Event()\nthreads = [threading.Thread(target=end.wait) for _ in range(120)]\n"
         "for t in threads: t.start()\nend.set()\nfor t in threads: t.join()\nprint([1])"
