@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,6 +112,14 @@ def test_what_the_run_has_written_before_is_not_counted_twice(tmp_path: Path, mo
     assert not [*check_disk(RunContext(config, spec))]
 
 
+@pytest.fixture
+def everyones() -> Iterator[Path]:
+    """A folder in which every user may write; `tmp_path` is root's alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        yield Path(folder)
+
+
 @pytest.mark.parametrize(
     ("root", "problem"),
     [
@@ -122,26 +132,25 @@ def test_what_the_run_has_written_before_is_not_counted_twice(tmp_path: Path, mo
     ],
 )
 def test_a_root_that_cannot_be_made_or_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, problem: str
+    everyones: Path, monkeypatch: pytest.MonkeyPatch, root: str, problem: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "closed").mkdir(mode=0o500)
-    (tmp_path / "link").symlink_to("nothing")
+    monkeypatch.chdir(everyones)
+    (everyones / "file").touch()
+    (everyones / "folder").mkdir(mode=0o777)
+    (everyones / "closed").mkdir(mode=0o500)
+    (everyones / "link").symlink_to("nothing")
     config = recipe("4b", f"run.root={root}", "checkpoint.every=0")
     spec, user = read_shapes(CONFIGS / "models" / "qwen3_4b.json"), os.geteuid()
     free(monkeypatch, 1e6)
     try:
         if user == 0:  # to whom nothing is closed
-            for folder in (tmp_path / "folder", tmp_path, *tmp_path.parents[:2]):
-                folder.chmod(0o777)
+            (everyones / "folder").chmod(0o777)
             os.seteuid(65534)
         problems = [*check_disk(RunContext(config, spec))]
     finally:
         os.seteuid(user)
     if not problem:
-        (tmp_path / root).mkdir(parents=True, exist_ok=True)
+        (everyones / root).mkdir(parents=True, exist_ok=True)
         assert problems == []
         return
     (told,) = problems
