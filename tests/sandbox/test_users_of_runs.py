@@ -39,7 +39,10 @@ print(os.getuid(), len(threads))
 """
 
 
-@pytest.mark.parametrize("host", OF_ROOT, ids=lambda host: host.name)
+@pytest.mark.parametrize(
+    "host",
+    [pytest.param(host, id=host.name, marks=() if host.name == "A" else pytest.mark.slow) for host in OF_ROOT],
+)
 def test_threads_of_another_server_do_not_decide_a_verdict(host: Host) -> None:
     with server_of(host) as (one, _), server_of(host) as (two, _):
         many, few = asyncio.run(_both((one, SLEEPERS), (two, WORKERS)))
