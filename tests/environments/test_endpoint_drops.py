@@ -225,7 +225,7 @@ async def retried(task: AgentTask, messages: Any, times: int = 2) -> Any:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_answer_that_was_received_is_in_one_sequence(seed: int) -> None:
-    """Random agents: concurrent calls, histories that go on or are changed, calls that are dropped, and retries.
+    """Random agents: concurrent calls, histories that are continued or changed, calls that are dropped, and retries.
 
     An agent that leaves while an answer is on its way cannot tell whether it would have had it; these wait until no
     answer can come, or for the whole of it.
