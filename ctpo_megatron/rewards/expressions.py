@@ -24,6 +24,10 @@ _FACTORIAL = re.compile(r"^([^=<>]+!)=([^=<>]+)$")
 """An equation that is read as `n \\ne 120` unless the factorial stands on its right side."""
 _DIFFERENTIAL = re.compile(r"(?<![A-Za-z\\])[abc]*d[abcd]+(?![A-Za-z])")
 """A product in which math-verify takes `dc` for one variable."""
+_BARE_FUNCTION = re.compile(
+    r"(?<![\\A-Za-z])((?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|max|min|gcd)(?![A-Za-z])"
+)
+"""Else it would be a product of letters."""
 _POWER_OF_FACTORIAL = re.compile(r"((?:\d+|(?<![A-Za-z])[A-Za-z])!)\s*\^")
 """Not in the grammar."""
 _ARGUMENT = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc|ln|log))\s*(\\[a-z]+|[A-Za-z])\s*\\cdot(?![a-z])")
@@ -212,6 +216,7 @@ def _parsed(text: str, complex_numbers: bool) -> Any:
     layout = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     text = _FACTORIAL.sub(r"\2=\1", text)
     text = _DIFFERENTIAL.sub(lambda run: "(" + ")(".join(run[0]) + ")" if is_product(run[0]) else run[0], text)
+    text = _BARE_FUNCTION.sub(r"\\\1 ", text)
     text = _POWER_OF_FACTORIAL.sub(r"(\1)^", _ARGUMENT.sub(r"\1(\2)\\cdot ", text))
     text = normalize_latex(_DEGREES.sub(r" (\1 \\cdot \\frac{\\pi}{180})", text), layout)
     for formula in dict.fromkeys((text, get_last_eq(text))):
