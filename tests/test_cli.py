@@ -126,6 +126,8 @@ def test_dry_run_prints_the_plan_and_touches_nothing(
     assert "data parallel              1  world size / (tensor x pipeline x context)" in out
     assert "sequences per batch          256  32 prompts x 8 samples" in out
     assert "System prompt (rollout.tool_parser: hermes)\n  none\n" in out
+    line = "Objective: ctpo: cumulative ratio, window (-0.025, +0.05) sqrt(t), dual 0.05, mean per sequence"
+    assert out.splitlines().count(line) == 1
     assert "warning: first.yaml:5: policy.mini_batch_prompts = 32: makes exactly one update per batch" in err
     assert [path.name for path in folder.iterdir()] == ["first.yaml"]
     assert not hasattr(driver, "config")

@@ -33,6 +33,7 @@ from ctpo_megatron.config import (
     load_with_sources,
     rank_problem,
     read_shapes,
+    resolved_objective,
     spec_for,
 )
 from ctpo_megatron.environments.factory import system_prompt
@@ -184,6 +185,7 @@ def _dry_run(
     print_warnings(found.warnings)
     spec = shapes or spec_for(config)
     _print_config(config, args.verbose)
+    say(f"\n{resolved_objective(config.objective)['summary']}")
     _print_plan(config, job, args.gpu_gib, spec)
     if cuda:
         speeds = Speeds(tuple(args.mfu), tuple(args.decode) if args.decode else None, args.peak_tflops)

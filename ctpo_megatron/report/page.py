@@ -168,7 +168,8 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
     prompts, samples, mini = (
         get(key, "?") for key in ("rollout.prompts_per_step", "rollout.samples_per_prompt", "policy.mini_batch_prompts")
     )
-    yield "Objective", f"{get('objective.preset', '?')}, {get('objective.anchor', '?')} anchor"
+    yield "Objective", _objective(run)
+    yield "Anchor", f"{get('objective.anchor', '?')}, correction: {get('objective.correction.level', '?')}"
     yield "Model", str(get("model.path", "?"))
     files = [
         each if isinstance(each, str) else f"{each['path']} (weight {each['weight']:g})"
@@ -192,3 +193,10 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
         )
     if packages := run.environment.get("packages"):
         yield "Versions", ", ".join(f"{name} {version}" for name, version in packages.items())
+
+
+def _objective(run: RunData) -> str:
+    """As the run has recorded it, since presets may change; older runs have recorded the name alone."""
+    recorded = run.environment.get("objective")
+    summary = recorded.get("summary") if isinstance(recorded, dict) else None
+    return str(summary or run.setting("objective.preset", "?")).removeprefix("Objective: ")

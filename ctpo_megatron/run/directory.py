@@ -18,9 +18,10 @@ import yaml
 
 from ctpo_megatron import __version__
 from ctpo_megatron.base.files import DamagedFileError, read_mapping, read_note, write_json, write_text
+from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import flattened, has_sft_record, stored_settings
+from ctpo_megatron.config import flattened, has_sft_record, resolved_objective, stored_settings
 from ctpo_megatron.run.provenance import (
     changed_code,
     describe,
@@ -93,7 +94,7 @@ def _open(config: Config) -> Path:
     if not resumed:
         directory.mkdir(parents=True, exist_ok=True)
         _own(directory)
-        _describe(directory, stored_settings(config))
+        _describe(config)
     record_extensions(loaded_files(config), directory)
     return directory
 
@@ -127,7 +128,7 @@ def take_over(config: Config) -> None:
     if _changes(directory, settings):
         paths = RunPaths(directory)
         shutil.copyfile(paths.config, paths.previous_config)
-    _describe(directory, settings)
+    _describe(config)
 
 
 def is_finished(run: RunConfig) -> bool:
@@ -231,21 +232,24 @@ def _inputs(config: Config) -> list[Path]:
     return [path for path in paths if prepared is None or not path.resolve().is_relative_to(prepared)]
 
 
-def _describe(directory: Path, settings: Mapping[str, Any]) -> None:
+def _describe(config: Config) -> None:
     """Write the resolved configuration, with the one-time switches off: the file can be trained from again safely.
 
-    And code, command and machine of this start.
+    And code, command, machine and objective of this start. Keys of the objective stay as given, so its numbers are in a
+    comment: who reuses the file with another preset means all of that preset.
     """
-    lasting = {
-        "run": settings["run"] | _ONE_TIME,
-        "data": settings["data"] | {"rerender": False},
-        "checkpoint": settings["checkpoint"] | {"load": None},
+    settings, paths = stored_settings(config), RunPaths(config.run.directory)
+    settings["run"] |= _ONE_TIME
+    settings["data"]["rerender"], settings["checkpoint"]["load"] = False, None
+    objective = resolved_objective(config.objective)
+    sections = {
+        name: yaml.safe_dump({name: values}, sort_keys=False, allow_unicode=True) for name, values in settings.items()
     }
-    paths = RunPaths(directory)
-    write_text(paths.config, yaml.safe_dump({**settings, **lasting}, sort_keys=False, allow_unicode=True), durable=True)
-    facts = describe_environment()
+    sections["objective"] = f"# {printable(objective['summary'])}\n{sections['objective']}"
+    write_text(paths.config, "".join(sections.values()), durable=True)
+    facts = {**describe_environment(), "objective": objective}
     if (source := (settings["sft"] or {}).get("from")) is not None:
-        before = _facts(directory).get("sft_from")
+        before = _facts(config.run.directory).get("sft_from")
         facts["sft_from"] = describe_sft_source(source) if has_sft_record(Path(source)) else before
     write_json(paths.environment, facts, durable=True)
 

@@ -6,16 +6,18 @@ import io
 import json
 import random
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from ctpo_megatron.config import resolved_objective
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.report import print_summary, summarize, write_report
 from ctpo_megatron.report.health import checks, rank_memory
-from ctpo_megatron.report.page import report_page, tiles
+from ctpo_megatron.report.page import facts, report_page, tiles
 from ctpo_megatron.report.panels import panels
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.theme import DARK, LIGHT
@@ -299,3 +301,15 @@ def test_noise_that_leaves_the_clip_window_within_a_response_is_told(tmp_path):
             writer.log(step, {"reward/mean": 0.2, "mismatch/t_star": position})
     (check,) = (check for check in checks(RunData.load(tmp_path)) if check.label == "Noise position")
     assert (check.value, check.good) == ("token 3.09e+03", False)
+
+
+def test_the_settings_have_the_objective_in_numbers_as_the_run_recorded_it(demo_run: Path) -> None:
+    run = RunData.load(demo_run)
+    objective = resolved_objective(make_config(demo_run.parent).objective)
+    assert (
+        objective["summary"]
+        == f"Objective: {dict(facts(replace(run, environment={'objective': objective})))['Objective']}"
+    )
+    assert dict(facts(run))["Anchor"] == "proximal, correction: none"
+    for older in ({}, {"objective": None}, {"objective": {"preset": "grpo"}}):
+        assert dict(facts(replace(run, environment=older)))["Objective"] == "ctpo"

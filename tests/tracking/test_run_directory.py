@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from ctpo_megatron import __version__
+from ctpo_megatron.config import ObjectiveConfig, load_config, resolved_objective
 from ctpo_megatron.run.directory import (
     RunDirectoryError,
     claim,
@@ -33,6 +34,36 @@ def test_creates_the_directory_with_the_resolved_configuration(config_in):
     assert written["rollout"]["samples_per_prompt"] == 8
     assert type(config)(**written) == config
     assert (directory / "environment.json").exists()
+
+
+def test_the_objective_is_written_down_in_numbers(config_in):
+    config = config_in(objective={"preset": "dapo", "clip_high": 0.3})
+    directory = open_run_directory(config)
+    line = "Objective: dapo: token ratio, window (0.8, 1.3) of r, dual 3, mean over tokens"
+    text = (directory / "config.yaml").read_text()
+    assert f"\n# {line}\nobjective:\n  preset: dapo\n" in text
+    assert json.loads((directory / "environment.json").read_text())["objective"] == resolved_objective(config.objective)
+    given = yaml.safe_load(text)["objective"]
+    assert given["clip_high"] == 0.3 and given["ratio_mode"] is given["clip_low"] is given["loss_agg_mode"] is None
+
+
+def test_another_preset_over_a_stored_configuration_is_all_of_that_preset(config_in):
+    directory = open_run_directory(config_in(objective={"preset": "dapo"}))
+    again = load_config(directory / "config.yaml", ["objective.preset=gspo"])
+    assert resolved_objective(again.objective) == resolved_objective(ObjectiveConfig(preset="gspo"))
+
+
+def test_a_resume_takes_on_the_objective_and_needs_no_comment(config_in, caplog):
+    directory = open_run_directory(config_in())
+    stored = directory / "config.yaml"
+    stored.write_text("".join(line for line in stored.read_text().splitlines(True) if not line.startswith("#")))
+    open_run_directory(config_in(run={"resume": True}))
+    take_over(config_in(run={"resume": True}))
+    assert "another value" not in caplog.text and not (directory / "config.previous.yaml").exists()
+    assert "# Objective: ctpo: cumulative ratio, " in stored.read_text()
+    take_over(config_in(run={"resume": True}, objective={"preset": "grpo"}))
+    assert "# Objective: grpo: token ratio, " in stored.read_text()
+    assert json.loads((directory / "environment.json").read_text())["objective"]["preset"] == "grpo"
 
 
 @pytest.mark.parametrize("root", ["file", "n" * 300])
