@@ -7,18 +7,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from ctpo_megatron.config import ObjectiveConfig, load_config, resolved_objective
 from ctpo_megatron.config.keys import known_keys
+from ctpo_megatron.preflight.check import RunContext, failed, run_checks
+from ctpo_megatron.preflight.objective import check_objective
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("from_verl.md", "from_trl.md", "from_nemo_rl_and_slime.md")
 LEAST_ROWS = 25
+NUMBERS = "The same word, other numbers"
+DEFAULTS = {
+    "from_trl.md": "grpo: token ratio, window (0.8, 1.2) of r, no dual bound, mean over tokens, decoupled anchor, "
+    "sequence weights up to 3, rejects sequence_sum outside k1 (-1.0986, inf)",
+    "from_verl.md": "grpo: token ratio, window (0.8, 1.2) of r, dual 3, mean over tokens",
+}
+"""What a job with the defaults of another trainer optimises."""
+
+
+def section(page: str, heading: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
 def named(page: str, heading: str) -> Iterator[str]:
     """What the first column of the table under a heading names."""
-    section = (DOCS / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    for row in re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE):
+    for row in re.findall(r"^\| ([^|]+) \|", section(page, heading), re.MULTILINE):
         yield from (name.partition(":")[0] for name in re.findall(r"`([^`]+)`", row))
 
 
@@ -43,3 +57,36 @@ def test_our_metrics_are_in_the_reference(page: str) -> None:
 def test_the_version_that_was_read_is_named(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8").partition("\n## ")[0]
     assert re.search(r"\d+\.\d+\.\d", text)
+
+
+@pytest.mark.parametrize("page", DEFAULTS)
+def test_our_defaults_are_those_of_the_schema(page: str) -> None:
+    defaults = {key.path: key.default for key in known_keys()}
+    rows = re.findall(r"^\| [^|]+ \| [^|]+ \| ([^|]+) \|$", section(page, NUMBERS), re.MULTILINE)
+    given = [code.partition(": ") for row in rows for code in re.findall(r"`([^`]+: [^`]+)`", row)]
+    assert len(given) >= 7
+    assert {key: defaults[key] for key, _, _ in given} == {key: yaml.safe_load(value) for key, _, value in given}
+
+
+@pytest.mark.parametrize("page", DEFAULTS)
+def test_the_defaults_of_the_other_trainer_are_what_the_page_says(page: str, tmp_path: Path) -> None:
+    """As far as a configuration says it: the objective in numbers, and how many optimizer steps a batch has."""
+    (block,) = re.findall(r"```yaml\n(.*?)```", section(page, NUMBERS), re.DOTALL)
+    (tmp_path / "peer.yaml").write_text(f"defaults: {DOCS.parent / 'configs' / 'no_tools.yaml'}\n{block}")
+    config = load_config(tmp_path / "peer.yaml")
+    assert resolved_objective(config.objective)["summary"] == f"Objective: {DEFAULTS[page]}"
+    assert failed(run_checks([check_objective], RunContext(config))) == []
+    updates = config.rollout.prompts_per_step / config.policy.mini_batch_prompts
+    assert updates == (1 if page == "from_trl.md" else 1024 / 256)
+    assert (config.policy.dtype, config.rollout.max_response_tokens) == ("bfloat16", 512)
+
+
+def test_presets_with_a_name_of_trl_have_the_numbers_that_the_page_says() -> None:
+    text = section("from_trl.md", NUMBERS)
+    lines = {name: resolved_objective(ObjectiveConfig(preset=name)) for name in ("dapo", "grpo", "dr-grpo", "cispo")}
+    assert "`dapo`: r between .8 and 1.28, dual bound 3" in text
+    assert (lines["dapo"]["window"], lines["dapo"]["dual"]) == ({"low": 0.8, "high": 1.28}, 3.0)
+    assert "`grpo`: dual bound 3" in text and lines["grpo"]["dual"] == 3.0
+    assert "1 unless set; advantages are not divided" in text and "`cispo`: r up to 5" in text
+    assert lines["dr-grpo"]["loss_scale_factor"] == 1.0 and not lines["dr-grpo"]["advantage"]["normalize_std"]
+    assert lines["cispo"]["window"]["high"] == 5.0

@@ -256,7 +256,7 @@ class RewardConfig(Section):
         ge=0,
         le=1,
         description="largest share of samples without a verdict, as a mean over three batches; above it the run saves "
-        "its state and ends",
+        "its state and ends. Below 1 it also ends after the first step if that has no verdict at all",
     )
     overlong_penalty: OverlongPenaltyConfig | None = Field(
         default=None, description="subtracted from the rewards of long responses in training; null: nothing"

@@ -16,3 +16,7 @@ class NoVerdict:
 
     cause: MissingCause
     reason: str
+
+
+class Unreachable(NoVerdict):
+    """An exception of a connection: what the reward function asks may be up at the next call."""

@@ -13,9 +13,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.chat_template import CLOSE
-from ctpo_megatron.base.extensions import ExtensionError, activate
-from ctpo_megatron.config import Config, Problem
+from ctpo_megatron.base.extensions import ExtensionError, activate, load
+from ctpo_megatron.config import Config, Extension, Problem, flattened
 from ctpo_megatron.data import Group, Prompt, ToolCall
+from ctpo_megatron.data.verdict import NoVerdict, Unreachable
 from ctpo_megatron.environments.episode import Episode, ModelTurn, play
 from ctpo_megatron.environments.factory import episode_limits, make_parser, needs_sandbox
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from ctpo_megatron.data import Trajectory
 
 _NO_ANSWER = "I do not know."
+_FAILURES = ("exception", "crash", "timeout")
+"""Causes of no verdict that are no word of the function's own."""
 
 
 @dataclass
@@ -182,9 +185,15 @@ def _score(config: Config, prompt: Prompt, trajectory: Trajectory, found: FirstT
         pool.score([Group(prompt, [trajectory, blank])])
     right, without = trajectory.reward, blank.reward
     found.parts.append(("reward", f"{right} for the ground truth in a box, {without} for no answer"))
+    special = settings.by_source.get(prompt.data_source)
+    function, key = special or settings.function, f"reward.by_source.{prompt.data_source}"
+    failed = [why for each in (trajectory, blank) if (why := each.no_verdict) and why.cause in _FAILURES]
+    if failed:
+        worst = min(failed, key=_may_pass)
+        found.problems.append(_failure(key if special else "reward.function", function, worst))
+        return
     if right is not None and right > (0.0 if without is None else without):
         return
-    function = settings.by_source.get(prompt.data_source, settings.function)
     message = f"the ground truth {prompt.answer!r} in a box earns {right} by {function}, no answer {without}"
     built_in = not function.is_path
     found.problems.append(
@@ -195,3 +204,22 @@ def _score(config: Config, prompt: Prompt, trajectory: Trajectory, found: FirstT
             severity="error" if built_in else "warning",
         )
     )
+
+
+def _may_pass(why: NoVerdict) -> bool:
+    return why.cause == "timeout" or isinstance(why, Unreachable)
+
+
+def _failure(key: str, function: Extension, why: NoVerdict) -> Problem:
+    """The problem of a reward function without a verdict: a warning where only its server was not reached."""
+    from ctpo_megatron.rewards import WORDS, adapter_for
+
+    message = f"{function} gives no verdict on the first trajectory: {why.reason}"
+    if _may_pass(why):
+        given = (str(value) for _, value in flattened(function.arguments) if "://" in str(value))
+        address = "" if "://" in why.reason else ", ".join(given)
+        message += f"; its arguments name {address}" if address else ""
+        fix = "start what it asks before the run; where it asks nothing, raise reward.timeout_s"
+        return Problem(key, message, fix, severity="warning")
+    fix = adapter_for(load(WORDS.get(function.name, function.name))) or "correct the function, and try again"
+    return Problem(key, message, fix)

@@ -5,7 +5,7 @@ from ctpo_megatron.rewards.ground_truth import as_products, ground_truth_problem
 from ctpo_megatron.rewards.math import answer_part, last_boxed, score_math
 from ctpo_megatron.rewards.overlong import OVERLONG, OverlongPenalty
 from ctpo_megatron.rewards.pool import PendingScores, RewardPool, ScoreReport, reward_metrics
-from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward, RewardFunction, reward_problem
+from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward, RewardFunction, adapter_for, reward_problem
 from ctpo_megatron.rewards.reference import REFERENCE, reference_answer, score_reference
 from ctpo_megatron.rewards.validation import unverifiable
 from ctpo_megatron.rewards.workers import RewardWorkersLost
@@ -22,6 +22,7 @@ __all__ = [
     "RewardPool",
     "RewardWorkersLost",
     "ScoreReport",
+    "adapter_for",
     "answer_part",
     "as_products",
     "canonical",

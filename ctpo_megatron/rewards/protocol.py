@@ -32,6 +32,9 @@ RESERVED = frozenset({"mean", "std", "groups_mixed", "no_verdict", "groups_unjud
 """Reserved names `reward/<name>`, which no component or metric may use."""
 
 
+_OF_OTHERS = {"completions": ("TRL", "from_trl.md"), "solution_str": ("verl", "from_verl.md")}
+"""Parameter that the reward functions of another trainer have -> that trainer, and our page for its users."""
+
 _SUM: Any = "the sum of turns"
 
 _SUM_TOLERANCE = 1e-9
@@ -90,6 +93,27 @@ class RewardFunction(Protocol):
 
 def reward_problem(part: Any, arguments: Mapping[str, Any]) -> str:
     """Why a user's object cannot score with these arguments, or ""."""
+    problem = _call_problem(part, arguments)
+    adapter = adapter_for(part) if problem else ""
+    return f"{problem}; {adapter}" if adapter else problem
+
+
+def adapter_for(part: Any) -> str:
+    """Where the adapter of a reward function of another trainer is, known by the names of its parameters; or ""."""
+    method = inspect.getattr_static(part, "__call__") if isinstance(part, type) else part
+    try:
+        names = inspect.signature(method).parameters
+    except (TypeError, ValueError):  # no function, or one written in C without a signature
+        return ""
+    pages = (
+        f"{trainer} calls such functions: docs/{page} has an adapter of a few lines"
+        for name, (trainer, page) in _OF_OTHERS.items()
+        if name in names
+    )
+    return next(pages, "")
+
+
+def _call_problem(part: Any, arguments: Mapping[str, Any]) -> str:
     seen = ("trajectory", "prompt")
     if not isinstance(part, type):
         return call_problem(part, seen, arguments) if callable(part) else "is neither a function nor a class"

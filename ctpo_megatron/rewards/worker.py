@@ -8,19 +8,21 @@ import functools
 import inspect
 import io
 import json
+import operator
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctpo_megatron.base.extensions import ExtensionError, activate, end_copy_of, load, shown
+from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.signals import ENDING
-from ctpo_megatron.data.verdict import NoVerdict
+from ctpo_megatron.data.verdict import NoVerdict, Unreachable
 from ctpo_megatron.rewards.fork_server import end_with_trainer
 from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward
 
@@ -36,6 +38,8 @@ Routes = Mapping[str | None, tuple[str, Mapping[str, Any]]]
 Scored = Reward | NoVerdict
 T = TypeVar("T")
 
+_CLIENT_ERRORS = {"httpx": "HTTPError", "aiohttp": "ClientError"}
+"""Module (already imported if its error was raised) -> the errors of its requests. Other clients raise OSError."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _LARGEST = 3.4e38
 """Of float32, which advantages are in; a sum of such figures is finite in float64."""
@@ -146,7 +150,7 @@ def _called(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt
             return _setup.run(_awaited(result))
         return _scored(result)
     except BaseException as error:  # this process ignores signals, so a KeyboardInterrupt is the function's own
-        return raised(_described(error))
+        return _failed(error)
 
 
 async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
@@ -163,7 +167,7 @@ async def _awaited_call(function: Callable[..., Any], trajectory: Trajectory, pr
     try:
         result = function(trajectory, prompt)
     except BaseException as error:
-        return raised(_described(error))
+        return _failed(error)
     return await _awaited(result)
 
 
@@ -171,12 +175,17 @@ async def _awaited(result: Awaitable[Any]) -> Scored:
     try:
         return _scored(await result)
     except BaseException as error:  # not left to the event loop, which a KeyboardInterrupt or SystemExit would stop
-        return raised(_described(error))
+        return _failed(error)
 
 
 def raised(error: str) -> NoVerdict:
     """No verdict, because the function raised this."""
     return NoVerdict("exception", f"the scorer failed ({error})")
+
+
+def _failed(error: BaseException) -> NoVerdict:
+    reason = raised(_described(error)).reason
+    return (Unreachable if any(map(_is_of_a_connection, _causes(error))) else NoVerdict)("exception", reason)
 
 
 def late_after(timeout_s: float) -> NoVerdict:
@@ -221,7 +230,36 @@ def _is_flag(value: Any) -> bool:
 
 
 def _described(error: BaseException) -> str:
-    """The error and the line that raised it, as text: not every exception can be pickled."""
+    """The error, the address that it was about and the line that raised it, as text: not every one can be pickled."""
     frames = traceback.extract_tb(error.__traceback__)
     text = shown(error)
-    return f"{text} at {frames[-1].filename}:{frames[-1].lineno}" if frames else text
+    address = next(filter(None, map(_address, _causes(error))), "")
+    about = f" ({printable(address)})" if address and address not in text else ""
+    return f"{text}{about} at {frames[-1].filename}:{frames[-1].lineno}" if frames else f"{text}{about}"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it was raised from: a client of an API raises its own from an HTTP error."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        yield cause
+        seen.append(cause)
+        cause = cause.__cause__
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    clients = (getattr(sys.modules.get(module), name, ()) for module, name in _CLIENT_ERRORS.items())
+    if isinstance(error, tuple(clients)):
+        return True
+    file = isinstance(error, OSError) and error.errno is not None and error.filename is not None
+    return isinstance(error, OSError) and not file
+
+
+def _address(error: BaseException) -> str:
+    """The URL of the request that failed, or ""."""
+    for path in ("request.url", "request_info.real_url", "url"):
+        with contextlib.suppress(BaseException):  # of a user's class, or of httpx where no request was made
+            if "://" in (url := str(operator.attrgetter(path)(error))):
+                return url
+    return ""

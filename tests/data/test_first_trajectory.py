@@ -74,7 +74,10 @@ def test_no_sandbox_is_a_doubt_that_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert problem.severity == "warning" and "no sandbox starts here: no isolation" in str(problem)
 
 
+SCORED_ALONE = ("rollout.tools=[]", "sandbox.url=null")
 PARTS = """
+import os, socket, time, urllib.request
+import aiohttp, httpx
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 
 class BadExample(HermesParser):
@@ -86,6 +89,57 @@ class Episodes:
 
 def nothing(trajectory, prompt):
     return 0.0
+
+def broken(trajectory, prompt):
+    return float(prompt.solution)
+
+def for_boxes(trajectory, prompt):
+    return float(trajectory.final_text.split("boxed{")[1][0] == prompt.answer)
+
+def of_trl(completions, solution, **kwargs):
+    return [float(solution[0] in completion[0]["content"]) for completion in completions]
+
+def list_of_one(completions, prompt):
+    return [1.0]
+
+def ends(trajectory, prompt):
+    os._exit(3)
+
+def opens(trajectory, prompt):
+    return len(open("/nowhere/rubric.txt").read())
+
+def hangs(trajectory, prompt):
+    time.sleep(3600)
+
+def undecided(trajectory, prompt):
+    return None
+
+def by_socket(trajectory, prompt, *, url):
+    socket.create_connection(("127.0.0.1", 9), timeout=5)
+
+def by_urllib(trajectory, prompt, *, url):
+    urllib.request.urlopen(url, timeout=5)
+
+def by_httpx(trajectory, prompt, *, url):
+    httpx.get(f"{url}/judge", timeout=5)
+
+def by_client(trajectory, prompt, *, url):
+    try:
+        httpx.get(f"{url}/judge", timeout=5)
+    except httpx.HTTPError as error:
+        raise RuntimeError("the judge's client gives up") from error
+
+async def by_aiohttp(trajectory, prompt, *, url):
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/judge"):
+        pass
+
+def in_vain(trajectory, prompt, *, url):
+    raise TimeoutError("no answer within 1 s")
+
+def bug_without_answer(trajectory, prompt, *, url):
+    if "boxed" not in trajectory.final_text:
+        raise KeyError("boxed")
+    raise ConnectionError("the judge is away")
 """
 
 
@@ -111,6 +165,69 @@ def test_an_environment_of_ones_own_is_not_played(parts: str) -> None:
 def test_a_reward_that_the_right_answer_does_not_get(parts: str) -> None:
     (problem,) = first(parts, "reward.function=first_parts:nothing").problems
     assert problem.severity == "warning" and "earns 0.0 by first_parts:nothing, no answer 0.0" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("broken", "AttributeError: 'Prompt' object has no attribute 'solution' at "),
+        ("for_boxes", "IndexError: list index out of range at "),  # of the answer without a box alone
+        ("opens", "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/rubric.txt' at "),
+        ("ends", "the scorer failed (ProcessExpired("),
+    ],
+)
+def test_a_reward_function_that_fails_is_an_error(parts: str, name: str, said: str) -> None:
+    (problem,) = first(parts, *SCORED_ALONE, f"reward.function=first_parts:{name}").problems
+    assert problem.failed and problem.key == "reward.function"
+    assert f"first_parts:{name} gives no verdict on the first trajectory: the scorer failed (" in str(problem)
+    assert said in str(problem) and "correct the function" in str(problem)
+
+
+def test_the_function_of_the_data_source_is_the_one_that_is_named(parts: str) -> None:
+    (problem,) = first(parts, *SCORED_ALONE, "reward.by_source={u: 'first_parts:broken'}").problems
+    assert problem.failed and problem.key == "reward.by_source.u" and "first_parts:broken gives no" in str(problem)
+
+
+@pytest.mark.parametrize("name", ["of_trl", "list_of_one"])
+def test_a_reward_function_of_trl_is_an_error_that_names_the_adapter(parts: str, name: str) -> None:
+    (problem,) = first(parts, *SCORED_ALONE, f"reward.function=first_parts:{name}").problems
+    assert problem.failed and "TypeError: " in str(problem) and problem.fix.startswith("TRL calls such functions: ")
+    assert "docs/from_trl.md has an adapter" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("by_socket", "ConnectionRefusedError: [Errno 111] Connection refused"),
+        ("by_urllib", "URLError: "),
+        ("by_httpx", "ConnectError: "),
+        ("by_client", "RuntimeError: the judge's client gives up"),
+        ("by_aiohttp", "ClientConnectorError: "),
+        ("in_vain", "TimeoutError: no answer within 1 s"),
+    ],
+)
+def test_a_judge_that_is_not_there_is_a_warning_with_its_address(parts: str, name: str, said: str) -> None:
+    function = f"{{name: 'first_parts:{name}', arguments: {{url: 'http://127.0.0.1:9/v1'}}}}"
+    (problem,) = first(parts, *SCORED_ALONE, f"reward.function={function}").problems
+    assert problem.severity == "warning" and said in str(problem) and "start what it asks" in str(problem)
+    asked = "http://127.0.0.1:9/v1/judge" if name in ("by_httpx", "by_client") else "http://127.0.0.1:9/v1"
+    assert asked in str(problem) or (name == "by_aiohttp" and "127.0.0.1:9" in str(problem))
+
+
+def test_a_function_that_takes_too_long_is_a_warning(parts: str) -> None:
+    (problem,) = first(parts, *SCORED_ALONE, "reward.function=first_parts:hangs", "reward.timeout_s=0.5").problems
+    assert problem.severity == "warning" and "killed after 0.5 s" in str(problem) and "reward.timeout_s" in problem.fix
+
+
+def test_a_bug_next_to_a_judge_that_is_away_is_an_error(parts: str) -> None:
+    function = "{name: 'first_parts:bug_without_answer', arguments: {url: 'http://127.0.0.1:9/v1'}}"
+    (problem,) = first(parts, *SCORED_ALONE, f"reward.function={function}").problems
+    assert problem.failed and "KeyError: 'boxed'" in str(problem)
+
+
+def test_a_function_that_does_not_know_is_a_warning(parts: str) -> None:
+    (problem,) = first(parts, *SCORED_ALONE, "reward.function=first_parts:undecided").problems
+    assert problem.severity == "warning" and "earns None by first_parts:undecided" in str(problem)
 
 
 def test_budgets_that_the_example_does_not_fit(folder: Path) -> None:

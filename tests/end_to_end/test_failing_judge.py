@@ -71,6 +71,22 @@ def test_a_judge_that_fails_for_most_ends_the_run_which_goes_on_once_it_is_mende
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_judge_that_always_fails_ends_the_run_after_its_first_step(tmp_path: Path) -> None:
+    ctpo = Ctpo(tmp_path)
+    same = (*SETTINGS, "run.name=never", f'extensions.path=["{tmp_path}"]')
+    done = ctpo.train(*same, judged(ctpo, 1.0))
+    assert done.returncode == 2, done.stderr[-4000:]
+    message = done.stderr.splitlines()[-1]
+    assert "no sample of step 1 has a verdict: " in message and f" of {SAMPLES} times the scorer " in message
+    assert [line["step"] for line in records(tmp_path / "runs/never") if line["step"]] == [1]
+    assert (tmp_path / "runs/never/checkpoints/step_000001/COMPLETE.json").exists()
+    again = ctpo.train(*same, judged(ctpo, 0.0), "run.resume=auto", "run.steps=3")
+    assert again.returncode == 0, again.stderr[-4000:]
+    assert [line["step"] for line in records(tmp_path / "runs/never") if line["step"]] == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_ranks_end_together(tmp_path: Path) -> None:
     ctpo = Ctpo(tmp_path)
     done = ctpo.launch(*SETTINGS, "run.name=two", f'extensions.path=["{tmp_path}"]', judged(ctpo, 0.8), ranks=2)

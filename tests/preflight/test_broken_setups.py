@@ -161,6 +161,31 @@ SETUPS = {
         parts("def f(trajectory, prompt):\n    return 0.0\n"),
         doubt=True,
     ),
+    "a reward of TRL": Broken(
+        "TypeError: 'Trajectory' object is not iterable",
+        "TRL calls such functions: docs/from_trl.md has an adapter",
+        "extensions.path=[.] reward.function=broken_parts:f",
+        parts("def f(completions, solution, **kwargs):\n    return [1.0 for completion in completions]\n"),
+    ),
+    "a reward of verl": Broken(
+        "missing a required argument: 'ground_truth'",
+        "verl calls such functions: docs/from_verl.md has an adapter",
+        "extensions.path=[.] reward.function=broken_parts:f",
+        parts("def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"),
+    ),
+    "a reward that raises": Broken(
+        "reward.function: broken_parts:f gives no verdict on the first trajectory: the scorer failed (AttributeError: ",
+        "correct the function",
+        "extensions.path=[.] reward.function=broken_parts:f",
+        parts("def f(trajectory, prompt):\n    return prompt.solution\n"),
+    ),
+    "a reward whose judge is away": Broken(
+        "Connection refused (http://127.0.0.1:9/v1)",
+        "start what it asks before the run",
+        "extensions.path=[.] reward.function=broken_parts:f",
+        parts("import httpx\ndef f(trajectory, prompt):\n    httpx.get('http://127.0.0.1:9/v1')\n"),
+        doubt=True,
+    ),
     "an unknown tool parser": Broken(
         '= "xml"', "write hermes or fenced, or package.module:Name", "rollout.tool_parser=xml"
     ),

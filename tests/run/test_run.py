@@ -196,10 +196,10 @@ def verdicts(missing: int, of: int = 4) -> Batch:
 @pytest.mark.parametrize(
     ("missing", "limit", "ends"),
     [
-        ([4, 4, 4, 4, 4], 0.5, 3),
+        ([3, 4, 4, 4, 4], 0.5, 3),
         ([0, 0, 4, 4, 0], 0.5, 4),
-        ([4, 0, 2, 4, 0], 0.5, None),  # exactly the limit is allowed
-        ([4, 4, 0, 1, 1], 0.5, 3),
+        ([3, 1, 2, 3, 1], 0.5, None),  # exactly the limit is allowed
+        ([3, 4, 0, 1, 1], 0.5, 3),
         ([4, 4, 4, 4, 4], 1.0, None),
         ([0, 0, 0, 0, 1], 0.0, 5),
         ([0, 0, 0, 0, 0], 0.0, None),
@@ -223,6 +223,23 @@ def test_too_few_verdicts_end_the_run_with_its_state_saved(
     assert f"the first: step {first}, prompt p sample 0: the scorer failed (OSError('judge 7 is away'))" in said
     assert "or raise reward.max_failed" in said and "run.resume=auto" in said
     assert recorder.calls[-2:] == [f"log {ends}", f"ensure_saved {ends}"] and run.done == ends
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 0.99])
+def test_a_first_batch_without_any_verdict_ends_the_run_with_the_most_frequent_cause(
+    tmp_path: Path, stop: StopSignal, limit: float
+) -> None:
+    run, recorder = a_run(tmp_path, stop, reward={"max_failed": limit})
+    batch = verdicts(4)
+    batch.groups[0].trajectories[0].no_verdict = NoVerdict("timeout", "the scorer was killed after 5 s")
+    everything: Any = recorder
+    everything.next_batch = lambda step: batch
+    with pytest.raises(TooManyFailed) as raised:
+        reinforce(run, everything, everything)
+    said = str(raised.value)
+    assert "no sample of step 1 has a verdict: 3 of 4 times the scorer failed (OSError('judge 7 is away'))" in said
+    assert "run.resume=auto" in said and "set reward.max_failed=1" in said
+    assert recorder.calls[-2:] == ["log 1", "ensure_saved 1"] and run.done == 1
 
 
 def test_a_resumed_run_counts_anew(tmp_path: Path, stop: StopSignal) -> None:
