@@ -219,7 +219,8 @@ def _failure(key: str, function: Extension, why: NoVerdict) -> Problem:
         given = (str(value) for _, value in flattened(function.arguments) if "://" in str(value))
         address = "" if "://" in why.reason else ", ".join(given)
         message += f"; its arguments name {address}" if address else ""
-        fix = "start what it asks before the run; where it asks nothing, raise reward.timeout_s"
+        fix = "start what it asks before the run, or "
+        fix += "raise reward.timeout_s" if why.cause == "timeout" else "correct its address"
         return Problem(key, message, fix, severity="warning")
     fix = adapter_for(load(WORDS.get(function.name, function.name))) or "correct the function, and try again"
     return Problem(key, message, fix)
