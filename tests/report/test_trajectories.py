@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctpo_megatron.config import PRESETS, ObjectiveConfig, objective_from_config
+from ctpo_megatron.config import PRESETS, ObjectiveConfig, objective_from_config, resolved_objective
 from ctpo_megatron.report.page import report_page
 from ctpo_megatron.report.trajectories.heads import Address, addresses
 from ctpo_megatron.report.trajectories.ratio import MOST_POINTS, RatioQuantity, ratio_points, ratio_spec
@@ -204,6 +204,9 @@ def test_the_page_of_another_objective_has_another_caption(tmp_path):
     run_dir = write_run(tmp_path, steps=2)
     config = (run_dir / "config.yaml").read_text(encoding="utf-8")
     (run_dir / "config.yaml").write_text(config.replace("preset: ctpo", "preset: gspo"), encoding="utf-8")
+    facts = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
+    facts["objective"] = resolved_objective(ObjectiveConfig(preset="gspo"))
+    (run_dir / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
     page = report_page(run_dir)
     assert (
         "Log-ratio of the whole sequence divided by its length" in page
