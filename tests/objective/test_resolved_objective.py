@@ -187,9 +187,9 @@ def edge(inside: Callable[[float], float], low: float, high: float) -> float:
 def test_the_window_is_that_of_the_diagnostics(name: str, t: int) -> None:
     loss = Loss(name)
     zeros, sequence = torch.zeros(t, dtype=torch.float64), torch.tensor([0, t])
-    found = token_diagnostics(zeros, zeros, torch.ones(t), loss.objective, cu_seqlens=sequence)
+    measured = token_diagnostics(zeros, zeros, torch.ones(t), loss.objective, cu_seqlens=sequence)
     low, high, _ = bounds(loss.resolved, t)
-    assert (found.low[-1].item(), found.high[-1].item()) == pytest.approx(
+    assert (measured.low[-1].item(), measured.high[-1].item()) == pytest.approx(
         (low, high), rel=1e-5, abs=2e-7
     )  # float32 next to 1
 
@@ -260,8 +260,8 @@ def test_the_divergence_that_takes_a_token_out(name: str, sign: float) -> None:
 def test_the_largest_ratio(name: str) -> None:
     loss = Loss(name)
     largest = loss.resolved["window"]["largest_ratio"]
-    found = loss.gradient([math.log(2 * largest)], 1.0, mu=1e-4)
-    assert found == pytest.approx(largest)
+    measured = loss.gradient([math.log(2 * largest)], 1.0, mu=1e-4)
+    assert measured == pytest.approx(largest)
 
 
 @pytest.mark.parametrize("name", of_mode("prefix_tv"))
@@ -299,8 +299,10 @@ def test_the_aggregation_is_that_of_the_loss(name: str) -> None:
     zeros, of_sequence = torch.zeros(6), torch.tensor([0, 1, 4, 6])
     mask = torch.tensor([1, 1, 1, 1, 0, 0])
     advantages = torch.tensor([1.0, -1.0, 1.0])
-    found = policy_loss(zeros, zeros, advantages, torch.ones(6), loss.objective, loss_mask=mask, cu_seqlens=of_sequence)
-    token = found.per_token.double()
+    measured = policy_loss(
+        zeros, zeros, advantages, torch.ones(6), loss.objective, loss_mask=mask, cu_seqlens=of_sequence
+    )
+    token = measured.per_token.double()
     one, three = token[0].item(), token[1:4].sum().item()
     sequences = Denominators.of(mask, of_sequence).sequences if loss.resolved["count_masked_sequences"] else 2
     expected = {
@@ -308,7 +310,7 @@ def test_the_aggregation_is_that_of_the_loss(name: str) -> None:
         "seq-mean-token-sum": (one + three) / sequences / (loss.resolved["loss_scale_factor"] or 1),
         "token-mean": (one + three) / 4,
     }[loss.resolved["loss_agg_mode"]]
-    assert found.loss.item() == pytest.approx(expected)
+    assert measured.loss.item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", PRESETS)
