@@ -17,6 +17,7 @@
 - `PositionStats`: sums by position in the response, for figures of S_t and of clip rates against t.
 """
 
+from ctpo_megatron.base.positions import PositionStats
 from ctpo_megatron.config import PRESETS, PolicyObjective, objective_from_config
 from ctpo_megatron.objective.advantages import Advantage, batch_advantages, group_advantages, turn_advantages
 from ctpo_megatron.objective.aggregation import Denominators
@@ -32,9 +33,7 @@ from ctpo_megatron.objective.function import (
 from ctpo_megatron.objective.fused import linear_policy_loss, warm_up_kernels
 from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, noise_metrics, weight_mean
 from ctpo_megatron.objective.policy_loss import policy_loss, supervised_loss
-from ctpo_megatron.objective.position_law import PositionLaw, fit_law, points_of_bins
 from ctpo_megatron.objective.positions import (
-    PositionStats,
     position_metrics,
     position_stats,
     skipped_stats,
@@ -55,13 +54,11 @@ __all__ = [
     "ObjectiveOutput",
     "PolicyLossOutput",
     "PolicyObjective",
-    "PositionLaw",
     "PositionStats",
     "TokenDiagnostics",
     "batch_advantages",
     "correct",
     "correction_metrics",
-    "fit_law",
     "function_loss",
     "group_advantages",
     "linear_policy_loss",
@@ -70,7 +67,6 @@ __all__ = [
     "noise_metrics",
     "objective_from_config",
     "objective_problem",
-    "points_of_bins",
     "policy_loss",
     "position_metrics",
     "position_stats",

@@ -1,14 +1,9 @@
-"""Statistics of a step by position t in the response: sums that merge exactly, from per-token outputs of the passes.
-
-t counts the model tokens of a trajectory from 1, as in S_t (paper, section 3). The bins are the same for all runs, so
-that files of different runs can be added and compared.
-"""
+"""Statistics of a step by position t in the response, from per-token outputs of the passes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,126 +11,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ctpo_megatron.base.positions import (
+    BINS,
+    COLUMNS,
+    HISTOGRAM_BINS,
+    SIDES,
+    SIGNS,
+    PositionStats,
+    bin_of,
+    histogram_bin,
+    quantile,
+)
 from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, objective_ratios, prefix_sum
 from ctpo_megatron.objective.sequences import SequenceBounds
 from ctpo_megatron.objective.surrogate import surrogate
 
-_SINGLE, _BINS_AN_OCTAVE, _WIDE = 16, 4, 48
-BINS = _SINGLE + _WIDE
-LAST_POSITIONS = (
-    *range(1, _SINGLE + 1),
-    *(math.floor(_SINGLE * 2 ** ((j + 1) / _BINS_AN_OCTAVE)) for j in range(_WIDE)),
-)
-"""Last position of each bin: 1 to 16 one by one, then four bins an octave; the last bin has all later positions."""
-
-SIGNS = ("positive", "negative", "zero")
-"""Of the advantage."""
-COUNTS = (
-    "n",
-    "n_loss",
-    "n_computed",
-    "n_entropy",
-    "clip_high",
-    "clip_low",
-    "clip_dual",
-    "fixed_high",
-    "fixed_low",
-    "widening_high",
-    "widening_low",
-)
-SUMS = ("t", "S", "S2", "d", "d2", "r", "r2", "x", "x2", "entropy")
-COLUMNS = COUNTS + SUMS
-"""What is known of the tokens of a cell, a sign and a bin; docs/reference/metrics.md defines them."""
-SIDES = ("high", "low", "dual")
-
 FIXED_WINDOW = (math.log(0.5), math.log(5.0))
 """Bounds of log r of the fixed window that the paper compares with."""
 WIDENING_WINDOW = (-0.025, 0.05)
 """Bounds of log r of the paper's window, times sqrt(t)."""
-
-_SMALLEST, _DECADES, _BINS_A_DECADE = 1e-6, 7, 64
-_HALF = _DECADES * _BINS_A_DECADE
-HISTOGRAM_BINS = 2 * _HALF + 1
-"""Of log r: |log r| < 1e-6 in the middle, and 64 bins a decade on either side, the outer ones without an end."""
-
-
-@dataclass(frozen=True)
-class PositionStats:
-    """Sums over tokens, float64; counts are exact to 2^53.
-
-    cells: `[len(SIGNS), BINS, len(COLUMNS)]`. histogram: `[HISTOGRAM_BINS]`, of the objective's log r of computed loss
-    tokens. shares: `[len(SIDES) + 1]`, the clipped share of the loss tokens of each trajectory, summed over
-    trajectories, and the number of trajectories with loss tokens.
-    """
-
-    cells: NDArray[np.float64]
-    histogram: NDArray[np.float64]
-    shares: NDArray[np.float64]
-
-    @classmethod
-    def empty(cls) -> PositionStats:
-        """Of no token."""
-        return cls(np.zeros((len(SIGNS), BINS, len(COLUMNS))), np.zeros(HISTOGRAM_BINS), np.zeros(len(SIDES) + 1))
-
-    def __add__(self, other: PositionStats) -> PositionStats:
-        return PositionStats(self.cells + other.cells, self.histogram + other.histogram, self.shares + other.shares)
-
-    def record(self) -> dict[str, Any]:
-        """A plain-JSON form: sign -> column -> numbers by bin up to the last with a token, columns of zeros left out;
-        `histogram`, bin -> count. Sums have 14 significant digits; one that is not finite is None."""
-        filled = np.flatnonzero(self.column("n").any(0))
-        bins = int(filled[-1]) + 1 if filled.size else 0
-        found: dict[str, Any] = {
-            sign: {
-                name: [_plain(value, name in COUNTS) for value in cells[:bins, place].tolist()]
-                for place, name in enumerate(COLUMNS)
-                if cells[:, place].any()
-            }
-            for sign, cells in zip(SIGNS, self.cells, strict=True)
-        }
-        counted = np.flatnonzero(self.histogram).tolist()
-        return found | {"histogram": {str(place): int(self.histogram[place]) for place in counted}}
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> PositionStats:
-        """Inverse of `record`, to the digits of it, but for the shares of trajectories; None is NaN."""
-        found = cls.empty()
-        for sign, cells in zip(SIGNS, found.cells, strict=True):
-            for name, values in record[sign].items():
-                cells[: len(values), COLUMNS.index(name)] = [math.nan if value is None else value for value in values]
-        for place, count in record["histogram"].items():
-            found.histogram[int(place)] = count
-        return found
-
-    def unlike(self, expected: PositionStats, tolerance: float) -> str:
-        """The first that differs: the histogram, a count, or a sum by more than `tolerance` of the largest in its
-        column; "" for nothing. Entropy is left out where `expected` does not know it."""
-        if not np.array_equal(self.histogram, expected.histogram):
-            return "another histogram of log r"
-        known = expected.column("n_entropy").any()
-        for name in COLUMNS:
-            ours, theirs = self.column(name), expected.column(name)
-            allowed = 0.0 if name in COUNTS else tolerance * float(np.abs(theirs).max())
-            worst = float(np.abs(ours - theirs).max())
-            if not worst <= allowed and (known or "entropy" not in name):  # NaN differs from everything
-                return f"{name} differs by {worst:.3g}"
-        return ""
-
-    def column(self, name: str) -> NDArray[np.float64]:
-        """`[len(SIGNS), BINS]`."""
-        return self.cells[:, :, COLUMNS.index(name)]
-
-
-def _plain(value: float, is_count: bool) -> float | int | None:
-    if is_count:
-        return int(value)
-    return float(f"{value:.14g}") if math.isfinite(value) else None
-
-
-def bin_of(position: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
-    """The bin of each position, from 1."""
-    return np.minimum(np.searchsorted(LAST_POSITIONS, position), BINS - 1)
 
 
 @torch.no_grad()
@@ -213,7 +108,7 @@ def _summed(
     }
     size = len(SIGNS) * BINS
     cells = np.stack([np.bincount(cell, values[name], size).astype(np.float64) for name in COLUMNS], axis=1)
-    histogram = np.bincount(_histogram_bin(x[loss] if objective else x[:0]), minlength=HISTOGRAM_BINS)
+    histogram = np.bincount(histogram_bin(x[loss] if objective else x[:0]), minlength=HISTOGRAM_BINS)
     of = sequence.astype(np.int64)
     tokens = np.bincount(of, trained, sequences)
     shares = [np.bincount(of, side, sequences)[tokens > 0] / tokens[tokens > 0] for side in (high, low, dual)]
@@ -238,29 +133,6 @@ def skipped_stats(sequences: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> Pos
         zero[:, COLUMNS.index("n_loss")] += np.bincount(bins, loss[where] != 0, BINS)
         found.shares[-1] += bool(np.any(loss[where]))
     return found
-
-
-def _histogram_bin(log_ratio: NDArray[np.float64]) -> NDArray[np.int64]:
-    size = np.abs(np.where(np.isnan(log_ratio), 0.0, log_ratio))
-    with np.errstate(divide="ignore"):
-        place = np.floor(np.log10(size / _SMALLEST) * _BINS_A_DECADE)
-    place = np.clip(place, -1, _HALF - 1).astype(np.int64) + 1
-    return _HALF + np.where(log_ratio < 0, -place, place)
-
-
-def histogram_value(bin_: int) -> float:
-    """The smallest |log r| of a bin of the histogram, with its sign: no quantile is beyond the extremes."""
-    place = abs(bin_ - _HALF)
-    size = 0.0 if place == 0 else _SMALLEST * 10 ** ((place - 1) / _BINS_A_DECADE)
-    return math.copysign(size, bin_ - _HALF)
-
-
-def quantile(histogram: NDArray[np.float64], share: float) -> float:
-    """log r below which `share` of the tokens are, to one bin; NaN without tokens."""
-    total = np.cumsum(histogram)
-    if not total[-1]:
-        return math.nan
-    return histogram_value(int(np.searchsorted(total, share * total[-1])))
 
 
 def _rates_by_sign(whole: PositionStats) -> dict[str, float]:

@@ -114,7 +114,7 @@ def _position_law(run: RunData) -> Iterator[Indicator]:
     group = RunGroup("", {"": (run,)}, {})
     if (late := late_positions(group, "last")) is None:
         return
-    from ctpo_megatron.objective import fit_law, points_of_bins  # torch, which trackers do without
+    from ctpo_megatron.base.position_law import fit_law, points_of_bins  # numpy, which trackers do without
 
     if (law := fit_law(points_of_bins(late.stats))) is not None:
         note = f"{law.verdict}; last mini-batch, second half of the run (positions.jsonl)"

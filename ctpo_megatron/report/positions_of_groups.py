@@ -10,7 +10,8 @@ from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.tracking import read_positions
 
 if TYPE_CHECKING:
-    from ctpo_megatron.objective import PositionLaw, PositionStats
+    from ctpo_megatron.base.position_law import PositionLaw
+    from ctpo_megatron.base.positions import PositionStats
 
 LEAST = 30
 """Tokens of a bin from which on it is shown."""
@@ -81,7 +82,7 @@ def chosen_steps(group: RunGroup) -> list[PositionSums]:
 
 def growth(sums: PositionSums) -> Growth:
     """Points and their fits, as the paper makes them."""
-    from ctpo_megatron.objective import fit_law, points_of_bins
+    from ctpo_megatron.base.position_law import fit_law, points_of_bins
 
     points = points_of_bins(sums.stats)
     return Growth(sums.label, points.t.tolist(), points.std.tolist(), fit_law(points))
@@ -125,7 +126,7 @@ def entropies(sums: PositionSums) -> ByPosition | None:
 
 
 def _summed(label: str, records: Sequence[dict[str, Any]]) -> PositionSums:
-    from ctpo_megatron.objective import PositionStats
+    from ctpo_megatron.base.positions import PositionStats
 
     steps = sorted({record["step"] for record in records})
     return PositionSums(label, steps, sum(map(PositionStats.of_record, records), PositionStats.empty()))

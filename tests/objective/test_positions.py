@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ctpo_megatron.objective import (
-    PRESETS,
-    PolicyObjective,
-    PositionStats,
-    position_metrics,
-    position_stats,
-    skipped_stats,
-)
-from ctpo_megatron.objective.positions import (
+from ctpo_megatron.base.positions import (
     BINS,
     COLUMNS,
     COUNTS,
@@ -29,6 +21,14 @@ from ctpo_megatron.objective.positions import (
     bin_of,
     histogram_value,
     quantile,
+)
+from ctpo_megatron.objective import (
+    PRESETS,
+    PolicyObjective,
+    PositionStats,
+    position_metrics,
+    position_stats,
+    skipped_stats,
 )
 from tests.objective.objective_reference import Sequence, packed, random_batch, reference
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import yaml
 from ctpo_megatron import __version__
 from ctpo_megatron.policy.checkpoint_files import complete, digests, read_marker
 from ctpo_megatron.tracking import (
+    PositionsWriter,
     read_heads,
+    read_positions,
     read_scores,
     read_texts,
     read_times,
@@ -21,6 +25,8 @@ from ctpo_megatron.tracking import (
     trajectory_of,
 )
 from tests.releases.make import FOLDER, LARGEST, NAME, train
+from tests.report.test_paper_figures import drawn
+from tests.support.deadlines import scaled
 
 ARCHIVES = sorted(FOLDER.glob("*.tar.xz"))
 each_release = pytest.mark.parametrize("archive", ARCHIVES, ids=[path.name for path in ARCHIVES])
@@ -56,6 +62,29 @@ def test_a_stored_run_is_small_and_whole(archive: Path, tmp_path: Path) -> None:
         assert [head.prompt_id for head in read_heads(dump)] == [record["prompt_id"] for record in records] != []
         assert len([*read_texts(dump)]) == len([*read_times(dump)]) == len([*read_scores(dump)]) == len(records)
         assert [trajectory_of(record).reward for record in records] == [record["reward"] for record in records]
+
+
+BASE_INSTALL = """
+import sys
+sys.modules |= dict.fromkeys(("torch", "megatron", "ray", "vllm", "transformers", "safetensors", "ctpo_kernels"))
+from ctpo_megatron.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""`ctpo` without what trains: what is None there cannot be imported."""
+
+
+@each_release
+def test_it_is_reported_and_compared_without_torch(archive: Path, tmp_path: Path) -> None:
+    """As on a login node: rows of positions, too, of which there are enough for a fit."""
+    run = unpacked(archive, tmp_path)
+    assert len([*read_positions(run, "last")]) == 2
+    PositionsWriter(run).log(2, {"last": drawn()[0].record()})
+    for words in (("report", run), ("compare", run, run, "--out", run / "both.html")):
+        command = [sys.executable, "-c", BASE_INSTALL, *map(str, words)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(100))
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "std(S_t) grows like sqrt(t)" in (run / "report.html").read_text(encoding="utf-8")
+    assert "Effective sample size by position" in (run / "both.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctpo_megatron.objective.position_law import Points, fit_law
+from ctpo_megatron.base.position_law import Points, fit_law
 from ctpo_megatron.objective.positions import FIXED_WINDOW, WIDENING_WINDOW
 from ctpo_megatron.theory.random_walk import (
     Autoregressive,

@@ -10,7 +10,7 @@ import ast
 import re
 from functools import cache
 
-from ctpo_megatron.objective.positions import COLUMNS
+from ctpo_megatron.base.positions import COLUMNS
 from tests.test_links import ROOT
 
 PAGE = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ctpo_megatron.objective.positions import LAST_POSITIONS, PositionStats
+from ctpo_megatron.base.positions import LAST_POSITIONS, PositionStats
 
 Floats = NDArray[np.float64]
 LONGEST = 5_000
