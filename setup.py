@@ -32,6 +32,7 @@ setup(
     # stack is an extra, pinned in requirements/.
     install_requires=[
         "omegaconf>=2.3",
+        "packaging>=23",
         "pydantic>=2.11",
         "PyYAML>=6",
         "rich>=13",

@@ -97,7 +97,7 @@ def test_what_a_verb_does_not_import(arguments: list[str], banned: set[str]) -> 
 def test_a_package_that_a_login_node_lacks_is_named(capsys: pytest.CaptureFixture[str], module: str) -> None:
     error = ModuleNotFoundError(f"No module named {module!r}", name=module)
     assert report_error(error, "verify") == 2
-    said = f"ctpo verify: {module.partition('.')[0]} is not installed, and this needs it; `ctpo doctor` says how"
+    said = f"ctpo verify: {module.partition('.')[0]} is not installed, and this needs it: pip install "
     assert capsys.readouterr().err.startswith(said)
 
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from ctpo_megatron import __version__
+from ctpo_megatron.cli.errors import _EXTRAS
+from ctpo_megatron.tracking import PositionsWriter
+from tests.releases.test_stored_runs import ARCHIVES, unpacked
+from tests.report.test_paper_figures import drawn
 from tests.support.deadlines import scaled
+from tests.test_architecture import imports_of, modules_of, ours, package_of
 from tests.tracking.synthetic_run import write_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,6 +123,57 @@ def test_a_wheel_finds_its_own_configurations(built: Path, tmp_path: Path) -> No
     assert found == "quickstart\n"
 
 
+WITHOUT = """
+sys.modules[sys.argv.pop(1)] = None
+from ctpo_megatron.cli import main
+sys.exit(main())
+"""
+"""`ctpo` without a module, which is the first argument."""
+
+
+def test_advice_is_for_the_kind_of_install(built: Path, tmp_path: Path) -> None:
+    """A wheel has no checkout to install from; a checkout may be another folder than the current one."""
+    for wheel in built.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    for path, folder, train, kernels in (
+        (str(tmp_path / "site"), tmp_path, "'ctpo-megatron[train]'", "ctpo_kernels-*.whl"),
+        (str(ROOT), tmp_path, f"-e '{ROOT}[train]'", f"{ROOT}/kernels"),
+        (str(ROOT), ROOT, "-e '.[train]'", "./kernels"),
+    ):
+        for hidden, advice in (("torch", train), ("ctpo_kernels", f"--no-deps {kernels}")):
+            code = f"import sys; sys.path.insert(0, {path!r}); {WITHOUT}"
+            said = run(sys.executable, "-c", code, hidden, "verify", cwd=folder, status=2)
+            assert f"{hidden} is not installed, and this needs it: pip install {advice} (`ctpo doctor`" in said
+
+
+def test_whatever_the_base_install_lacks_has_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: declared.update(arguments))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    base = with_their_own(declared["install_requires"])
+    brought_by = importlib.metadata.packages_distributions()
+    files = [path for folder in ("ctpo_megatron", "sandbox") for path in modules_of(ROOT / folder)]
+    imported = {name.split(".")[0] for path in files for _, name in imports_of(path, package_of(path))}
+    foreign = {name for name in imported - sys.stdlib_module_names if not ours(name)}
+    lacks = {name for name in foreign if not base.intersection(map(canonicalize_name, brought_by.get(name, [])))}
+    assert lacks > {"torch", "vllm", "fastapi"}
+    assert lacks <= {module for modules in _EXTRAS.values() for module in modules}
+    assert _EXTRAS.keys() - {"engine"} <= declared["extras_require"].keys() >= {"cpu", "cuda"}
+
+
+def with_their_own(texts: Iterable[str]) -> set[str]:
+    """The distributions that requirements bring, and all that these require without an extra."""
+    found, waiting = set[str](), [*texts]
+    while waiting:
+        wanted = Requirement(waiting.pop())
+        name = canonicalize_name(wanted.name)
+        if name not in found and (wanted.marker is None or wanted.marker.evaluate({"extra": ""})):
+            found.add(name)
+            waiting += importlib.metadata.requires(name) or []
+    return found
+
+
 @pytest.fixture(scope="module")
 def login_node(built: Path) -> Path:
     """The base install: one wheel, without the kernels, torch, vLLM, Ray and what else trains."""
@@ -139,18 +202,25 @@ def test_the_base_install_serves_a_login_node(login_node: Path, tmp_path: Path) 
         if re.search(rf"^{name}\b", packages, re.M)
     ] == []
     assert "write a checkpoint in Hugging Face format" in run(ctpo, "--help", cwd=tmp_path)
-    assert "torch==2.13.0" in run(ctpo, "doctor", cwd=tmp_path, status=1)  # what it lacks for training
-    assert "is not installed, and this needs it" in run(ctpo, "verify", cwd=tmp_path, status=2)
+    checks = run(ctpo, "doctor", cwd=tmp_path, status=1)  # what it lacks for training
+    assert "torch==2.13.0" in checks
+    assert f"megatron-core=={'0.16.1' if sys.version_info < (3, 12) else '0.19.2'}" in checks
+    assert re.search(
+        r"To install what is missing: pip install 'ctpo-megatron\[(cpu|cuda),sandbox,train\]'$", checks, re.M
+    )
+    refused = run(ctpo, "verify", cwd=tmp_path, status=2)
+    assert "torch is not installed, and this needs it: pip install 'ctpo-megatron[train]'" in refused
     plan = run(ctpo, "train", "quickstart", "--dry-run", cwd=tmp_path)
     assert "32 prompts x 8 samples" in plan
-    assert "data and chat template: not checked (pip install transformers" in plan
+    assert "not checked (without transformers, tokenizers: pip install 'ctpo-megatron[train]')" in plan
     shape = next(login_node.parent.glob("lib/*/site-packages/ctpo_megatron/configs/models/qwen3_4b.json"))
     plan = run(ctpo, "train", "qwen3_4b_tir", "--dry-run", "--cuda", "--shapes", shape, cwd=tmp_path)
     assert "Time on CUDA: arithmetic, never measured" in plan
-    finished = write_run(tmp_path / "runs" / "finished")
-    run(ctpo, "report", finished, cwd=tmp_path)
-    assert "<html" in (finished / "report.html").read_text(encoding="utf-8")
-    run(ctpo, "compare", finished, write_run(tmp_path / "runs" / "another"), "--out", "both.html", cwd=tmp_path)
+    finished, stored = write_run(tmp_path / "runs" / "finished"), unpacked(ARCHIVES[-1], tmp_path)
+    PositionsWriter(stored).log(2, {"last": drawn()[0].record()})  # enough tokens for a fit
+    run(ctpo, "report", stored, cwd=tmp_path)
+    assert "std(S_t) grows like sqrt(t)" in (stored / "report.html").read_text(encoding="utf-8")
+    run(ctpo, "compare", finished, stored, "--out", "both.html", cwd=tmp_path)
     assert "<html" in (tmp_path / "both.html").read_text(encoding="utf-8")
     refused = run(ctpo, "launch", "quickstart", "--executor", "local", "--dry-run", cwd=tmp_path, status=2)
     assert "ctpo launch works from a checkout" in refused

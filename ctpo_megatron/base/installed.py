@@ -7,6 +7,7 @@ that name in the current directory. It also imports the parents of a dotted name
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -25,6 +26,31 @@ def is_installed(module: str) -> bool:
     """Whether a module, by its dotted name, has a file."""
     spec = _found(module)
     return spec is not None and spec.origin is not None
+
+
+def install_command(*extras: str) -> str:
+    """The command that brings extras of setup.py: to a checkout as an editable install, else to the installed wheel."""
+    checkout, named = _checkout(), f"[{','.join(sorted(extras))}]"
+    if checkout is None:
+        return f"pip install {shlex.quote('ctpo-megatron' + named)}"
+    return f"pip install -e {shlex.quote(f'{_from_here(checkout)}{named}')}"
+
+
+def kernels_command() -> str:
+    """The command that brings ctpo-kernels, a distribution of its own that no index has."""
+    checkout = _checkout()
+    source = "ctpo_kernels-*.whl" if checkout is None else shlex.quote(f"{_from_here(checkout)}/kernels")
+    return f"pip install --no-deps {source}"
+
+
+def _checkout() -> Path | None:
+    """The checkout that this package is in; None for an installed wheel."""
+    folder = Path(__file__).resolve().parents[2]
+    return folder if (folder / "setup.py").is_file() else None
+
+
+def _from_here(folder: Path) -> str:
+    return "." if folder == Path.cwd() else str(folder)
 
 
 def left_over(module: str) -> list[Path]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ctpo_megatron.base.files import FULL
+from ctpo_megatron.base.installed import install_command, kernels_command
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.base.stop import BEGUN, TRY_AGAIN
 
@@ -48,11 +49,17 @@ _OF_THE_MACHINE = {
     *(errno.ENOTDIR, errno.EISDIR),
 }
 """Error numbers of the file system that are not bugs; the message needs the path."""
-_MORE_THAN_THE_BASE = {
-    *("ctpo_kernels", "torch", "megatron", "vllm", "ray", "transformers", "safetensors", "math_verify", "tensorboard"),
-    *("fastapi", "uvicorn", "httptools", "aiohttp", "httpx", "pyseccomp", "prometheus_client"),
+_EXTRAS = {
+    "train": (
+        *("torch", "megatron", "ray", "transformers", "tokenizers", "safetensors", "tensorboard"),
+        *("math_verify", "latex2sympy2_extended", "antlr4", "sympy"),
+    ),
+    "sandbox": ("fastapi", "starlette", "uvicorn", "httptools", "aiohttp", "httpx", "pyseccomp", "prometheus_client"),
+    "engine": ("vllm", "jsonschema"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
 }
-"""Packages that a login node may lack."""
+"""Extra of setup.py -> modules of it that the base install lacks. `engine` is `cpu` or `cuda`."""
 _STDOUT = 1
 
 
@@ -146,9 +153,18 @@ def is_rank_zero() -> bool:
 def _missing(error: ModuleNotFoundError) -> str:
     """The message where this verb needs more than the base install; empty for a bug."""
     package = (error.name or "").partition(".")[0]
-    if package not in _MORE_THAN_THE_BASE:
+    extra = next((extra for extra, modules in _EXTRAS.items() if package in modules), "")
+    if extra == "engine":
+        from ctpo_megatron.preflight import has_cuda_device
+
+        extra = "cuda" if has_cuda_device() else "cpu"
+    if extra:
+        command = install_command(extra)
+    elif package == "ctpo_kernels":
+        command = kernels_command()
+    else:
         return ""
-    return f"{package} is not installed, and this needs it; `ctpo doctor` says how to install what is missing"
+    return f"{package} is not installed, and this needs it: {command} (`ctpo doctor` lists all that is missing)"
 
 
 def _refused(error: Exception) -> str:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ctpo_megatron.base.installed import is_installed
+from ctpo_megatron.base.installed import install_command, is_installed
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.report import check_run
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve; say the address."""
     check_run(args.directory)
     if missing := [name for name in _NEEDED if not is_installed(name)]:
-        raise UsageError(f"{', '.join(missing)} missing: pip install 'ctpo-megatron[sandbox,train]'")
+        raise UsageError(f"{', '.join(missing)} missing: {install_command('sandbox')}")
     from ctpo_megatron.report.watch import WatchError, serve
 
     try:

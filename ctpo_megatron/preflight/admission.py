@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.base.installed import is_installed
+from ctpo_megatron.base.installed import install_command, is_installed
 from ctpo_megatron.config import (
     Config,
     ConfigError,
@@ -279,7 +279,7 @@ def _spec(config: Config) -> ModelSpec | None:
 
 def _why_not(config: Config) -> str:
     if missing := [name for name in _NEEDED if not is_installed(name)]:
-        return f"pip install {' '.join(missing)}"
+        return f"without {', '.join(missing)}: {install_command('train')}"
     files = [*config.data.train_files, *config.data.eval, *(config.own_sft.data if config.own_sft else ())]
     paths = [Path(path) for path in (config.model.path, *files)]
     if any(will_be_prepared(config.prepare, path) and not path.exists() for path in paths):

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ctpo_megatron.base.extensions import activate
+from ctpo_megatron.base.installed import install_command
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, TOKEN_FILE
 from ctpo_megatron.config import (
     ELEMENT_BYTES,
@@ -240,4 +241,4 @@ def verdict(problems: Sequence[Problem]) -> str:
 def install_line(problems: Sequence[Problem]) -> str:
     """The pip line that brings what is missing; empty if nothing is."""
     extras = sorted({problem.extra for problem in failed(problems) if problem.extra})
-    return f"pip install -e '.[{','.join(extras)}]'" if extras else ""
+    return install_command(*extras) if extras else ""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ctpo_megatron.base.installed import is_installed, left_over
+from ctpo_megatron.base.installed import is_installed, kernels_command, left_over
 from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.preflight.check import MachineContext
 from ctpo_megatron.preflight.timeouts import IMPORT_TIMEOUT_S
@@ -162,8 +162,6 @@ def _required(name: str) -> str:
 
 def _applies(required: str) -> bool:
     """Whether a requirement of some extra is for this Python: megatron-core has one for each range of Pythons."""
-    if not is_installed("packaging") or ";" not in required:
-        return True
     from packaging.requirements import Requirement
 
     marker, extras = Requirement(required).marker, re.findall(r"""extra == ['"]([\w-]+)""", required)
@@ -171,7 +169,7 @@ def _applies(required: str) -> bool:
 
 
 def _allowed(name: str, version: str) -> bool:
-    if not (required := _required(name)) or not is_installed("packaging"):
+    if not (required := _required(name)):
         return True
     from packaging.requirements import Requirement
 
@@ -181,8 +179,8 @@ def _allowed(name: str, version: str) -> bool:
 def _kernels() -> Problem:
     if is_installed("ctpo_kernels"):
         return passed("ctpo-kernels", version_of("ctpo-kernels") or "of a checkout")
-    fix = "pip install --no-deps its wheel, or ./kernels of a checkout"
-    return Problem("ctpo-kernels", "not installed: a distribution of its own", fix, severity="missing")
+    message = "not installed: a distribution of its own"
+    return Problem("ctpo-kernels", message, kernels_command(), severity="missing")
 
 
 def _apex() -> list[Problem]:
