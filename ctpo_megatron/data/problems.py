@@ -16,6 +16,8 @@ class Problems:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.converted = False
+        """Whether one of the lines says how to convert a file."""
 
     def row(self, file: Path, row: int, column: str, value: object, reason: str) -> None:
         """A bad cell; rows count from 0."""

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ctpo_megatron.data.conversion import conversion
 from ctpo_megatron.data.data_files import JSON, data_kind, find_files
 from ctpo_megatron.data.numbers import FloatType, json_integer, json_number, precision_of
 from ctpo_megatron.data.problems import DataError, Problems
@@ -22,9 +23,6 @@ _BATCH = 1000
 _UNREADABLE = (DataError, pa.ArrowException, OSError, UnicodeDecodeError)
 _MEDIA = ("image", "video", "audio")
 _OTHERS = {".csv": "read_csv(FILE)", ".tsv": "read_csv(FILE, sep='\\t')", ".xlsx": "read_excel(FILE)"}
-_QUESTIONS = ("problem", "question", "query", "instruction", "input")
-_ANSWERS = ("answer", "final_answer", "expected_answer", "solution", "output", "response")
-"""Columns of collections of problems, the likeliest first."""
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 """Type of a column of conversations."""
 
@@ -68,7 +66,7 @@ def read_rows(
     try:
         table = open_table(file)
         seen(file, table)
-        if not table.count or _lacks(file, table.columns, required, problems):
+        if not table.count or _lacks(file, table, required, optional, problems):
             return
         wanted = [column for column in (*required, *optional) if column in table.columns]
         for row, cells in enumerate(islice(table.rows(wanted), limit)):
@@ -166,11 +164,13 @@ def _is_text(cell: Any) -> bool:
     return True
 
 
-def _lacks(file: Path, columns: Sequence[str], required: Sequence[str], problems: Problems) -> bool:
-    missing = [column for column in required if column not in columns]
-    known = ", ".join(columns) or f"none, since a row is no object; write each as {_object(required)}"
-    for column in missing:
-        problems.general(f"{file}: no column {column!r}; the columns are {known}{_hint(file, column, columns)}")
+def _lacks(file: Path, table: Table, required: Sequence[str], optional: Sequence[str], problems: Problems) -> bool:
+    missing = [column for column in required if column not in table.columns]
+    if missing:
+        known = ", ".join(table.columns) or f"none, since a row is no object; write each as {_object(required)}"
+        names = f"column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
+        advice = _conversion(file, table, required, optional, problems) or _near(missing, table.columns)
+        problems.general(f"{file}: no {names}; the columns are {known}{advice}")
     return bool(missing)
 
 
@@ -178,16 +178,21 @@ def _object(names: Sequence[str]) -> str:
     return "{" + ", ".join(f'"{name}": ...' for name in names) + "}"
 
 
-def _hint(file: Path, column: str, columns: Sequence[str]) -> str:
-    """How to get a column that is missing: where there are a question and an answer, from these."""
-    found = [next((name for name in names if name in columns), None) for names in (_QUESTIONS, _ANSWERS)]
-    if column != "messages" and all(found):
-        pairs = zip(("problem", "answer"), found, strict=True)
-        mapped = " ".join(f"{ours}={theirs}" for ours, theirs in pairs if ours != theirs)
-        command = f"ctpo data prepare {file} --output FILE.parquet{' --map ' * bool(mapped)}{mapped}"
-        return f"; make the columns with `ctpo data prepare` (docs/data.md): {command}"
-    near = difflib.get_close_matches(column, columns, n=1, cutoff=0.7)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def _near(missing: Sequence[str], columns: Sequence[str]) -> str:
+    """The columns that were probably meant."""
+    near = [name for column in missing for name in difflib.get_close_matches(column, columns, n=1, cutoff=0.7)]
+    return f"; did you mean {', '.join(map(repr, dict.fromkeys(near)))}?" if near else ""
+
+
+def _conversion(file: Path, table: Table, required: Sequence[str], optional: Sequence[str], problems: Problems) -> str:
+    """How to make the columns from what the file has; in full for the first such file."""
+    kept = [name for name in (*required, *optional) if name in table.columns]
+    rows = [row for row in islice(table.rows(table.columns), _BATCH) if isinstance(row, dict)]
+    lines = conversion(file, table.columns, rows, required, kept)
+    if lines and problems.converted:
+        return "; convert it likewise"
+    problems.converted |= bool(lines)
+    return lines
 
 
 def prompt_row(

@@ -393,20 +393,17 @@ def test_a_long_text_is_searched_in_time(piece: str) -> None:
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        (
-            {"problem": "a", "answer": "1"},
-            "`ctpo data prepare` (docs/data.md): ctpo data prepare train.jsonl --output FILE.parquet",
-        ),
-        ({"source": "a", "problem": "a", "solution": "1"}, "--output FILE.parquet --map answer=solution"),
-        ({"question": "a", "final_answer": "1"}, "--map problem=question answer=final_answer"),
-        ({"question": "a", "answer": "1"}, "--map problem=question"),
-        ({"data_sources": "a"}, "no column 'data_source'; the columns are data_sources; did you mean 'data_sources'?"),
+        ({"problem": "a", "answer": "1"}, """"ground_truth": row['answer']"""),
+        ({"source": "a", "problem": "a", "solution": "1"}, """"ground_truth": row['solution']"""),
+        ({"question": "a", "final_answer": "1"}, """"content": row['question']"""),
+        ({"data_sources": "a"}, "the columns are data_sources; did you mean 'data_sources'?"),
     ],
 )
 def test_how_a_collection_becomes_a_prompt_file(own: Path, cells: dict[str, Any], message: str) -> None:
     write(own / "train.jsonl", cells)
     problems = admit(own, "train").problems.lines
-    assert message in problems[0] and len(problems) == 3
+    assert message in problems[0] and len(problems) == 1
+    assert problems[0].startswith("train.jsonl: no columns 'data_source', 'prompt', 'reward_model'; the columns are ")
     assert "source'?" not in problems[0] or "data_source" in message
 
 

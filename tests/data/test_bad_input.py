@@ -146,8 +146,11 @@ PROMPTS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "JSON lines in another encoding": (file("a.jsonl", ONE_ROW.replace("1+1", "é").encode("latin-1")), "utf-8"),
     "a line that is no object": (file("a.jsonl", ONE_ROW + "[1, 2]\n"), "row 1: expected a JSON object, not list"),
     # Columns.
-    "columns of GSM8K": (gsm8k, "make the columns with `ctpo data prepare`"),
-    "columns of DeepScaleR": (rows({"problem": "1+1?", "answer": "2", "solution": "."}), "`ctpo data prepare`"),
+    "columns of GSM8K": (gsm8k, """"ground_truth": row['answer'].rpartition("####")[2].strip()"""),
+    "columns of DeepScaleR": (
+        rows({"problem": "1+1?", "answer": "2", "solution": "."}),
+        """"ground_truth": row['answer']}""",
+    ),
     "a column misspelt": (rows({"data_source": "u", "prompts": [], "reward_model": {}}), "did you mean 'prompts'?"),
     # Cells.
     "a prompt as text": (rows(row(prompt="1+1?")), "expected a non-empty list of {role, content} (value: '1+1?')"),

@@ -148,6 +148,15 @@ def test_a_wrong_request_is_one_message(tmp_path: Path, monkeypatch, capsys, arg
     assert not (tmp_path / "out.parquet").exists()
 
 
+def test_other_columns_are_refused_with_their_map(tmp_path: Path, capsys) -> None:
+    source = write(tmp_path / "a.jsonl", [{"question": "1+1?", "final_answer": "2"}])
+    assert cli.main(["data", "prepare", source, "--output", str(tmp_path / "out.parquet")]) == 2
+    error = capsys.readouterr().err
+    assert "no columns 'problem', 'answer'; the columns are question, final_answer; add --map " in error
+    words = error.strip().partition("; add ")[2].split()
+    assert cli.main(["data", "prepare", source, "--output", str(tmp_path / "out.parquet"), *words]) == 0
+
+
 def test_answers_that_are_words_are_listed(tmp_path: Path, capsys) -> None:
     rows = [
         {"problem": f"Who was number {n} of the {n + 7}?", "answer": a}

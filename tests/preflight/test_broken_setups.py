@@ -280,8 +280,8 @@ SETUPS = {
     "a data file that is not there": Broken('data.train = "x.jsonl": no such file', "give", "data.train=[x.jsonl]"),
     "a data set of the Hub": Broken("openai/gsm8k", "hf download openai/gsm8k", "data.train=[openai/gsm8k]"),
     "columns of another trainer": Broken(
-        "train.jsonl: no column 'prompt'",
-        "ctpo data prepare",
+        "train.jsonl: no columns 'data_source', 'prompt', 'reward_model'",
+        "these lines of Python write train_prompts.parquet",
         change=lambda folder: write(folder / "train.jsonl", {"problem": "1+1?", "answer": "2"}),
     ),
     "a line that is cut": Broken(
