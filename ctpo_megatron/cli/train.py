@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes",
         metavar="FILE",
-        help="with --dry-run: plan with this config.json (configs/models/*.json) and without model and prompt files",
+        help="with --dry-run: plan with this config.json, or one of configs/models by name; no model or prompt files",
     )
     parser.add_argument(
         "--full", action="store_true", help=f"with --dry-run: check all rows of the data, not {ROWS} of each file"

@@ -34,6 +34,7 @@ from ctpo_megatron.config.model_directory import (
     check_tied,
     family_for,
     is_replaceable,
+    known_shapes,
     load_family,
     read_shapes,
     read_spec,

@@ -18,7 +18,7 @@ from ctpo_megatron.base.extensions import ExtensionError, activate, load
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import Config, ModelConfig
-from ctpo_megatron.config.sources import locate
+from ctpo_megatron.config.sources import config_folders, locate
 from ctpo_megatron.config.task_schema import PrepareConfig, TinyModelConfig
 from ctpo_megatron.models import FAMILIES, ModelFamily, ModelSpec, Shape
 
@@ -36,6 +36,8 @@ _HEADER_LIMIT = 100_000_000
 """Largest header in bytes, as in safetensors."""
 _PIECE = 16 << 20
 _SHOWN = 20
+_MODELS = "models"
+"""Folder of configs/ with config.json files of models."""
 
 
 def spec_for(config: Config) -> ModelSpec:
@@ -120,8 +122,13 @@ def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
 
 
 def read_shapes(path: str | Path) -> ModelSpec:
-    """Spec of a config.json without its model, also searched in configs/ of the checkout. Raises ConfigError."""
-    return read_spec(locate(path))
+    """Spec of a config.json without its model, also searched in configs/models. Raises ConfigError."""
+    return read_spec(locate(path, ".json", _MODELS))
+
+
+def known_shapes() -> list[str]:
+    """Names of the files in configs/models, which `read_shapes` takes."""
+    return sorted({file.name for folder in config_folders() for file in (folder / _MODELS).glob("*.json")})
 
 
 def _tiny_spec(model: TinyModelConfig) -> ModelSpec:

@@ -204,35 +204,39 @@ def config_folders() -> list[Path]:
     return [folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir()]
 
 
-def locate(path: str | Path) -> Path:
-    """The file that a user's path refers to. Raises ConfigError listing the searched locations and close matches."""
+def locate(path: str | Path, suffix: str = ".yaml", folder: str = "") -> Path:
+    """The file that a user's path refers to. Raises ConfigError listing the searched locations and close matches.
+
+    suffix: which a path may leave out. folder: of configs/, where a name is looked for, too.
+    """
     wanted = Path(os.path.expanduser(path))  # unlike Path, it does not fail for an unknown user
-    candidates = list(_candidates(wanted))
+    candidates = list(_candidates(wanted, suffix, folder))
     for candidate in candidates:
         if os.path.isfile(candidate):  # also False for a name that is too long
             return candidate
     looked = ", ".join(str(c) for c in candidates if c.suffix or not c.name)
-    near = _near(wanted)
-    known = f"did you mean {', '.join(near)}?" if near else "give the path of a YAML file"
-    raise ConfigError([Problem("", f"no such configuration (looked for {looked})", known, where=str(path))])
+    near = _near(wanted, suffix)
+    known = f"did you mean {', '.join(near)}?" if near else f"give the path of a {suffix} file"
+    what = "configuration" if suffix == ".yaml" else f"{suffix} file"
+    raise ConfigError([Problem("", f"no such {what} (looked for {looked})", known, where=str(path))])
 
 
-def _candidates(wanted: Path) -> Iterator[Path]:
-    names = [wanted] if wanted.suffix or not wanted.name else [wanted, wanted.with_suffix(".yaml")]
+def _candidates(wanted: Path, suffix: str, folder: str) -> Iterator[Path]:
+    names = [wanted] if wanted.suffix or not wanted.name else [wanted, wanted.with_suffix(suffix)]
     yield from names
     if wanted.is_absolute():
         return
-    for folder in config_folders():
+    for configs in config_folders():
         for name in names:
             inside = Path(*name.parts[1:]) if name.parts[:1] == ("configs",) and len(name.parts) > 1 else name
-            yield folder / inside
+            yield from dict.fromkeys((configs / inside, configs / folder / inside))
 
 
-def _near(wanted: Path) -> list[str]:
-    """Existing YAML files with a similar name."""
+def _near(wanted: Path, suffix: str) -> list[str]:
+    """Existing files of this suffix with a similar name."""
     parent = wanted.parent
-    files = [*parent.glob("*.yaml")] if parent.is_dir() else []
+    files = [*parent.glob(f"*{suffix}")] if parent.is_dir() else []
     for folder in config_folders():
-        files += sorted(folder.rglob("*.yaml"))
+        files += sorted(folder.rglob(f"*{suffix}"))
     by_stem = {file.stem: file for file in reversed(files)}
     return [str(by_stem[stem]) for stem in difflib.get_close_matches(wanted.stem, by_stem, n=3, cutoff=0.5)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from ctpo_megatron.config import Config, ConfigError, Job, Problem, Sources, spec_for
+from ctpo_megatron.config import Config, ConfigError, Job, Problem, Sources, known_shapes, spec_for
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.admission import DataCheck, check_data
 from ctpo_megatron.preflight.check import RunContext, failed, place, warnings_of
@@ -38,10 +39,10 @@ class Findings:
             return False
         return True
 
-    def raise_if_any(self) -> None:
-        """Raises ConfigError with all problems."""
-        if self.problems:
-            raise ConfigError(self.problems)
+    def raise_if_any(self, earlier: Sequence[Problem] = ()) -> None:
+        """Raises ConfigError with all problems. earlier: found before these checks."""
+        if problems := [*earlier, *self.problems]:
+            raise ConfigError(problems)
 
 
 def check_start(
@@ -81,6 +82,9 @@ def check_dry(
     found = check_start(config, sources, job, cuda=cuda, disk=disk, gpu_gib=gpu_gib, shapes=shapes)
     if not found.parts_usable:  # tools and parser decide how data are read
         return found, DataCheck(not_checked="parts that it names cannot be used")
+    if cuda and shapes is None and not Path(config.model.path).exists():
+        advice = f", or plan without it: --shapes FILE ({', '.join(known_shapes())}, or a config.json)"
+        found.problems = [replace(p, fix=p.fix + advice) if p.key == "model.path" else p for p in found.problems]
     data = DataCheck(not_checked="--shapes") if shapes else check_data(config, rows)
     placed = [place(problem, sources) for problem in data.problems]
     found.problems += failed(placed)

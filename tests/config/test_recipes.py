@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ctpo_megatron.cli import main
-from ctpo_megatron.config import Config, load_config
+from ctpo_megatron.config import Config, load_config, read_shapes
 from tests.support.prefork import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -100,6 +100,29 @@ def test_further_files_and_keys_win_in_their_order(tmp_path: Path) -> None:
 def test_shapes_are_for_dry_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", recipe("4b"), "--shapes", str(CONFIGS / "models" / "qwen3_4b.json")]) == 2
     assert "--shapes is for --dry-run" in capsys.readouterr().err
+
+
+def test_shapes_are_found_by_name_and_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that is not here: the message says how to plan without it, and each name that it gives works."""
+    monkeypatch.chdir(tmp_path)
+    words = ["train", str(CONFIGS / "qwen3_0_6b_one_gpu.yaml"), "--dry-run"]
+    assert main([*words, "--cuda"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "model.path = " in line]
+    names = re.findall(
+        r"\w+\.json", line.partition("or plan without it: --shapes FILE (")[2].partition("config.json")[0]
+    )
+    assert names == sorted(file.name for file in (CONFIGS / "models").glob("*.json"))
+    assert main(words) == 2
+    assert "--shapes" not in capsys.readouterr().err  # its answer is about GPUs
+    for name in (*names, "qwen3_0_6b", "models/qwen3_0_6b.json", "configs/models/qwen3_0_6b.json"):
+        assert read_shapes(name) == read_shapes(CONFIGS / "models" / f"{Path(name).stem}.json")
+    assert main([*words, "--cuda", "--shapes", "qwen3_0_6b.json"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--cuda", "--shapes", "qwen3_06b.json"]) == 2
+    error = capsys.readouterr().err
+    assert "no such .json file" in error and "did you mean" in error and ".yaml" not in error
 
 
 @pytest.mark.parametrize(("model", "gib"), [("0_6b", 24), ("0_6b", 80), ("1_7b", 80)])
