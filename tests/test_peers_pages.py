@@ -1,8 +1,12 @@
-"""The pages for users of other trainers: every key and metric of ours that they name is there."""
+"""The pages for users of other trainers: every key and metric of ours that they name is there.
+
+What they and the glossary say of a key of TRL or verl is what `config/peers.py` says in messages.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +14,8 @@ import pytest
 import yaml
 
 from ctpo_megatron.config import ObjectiveConfig, load_config, resolved_objective
-from ctpo_megatron.config.keys import known_keys
+from ctpo_megatron.config.keys import known_keys, known_paths
+from ctpo_megatron.config.peers import TRL, VERL, PeerKey, answer
 from ctpo_megatron.preflight.check import RunContext, failed, run_checks
 from ctpo_megatron.preflight.objective import check_objective
 
@@ -90,3 +95,52 @@ def test_presets_with_a_name_of_trl_have_the_numbers_that_the_page_says() -> Non
     assert "1 unless set; advantages are not divided" in text and "`cispo`: r up to 5" in text
     assert lines["dr-grpo"]["loss_scale_factor"] == 1.0 and not lines["dr-grpo"]["advantage"]["normalize_std"]
     assert lines["cispo"]["window"]["high"] == 5.0
+
+
+COLUMNS = {"verl": 1, "TRL": 2}
+"""Of a table of the glossary."""
+
+
+def cells(page: str, heading: str) -> Iterator[list[list[str]]]:
+    """Of each row of the tables under a heading, what its cells name; without values, such as `: refill`."""
+    section = (DOCS / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    for row in re.findall(r"^\|(.+)\|$", section, re.MULTILINE):
+        yield [[name.partition(":")[0] for name in re.findall(r"`([^`]+)`", cell)] for cell in row.split("|")]
+
+
+def told() -> dict[str, set[str]]:
+    """A key of TRL or verl -> our keys in the rows that name it."""
+    found = defaultdict[str, set[str]](set)
+    rows = [*cells("glossary.md", "Names elsewhere")]
+    theirs = [(row[0], row[column]) for row in rows for column in COLUMNS.values()]
+    theirs += [(row[0], row[1]) for page in ("from_trl.md", "from_verl.md") for row in cells(page, "Configuration")]
+    known = {*known_paths()}
+    for ours, names in theirs:
+        keys = known.intersection(ours)
+        for name in names:
+            if keys and name not in {"", "GRPOTrainer", *known}:
+                found[name] |= keys
+    return found
+
+
+def test_messages_say_of_a_key_what_the_pages_say() -> None:
+    rows = told()
+    assert len(rows) > 100
+    assert [name for name in rows if answer(name) is None] == []
+    named = defaultdict[PeerKey | None, set[str]](set)
+    for name, keys in rows.items():
+        named[answer(name)] |= keys
+    assert [found for found, keys in named.items() if found and not (found.keys and keys >= {*found.keys})] == []
+
+
+def test_what_the_pages_say_is_not_here_has_a_reason() -> None:
+    for name in ("beta", "num_iterations", "actor.ppo_epochs", "reward.reward_model", "peft_config", "critic"):
+        found = answer(name)
+        assert found is not None and not found.keys and found.note, name
+
+
+def test_every_entry_names_keys_of_ours_or_a_reason() -> None:
+    for name in (*TRL, *VERL):
+        found = answer(name)
+        assert found is not None and (found.keys or found.note)
+        assert {*found.keys} <= {*known_paths()}, name

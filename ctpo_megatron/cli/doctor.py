@@ -92,11 +92,12 @@ def _template(args: argparse.Namespace) -> int:
 def _of_config(args: argparse.Namespace) -> tuple[dict[str, list[Problem]], Wanted]:
     if args.config is None:
         return {}, Wanted(deep=args.deep)
-    config, sources = load_with_sources(args.config, args.overrides)
+    unknown: list[Problem] = []
+    config, sources = load_with_sources(args.config, args.overrides, unknown)
     seen = gpus()
     here = [] if isinstance(seen, str) else seen
     job = Job.here(config, cuda=bool(here), node_gpus=None if args.nodes else len(here))
-    findings, wanted = diagnose_run(config, sources, job, here, deep=args.deep)
+    findings, wanted = diagnose_run(config, sources, job, here, deep=args.deep, earlier=unknown)
     return {f"Configuration {args.config}": findings}, wanted
 
 

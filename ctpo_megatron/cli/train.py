@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 from ctpo_megatron.base.cuda_environment import order_kernels
@@ -24,6 +25,7 @@ from ctpo_megatron.config import (
     CpuCache,
     DataConfig,
     Job,
+    Problem,
     RolloutConfig,
     Sources,
     Split,
@@ -136,7 +138,8 @@ def run(args: argparse.Namespace) -> int:
     here = [] if args.dry_run else run_checks(START_CHECKS, None)
     if problem := rank_problem(planned=args.dry_run) or next(iter(here), None):
         raise UsageError(str(problem))  # not a ConfigError, which only rank 0 shows
-    config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
+    unknown: list[Problem] = []
+    config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown], unknown)
     if not args.dry_run:
         _settle()
     if not args.dry_run and config.policy.tensor_model_parallel_size > 1 and torch_cuda():
@@ -148,9 +151,9 @@ def run(args: argparse.Namespace) -> int:
     job = Job.here(config, cuda=asked, node_gpus=None if elsewhere else visible_gpus())
     shapes = _shapes(args)
     if args.dry_run:
-        return _dry_run(args, config, sources, job, cuda, shapes) if is_rank_zero() else 0
+        return _dry_run(args, config, sources, job, cuda, shapes, unknown) if is_rank_zero() else 0
     found = check_start(config, sources, job, cuda=cuda, disk=is_rank_zero())
-    found.raise_if_any()
+    found.raise_if_any(unknown)
     if is_rank_zero():
         print_warnings(found.warnings)
     log_to_terminal()
@@ -177,11 +180,17 @@ def _settle() -> None:
 
 
 def _dry_run(
-    args: argparse.Namespace, config: Config, sources: Sources, job: Job, cuda: bool, shapes: ModelSpec | None
+    args: argparse.Namespace,
+    config: Config,
+    sources: Sources,
+    job: Job,
+    cuda: bool,
+    shapes: ModelSpec | None,
+    unknown: Sequence[Problem],
 ) -> int:
     rows = None if args.full else ROWS
     found, data = check_dry(config, sources, job, cuda=cuda, gpu_gib=args.gpu_gib, shapes=shapes, rows=rows)
-    found.raise_if_any()
+    found.raise_if_any(unknown)
     print_warnings(found.warnings)
     spec = shapes or spec_for(config)
     _print_config(config, args.verbose)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +20,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ctpo_megatron.base.redact import concealed, secrets_in
+from ctpo_megatron.config import peers
 from ctpo_megatron.config.data_schema import WEIGHTED
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
@@ -30,7 +34,6 @@ _NOT_FOUND = re.compile(r"Interpolation key '(\S+)' not found|trying to access (
 """OmegaConf's messages for an interpolation of a missing key or of a key below a scalar."""
 _REMOVED = {("rollout.weights.transport", "nccl_m2n"): "nccl or auto"}
 """Dotted key and a value that it no longer has -> what to give instead."""
-_KL = re.compile(r"(^|_)kl(_|$)|^(ref|reference)_(model|policy)$")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -38,8 +41,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return load_with_sources(path, overrides)[0]
 
 
-def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[Config, Sources]:
-    """As `load_config`, with the location of each value for later messages. path: None: no file."""
+def load_with_sources(
+    path: str | Path | None, overrides: Sequence[str] = (), unknown: list[Problem] | None = None
+) -> tuple[Config, Sources]:
+    """As `load_config`, with the location of each value for later messages. path: None: no file.
+
+    unknown: gets the problems of unknown keys where nothing else is wrong; the configuration is then without these
+    keys, for further checks. The caller raises them.
+    """
     files = [] if path is None else read_files(path)
     extra, problems = read_overrides(overrides)
     layers = [*files, *extra]
@@ -53,17 +62,37 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
     broken = {problem.key for problem in problems}
     if "sft.from" in broken:  # it would have given them
         broken |= {"sft.data", "sft.steps"}
+    config, details = _validated(tree)
+    if strangers := [detail for detail in details if detail["type"] == "extra_forbidden"]:
+        # Without these keys, for the checks that need a configuration.
+        config, others = _validated(_without(tree, strangers))
+        details += others
+    by_key = {_dotted(d["loc"]): _problem(d, sources) for d in details if not _explained(_dotted(d["loc"]), broken)}
+    if config is None or problems or (by_key and unknown is None):
+        raise ConfigError([*problems, *by_key.values()])
+    if unknown is not None:
+        unknown += by_key.values()
+    return config.read_from(sources.files), sources
+
+
+def _validated(tree: Any) -> tuple[Config | None, list[ErrorDetails]]:
+    """The configuration, or what is wrong with it."""
     try:
         # Strict, and from JSON: "3", 3.0 and true are not integers, but a list is accepted for a tuple.
-        config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
+        return Config.model_validate_json(json.dumps(tree, default=str), strict=True), []
     except ValidationError as error:
         details = [_of_key(detail) for detail in error.errors()]
-        details = [detail for detail in details if not _is_for_its_items(detail, details)]
-        by_key = {_dotted(d["loc"]): _problem(d, sources) for d in details if not _explained(_dotted(d["loc"]), broken)}
-        problems += by_key.values()
-    if problems:
-        raise ConfigError(problems)
-    return config.read_from(sources.files), sources
+        return None, [detail for detail in details if not _is_for_its_items(detail, details)]
+
+
+def _without(tree: Any, details: Sequence[ErrorDetails]) -> Any:
+    """A copy of the tree without the keys of these details."""
+    pruned = deepcopy(tree)
+    for detail in details:
+        *sections, last = detail["loc"]
+        with suppress(KeyError, IndexError, TypeError):  # a key of a union may have another path in the tree
+            del reduce(getitem, sections, pruned)[last]
+    return pruned
 
 
 def dump(config: Config, *, whole: bool = False) -> str:
@@ -254,21 +283,13 @@ def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
     kind, value = detail["type"], detail["input"]
     if kind == "literal_error" and isinstance(value, str) and (key, value) in _REMOVED:
         return Problem(key, "removed", f"give {_REMOVED[key, value]}", value, where)
-    if kind == "extra_forbidden" and _is_kl(key, value):
-        message = "there is no KL term: the published objective has none, its clip window bounds what an update changes"
-        return Problem(key, message, "remove the key (docs/objective.md)", value, where)
     if kind == "extra_forbidden":
-        return Problem(key, "unknown key", _did_you_mean(nearest(key)) or _siblings(key), value, where)
+        near = _did_you_mean(nearest(key)) or _siblings(key)
+        return Problem(key, *(peers.advice(key, value) or ("unknown key", near)), value, where)
     if kind == "missing" and isinstance(detail["loc"][-1], str):
         return Problem(key, "required, but not given", f"add it: {_meaning(key)}", where=where)
     message, fix = _explain(detail)
     return Problem(key, message, fix, NO_VALUE if kind == "missing" else value, where)
-
-
-def _is_kl(key: str, value: Any = None) -> bool:
-    """Whether an unknown key, or one below it, would set a penalty on the divergence from a reference model."""
-    inner = isinstance(value, Mapping) and any(_is_kl(str(name), below) for name, below in value.items())
-    return inner or key == "objective.beta" or _KL.search(key.rpartition(".")[2]) is not None
 
 
 def _explain(detail: ErrorDetails) -> tuple[str, str]:

@@ -63,9 +63,18 @@ def diagnose(wanted: Wanted) -> list[Problem]:
 
 
 def diagnose_run(
-    config: Config, sources: Sources, job: Job, here: Sequence[Gpu], *, deep: bool = False
+    config: Config,
+    sources: Sources,
+    job: Job,
+    here: Sequence[Gpu],
+    *,
+    deep: bool = False,
+    earlier: Sequence[Problem] = (),
 ) -> tuple[list[Problem], Wanted]:
-    """Findings on a configuration for ranks as in `job`, and what it needs of each machine. here: GPUs of this one."""
+    """Findings on a configuration for ranks as in `job`, and what it needs of each machine.
+
+    here: GPUs of this one. earlier: problems of the configuration that are known.
+    """
     activate(config.extensions.path or ())
     gpu_gib = min((gpu.gib for gpu in here), default=None)
     problems: Sequence[Problem]
@@ -73,7 +82,7 @@ def diagnose_run(
         problems = validate(config, job, cuda=bool(here), sources=sources, gpu_gib=gpu_gib)
     except ConfigError as error:
         problems = error.problems
-    findings = [_under("config", problem) for problem in problems] or [passed("config", config.run.name)]
+    findings = [_under("config", problem) for problem in (*earlier, *problems)] or [passed("config", config.run.name)]
     wanted = Wanted(
         disk=(DiskNeeds(str(config.run.directory), 0.0, GIB),),
         ports=tuple(_ports(config.tracking)),
