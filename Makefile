@@ -131,6 +131,7 @@ lint: $(INSTALLED)
 # (requirements/cpu-overrides.txt). uv needs a quarter of pip's time, but does not read pip's configuration: where only that
 # leads to the packages, as to a mirror, pip installs them. A hash is wanted of everything or of nothing, and CPU builds of
 # torch differ by source: so torch comes last, with the dependencies of its build. Those of a CPU build are there by then.
+# Without --no-warn-conflicts pip would report, as an error, the packages that the overrides leave out.
 HASHED := --no-deps --require-hashes -r $(VENV)/hashed.txt
 $(INSTALLED): $(LOCK) setup.py kernels/pyproject.toml | $(BIN)/python
 	@echo "setting up $(VENV) (a minute or two, about 3.5 GB)"
@@ -138,7 +139,7 @@ $(INSTALLED): $(LOCK) setup.py kernels/pyproject.toml | $(BIN)/python
 	{ $(MAKE) --no-print-directory $(UV) && \
 		$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode $(HASHED); } || \
 		{ echo "uv did not install the lock; pip tries, with its own configuration" >&2; $(PIP) $(HASHED); }
-	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $$(grep '^torch==' $(LOCK))
+	$(PIP) --no-warn-conflicts $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $$(grep '^torch==' $(LOCK))
 	$(PIP) --no-deps --no-build-isolation --editable ./kernels --editable .
 	touch $@
 
