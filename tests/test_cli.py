@@ -164,6 +164,8 @@ def test_dry_run_for_another_machine(capsys: pytest.CaptureFixture[str], monkeyp
     assert cli.main([*arguments, "--cuda"]) == 0
     there = capsys.readouterr().out
     assert "data parallel              4" in there and "KV cache of each" not in there
+    assert "on CUDA" in there and "on CUDA" not in here
+    assert "Memory of a node on a CPU" in here and "Memory of a node on a CPU" not in there
 
 
 @pytest.mark.parametrize("given, then", [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])

@@ -20,7 +20,6 @@ from ctpo_megatron.base.stop import TRY_AGAIN
 from ctpo_megatron.cli.console import print_table, print_warnings
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
 from ctpo_megatron.config import (
-    GPU_GIB,
     Config,
     CpuCache,
     DataConfig,
@@ -41,11 +40,12 @@ from ctpo_megatron.config import (
 from ctpo_megatron.environments.factory import system_prompt
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight import (
+    CARDS,
     DURATION_TITLE,
     MFU,
-    PEAK_TFLOPS,
     ROWS,
     START_CHECKS,
+    USUAL_CARD,
     DataCheck,
     GpuMemory,
     Speeds,
@@ -56,6 +56,7 @@ from ctpo_megatron.preflight import (
     duration_table,
     has_cuda_device,
     held_out_prompts,
+    host_table,
     memory_table,
     plan_tables,
     play_first,
@@ -85,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="a.b=c",
         nargs="*",
+        default=[],
         help="override a key, e.g. policy.optimizer.lr=1e-6, or all keys of a further YAML file; the last one wins",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
@@ -92,11 +94,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cuda", action="store_true", help="with --dry-run: check as for a CUDA machine, even if this one has no GPU"
     )
     parser.add_argument(
+        "--gpu",
+        choices=CARDS,
+        help=f"with --dry-run: as --cuda, with the memory and the speeds of this card ({USUAL_CARD})",
+    )
+    parser.add_argument(
         "--gpu-gib",
         type=positive(float),
-        default=GPU_GIB,
         metavar="N",
-        help="with --dry-run: memory of a GPU (%(default)s)",
+        help="with --dry-run: as --cuda, with this memory of a GPU; without --gpu no times are shown",
     )
     parser.add_argument(
         "--shapes",
@@ -124,9 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peak-tflops",
         type=positive(float),
-        default=PEAK_TFLOPS,
         metavar="N",
-        help="with --dry-run --cuda: dense bfloat16 peak of a GPU (%(default)s)",
+        help="with --dry-run --cuda: dense bfloat16 peak of a GPU; default: of --gpu",
     )
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="with --dry-run: all keys, not those alone that have other values"
@@ -144,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
         _settle()
     if not args.dry_run and config.policy.tensor_model_parallel_size > 1 and torch_cuda():
         order_kernels()  # before anything asks CUDA for its devices
-    cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
+    planned = args.cuda or args.gpu is not None or args.gpu_gib is not None
+    cuda = (planned or has_cuda_device()) if args.dry_run else torch_has_cuda()
     elsewhere = args.dry_run or bool(os.environ.get(ADDRESS))  # a named cluster has its own GPUs
     # A run without torchrun is of one rank, whatever is configured: `check_placement` says so.
     asked = cuda and args.dry_run
@@ -189,18 +195,19 @@ def _dry_run(
     unknown: Sequence[Problem],
 ) -> int:
     rows = None if args.full else ROWS
-    found, data = check_dry(config, sources, job, cuda=cuda, gpu_gib=args.gpu_gib, shapes=shapes, rows=rows)
+    gpu_gib = args.gpu_gib or CARDS[args.gpu or USUAL_CARD].gib
+    found, data = check_dry(config, sources, job, cuda=cuda, gpu_gib=gpu_gib, shapes=shapes, rows=rows)
     found.raise_if_any(unknown)
     print_warnings(found.warnings)
     spec = shapes or spec_for(config)
     _print_config(config, args.verbose)
     say(f"\n{resolved_objective(config.objective)['summary']}")
-    _print_plan(config, job, args.gpu_gib, spec)
+    _print_plan(config, job, spec)
     if cuda:
-        speeds = Speeds(tuple(args.mfu), tuple(args.decode) if args.decode else None, args.peak_tflops)
-        print_table(DURATION_TITLE, ("", "range", "from"), duration_table(config, spec, job.world_size, speeds))
+        _print_gpus(config, job, gpu_gib, spec)
+        _print_times(args, config, job, spec)
     else:
-        _print_cache(config, spec)
+        _print_host(config, job, spec)
     _print_data(data, args.full)
     _play_first(config, data, sources)
     return 0
@@ -249,22 +256,40 @@ def _print_config(config: Config, verbose: bool) -> None:
     say(text.rstrip("\n"))
 
 
-def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> None:
+def _print_plan(config: Config, job: Job, spec: ModelSpec) -> None:
     for title, rows in plan_tables(config, job.world_size).items():
         print_table(title, ("", "value", "from"), rows)
-    memory = memory_table(spec, Split.of(config.policy, job.world_size))
-    print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
-    node = GpuMemory(config, job, spec, gpu_gib).table()
-    print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), node)
     disk = disk_table(disk_use(config, spec, held_out_prompts(config)))
     print_table(f"What is written to {config.run.directory}, expected", ("", "size", "from"), disk)
     _print_system_prompt(config.data, config.rollout)
 
 
-def _print_cache(config: Config, spec: ModelSpec) -> None:
+def _print_gpus(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> None:
+    memory = memory_table(spec, Split.of(config.policy, job.world_size), gpu_gib)
+    print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
+    node = GpuMemory(config, job, spec, gpu_gib).table()
+    print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), node)
+
+
+def _print_times(args: argparse.Namespace, config: Config, job: Job, spec: ModelSpec) -> None:
+    """Of the card that is planned with; of memory alone no time follows."""
+    card = CARDS[args.gpu or USUAL_CARD]
+    title = f"{DURATION_TITLE}, {args.gpu or USUAL_CARD}"
+    if args.gpu is None and args.gpu_gib is not None:
+        if args.peak_tflops is None or args.decode is None:
+            say(f"\nTime on CUDA: not known from --gpu-gib alone; name the card: --gpu {'|'.join(CARDS)}")
+            return
+        title = DURATION_TITLE
+    decode = tuple(args.decode) if args.decode else None
+    speeds = Speeds(tuple(args.mfu), decode, args.peak_tflops or card.tflops, card.bandwidth)
+    print_table(title, ("", "range", "from"), duration_table(config, spec, job.world_size, speeds))
+
+
+def _print_host(config: Config, job: Job, spec: ModelSpec) -> None:
     cache = CpuCache.of(config, spec, free_memory())
     why = "rollout.engine.kv_cache_mb" if config.rollout.engine.kv_cache_mb else str(cache)
     print_table("Engines on a CPU", ("", "size", "from"), [("KV cache of each", f"{cache.mb:,} MiB", why)])
+    print_table("Memory of a node on a CPU, about", ("", "size", "from"), host_table(config, job, spec))
 
 
 def _print_system_prompt(data: DataConfig, rollout: RolloutConfig) -> None:

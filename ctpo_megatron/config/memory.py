@@ -121,10 +121,9 @@ class Memory:
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations + self.head
 
-    @property
-    def fits(self) -> bool:
-        """Whether a GPU of `GPU_GIB` can hold it."""
-        return self.total <= USABLE * GPU_GIB * GIB
+    def fits(self, gpu_gib: float = GPU_GIB) -> bool:
+        """Whether a GPU of that size can hold it."""
+        return self.total <= USABLE * gpu_gib * GIB
 
     def while_sampling(self, offload: str) -> int:
         """Bytes that stay on the GPU while trajectories are sampled."""

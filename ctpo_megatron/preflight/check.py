@@ -90,15 +90,17 @@ class DiskNeeds(NamedTuple):
 class Wanted:
     """What a run needs of each machine.
 
-    weight_bytes: a copy of the weights in the engines' precision. host_bytes: memory of all processes on a CPU.
-    ports: (address, port, whose) to listen at. servers: (address, port, whose) that have to answer. sandbox: least
-    isolation of a server of our own, or `sandbox.NODE`; empty: none is needed. deep: import packages and try
+    weight_bytes: a copy of the weights in the engines' precision. host_bytes: what the model takes for sure in all
+    processes on a CPU. expected_bytes: at most, with what the processes hold without a model. ports: (address, port,
+    whose) to listen at. servers: (address, port, whose) that have to answer. sandbox: least isolation of a server of
+    our own, or `sandbox.NODE`; empty: none is needed. deep: import packages and try
     collectives. shared_memory: where it is.
     """
 
     weight_bytes: float = 0.0
     disk: tuple[DiskNeeds, ...] = (DiskNeeds(".", 0.0, float(1 << 30)),)
     host_bytes: float = 0.0
+    expected_bytes: float = 0.0
     ports: tuple[tuple[str, int, str], ...] = ()
     servers: tuple[tuple[str, int, str], ...] = ()
     sandbox: str = ""

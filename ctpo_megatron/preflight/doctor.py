@@ -20,20 +20,14 @@ from ctpo_megatron.config import (
     ClusterConfig,
     Config,
     ConfigError,
-    CpuCache,
     Job,
     Problem,
     RolloutConfig,
     SandboxConfig,
     Sources,
-    Split,
     TrackingConfig,
-    choose_transport,
-    engine_count,
-    free_memory,
     model_parameters,
     passed,
-    peak_memory,
     spec_for,
     tokenizer_problems,
 )
@@ -51,6 +45,7 @@ from ctpo_megatron.preflight.configuration import validate
 from ctpo_megatron.preflight.cuda_runtime import check_builds, check_compiler, check_infiniband, check_nccl
 from ctpo_megatron.preflight.devices import check_collectives, check_devices, gpus, torch_cuda
 from ctpo_megatron.preflight.disk import disk_needs
+from ctpo_megatron.preflight.host_memory import host_parts
 from ctpo_megatron.preflight.machine import NODE, check_machine, check_sandbox
 from ctpo_megatron.preflight.packages import check_imports, check_packages
 from ctpo_megatron.preflight.placement import GpuMemory
@@ -120,35 +115,13 @@ def _under(name: str, problem: Problem) -> Problem:
 def _sizes(context: RunContext, spec: ModelSpec) -> dict[str, Any]:
     """The fields of `Wanted` that follow from the model."""
     weights = model_parameters(spec)[0] * ELEMENT_BYTES[context.config.engine_dtype]
+    parts = [] if context.cuda else host_parts(context.config, context.job, spec)
     return {
         "weight_bytes": weights,
         "disk": (disk_needs(context.config, spec),),
-        "host_bytes": 0.0 if context.cuda else _host_bytes(context, spec, weights),
+        "host_bytes": sum(part.count * part.model for part in parts),
+        "expected_bytes": sum(part.whole for part in parts),
     }
-
-
-def _host_bytes(context: RunContext, spec: ModelSpec, weights: float) -> float:
-    """What the trainer's ranks of a node and its engines hold between steps, and while weights travel, on a CPU."""
-    config, job = context.config, context.job
-    rank = peak_memory(spec, Split.of(config.policy, job.world_size)).while_sampling("none")
-    engines = 0 if config.rollout.replay else engine_count(config)
-    cache = CpuCache.of(config, spec, free_memory()).mb * 2**20
-    ranks = job.node_ranks or job.world_size
-    return rank * ranks + engines * (weights + cache) + _travelling_bytes(config, spec, ranks / job.world_size)
-
-
-def _travelling_bytes(config: Config, spec: ModelSpec, of_ranks: float) -> float:
-    """The trainer's copy for the engines, and memory in which a node's engines receive it. of_ranks: part of all ranks
-    that is on this node."""
-    weights = model_parameters(spec)[0] * ELEMENT_BYTES[config.policy.dtype]
-    if config.rollout.replay:
-        return 0.0
-    in_cluster = bool(os.environ.get(ADDRESS))
-    if choose_transport(config.rollout.weights, config.placement, "cpu", cluster=in_cluster) == "file":
-        return weights
-    here = -(-engine_count(config) // config.cluster.nodes)
-    shared = here * config.rollout.engine.tensor_parallel_size > 1
-    return weights * (of_ranks + shared)
 
 
 def _sandbox(sandbox: SandboxConfig, rollout: RolloutConfig, cluster: ClusterConfig) -> str:

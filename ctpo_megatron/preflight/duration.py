@@ -11,8 +11,6 @@ from ctpo_megatron.preflight.disk import EXPECTED_SHARE, expected_tokens
 from ctpo_megatron.preflight.plan import TableRow
 
 DURATION_TITLE = "Time on CUDA: arithmetic, never measured"
-PEAK_TFLOPS, MEMORY = 989.0, 3.35
-"""Of an H100 SXM, from NVIDIA's data sheet: dense bfloat16, and TB/s of its memory."""
 MFU = (0.2, 0.4)
 BANDWIDTH = (0.3, 0.6)
 """Share of the memory's bandwidth that decoding reaches."""
@@ -26,15 +24,37 @@ Range = tuple[float, float]
 
 
 @dataclass(frozen=True)
+class Card:
+    """A GPU. gib: memory that its driver shows. tflops: dense bfloat16 peak. bandwidth: TB/s of its memory."""
+
+    gib: float
+    tflops: float
+    bandwidth: float
+
+
+# NVIDIA's data sheets of the L4, the A100 80GB SXM, the H100 SXM and the H200 SXM. They give most peaks with sparsity,
+# which is twice the dense one: 242 TFLOP/s of the L4, 1,979 of the H100 and the H200.
+CARDS = {
+    "l4": Card(22.5, 121.0, 0.3),
+    "a100": Card(80, 312.0, 2.039),
+    "h100": Card(80, 989.0, 3.35),
+    "h200": Card(140, 989.0, 4.8),
+}
+USUAL_CARD = "h100"
+
+
+@dataclass(frozen=True)
 class Speeds:
     """What the range follows from. mfu: worst and best of the trainer's passes. peak_tflops: dense, of one GPU.
 
-    decode: tokens/s of one engine, worst and best; None: from the bytes that a decoding step reads.
+    decode: tokens/s of one engine, worst and best; None: from the bytes that a decoding step reads. bandwidth: TB/s of
+    the memory of one GPU.
     """
 
     mfu: Range = MFU
     decode: Range | None = None
-    peak_tflops: float = PEAK_TFLOPS
+    peak_tflops: float = CARDS[USUAL_CARD].tflops
+    bandwidth: float = CARDS[USUAL_CARD].bandwidth
 
 
 def duration_table(config: Config, spec: ModelSpec, ranks: int, speeds: Speeds) -> list[TableRow]:
@@ -49,10 +69,11 @@ def duration_table(config: Config, spec: ModelSpec, ranks: int, speeds: Speeds) 
     sample = _range(count * response / engines, rates) if rollout.replay is None else (0.0, 0.0)
     ahead = rollout.max_staleness > 0
     step = tuple(max(pair) if ahead else sum(pair) for pair in zip(train, sample, strict=True))
+    reached = f"{_percent(speeds.mfu)} MFU of {speeds.peak_tflops:g} TFLOP/s"
     many = f"{count:,} trajectories x {tokens:,} tokens"
     sampling = ("sampling", _text(sample), f"{engines} engines, {why}; without the tail of the longest answers")
     return [
-        ("training", _text(train), f"{many}, {passes} passes, {ranks} GPUs at {_percent(speeds.mfu)} MFU"),
+        ("training", _text(train), f"{many}, {passes} passes, {ranks} GPUs at {reached}"),
         *([sampling] if rollout.replay is None else []),
         ("a step", _text(step), "the longer of both (max_staleness > 0)" if ahead else "one after the other"),
         ("the run", _text([seconds * config.run.steps for seconds in step]), f"{config.run.steps} steps"),
@@ -67,9 +88,9 @@ def _decoding(config: Config, spec: ModelSpec, waiting: float, tokens: int, spee
     batch = max(1.0, min(waiting, engine.max_num_seqs))
     weights = model_parameters(spec)[0] * ELEMENT_BYTES[config.engine_dtype] / engine.tensor_parallel_size
     read = weights + batch * cache_bytes(config, spec) * tokens / 2  # of a sequence half of its tokens, on average
-    slow, fast = (batch / (_STEP + read / (share * MEMORY * 1e12)) for share in BANDWIDTH)
-    why = f"{slow:,.0f} to {fast:,.0f} tokens/s each: {batch:.0f} sequences, {_percent(BANDWIDTH)} of {MEMORY} TB/s"
-    return (slow, fast), why
+    slow, fast = (batch / (_STEP + read / (share * speeds.bandwidth * 1e12)) for share in BANDWIDTH)
+    reached = f"{_percent(BANDWIDTH)} of {speeds.bandwidth:g} TB/s"
+    return (slow, fast), f"{slow:,.0f} to {fast:,.0f} tokens/s each: {batch:.0f} sequences, {reached}"
 
 
 def _range(work: float, speeds: Range) -> Range:

@@ -56,7 +56,7 @@ def check_machine(context: MachineContext) -> Iterator[Problem]:
     """Cores, memory, shared memory, disks, open files, ports."""
     wanted = context.wanted
     yield passed("cores", f"{available_cores()}")
-    yield _memory(wanted.host_bytes)
+    yield _memory(wanted.host_bytes, wanted.expected_bytes)
     if os.path.isdir(wanted.shared_memory):
         yield _shared_memory(wanted)
     yield from (disk_problem(f"disk of {needs.folder}", needs) for needs in wanted.disk)
@@ -72,12 +72,15 @@ def weight_bytes(model: Path) -> int:
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
-def _memory(host_bytes: float) -> Problem:
+def _memory(host_bytes: float, expected_bytes: float) -> Problem:
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if host_bytes <= have:
-        return passed("memory", f"{_gib(have)}" + (f", a run takes {_gib(host_bytes)}" if host_bytes else ""))
     fix = "a smaller model, policy.use_distributed_optimizer over more nodes, or another machine"
-    return Problem("memory", f"{_gib(have)}, but weights and optimizer alone take {_gib(host_bytes)}", fix)
+    if host_bytes > have:
+        return Problem("memory", f"{_gib(have)}, but weights and optimizer alone take {_gib(host_bytes)}", fix)
+    if expected_bytes > have:
+        fix = f"less policy.micro_batch_tokens, {fix}"
+        return Problem("memory", f"{_gib(have)}, and a run may take {_gib(expected_bytes)}", fix, severity="warning")
+    return passed("memory", f"{_gib(have)}" + (f", a run takes about {_gib(expected_bytes)}" if expected_bytes else ""))
 
 
 def _shared_memory(wanted: Wanted) -> Problem:

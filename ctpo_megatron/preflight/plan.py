@@ -56,8 +56,8 @@ def plan_tables(config: Config, world_size: int) -> dict[str, list[TableRow]]:
     return {"Parallel layout": parallel, "Batch arithmetic": batch, "Tokens at most": tokens}
 
 
-def memory_table(spec: ModelSpec, split: Split) -> list[TableRow]:
-    """Rows (what, size, how it follows) of the rank that needs most."""
+def memory_table(spec: ModelSpec, split: Split, gpu_gib: float = GPU_GIB) -> list[TableRow]:
+    """Rows (what, size, how it follows) of the rank that needs most, on GPUs of that size."""
     most = peak_memory(spec, split)
     weights, gradients = most.weights, most.gradients
     shards = split.optimizer_shards
@@ -67,7 +67,7 @@ def memory_table(spec: ModelSpec, split: Split) -> list[TableRow]:
     where += f" (of experts / {split.expert_optimizer_shards})" if spec.num_experts and shards > 1 else ""
     head = "chunks of logits, hidden states and gradients" if split.streaming_head else "logits of the micro-batch"
     last = most.stage == split.pipeline - 1
-    verdict = "" if most.fits else f"TOO MUCH for a GPU of {GPU_GIB} GiB; "
+    verdict = "" if most.fits(gpu_gib) else f"TOO MUCH for a GPU of {gpu_gib:g} GiB; "
     unknown = "" if spec.vocab_size else ", without the vocabulary that `prepare` will decide"
     return [
         ("weights", gib(weights), f"{weights // split.element:,} parameters x {split.element} B{unknown}"),

@@ -67,7 +67,7 @@ def sizing() -> str:
         held = dense + (f" + {experts} of experts" if spec.num_experts else "")
         cells = [row.model, row.gpus, s.tensor, s.pipeline, s.expert, s.data, held]
         parts = (most.weights, most.gradients, most.optimizer, most.activations, most.head)
-        share = f"{most.total / (GPU_GIB * GIB):.0%}" + ("" if most.fits else ", **too much**")
+        share = f"{most.total / (GPU_GIB * GIB):.0%}" + ("" if most.fits() else ", **too much**")
         eager = peak_memory(spec, replace(s, recompute=())).activations
         cells += [*map(_gib, parts), f"**{_gib(most.total)}**", share, _gib(eager)]
         lines.append("| " + " | ".join(map(str, cells)) + " |")

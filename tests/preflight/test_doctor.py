@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron import cli
+from ctpo_megatron.base.installed import is_installed
 from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.preflight import (
     DiskNeeds,
     Gpu,
     MachineContext,
     Wanted,
+    devices,
     failed,
     install_line,
     packages,
@@ -147,6 +149,29 @@ def test_sizes_are_held_against_what_a_run_wants(tmp_path: Path) -> None:
     full = enough[f"disk of {tmp_path}"]
     assert full.severity == "warning" and full.fix.endswith("or tracking.trajectories: none")
     assert full.message.endswith("free, but the run writes 1,024 PiB: all of it")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected", "severity", "said"),
+    [
+        (0.0, 0.0, "ok", " GiB"),
+        (2.0**20, 2.2 * 2**30, "ok", " GiB, a run takes about 2.2 GiB"),
+        (2.0**20, HUGE, "warning", "and a run may take 1073741824.0 GiB"),
+        (HUGE, 2 * HUGE, "error", "but weights and optimizer alone take 1073741824.0 GiB"),
+    ],
+)
+def test_memory_that_a_run_may_not_need_is_a_note(host: float, expected: float, severity: str, said: str) -> None:
+    memory = machine(host_bytes=host, expected_bytes=expected)["memory"]
+    assert memory.severity == severity and memory.message.endswith(said)
+
+
+def test_layers_and_optimizer_need_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named() -> set[str]:
+        return {finding.key for finding in check_devices(MachineContext(Wanted(), "no nvidia-smi"))}
+
+    assert {"layer spec", "optimizer"} <= named()
+    monkeypatch.setattr(devices, "is_installed", lambda name: name != "torch" and is_installed(name))
+    assert not {"layer spec", "optimizer"} & named()
 
 
 def test_shared_memory_is_held_against_the_weights_of_a_model(

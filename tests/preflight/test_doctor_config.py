@@ -10,6 +10,7 @@ import pytest
 from ctpo_megatron import cli
 from ctpo_megatron.config import Job, Problem, load_with_sources, passed
 from ctpo_megatron.preflight import DiskNeeds, Gpu, Wanted, diagnose_run
+from ctpo_megatron.preflight.host_memory import ENGINE, RAY, SANDBOX, TRAINER
 from ctpo_megatron.preflight.machine import NODE
 from tests.engines.tiny_model import CHATML, build_tiny_model, tiny_tokenizer
 
@@ -52,6 +53,7 @@ def test_a_good_configuration(folder: Path) -> None:
     # Three checkpoints, the export, and less than 8 MiB of trajectories and logs.
     assert 0 < disk.whole - 3 * disk.once - wanted.weight_bytes < 8 << 20
     assert wanted.host_bytes > 2 * wanted.weight_bytes + (64 << 20)
+    assert wanted.expected_bytes > wanted.host_bytes + TRAINER + ENGINE + RAY
 
 
 def test_a_copy_of_the_weights_and_memory_of_engines_that_share_are_counted(folder: Path) -> None:
@@ -63,7 +65,10 @@ def test_a_copy_of_the_weights_and_memory_of_engines_that_share_are_counted(fold
         _, alone = checked(override, cache)
         assert wanted.host_bytes - alone.host_bytes == pytest.approx((copies - 1) * wanted.weight_bytes)
     _, replayed = checked(engines, cache, "rollout.replay=recording")
-    assert by_file.host_bytes - replayed.host_bytes == pytest.approx(3 * by_file.weight_bytes + 2 * (64 << 20))
+    engines = 3 * by_file.weight_bytes + 2 * (64 << 20)
+    assert by_file.host_bytes - replayed.host_bytes == pytest.approx(engines)
+    whole = engines + 2 * ENGINE + RAY + SANDBOX
+    assert by_file.expected_bytes - replayed.expected_bytes == pytest.approx(whole)
 
 
 def test_every_fault_of_tokenizer_and_template_is_named(folder: Path) -> None:

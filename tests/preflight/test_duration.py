@@ -10,7 +10,8 @@ import pytest
 from ctpo_megatron import cli
 from ctpo_megatron.config import Config
 from ctpo_megatron.models import FAMILIES, ModelSpec
-from ctpo_megatron.preflight import Speeds, duration_table
+from ctpo_megatron.policy.device import known_peak
+from ctpo_megatron.preflight import CARDS, Speeds, duration_table
 from tests.support.prefork import ROOT
 
 SPEC = ModelSpec(FAMILIES["Qwen3ForCausalLM"], 36, 2560, 32, 8, 128, 9728, 40960, 151_936, tie_word_embeddings=True)
@@ -58,12 +59,59 @@ def test_a_step_has_both_in_turn_or_the_longer_one(staleness: int, combine: Any)
     assert run == pytest.approx([100 * seconds for seconds in step], rel=0.02)
 
 
-def test_the_dry_run_says_that_nothing_was_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkout as current folder, and no ranks."""
     monkeypatch.chdir(ROOT)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_has_the_peak_that_mfu_is_measured_against(name: str) -> None:
+    assert CARDS[name].tflops * 1e12 == pytest.approx(known_peak(f"NVIDIA {name.upper()}", "bfloat16"), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--gpu", "l4"], ("measured, l4\n", "MFU of 121 TFLOP/s", "of 0.3 TB/s")),
+        (["--gpu", "h200", "--gpu-gib", "90"], ("measured, h200\n", "MFU of 989 TFLOP/s", "of 4.8 TB/s")),
+        (["--cuda"], ("measured, h100\n", "MFU of 989 TFLOP/s", "of 3.35 TB/s")),
+        (["--gpu", "a100", "--peak-tflops", "300"], ("measured, a100\n", "MFU of 300 TFLOP/s", "of 2.039 TB/s")),
+        (
+            ["--gpu-gib", "90", "--peak-tflops", "50", "--decode", "90", "99"],
+            ("measured\n", "MFU of 50 TFLOP/s", "90 to 99 tokens/s"),
+        ),
+        (
+            ["--gpu-gib", "90"],
+            ("Time on CUDA: not known from --gpu-gib alone; name the card: --gpu l4|a100|h100|h200",),
+        ),
+        (["--gpu-gib", "90", "--decode", "90", "99"], ("Time on CUDA: not known from --gpu-gib alone",)),
+    ],
+)
+def test_times_are_of_the_card_that_is_named(
+    words: list[str], shown: tuple[str, ...], checkout: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is not known of a card is not taken from another one."""
+    arguments = ["train", "configs/qwen3_0_6b_one_gpu.yaml", "--dry-run"]
+    assert cli.main([*arguments, "--shapes", "configs/models/qwen3_0_6b.json", *words]) == 0
+    out = capsys.readouterr().out
+    assert "Memory of each GPU on CUDA" in out and "on a CPU" not in out
+    assert all(text in out for text in shown)
+    assert ("TFLOP/s" in out) == (len(shown) > 1)
+
+
+@pytest.mark.parametrize(("card", "size"), [(["--gpu", "l4"], "22.5"), (["--gpu", "h200", "--gpu-gib", "20"], "20")])
+def test_memory_is_that_of_the_card(
+    card: list[str], size: str, checkout: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "configs/qwen3_1_7b_one_gpu.yaml", "--dry-run", *card]
+    assert cli.main([*arguments, "--shapes", "configs/models/qwen3_1_7b.json"]) == 2
+    assert f" of {size} GiB " in capsys.readouterr().err
+
+
+def test_the_dry_run_says_that_nothing_was_measured(checkout: None, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = ["--shapes", "configs/models/qwen3_4b.json", "--dry-run", "--cuda"]
     assert (
         cli.main(["train", "configs/qwen3_4b_tir.yaml", "configs/nodes_2x8.yaml", *shapes, "--mfu", "0.1", "0.3"]) == 0
