@@ -51,5 +51,5 @@ def show_comparison(runs: Sequence[Path], page: Path) -> Comparison:
         console.print("", costs, sep="\n")
     for note in compared.notes:
         console.print(f"- {note}", markup=False, highlight=False)
-    print(write_comparison(compared, page))
+    print(f"The page with curves and settings: {write_comparison(compared, page)}")
     return compared

@@ -12,10 +12,11 @@ from ctpo_megatron.report.estimates import (
     Evaluations,
     ScoredSet,
     difference,
+    evaluated_steps,
     evaluations,
     mean_score,
 )
-from ctpo_megatron.report.groups import RunGroup
+from ctpo_megatron.report.groups import RunGroup, run_name, runs_of
 
 UNDECIDED = "cannot be told apart"
 
@@ -65,8 +66,8 @@ class AccuracyDifference:
 class SourceComparison:
     """Everything about one data source.
 
-    accuracies: of the last evaluation, a group each. gains: after training less before it, where both were evaluated.
-    differences: of all pairs of groups, the later one less the earlier one.
+    accuracies: of the evaluation that is compared, a group each. gains: that less the one before training, where both
+    were made. differences: of all pairs of groups, the later one less the earlier one.
     """
 
     source: str
@@ -79,13 +80,44 @@ BEFORE = "before training"
 
 
 def compare_accuracies(groups: Sequence[RunGroup]) -> list[SourceComparison]:
-    """Of the last evaluation of each run, by data source; empty without evaluations. Raises DamagedFileError."""
-    evaluated = [(group, evaluations(group, last=True), evaluations(group, last=False)) for group in groups]
+    """Of the last step that all runs were evaluated after, by data source; empty without evaluations.
+
+    Without such a step: of the last evaluation of each run, and without differences. Raises DamagedFileError.
+    """
+    step = common_evaluation(groups)
+    evaluated = [(group, evaluations(group, step), evaluations(group, 0)) for group in groups]
     sources = sorted({source for _, last, _ in evaluated for source in last.sources})
-    return [_of_source(source, evaluated) for source in sources]
+    return [_of_source(source, evaluated, differ=step is not None) for source in sources]
 
 
-def _of_source(source: str, evaluated: Sequence[tuple[RunGroup, Evaluations, Evaluations]]) -> SourceComparison:
+def common_evaluation(groups: Sequence[RunGroup]) -> int | None:
+    """The last step after which all runs were evaluated, of those that were; None: there is none."""
+    steps = [found for run in runs_of(groups) if (found := evaluated_steps(run))]
+    return max(set.intersection(*steps), default=None) if steps else None
+
+
+def notes_of_steps(groups: Sequence[RunGroup]) -> Iterator[str]:
+    """At which step runs of different lengths are compared."""
+    lasts = {run_name(run): max(found) for run in runs_of(groups) if (found := evaluated_steps(run))}
+    if len(set(lasts.values())) > 1:
+        step = common_evaluation(groups)
+        shown = ", ".join(f"{name} {last}" for name, last in lasts.items())
+        if step is None:
+            yield f"Accuracies are not compared: no step was evaluated in all runs. They are of the last one: {shown}."
+        else:
+            yield f"Accuracies are compared after step {step}, the last one evaluated in all runs (last ones: {shown})."
+    if len({run.last_step for run in runs_of(groups) if run.last_step}) > 1:
+        yield f"Rewards and tool use are compared at step {common_step(groups)}, the last one that all runs have."
+
+
+def common_step(groups: Sequence[RunGroup]) -> int:
+    """The last step of the shortest run, of those that have made any; 0: none has."""
+    return min((run.last_step for run in runs_of(groups) if run.last_step), default=0)
+
+
+def _of_source(
+    source: str, evaluated: Sequence[tuple[RunGroup, Evaluations, Evaluations]], differ: bool
+) -> SourceComparison:
     found = SourceComparison(source, [], [], [])
     after: dict[str, dict[str, ScoredSet]] = {}
     for group, last, first in evaluated:
@@ -93,7 +125,7 @@ def _of_source(source: str, evaluated: Sequence[tuple[RunGroup, Evaluations, Eva
             after[group.label] = scores
             found.accuracies.append(_accuracy(group, source, scores))
             found.gains.extend(_gain(group.label, source, scores, first.of(source)))
-    for other, group_label in itertools.combinations(after, 2):
+    for other, group_label in itertools.combinations(after if differ else (), 2):
         estimate = difference(after[group_label], after[other])
         found.differences.append(AccuracyDifference(group_label, other, source, estimate))
     return found

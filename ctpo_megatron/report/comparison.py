@@ -12,7 +12,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ctpo_megatron.report.accuracies import AccuracyDifference, SourceComparison, compare_accuracies
+from ctpo_megatron.report.accuracies import (
+    AccuracyDifference,
+    SourceComparison,
+    common_step,
+    compare_accuracies,
+    notes_of_steps,
+)
 from ctpo_megatron.report.confidence import Ends
 from ctpo_megatron.report.estimates import ONE_SEED, Estimate
 from ctpo_megatron.report.groups import RunGroup, groups_of, notes_of, run_name, shown
@@ -111,7 +117,7 @@ def _seeds(group: RunGroup) -> str:
 
 def _steps(group: RunGroup) -> str:
     """Steps that the runs have made, lowest to highest."""
-    done = [max((record["step"] for record in run.metrics), default=0) for run in group.runs]
+    done = [run.last_step for run in group.runs]
     return f"{min(done)}" if min(done) == max(done) else f"{min(done)} to {max(done)}"
 
 
@@ -145,7 +151,8 @@ class Comparison:
     @cached_property
     def results(self) -> list[tuple[RunGroup, list[dict[str, float]]]]:
         """Each group with the results of its runs by name."""
-        return [(group, [_results(run) for run in group.runs]) for group in self.groups]
+        step = common_step(self.groups)
+        return [(group, [_results(run, step) for run in group.runs]) for group in self.groups]
 
     @cached_property
     def costs(self) -> list[tuple[str, dict[str, tuple[str, str]]]]:
@@ -158,7 +165,7 @@ class Comparison:
     @cached_property
     def notes(self) -> list[str]:
         """What to know of the groups and of their accuracies."""
-        return [*notes_of(self.groups), *notes_of_accuracies(self.accuracies)]
+        return [*notes_of_steps(self.groups), *notes_of(self.groups), *notes_of_accuracies(self.accuracies)]
 
 
 @dataclass(frozen=True)
@@ -207,11 +214,12 @@ def _accuracy(source: SourceComparison, label: str) -> tuple[str, str]:
     return UNKNOWN, ""
 
 
-def _results(run: RunData) -> dict[str, float]:
-    summary = summarize(run)
+def _results(run: RunData, step: int) -> dict[str, float]:
+    """What training has reached after that step, and what the whole run took."""
+    summary, then = summarize(run), summarize(run.until(step))
     found: dict[str, Change | float | None] = {
-        f"reward, last {LAST} steps": summary.reward,
-        "tool use": summary.tool_use,
+        f"reward, last {LAST} steps": then.reward,
+        "tool use": then.tool_use,
         "RL steps": float(summary.steps),
         "tokens": summary.tokens,
         "time": summary.wall_s,

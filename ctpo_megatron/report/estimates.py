@@ -59,19 +59,23 @@ def judged_in_all(many: Sequence[ScoredSet]) -> list[str]:
     return [name for name in many[0] if all(name in each and each[name].score is not None for each in many)]
 
 
-def evaluations(group: RunGroup, *, last: bool) -> Evaluations:
-    """Of each run the one before training, or the last one after a step. Raises DamagedFileError."""
+def evaluations(group: RunGroup, step: int | None) -> Evaluations:
+    """Of each run the one after that step, 0 being before training; None: its last one. Raises DamagedFileError."""
     by_seed = {}
     for seed, runs in group.by_seed.items():
-        if dumps := [dump for run in runs if (dump := _dump(run, last))]:
+        if dumps := [dump for run in runs if (dump := _dump(run, step))]:
             by_seed[seed] = _merged([_read(dump) for dump in dumps])
     return Evaluations(by_seed)
 
 
-def _dump(run: RunData, last: bool) -> Path | None:
-    found = trajectory_files(run.directory, EVALUATION)
-    steps = [step for step in found if (step > 0) == last]
-    return found[max(steps)] if steps else None
+def evaluated_steps(run: RunData) -> set[int]:
+    """Steps after which a run was evaluated, without the evaluation before training."""
+    return {step for step in trajectory_files(run.directory, EVALUATION) if step > 0}
+
+
+def _dump(run: RunData, step: int | None) -> Path | None:
+    asked = max(evaluated_steps(run), default=None) if step is None else step
+    return None if asked is None else trajectory_files(run.directory, EVALUATION).get(asked)
 
 
 def _read(path: Path) -> dict[str, dict[str, ScoredProblem]]:

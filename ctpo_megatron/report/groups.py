@@ -152,6 +152,7 @@ def notes_of(groups: Sequence[RunGroup]) -> list[str]:
     runs = runs_of(groups)
     found = differences(runs)
     return [
+        *_named(groups),
         *_repeated(groups),
         *_confounded(groups),
         *_few_seeds(groups),
@@ -179,6 +180,13 @@ def _confounded(groups: Sequence[RunGroup]) -> Iterator[str]:
             )
 
 
+def _named(groups: Sequence[RunGroup]) -> Iterator[str]:
+    """Which run a group of one is, where its label does not say it."""
+    names = [f"{group.label} is {run_name(group.runs[0])}" for group in groups if len(group.runs) == 1]
+    if any(group.label != run_name(group.runs[0]) for group in groups if len(group.runs) == 1):
+        yield f"Runs: {'; '.join(names)}."
+
+
 def _few_seeds(groups: Sequence[RunGroup]) -> Iterator[str]:
     single = [group.label for group in groups if len(group.seeds) == 1]
     if single:
@@ -187,9 +195,8 @@ def _few_seeds(groups: Sequence[RunGroup]) -> Iterator[str]:
 
 def _unfinished(runs: Sequence[RunData]) -> Iterator[str]:
     for run in runs:
-        done = max((record["step"] for record in run.metrics), default=0)
-        if done < (steps := run.setting("run.steps", done)):
-            yield f"{run_name(run)} is at step {done} of {steps}."
+        if run.last_step < (steps := run.setting("run.steps", run.last_step)):
+            yield f"{run_name(run)} is at step {run.last_step} of {steps}."
 
 
 def _of_keys(runs: Sequence[RunData], found: Differences) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,15 @@ class RunData:
     def names(self) -> list[str]:
         """Every metric that occurs, sorted."""
         return sorted(set().union(*self.metrics, *self.sft) - {"step"})
+
+    @property
+    def last_step(self) -> int:
+        """The last RL step with metrics; 0 without any."""
+        return max((record["step"] for record in self.metrics), default=0)
+
+    def until(self, step: int) -> RunData:
+        """The run as it was after that step: without later metrics."""
+        return replace(self, metrics=[record for record in self.metrics if record["step"] <= step])
 
     @property
     def accuracy_names(self) -> list[str]:

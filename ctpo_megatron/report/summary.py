@@ -153,7 +153,7 @@ def summarize(run: RunData | Path) -> Summary:
     memory, epoch = run.series("memory/trainer_peak_mib"), run.series("sft/epoch")
     total_tokens = sum(tokens.values) if tokens else None
     return Summary(
-        steps=max((record["step"] for record in run.metrics), default=0),
+        steps=run.last_step,
         reward=_change(run.series("reward/mean"), LAST),
         accuracy=_accuracies(run),
         tool_use=_change(run.series("rollout/tool_use"), 1),

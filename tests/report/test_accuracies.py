@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ctpo_megatron.report import accuracies
 from ctpo_megatron.report.accuracies import UNDECIDED, compare_accuracies
-from ctpo_megatron.report.comparison import accuracy_table, difference_table, notes_of_accuracies
+from ctpo_megatron.report.comparison import Comparison, accuracy_table, difference_table, notes_of_accuracies
 from ctpo_megatron.report.confidence import seeds_interval
 from ctpo_megatron.report.estimates import ONE_SEED, ScoredProblem, ScoredSet, difference, mean_score
 from ctpo_megatron.report.groups import groups_of
@@ -57,7 +57,8 @@ def write(tmp_path: Path):
                     trajectory.reward = reward
             write_trajectories(directory, step, groups, decode, folder="evaluation", form=form)
         with MetricsWriter(directory) as metrics:
-            metrics.log(max(rewards), {"reward/mean": 0.5})
+            for step in range(1, max(rewards) + 1):
+                metrics.log(step, {"reward/mean": step / 100})
         return RunData.load(directory)
 
     return write_run
@@ -89,6 +90,47 @@ def test_the_figures_of_two_groups(write) -> None:
     assert gains["ctpo"].estimate.over == "problems and seeds"
     # Only one seed of grpo was evaluated before training.
     assert (gains["grpo"].estimate.value, gains["grpo"].estimate.over) == (0.375, "problems")
+
+
+def test_runs_of_other_lengths_are_compared_at_the_last_common_step(write) -> None:
+    """The longer run is better at its end, and equal at the step that both have."""
+    right, wrong = [[1.0]] * 30, [[0.0]] * 30
+    runs = [
+        write("ctpo", 0, {0: wrong, 2: wrong, 4: right, 7: right}),
+        write("grpo", 0, {0: wrong, 2: wrong, 5: wrong}),
+    ]
+    compared = Comparison(runs, groups_of(runs))
+    (found,) = compared.accuracies
+    assert [accuracy.estimate.value for accuracy in found.accuracies] == [0.0, 0.0]
+    assert [pair.estimate.value for pair in found.differences] == [0.0]
+    assert [gain.estimate.value for gain in found.gains] == [0.0, 0.0]
+    assert compared.notes[:2] == [
+        "Accuracies are compared after step 2, the last one evaluated in all runs (last ones: ctpo-0-2 7, grpo-0-2 5).",
+        "Rewards and tool use are compared at step 5, the last one that all runs have.",
+    ]
+    rewards = [[round(values["reward, last 5 steps"], 3) for values in results] for _, results in compared.results]
+    assert rewards == [[0.03], [0.03]]
+    assert [[values["RL steps"] for values in results] for _, results in compared.results] == [[7], [5]]
+
+
+def test_without_a_common_evaluation_nothing_is_said_to_be_better(write) -> None:
+    right, wrong = [[1.0]] * 30, [[0.0]] * 30
+    runs = [write("ctpo", 0, {0: wrong, 7: right}), write("grpo", 0, {0: wrong, 5: wrong})]
+    compared = Comparison(runs, groups_of(runs))
+    (found,) = compared.accuracies
+    assert [accuracy.estimate.value for accuracy in found.accuracies] == [1.0, 0.0]
+    assert found.differences == [] and difference_table(compared.groups, compared.accuracies) is None
+    assert compared.notes[0] == (
+        "Accuracies are not compared: no step was evaluated in all runs. They are of the last one: "
+        "ctpo-0-2 7, grpo-0-2 5."
+    )
+
+
+def test_a_run_that_was_not_evaluated_decides_nothing(write) -> None:
+    runs = [write("ctpo", 0, {2: [[1.0]] * 3, 4: [[0.0]] * 3}), write("grpo", 0, {0: [[1.0]] * 3})]
+    compared = Comparison(runs, groups_of(runs))
+    assert [accuracy.estimate.value for source in compared.accuracies for accuracy in source.accuracies] == [0.0]
+    assert not any("compared" in note for note in compared.notes)
 
 
 def test_a_seed_that_was_not_evaluated_is_said(write) -> None:

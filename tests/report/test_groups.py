@@ -102,6 +102,15 @@ def test_settings_separate(key: str, values: tuple[Any, Any], labels: list[str])
     assert [group.seeds for group in groups] == [["0"], ["0"]]
 
 
+def test_a_group_of_one_run_says_which_run_it_is() -> None:
+    runs = [run("quickstart"), run("grpo", objective__preset="grpo"), run("more", 1, objective__preset="gspo")]
+    assert "Runs: ctpo is quickstart; grpo is grpo; gspo is more." in notes_of(groups_of(runs))
+    named_alike = [run(preset, objective__preset=preset) for preset in ("ctpo", "grpo")]
+    assert not any(note.startswith("Runs:") for note in notes_of(groups_of(named_alike)))
+    with_seeds = [run("a"), run("b", 1), run("grpo", objective__preset="grpo")]
+    assert not any(note.startswith("Runs:") for note in notes_of(groups_of(with_seeds)))
+
+
 def test_the_name_of_the_run_is_not_its_setting() -> None:
     runs = [run(name, reward__function=part(judge=f"{name}")) for name in ("strict", "lenient")]
     assert [*members(groups_of(runs))] == ["strict", "lenient"]
