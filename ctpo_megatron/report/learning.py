@@ -16,7 +16,7 @@ REWARD = "reward/mean"
 WINDOWS = (1, 5)
 """Steps at the start and at the end whose mean rewards are compared: one shows a collapse at once, five a slow fall."""
 _ERRORS = 3.5
-"""A fall is one of at least this many standard errors of the difference."""
+"""A fall or a gain is one of at least this many standard errors of the difference."""
 _SHARE = 0.25
 """And of at least this many standard deviations of the reward of a trajectory, so that small steady losses pass."""
 _FEWEST = 30
@@ -25,12 +25,13 @@ _FEWEST = 30
 
 @dataclass(frozen=True)
 class Trend:
-    """A quantity at the start of a run and lately. worse: it has fallen by more than noise explains."""
+    """A quantity at the start of a run and lately. worse, better: it has changed by more than noise explains."""
 
     label: str
     start: float
     now: float
     worse: bool
+    better: bool
 
     def __str__(self) -> str:
         return f"{self.label} {'fell' if self.worse else 'went'} from {self.start:.3g} to {self.now:.3g}"
@@ -76,8 +77,8 @@ class Decline:
             if len(values) >= 2 and (match := ACCURACY.fullmatch(name)):
                 pooled = min(1.0, max(0.0, (values[0] + values[-1]) / 2))
                 spread = math.sqrt(pooled * (1 - pooled))
-                worse = _fell(values[0], values[-1], spread, self._problems[name])
-                found[name] = Trend(f"accuracy on {match['source']}", values[0], values[-1], worse)
+                label, count = f"accuracy on {match['source']}", self._problems[name]
+                found[name] = _trend(label, values[0], values[-1], spread, count)
         return found
 
     def _reward(self) -> Trend:
@@ -86,8 +87,7 @@ class Decline:
         trends = []
         for window in reversed(fitting):
             start, now = (sum(part) / window for part in (self._rewards[:window], self._rewards[-window:]))
-            worse = _fell(start, now, self._spread, self.groups * window)
-            trends.append(Trend("sampled reward", start, now, worse))
+            trends.append(_trend("sampled reward", start, now, self._spread, self.groups * window))
         return next((trend for trend in trends if trend.worse), trends[0])
 
 
@@ -99,10 +99,10 @@ def decline_of(records: Iterable[Mapping[str, Any]], groups: int) -> Decline:
     return decline
 
 
-def _fell(start: float, now: float, spread: float, count: float) -> bool:
+def _trend(label: str, start: float, now: float, spread: float, count: float) -> Trend:
     """start, now: means of `count` independent values each, of standard deviation `spread`."""
-    error = spread * math.sqrt(2 / count)
-    return start - now >= max(_ERRORS * error, _SHARE * spread, math.ulp(abs(start)))
+    least = max(_ERRORS * spread * math.sqrt(2 / count), _SHARE * spread, math.ulp(abs(start)))
+    return Trend(label, start, now, worse=start - now >= least, better=now - start >= least)
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,13 @@ def learning_checks(run: RunData) -> Iterator[Indicator]:
 def _trends(run: RunData) -> Iterator[Indicator]:
     decline = decline_of(run.metrics, run.setting("rollout.prompts_per_step", 1))
     for trend in decline.trends().values():
-        note = f"start → end; it fell by more than noise explains. {FALLEN}" if trend.worse else "start → end"
-        yield Indicator(trend.label.capitalize(), f"{trend.start:.3g} → {trend.now:.3g}", not trend.worse, note)
+        note = "start → end"
+        if trend.worse:
+            note += f"; it fell by more than noise explains. {FALLEN}"
+        elif not trend.better:
+            note += "; noise may explain the difference"
+        good = True if trend.better else False if trend.worse else None
+        yield Indicator(trend.label.capitalize(), f"{trend.start:.3g} → {trend.now:.3g}", good, note)
 
 
 def _best(run: RunData) -> Iterator[Indicator]:

@@ -101,7 +101,7 @@ def rows(folder: Path, *changes: dict[str, float]) -> dict[str, tuple[str, bool 
 def test_the_report_judges_the_whole_run(tmp_path: Path) -> None:
     dead = UNIFORM | {"reward/no_box": 16.0, "rollout/truncated": 1.0, "rollout/prompts_repeated": 3.0}
     assert rows(tmp_path / "dead", dead, dead, dead) == {
-        "Sampled reward": ("0.4 → 0.4", True),
+        "Sampled reward": ("0.4 → 0.4", None),
         "Steps without signal": ("3 of 3", False),
         "Steps with zero gradient": ("3 of 3", False),
         "Answers without a box": ("100%", False),
@@ -110,8 +110,31 @@ def test_the_report_judges_the_whole_run(tmp_path: Path) -> None:
         "Repeated prompts": ("3", False),
     }
     good = rows(tmp_path / "good", *[{}] * 9, UNIFORM)
-    assert good["Steps without signal"] == ("1 of 10", True) and all(ok for _, ok in good.values())
+    assert good["Steps without signal"] == ("1 of 10", True)
+    assert [label for label, (_, ok) in good.items() if not ok] == ["Sampled reward"]
     lost = [rows(tmp_path / f"{share}", {}, {"reward/no_verdict": share}, {}) for share in (0.25, 0.75)]
     assert [each["Without a verdict"] for each in lost] == [("25%", True), ("75%", False)]
     assert "Without a verdict" not in good
     assert rows(tmp_path / "late", {}, {}, {"rollout/truncated": 0.9})["Cut off"] == ("37%", False)
+
+
+@pytest.mark.parametrize(
+    ("end", "good", "note"),
+    [
+        (0.5, None, "noise may explain"),
+        (0.55, None, "noise may explain"),
+        (0.48, None, "noise may explain"),
+        (1.0, True, ""),
+        (0.0, False, "it fell"),
+    ],
+)
+def test_only_a_gain_beyond_noise_is_good(tmp_path: Path, end: float, good: bool | None, note: str) -> None:
+    """256 problems, 32 prompts a step. A check mark at a run that stayed where it was would say that it learned."""
+    run_dir = open_run_directory(make_config(tmp_path))
+    with MetricsWriter(run_dir) as writer:
+        for step, value in ((1, 0.5), (2, end)):
+            metrics = {"reward/mean": value, "val/a/acc/mean@1": value, "val/a/problems": 256.0}
+            writer.log(step, HEALTHY | metrics)
+    found = {check.label: check for check in learning_checks(RunData.load(run_dir))}
+    for label in ("Sampled reward", "Accuracy on a"):
+        assert found[label].good == good and note in found[label].note
