@@ -18,7 +18,7 @@ LEAST, LEAST_AT_ONE = 30, 10
 one trajectory are no sample."""
 EXPONENTS = [round(0.01 * place, 2) for place in range(-100, 301)]
 """Of the free fit."""
-HOLDS, ROUGHLY = (0.9, 0.1), (0.7, 0.2)
+_WORDS = (((0.9, 0.1), "like"), ((0.7, 0.2), "roughly like"))
 """Where the law holds, and roughly holds: least R^2, and largest distance of the free exponent from 1/2."""
 
 
@@ -55,12 +55,18 @@ class PositionLaw:
     free_r2: float
 
     @property
+    def how(self) -> str:
+        """`like` sqrt(t), or `roughly like` it; empty where the law fails."""
+        near = abs(self.exponent - 0.5)
+        holding = (how for (least, most), how in _WORDS if self.r2 >= least and near <= most)
+        return next(holding, "")
+
+    @property
     def verdict(self) -> str:
         """Whether the law holds, in words."""
         found = f"R2 {self.r2:.2f}; t^{self.exponent:.2f} fits with R2 {self.free_r2:.2f}"
-        for (least, most), how in ((HOLDS, "like"), (ROUGHLY, "roughly like")):
-            if self.r2 >= least and abs(self.exponent - 0.5) <= most:
-                return f"std(S_t) grows {how} sqrt(t), sigma {self.sigma:.4f} ({found})"
+        if self.how:
+            return f"std(S_t) grows {self.how} sqrt(t), sigma {self.sigma:.4f} ({found})"
         return f"std(S_t) does not grow like sqrt(t) here ({found})"
 
 

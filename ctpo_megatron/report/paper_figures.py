@@ -19,6 +19,7 @@ from ctpo_megatron.report.positions_of_groups import (
     entropies,
     growth,
     late_positions,
+    why_not,
     window_rates,
 )
 from ctpo_megatron.report.run_data import ACCURACY
@@ -96,6 +97,9 @@ def _growth_chart(found: Sequence[Growth], sums: Sequence[PositionSums]) -> Char
         f"shaded {GUIDE:.0%} on either side, which is a guide and no interval. "
         + " ".join(f"{each.label}: {each.verdict}." for each in found)
     )
+    reasons = [(part.label, why_not(part, grown.law)) for part, grown in zip(sums, found, strict=True)]
+    if said := [f" {label}: {reason}." for label, reason in reasons if reason]:
+        caption += said[-1]
     return Chart("figure1_top", "Growth of S_t (figure 1, top)", caption, spec)
 
 

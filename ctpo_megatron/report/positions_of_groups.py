@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 LEAST = 30
 """Tokens of a bin from which on it is shown."""
+CERTAIN, MANY = 0.1, 0.25
+"""A position adds almost nothing to S_t where the mean d_t^2 is below this share of its mean over all tokens. Where at
+least this share of the tokens is at such positions, that is why the law fails.
+"""
 GUIDE = 0.2
 """Half width of the band around sigma sqrt(t), as a share of it: the paper's guide, no interval."""
 
@@ -86,6 +90,24 @@ def growth(sums: PositionSums) -> Growth:
 
     points = points_of_bins(sums.stats)
     return Growth(sums.label, points.t.tolist(), points.std.tolist(), fit_law(points))
+
+
+def why_not(sums: PositionSums, law: PositionLaw | None) -> str:
+    """A sentence where the law fails and tokens that are almost certain explain it; else empty."""
+    if law is None or law.how:
+        return ""
+    import numpy as np
+
+    tokens, squares = (sums.stats.column(name).sum(0) for name in ("n_computed", "d2"))
+    used = tokens >= LEAST
+    still = used & (squares < CERTAIN * tokens * squares[used].sum() / np.maximum(1, tokens[used].sum()))
+    share = tokens[still].sum() / np.maximum(1, tokens[used].sum())
+    if share < MANY:
+        return ""
+    return (
+        f"{share:.0%} of the tokens are at positions where the token is almost certain, as in the fixed parts of a "
+        "tool call: they add nothing to the spread of S_t (docs/theory.md, When sqrt(t) fails)"
+    )
 
 
 def window_rates(sums: PositionSums) -> dict[str, ByPosition]:

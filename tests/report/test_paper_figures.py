@@ -21,6 +21,7 @@ from ctpo_megatron.report.positions_of_groups import (
     entropies,
     growth,
     late_positions,
+    why_not,
     window_rates,
 )
 from ctpo_megatron.report.run_data import RunData
@@ -31,7 +32,9 @@ SIGMA, TRAJECTORIES, LENGTH = 0.03, 400, 300
 Law = Callable[[np.ndarray], np.ndarray]
 
 
-def drawn(sigma: float = SIGMA, seed: int = 0, zero: int = 0) -> tuple[PositionStats, np.ndarray, np.ndarray]:
+def drawn(
+    sigma: float | np.ndarray = SIGMA, seed: int = 0, zero: int = 0
+) -> tuple[PositionStats, np.ndarray, np.ndarray]:
     """Sums of trajectories with independent log-ratios, S_t `[TRAJECTORIES, LENGTH]` and advantages; half of them
     positive. zero: further trajectories of advantage 0 that no pass runs over."""
     generator = np.random.default_rng(seed)
@@ -71,6 +74,30 @@ def test_the_law_of_independent_steps_is_found(tmp_path: Path) -> None:
     first = next(row for row in area["data"]["values"] if row["series"] == "step 2")
     assert (first["low"] + first["high"]) / 2 == pytest.approx(SIGMA * first["x"] ** 0.5, rel=0.05)
     assert first["high"] / first["low"] == pytest.approx(1.2 / 0.8)
+
+
+@pytest.mark.parametrize(
+    ("certain", "said"),
+    [
+        ((8, 160), "48% of the tokens are at positions where the token is almost certain"),
+        ((4, 256), "84% of the tokens"),
+        ((4, 16), ""),  # too few to explain it
+    ],
+)
+def test_certain_tokens_are_the_reason_why_the_law_fails(tmp_path: Path, certain: tuple[int, int], said: str) -> None:
+    """Tokens that are certain add no spread; those after them add four times as much as the first ones."""
+    t = np.arange(1, 301)
+    first, last = certain
+    spread = np.where((t > first) & (t <= last), 1e-5, np.where(t > 250, 4 * SIGMA, SIGMA))
+    group = written(tmp_path / "a", {1: drawn(spread)[0]})
+    sums = late_positions(group, "last")
+    assert sums
+    law = growth(sums).law
+    assert law and not law.how
+    caption = law_charts([group])[0].caption
+    assert said in why_not(sums, law) and why_not(sums, law) in caption
+    assert (why_not(sums, law) == "") == (said == "")
+    assert all(part in caption for part in ([] if not said else ["docs/theory.md, When sqrt(t) fails"]))
 
 
 def test_windows_clip_what_they_should(tmp_path: Path) -> None:
