@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron import cli
+from ctpo_megatron import __version__, cli
 from ctpo_megatron.cli.errors import report_error
 from ctpo_megatron.config import Config
 from ctpo_sandbox import temporary
@@ -114,6 +114,32 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     out = capsys.readouterr().out
     assert all(f"  {verb} " in out for verb in ("train", "report", "compare", "doctor", "verify", "export", "sandbox"))
+
+
+def test_version_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    said = capsys.readouterr().out
+    commit = r"(commit [0-9a-f]{40}(\+changes)?, )?"
+    assert re.fullmatch(rf"ctpo-megatron {__version__}, {commit}Python 3\.\d+\.\d+\n", said)
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [("trian", "did you mean train?"), ("Evals", "did you mean eval?"), ("fly", "there are train, sweep, eval")],
+)
+def test_a_verb_that_does_not_exist(typed: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([typed, "first.yaml"])
+    assert f"no verb '{typed}'; {advice}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["train", "sweep", "launch"])
+def test_overrides_are_not_required(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([verb])
+    said = capsys.readouterr().err
+    assert "a.b=c ...]" in said and "a.b=c" not in said.rpartition("required: ")[2]
 
 
 def test_dry_run_prints_the_plan_and_touches_nothing(

@@ -140,7 +140,9 @@ def test_installing_torch_reports_no_conflict(tmp_path: Path) -> None:
     assert defined and line
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     pip = [tmp_path / "venv" / "bin" / "python", "-m", "pip", "install", "--no-index"]
-    lacking, other = (_wheel(tmp_path, name, needs) for name, needs in (("lacking", ["absent", "other"]), ("other", [])))
+    lacking, other = (
+        _wheel(tmp_path, name, needs) for name, needs in (("lacking", ["absent", "other"]), ("other", []))
+    )
     subprocess.run([*pip, "--no-deps", lacking], check=True, capture_output=True, timeout=scaled(60))
     said = []
     for options in (defined[1].split(), [*defined[1].split(), *line[1].split()]):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from ctpo_megatron import __version__
 from ctpo_megatron.cli.errors import flush_output, report_error
 
 VERBS = {
@@ -56,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command line of `ctpo`; ends the process with status 2 for what no verb takes."""
     parser = _parser(verb=argv[0] if argv else "")
+    if argv and argv[0] not in VERBS and not argv[0].startswith("-"):
+        near = difflib.get_close_matches(argv[0], VERBS, 1)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
+        parser.error(f"no verb {argv[0]!r}; {advice}")
     args, unknown = parser.parse_known_args(argv)
     if unknown and not (args.verb in _OVERRIDABLE and all("." in text or "=" in text for text in unknown)):
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -68,6 +76,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _parser(verb: str) -> argparse.ArgumentParser:
     """A parser with all verbs, and the arguments of one."""
     parser = argparse.ArgumentParser(prog="ctpo", description="CTPO: reinforcement learning of tool-using models.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="version of this program, its commit and Python")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, summary in VERBS.items():
         arguments = verbs.add_parser(name, help=summary)
@@ -77,3 +86,15 @@ def _parser(verb: str) -> argparse.ArgumentParser:
             if hasattr(module, "run"):  # `sandbox` has one for each of its own verbs
                 arguments.set_defaults(run=module.run)
     return parser
+
+
+class _Version(argparse.Action):
+    """Print what a bug report needs, and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from ctpo_megatron.run import commit_of_code
+
+        commit = commit_of_code()
+        where = f"commit {commit}, " if commit else ""
+        print(f"ctpo-megatron {__version__}, {where}Python {platform.python_version()}")
+        parser.exit()

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Check this machine. Exit status: 0 ready, 1 something is missing or broken, 2 wrong request."
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="check for this configuration, too")
     parser.add_argument(
-        "overrides", metavar="a.b=c", nargs="*", help="override a key of it, or all keys of a further file"
+        "overrides", metavar="a.b=c", nargs="*", default=[], help="override a key of it, or all keys of a further file"
     )
     parser.add_argument(
         "--model", metavar="DIR", type=Path, help="a model directory: is there shared memory for its weights?"

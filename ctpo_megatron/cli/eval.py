@@ -43,7 +43,7 @@ _STRICT = ("reward.function=math_verify", "reward.by_source={}")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Evaluate a model: accuracies with intervals, by data source. Ended early, it can be resumed."
     parser.add_argument("model", type=Path, metavar="MODEL", help="model in Hugging Face format, or run directory")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="override a key of the configuration")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="override a key of the configuration")
     parser.add_argument("--data", nargs="+", metavar="FILE", default=[], help="prompt files; default: data.eval")
     parser.add_argument("-k", "--samples", type=int, metavar="N", help="samples of each prompt; default: eval.samples")
     parser.add_argument("--temperature", type=float, metavar="T", help="of the samples; default: eval.temperature")

@@ -34,7 +34,9 @@ from ctpo_sandbox.arguments import positive
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Run the product of several values of some keys, e.g. --grid objective.preset=ctpo,grpo."
     parser.add_argument("config", metavar="CONFIG", help="YAML file, as for ctpo train")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="overrides of all runs, as for ctpo train")
+    parser.add_argument(
+        "overrides", metavar="a.b=c", nargs="*", default=[], help="overrides of all runs, as for ctpo train"
+    )
     parser.add_argument(
         "--grid",
         nargs="+",

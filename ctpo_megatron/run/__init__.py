@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.run.controller import Controller, StopOrLostRank
     from ctpo_megatron.run.directory import check_there, is_finished, needed, open_run_directory, record_finish
     from ctpo_megatron.run.persistence import Persistence
+    from ctpo_megatron.run.provenance import commit_of_code
     from ctpo_megatron.run.ranks import TrainerGroup
     from ctpo_megatron.run.reporter import Reporter
     from ctpo_megatron.run.run import Run
@@ -23,6 +24,7 @@ _MODULES = {
     "controller": ("Controller", "StopOrLostRank"),
     "directory": ("check_there", "is_finished", "needed", "open_run_directory", "record_finish"),
     "persistence": ("Persistence",),
+    "provenance": ("commit_of_code",),
     "ranks": ("TrainerGroup",),
     "reporter": ("Reporter",),
     "run": ("Run",),

@@ -49,7 +49,7 @@ def describe_environment() -> dict[str, Any]:
     """Everything of this start that the report, or a person months later, wants to know."""
     return {
         "version": __version__,
-        "commit": _commit(Path(__file__).parent),
+        "commit": commit_of_code(),
         "command": shlex.join(redacted_words(sys.orig_argv)),
         "directory": os.getcwd(),
         "host": socket.gethostname(),
@@ -70,8 +70,9 @@ def describe_sft_source(run: str) -> dict[str, Any]:
     return {"run": str(Path(run).resolve()), "seed": record.seed, "steps": steps, "digest": digest}
 
 
-def _commit(folder: Path) -> str | None:
+def commit_of_code() -> str | None:
     """Commit of this code's checkout, `+changes` where tracked files differ; None outside of a checkout."""
+    folder = Path(__file__).parent
     try:
         _git(folder, "ls-files", "--error-unmatch", __file__)  # not the commit of a project around an installed package
         return _git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")

@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="a.b=c",
         nargs="*",
+        default=[],
         help=f"override a key; after logs and cancel: the job; after {' and '.join(COMMANDS)}: -- and their arguments",
     )
     parser.add_argument("--executor", choices=list(DEFAULTS), default="slurm", help="who starts it (%(default)s)")
