@@ -94,6 +94,8 @@ def _speed(run: RunData, phase: str) -> Sequence[float | None]:
     return [median(found.values) if (found := run.series(name)) else None for name in names]
 
 
+REPORT = "report"
+"""The last stage."""
 LAST = 5
 """Steps at the end of a run that are averaged, because one step's reward is too noisy."""
 
@@ -134,14 +136,17 @@ class Summary:
 
     @property
     def wall_s(self) -> float | None:
-        """Wall seconds of the whole run: of its stages, else of its RL steps; None if neither was timed."""
-        total = sum(spent.wall for spent in self.stages.values())
+        """Wall seconds of the run: of its stages, else of its RL steps; None if neither was timed.
+
+        Without the stage that writes the report, which shows this number, too.
+        """
+        total = sum(spent.wall for name, spent in self.stages.items() if name != REPORT)
         return total or (self.phases["step"].wall if "step" in self.phases else None)
 
     @property
     def cpu_s(self) -> float | None:
-        """CPU seconds of the whole run, of all processes if measured; None if not recorded."""
-        total = sum(spent.cpu_all or spent.cpu for spent in self.stages.values())
+        """CPU seconds of the same, of all processes if measured; None if not recorded."""
+        total = sum(spent.cpu_all or spent.cpu for name, spent in self.stages.items() if name != REPORT)
         return total or (self.phases["step"].cpu if "step" in self.phases else None) or None
 
 

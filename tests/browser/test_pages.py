@@ -55,6 +55,20 @@ def test_nothing_is_wider_than_the_window(kind: str, width: int, opened: Open, r
     assert sizes == [width, width]
     cut = "[...document.querySelectorAll('.tile')].filter(tile => tile.scrollWidth > tile.clientWidth).length"
     assert page.evaluate(cut) == 0
+    hidden = "[...document.querySelectorAll('.wide')].filter(each => each.scrollWidth > each.clientWidth).length"
+    assert width < 1400 or page.evaluate(hidden) == 0
+
+
+@pytest.mark.parametrize("width", (360, 420, 700, 800, 900, 1400))
+def test_no_tile_is_alone_beside_free_space(width: int, report: Path, opened: Open) -> None:
+    page = opened(report, width)
+    ends = "[...document.querySelectorAll('.tile')].map(tile => [tile.offsetTop, tile.offsetLeft + tile.offsetWidth])"
+    rows: dict[int, list[int]] = {}
+    for top, right in page.evaluate(ends):
+        rows.setdefault(top, []).append(right)
+    edge = max(max(rights) for rights in rows.values())
+    assert all(len(rights) > 1 or rights == [edge] for rights in rows.values())
+    assert page.evaluate("[...document.querySelectorAll('.tile')].every(tile => tile.scrollWidth <= tile.clientWidth)")
 
 
 @pytest.mark.parametrize("kind", ["report", "nine"])

@@ -313,3 +313,15 @@ def test_the_settings_have_the_objective_in_numbers_as_the_run_recorded_it(demo_
     assert dict(facts(run))["Anchor"] == "proximal, correction: none"
     for older in ({}, {"objective": None}, {"objective": {"preset": "grpo"}}):
         assert dict(facts(replace(run, environment=older)))["Objective"] == "ctpo"
+
+
+def test_page_and_terminal_show_the_same_time(tmp_path: Path) -> None:
+    """The page cannot contain the time of writing it, which the terminal knows."""
+    run_dir = write_run(tmp_path)
+    (before,) = [tile for tile in tiles(RunData.load(run_dir), summarize(run_dir)) if tile.label == "Time"]
+    file = run_dir / "stages.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"report": {"wall": 100.0, "cpu": 90.0}}))
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_summary(run_dir, console)
+    assert f"{before.value} in all" in console.export_text()
+    assert [tile for tile in tiles(RunData.load(run_dir), summarize(run_dir)) if tile.label == "Time"] == [before]
