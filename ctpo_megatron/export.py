@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.chat_template import apply_chat_template
-from ctpo_megatron.base.run_paths import MARKER, RunPaths
+from ctpo_megatron.base.exports import checkpoint_steps, exports
+from ctpo_megatron.base.printable import ranges
+from ctpo_megatron.base.run_paths import MARKER, RunPaths, step_name
 from ctpo_megatron.config import (
     ELEMENT_BYTES,
     ConfigError,
@@ -55,12 +57,21 @@ class ExportRequest:
     trained: ModelConfig | None = None
 
 
-def resolve(source: Path, model: Path | None, output: Path | None, family: ModelFamily | None = None) -> ExportRequest:
+def resolve(
+    source: Path,
+    model: Path | None,
+    output: Path | None,
+    family: ModelFamily | None = None,
+    step: int | None = None,
+) -> ExportRequest:
     """Find out what `source` is: a run directory, one of its checkpoints, or a Hugging Face directory.
 
-    A run stands for its newest checkpoint; one without checkpoints, and a Hugging Face directory, for the model that
-    is already exported. Raises ConfigError saying what is missing.
+    A run stands for its checkpoint of `step`, None: the newest. Where an export is of a later step than the newest
+    checkpoint, or there is none, it stands for that export, as a Hugging Face directory does for itself. Raises
+    ConfigError saying what is missing.
     """
+    if step is not None and ((source / "config.json").is_file() or (source / MARKER).is_file()):
+        raise ConfigError([Problem("--step", f"{source} is no run directory", "leave it out", step)])
     if (source / "config.json").is_file():
         if output is not None:
             raise ConfigError([Problem("--output", f"{source} is in Hugging Face format already", "leave it out")])
@@ -76,13 +87,15 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
         fix = "give a run directory, a checkpoint (with COMPLETE.json), or a Hugging Face directory"
         raise ConfigError([Problem("export", "nothing to export here", fix, str(source))])
     config = load_config(paths.config)
-    checkpoint = source if is_checkpoint else latest_checkpoint(paths.checkpoints)
+    checkpoint = source if is_checkpoint else _checkpoint(paths, step)
+    if not is_checkpoint and step is None:
+        saved = max(checkpoint_steps(run), default=-1)
+        exported = max(exports(run, config.export.directory), key=lambda export: export.step, default=None)
+        if exported is not None and (checkpoint is None or exported.step > saved):
+            return resolve(exported.path, model, output, family_for(config.model, config.extensions.path))
     if checkpoint is None:
-        exported = run / config.export.directory
-        if not (exported / "config.json").is_file():
-            fix = "train with checkpoint.every=N, or export.enabled=true"
-            raise ConfigError([Problem("export", f"{run} has neither checkpoints nor {exported.name}/", fix)])
-        return resolve(exported, model, output, family_for(config.model, config.extensions.path))
+        missing = f"{run} has neither checkpoints nor {config.export.directory}/"
+        raise ConfigError([Problem("export", missing, "train a step first: the last one is saved")])
     target = output or paths.checkpoint_export(checkpoint)
     model = model or Path(config.model.path)
     trained = config.model.model_copy(update={"path": str(model)})
@@ -97,6 +110,16 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
     except TokenizerError as error:
         raise ConfigError([Problem("model.path", str(error), value=str(model))]) from error
     return replace(request, trained=trained)
+
+
+def _checkpoint(paths: RunPaths, step: int | None) -> Path | None:
+    """Of a step, None: the newest; None: there is none. Raises ConfigError where a step that is given has none."""
+    if step is None:
+        return latest_checkpoint(paths.checkpoints)
+    if step not in (there := checkpoint_steps(paths.root)):
+        fix = f"choose of the steps {ranges(there)}" if there else "train a step first: the last one is saved"
+        raise ConfigError([Problem("--step", f"{paths.root} has no checkpoint of this step", fix, step)])
+    return paths.checkpoints / step_name(step)
 
 
 def _request_outside_a_run(
@@ -161,8 +184,9 @@ def export(
     try:
         policy = Trainer(config, layout, request.model, temperature=1.0, family=request.family)
         if request.checkpoint is not None:
-            policy.load_weights(request.checkpoint)
-            policy.export(request.target, exported_chat_template(request.trained) if request.trained else None)
+            state = policy.load_weights(request.checkpoint)
+            step = state["step"] if "rollouts" in state else None  # one of SFT counts other steps
+            policy.export(request.target, exported_chat_template(request.trained) if request.trained else None, step)
         if not check:
             return None
         findings = check_exported(request.target, policy, layout, tolerance)

@@ -88,10 +88,10 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
                 return stop.leave()
         if config.export.enabled:
             with report.stage("export"):
-                trainer.export(directory / config.export.directory)
+                trainer.export(directory / config.export.directory, run.done)
         report.finish()
         check_there(directory)  # an export and a report would make another one
-        record_finish(directory, config.run.steps)
+        record_finish(directory, run.done)
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ctpo_megatron.base.printable import log_to_terminal
 from ctpo_megatron.base.ray_orphans import end_orphans
+from ctpo_megatron.base.run_paths import step_name
 from ctpo_megatron.base.signals import ENDING, heeded
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
@@ -34,7 +35,7 @@ from ctpo_sandbox import temporary
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ctpo_megatron.evaluate import Outcome
+    from ctpo_megatron.evaluate import Outcome, Target
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)+=")
 _STRICT = ("reward.function=math_verify", "reward.by_source={}")
@@ -56,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="configuration; default: the configuration of MODEL's run"
     )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="default: evaluations/MODEL-FILES")
+    where = "default: evaluations/MODEL-FILES; of a run RUN-STEP-FILES"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=where)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     config, sources = read_config(target, _overrides(args), visible_gpus())
     _check(config, sources)
     data = "-".join(Path(file).stem for file in config.data.eval)
-    output = args.output or Path("evaluations", f"{args.model.resolve().name}-{data}")
-    outcome = _evaluate(config, output, args, of_run=target.config is not None)
+    named = [args.model.resolve().name, *([] if target.step is None else [step_name(target.step)]), data]
+    outcome = _evaluate(config, args.output or Path("evaluations", "-".join(named)), args, target)
     _print(outcome)
     if outcome.no_verdict:
         what = f"{outcome.no_verdict} samples have no verdict and count neither as right nor as wrong"
@@ -101,20 +103,21 @@ def _check(config: Config, sources: Sources) -> None:
     check_extensions(config, sources)
 
 
-def _evaluate(config: Config, output: Path, args: argparse.Namespace, *, of_run: bool) -> Outcome:
-    """of_run: the model is one that a run has trained, whatever its prompts show."""
+def _evaluate(config: Config, output: Path, args: argparse.Namespace, target: Target) -> Outcome:
+    """target: a model that a run has trained is taught, whatever its prompts show."""
     from ctpo_megatron.environments.prompts import usable
     from ctpo_megatron.evaluate import evaluate
     from ctpo_megatron.tracking import Display
 
     log_to_terminal()
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO)
-    admission = Admission.of(config, output, taught=of_run)
+    admission = Admission.of(config, output, taught=target.config is not None)
     admission.check_vocabulary()
     prompts = usable(admission.held_out())
     try:
         with _ended_by_signals(), Display(config.tracking.live, 0, title=f"ctpo eval {config.model.path}") as display:
-            display.note(f"evaluating {config.model.path}, writing to {output}")
+            chosen = f" ({target.why})" if target.why else ""
+            display.note(f"evaluating {config.model.path}{chosen}, writing to {output}")
             reference = args.scorer == "reference"
             return evaluate(config, prompts, admission.tokenizer, output, reference=reference, display=display)
     except SystemExit:

@@ -13,6 +13,7 @@ from ctpo_sandbox.arguments import positive
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write the weights of a run or a checkpoint in Hugging Face format. Also under torchrun."
     parser.add_argument("source", type=Path, metavar="SOURCE", help="run, checkpoint, or exported directory to check")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint; default: the newest")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="default: RUN/model-step_NNNNNN; needed outside a run"
     )
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Export, check, or both; returns 1 if the check finds a difference."""
     from ctpo_megatron.export import export, resolve
 
-    request = resolve(args.source, args.model, args.output)
+    request = resolve(args.source, args.model, args.output, step=args.step)
     if request.checkpoint is None and not args.check:
         raise UsageError(f"{request.target} is exported already; --check compares it")
     findings = export(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.exports import checkpoint_steps, exports
 from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import (
@@ -35,16 +36,21 @@ _BLOCK, _BLOCKS = 1 << 16, 64
 
 @dataclass(frozen=True)
 class Target:
-    """A model in Hugging Face format, and the configuration file of its run, if any."""
+    """A model in Hugging Face format, and the configuration file of its run, if any.
+
+    step: of the weights; None: not known, or the model itself was named. why: how it was chosen; empty: it was named.
+    """
 
     model: Path
     config: Path | None
+    step: int | None = None
+    why: str = ""
 
 
 def find_target(path: Path, config: Path | None) -> Target:
-    """Resolve `path`: a Hugging Face directory, alone or in a run directory, or a run's newest export.
+    """Resolve `path`: a Hugging Face directory, alone or in a run directory, or a run's export of the highest step.
 
-    config: used instead of the run's. Raises ConfigError.
+    config: used instead of the run's. Raises ConfigError, also where a checkpoint is newer than every export.
     """
     if (path / "config.json").is_file():
         of_run = RunPaths(path.resolve().parent).config
@@ -54,12 +60,17 @@ def find_target(path: Path, config: Path | None) -> Target:
     if not run.is_file():
         fix = "give a model in Hugging Face format, or a run directory"
         raise ConfigError([Problem("MODEL", "is no model and no run (no config.json, no config.yaml)", fix, str(path))])
-    exports = [path / load_config(run).export.directory, *paths.checkpoint_exports()]
-    models = [model for model in exports if (model / "config.json").is_file()]
+    models = exports(path, load_config(run).export.directory)
     if not models:
         fix = f"type `ctpo export {path}`, which writes the newest checkpoint as one"
         raise ConfigError([Problem("MODEL", "the run has no model in Hugging Face format", fix, str(path))])
-    return Target(max(models, key=lambda model: (model / "config.json").stat().st_mtime), config or run)
+    newest = max(models, key=lambda model: model.step)
+    of_step = f"step {newest.step}" if newest.step >= 0 else "a step that it does not record"
+    if (saved := max(checkpoint_steps(path), default=-1)) > newest.step:
+        message = f"its checkpoint of step {saved} is newer than every export; {newest.path} is of {of_step}"
+        raise ConfigError([Problem("MODEL", message, f"type `ctpo export {path}`, or name a model", str(path))])
+    why = f"{of_step}, {'the highest of its exports' if len(models) > 1 else 'its only export'}"
+    return Target(newest.path, config or run, newest.step if newest.step >= 0 else None, why)
 
 
 def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Config, Sources]:

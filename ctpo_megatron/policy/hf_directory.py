@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ctpo_megatron.base.exports import STEP_FILE, record_step
 from ctpo_megatron.base.files import sync
 from ctpo_megatron.base.tensor_file import TensorFile
 from ctpo_megatron.config import ConfigError, Problem, is_replaceable
@@ -30,13 +31,15 @@ def write_directory(
     layout: Layout,
     shard_bytes: int = 4 << 30,
     chat_template: str | None = None,
+    step: int | None = None,
 ) -> None:
     """Write a Hugging Face model directory: `tensors` in safetensors shards, everything else copied from `source`.
 
     config.json gets the dtype of the tensors, which all have the same. chat_template: the Jinja text that the model was
-    trained with, if it differs from the template of `source`. Permissions of the files follow the umask. Every tensor
-    is written before the next one is requested; only rank 0 writes, the others take part in the gathering. The
-    directory is written aside and renamed once it is on disk; an existing model directory of that name is replaced.
+    trained with, if it differs from the template of `source`. step: the RL step of the weights, which is recorded;
+    None: of none. Permissions of the files follow the umask. Every tensor is written before the next one is requested;
+    only rank 0 writes, the others take part in the gathering. The directory is written aside and renamed once it is on
+    disk; an existing model directory of that name is replaced.
     Raises ConfigError before anything is gathered if the target is something else, or `source` itself. Raises
     CheckpointError, and removes the new directory, when the file system fails.
     """
@@ -44,7 +47,7 @@ def write_directory(
     layout.on_rank_zero(lambda: _check_target(source.resolve(), target))
     if layout.rank == 0:
         aside = target.with_name(f".{target.name}.writing")
-        problem = _write_aside(tensors, source, aside, shard_bytes, chat_template)
+        problem = _write_aside(tensors, source, aside, shard_bytes, chat_template, step)
     deque(tensors, maxlen=0)  # also after a failure: the other ranks still gather
     layout.on_rank_zero(lambda: _publish(aside, target, problem))
 
@@ -55,6 +58,7 @@ def _write_aside(
     aside: Path,
     shard_bytes: int,
     chat_template: str | None,
+    step: int | None,
 ) -> OSError | None:
     """Write the whole directory; returns the error of the file system, if any."""
     shards: list[TensorFile] = []
@@ -64,6 +68,8 @@ def _write_aside(
         _copy_rest(source, aside)
         if chat_template is not None:
             (aside / _CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
+        if step is not None:
+            record_step(aside, step)
         dtype = _write_shards(tensors, aside, shards, shard_bytes)
         _name_shards(aside, [sorted(shard.names) for shard in shards], sum(shard.tensor_bytes for shard in shards))
         (aside / _CONFIG).write_text(_config_of(dtype, source / _CONFIG), encoding="utf-8")
@@ -79,7 +85,7 @@ def _write_aside(
 def _copy_rest(source: Path, aside: Path) -> None:
     for file in source.iterdir():
         weights = file.suffix in {".safetensors", ".bin", ".pt"} or ".index." in file.name
-        if file.is_file() and not weights and file.name != _CONFIG:
+        if file.is_file() and not weights and file.name not in (_CONFIG, STEP_FILE):
             shutil.copyfile(file, aside / file.name)
     if (source / _TEMPLATES).is_dir():
         shutil.copytree(source / _TEMPLATES, aside / _TEMPLATES, copy_function=shutil.copyfile)

@@ -310,12 +310,12 @@ class Trainer:
         """Name, shape and dtype of all `weights`, in their order, on every rank. No weight is moved."""
         return hf.declare(self._model, self.layout)
 
-    def export(self, directory: Path, chat_template: str | None = None) -> None:
+    def export(self, directory: Path, chat_template: str | None = None, step: int | None = None) -> None:
         """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model.
 
-        chat_template: Jinja text instead of the source model's.
+        chat_template: Jinja text instead of the source model's. step: the RL step of the weights, which is recorded.
         """
-        write_directory(self.weights(), self.source, directory, self.layout, chat_template=chat_template)
+        write_directory(self.weights(), self.source, directory, self.layout, chat_template=chat_template, step=step)
 
     def release(self) -> None:
         """Move what `policy.offload` names to host memory. Other methods move it back when they are called."""

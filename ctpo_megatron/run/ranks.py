@@ -315,8 +315,8 @@ class TrainerGroup:
         self.trainer.set_scheduler_step(fraction)
 
     @_on_all_ranks(gpus=True)
-    def export(self, directory: Path) -> None:
-        self.trainer.export(directory, exported_chat_template(self._config.model))
+    def export(self, directory: Path, step: int | None = None) -> None:
+        self.trainer.export(directory, exported_chat_template(self._config.model), step)
 
 
 def _failure(write: Callable[[], object]) -> CheckpointWriteError | None:

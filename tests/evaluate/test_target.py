@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.base.exports import record_step
 from ctpo_megatron.config import Config, ConfigError, dump
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate import Target, find_target, read_config
@@ -15,12 +15,12 @@ from ctpo_megatron.evaluate.target import fingerprint, settings_of
 from tests.tracking.synthetic_run import make_config
 
 
-def model(path: Path, content: str = "{}", written: int = 0) -> Path:
+def model(path: Path, content: str = "{}", step: int | None = None) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(content)
     (path / "model.safetensors").write_bytes(bytes(range(256)) * 2048)
-    if written:
-        os.utime(path / "config.json", (written, written))
+    if step is not None:
+        record_step(path, step)
     return path
 
 
@@ -40,14 +40,24 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_stands_for_its_newest_export(run: Path) -> None:
+def test_a_run_stands_for_its_export_of_the_highest_step(run: Path) -> None:
+    """Whenever they were written."""
     with pytest.raises(ConfigError, match=f"type `ctpo export {run}`"):
         find_target(run, None)
-    older = model(run / "model-step_000008", written=1_000)
-    assert find_target(run, None) == Target(older, run / "config.yaml")
-    newest = model(run / "model", written=2_000)
-    model(run / "model-step_000016", written=1_500)
-    assert find_target(run, None) == Target(newest, run / "config.yaml")
+    older = model(run / "model-step_000008")
+    assert find_target(run, None) == Target(older, run / "config.yaml", 8, "step 8, its only export")
+    newest = model(run / "model", step=24)
+    model(run / "model-step_000016", step=16)
+    highest = Target(newest, run / "config.yaml", 24, "step 24, the highest of its exports")
+    assert find_target(run, None) == highest
+    checkpoint = run / "checkpoints" / "step_000024"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE.json").touch()
+    assert find_target(run, None) == highest
+    checkpoint.rename(checkpoint.with_name("step_000025"))
+    told = rf"step 25 is newer than every export; {newest} is of step 24; type `ctpo export {run}`, or name a model"
+    with pytest.raises(ConfigError, match=told):
+        find_target(run, None)
     assert find_target(older, None) == Target(older, run / "config.yaml")  # a model in a run keeps its configuration
 
 
