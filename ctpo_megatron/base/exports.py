@@ -28,7 +28,7 @@ def record_step(model: Path, step: int) -> None:
 
 
 def exports(run: Path, directory: str) -> list[Export]:
-    """All exports of a run, that of its end first. directory: `export.directory`."""
+    """All exports of a run, the one of its end first. directory: `export.directory`."""
     models = [run / directory, *sorted(RunPaths(run).checkpoint_exports())]
     return [Export(model, _step(model)) for model in models if (model / "config.json").is_file()]
 

@@ -51,6 +51,7 @@ from ctpo_megatron.preflight import (
     Speeds,
     check_dry,
     check_start,
+    crash_line,
     disk_table,
     disk_use,
     duration_table,
@@ -261,6 +262,7 @@ def _print_plan(config: Config, job: Job, spec: ModelSpec) -> None:
         print_table(title, ("", "value", "from"), rows)
     disk = disk_table(disk_use(config, spec, held_out_prompts(config)))
     print_table(f"What is written to {config.run.directory}, expected", ("", "size", "from"), disk)
+    say(crash_line(config, spec))
     _print_system_prompt(config.data, config.rollout)
 
 

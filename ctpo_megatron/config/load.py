@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -34,6 +34,8 @@ _NOT_FOUND = re.compile(r"Interpolation key '(\S+)' not found|trying to access (
 """OmegaConf's messages for an interpolation of a missing key or of a key below a scalar."""
 _REMOVED = {("rollout.weights.transport", "nccl_m2n"): "nccl or auto"}
 """Dotted key and a value that it no longer has -> what to give instead."""
+_NUMBER = "constrained-int"
+"""Pydantic's name of the number in `number | Literal["auto"]`."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -81,7 +83,9 @@ def _validated(tree: Any) -> tuple[Config | None, list[ErrorDetails]]:
         # Strict, and from JSON: "3", 3.0 and true are not integers, but a list is accepted for a tuple.
         return Config.model_validate_json(json.dumps(tree, default=str), strict=True), []
     except ValidationError as error:
-        details = [_of_key(detail) for detail in error.errors()]
+        found = error.errors()
+        numbers = {detail["loc"][:-1] for detail in found if detail["loc"][-1] == _NUMBER}
+        details = [_of_key(detail) for detail in found if not _is_word_of(numbers, detail)]
         return None, [detail for detail in details if not _is_for_its_items(detail, details)]
 
 
@@ -146,9 +150,16 @@ def _secrets(tree: Any, sources: Sources) -> Iterator[Problem]:
             )
 
 
+def _is_word_of(numbers: Collection[tuple[str | int, ...]], detail: ErrorDetails) -> bool:
+    """Whether it says that no word is a number. numbers: keys of a number or a word, of which another one says more."""
+    return detail["loc"][:-1] in numbers and str(detail["loc"][-1]).startswith("literal[")
+
+
 def _of_key(detail: ErrorDetails) -> ErrorDetails:
     """Strip the type names that pydantic appends to the key of a union."""
     found = tuple(part for part in detail["loc"] if part != WEIGHTED)
+    if found[-1] == _NUMBER:
+        return {**detail, "loc": found[:-1], "msg": f"{detail['msg']}, or auto"}
     keys = tuple(part for part in found if part != "bool" and not str(part).startswith("literal["))
     detail = {**detail, "loc": found}
     if keys == found:

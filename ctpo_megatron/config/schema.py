@@ -25,6 +25,9 @@ from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, Placemen
 from ctpo_megatron.config.task_schema import LARGEST_SEED, Precision, PrepareConfig, Seconds, Section
 from ctpo_megatron.config.texts import is_template_file
 
+_AUTO_INTERVAL_S, _AUTO_SHARE = 900.0, 0.05
+"""Of `checkpoint.every: auto`: seconds between checkpoints, and the largest share of the time for writing them."""
+
 
 class RunConfig(Section):
     """One training run and its directory, `<root>/<name>`."""
@@ -290,10 +293,19 @@ class ExtensionsConfig(Section):
     )
 
 
+def auto_interval_s(write_s: float) -> float:
+    """Seconds between the checkpoints of `checkpoint.every: auto`, where writing one takes `write_s` seconds."""
+    return max(_AUTO_INTERVAL_S, write_s / _AUTO_SHARE)
+
+
 class CheckpointConfig(Section):
     """Megatron distributed checkpoints under `<run>/checkpoints/step_%06d`."""
 
-    every: NonNegativeInt = Field(default=0, description="RL steps between checkpoints; 0: none")
+    every: NonNegativeInt | Literal["auto"] = Field(
+        default="auto",
+        description="RL steps between checkpoints; auto: one every 15 minutes, rarer where writing would take more "
+        "than 5 % of the time; 0: none in between. There is always one after the last step",
+    )
     keep_last: PositiveInt = Field(default=2, description="newest checkpoints that are kept")
     keep_best: NonNegativeInt = Field(default=0, description="additional checkpoints kept, ranked by `best_metric`")
     best_metric: str = Field(
@@ -316,6 +328,17 @@ class CheckpointConfig(Section):
         description="seconds to finish the current step and write a checkpoint after SIGTERM, SIGUSR1, SIGHUP or "
         "Ctrl-C, and before the job's end",
     )
+
+    def due(self, done: int, steps: int, *, since_s: float, write_s: float) -> bool:
+        """Whether a checkpoint is due after `done` of `steps` steps.
+
+        since_s: seconds since the last one was begun, or the run. write_s: seconds that writing one takes; 0: unknown.
+        """
+        if done == steps > 0:
+            return True
+        if self.every == "auto":
+            return since_s >= auto_interval_s(write_s)
+        return self.every > 0 and done % self.every == 0
 
 
 class ExportConfig(Section):

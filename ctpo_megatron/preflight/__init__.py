@@ -21,7 +21,7 @@ from ctpo_megatron.preflight.check import (
 )
 from ctpo_megatron.preflight.configuration import validate, validate_sampling
 from ctpo_megatron.preflight.devices import gpus, has_cuda_device, torch_cuda, torch_has_cuda, visible_gpus
-from ctpo_megatron.preflight.disk import check_disk, disk_table, disk_use, held_out_prompts
+from ctpo_megatron.preflight.disk import check_disk, crash_line, disk_table, disk_use, held_out_prompts
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_node, diagnose_run, install_line, verdict
 from ctpo_megatron.preflight.dry_run import ROWS, Findings, check_dry, check_start
 from ctpo_megatron.preflight.duration import CARDS, DURATION_TITLE, MFU, USUAL_CARD, Speeds, duration_table

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ctpo_megatron.base.installed import is_installed
 from ctpo_megatron.config import ELEMENT_BYTES, GIB, Config, Problem, model_parameters, passed, will_be_prepared
+from ctpo_megatron.config.schema import CheckpointConfig, auto_interval_s
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import DiskNeeds, RunContext
 from ctpo_megatron.preflight.plan import TableRow, evaluations
@@ -30,6 +31,8 @@ PROMPT_TOKENS = 512
 """Longest prompt that is expected where longer ones are allowed: few data sets use all of `data.max_prompt_tokens`."""
 EXPECTED_SHARE = 0.5
 """Of `rollout.max_response_tokens`, the mean length that is expected."""
+WRITE_SPEED = 1e9
+"""Bytes per second at which a checkpoint is expected to be written."""
 _SAMPLE = 8
 """Prompts of `tracking.trajectories: sample`."""
 
@@ -76,10 +79,9 @@ def disk_use(config: Config, spec: ModelSpec, held_out: int | None) -> list[Disk
     """Everything that grows with steps, and what is as large. held_out: prompts of `data.eval`; None: not known."""
     kept, steps, count = config.checkpoint, config.run.steps, model_parameters(spec)[0]
     uses = list(_dumps(config, spec, held_out))
-    if kept.every:
-        saves = min(kept.keep_last + kept.keep_best + 1, steps // kept.every + 2)
+    if saves := min(kept.keep_last + kept.keep_best + 1, _saves(kept, steps)):
         why = f"{kept.keep_last} of keep_last, {kept.keep_best} of keep_best, one that is written"
-        fix = "keep fewer, or larger checkpoint.every"
+        fix = "keep fewer"
         one = checkpoint_bytes(config, spec)
         uses.append(DiskUse("checkpoints", one, saves, why, "checkpoint.keep_last", f"{fix}, or another run.root"))
     model = count * ELEMENT_BYTES[config.policy.dtype]
@@ -92,6 +94,27 @@ def disk_use(config: Config, spec: ModelSpec, held_out: int | None) -> list[Disk
     if config.tracking.report:
         uses.append(DiskUse("report", REPORT_BYTES, 1, "page and figures", "tracking.report", "ctpo report makes it"))
     return uses
+
+
+def _saves(checkpoint: CheckpointConfig, steps: int) -> int:
+    """Most checkpoints that a run of `steps` steps writes."""
+    if checkpoint.every == "auto":
+        return steps
+    return steps // checkpoint.every + 2 if checkpoint.every else min(steps, 1)
+
+
+def crash_line(config: Config, spec: ModelSpec) -> str:
+    """What a run loses at most when it is killed without notice, by `checkpoint.every`."""
+    every, steps = config.checkpoint.every, config.run.steps
+    if every == "auto":
+        size = checkpoint_bytes(config, spec)
+        write_s = size / WRITE_SPEED
+        lost = f"{auto_interval_s(write_s) / 60:.0f} minutes and the step after them"
+        why = f"auto; writing {_shown(size)} takes {write_s:.3g} s at {WRITE_SPEED / 1e9:g} GB/s"
+    else:
+        lost = f"{min(every, steps)} steps" if every else f"all {steps} steps"
+        why = f"{every}; a checkpoint after the last step alone" if not every else f"{every}"
+    return f"a crash loses at most {lost} (checkpoint.every: {why})"
 
 
 def _dumps(config: Config, spec: ModelSpec, held_out: int | None) -> Iterator[DiskUse]:

@@ -86,7 +86,8 @@ def check_checkpoints(context: RunContext) -> Iterator[Problem]:
     config = context.config
     settings = config.checkpoint
     if config.run.resume and not settings.every and config.run.steps:
-        yield context.warning("run.resume", "but checkpoint.every is 0: this run writes no checkpoint to resume from")
+        message = "but checkpoint.every is 0: there is no checkpoint before the last step, and a crash loses all steps"
+        yield context.warning("run.resume", message, "checkpoint.every: auto")
     if settings.load is not None:
         path = Path(settings.load)
         if not (path / MARKER).is_file():
@@ -105,9 +106,17 @@ def check_checkpoints(context: RunContext) -> Iterator[Problem]:
         if not config.data.eval or config.rollout.replay is not None:
             message = "is never computed: nothing is evaluated"
             yield context.error("checkpoint.best_metric", message, "give data.eval, or use reward/mean")
-        elif settings.every and (not config.eval.every or settings.every % config.eval.every):
+        elif not _evaluated(settings.every, config.eval.every):
             message = f"is unknown between evaluations (eval.every: {config.eval.every}): checkpoints there never count"
-            yield context.warning("checkpoint.best_metric", message, "evaluate at every checkpoint")
+            fix = "set checkpoint.every to a multiple of eval.every"
+            yield context.warning("checkpoint.best_metric", message, fix)
+
+
+def _evaluated(saves: int | str, evaluations: int) -> bool:
+    """Whether every checkpoint comes after an evaluation. saves: `checkpoint.every`; evaluations: `eval.every`."""
+    if isinstance(saves, str):  # auto: after any step
+        return evaluations == 1
+    return not saves or (evaluations > 0 and saves % evaluations == 0)
 
 
 def _given_up(context: RunContext, load: Path) -> Iterator[Problem]:

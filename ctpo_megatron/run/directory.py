@@ -135,10 +135,16 @@ def is_finished(run: RunConfig) -> bool:
     """Whether `run.resume: auto` has nothing to do: the run has ended with all of `run.steps` done."""
     if run.resume != "auto":
         return False
-    if _facts(run.directory).get("finished_steps", -1) < run.steps:
+    if finished_steps(run.directory) < run.steps:
         return False
     log.info("%s has done its %d steps (run.steps): nothing is left to do", run.directory, run.steps)
     return True
+
+
+def finished_steps(directory: Path) -> int:
+    """Steps after which the run has finished; -1: it has not, or was resumed since."""
+    steps: int = _facts(directory).get("finished_steps", -1)
+    return steps
 
 
 def record_finish(directory: Path, steps: int) -> None:

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.exports import discard_exports
 from ctpo_megatron.base.files import FULL_PAUSE_S, FULL_S, DamagedFileError
-from ctpo_megatron.base.run_paths import AHEAD, RunPaths
+from ctpo_megatron.base.run_paths import AHEAD, RunPaths, step_in
 from ctpo_megatron.base.run_paths import SFT_CHECKPOINTS as _SFT
 from ctpo_megatron.config import Config, SftConfig, SftRecord, has_sft_record, read_sft_record
 from ctpo_megatron.policy import (
@@ -22,7 +23,7 @@ from ctpo_megatron.policy import (
     read_checkpoint_marker,
 )
 from ctpo_megatron.rollouts import Rollouts, encode_ahead, read_ahead
-from ctpo_megatron.run.directory import take_over, written_by_another_version
+from ctpo_megatron.run.directory import finished_steps, take_over, written_by_another_version
 from ctpo_megatron.run.ranks import TrainerGroup
 from ctpo_megatron.run.reporter import Reporter
 
@@ -33,7 +34,10 @@ _SFT_STATE = {"step", "order"}
 
 
 class Persistence:
-    """Saves and restores a run. Lives on rank zero, whose state a checkpoint keeps."""
+    """Saves and restores a run. Lives on rank zero, whose state a checkpoint keeps.
+
+    write_s: seconds that the last checkpoint has kept the run from training; 0: none was written.
+    """
 
     def __init__(
         self, config: Config, trainer: TrainerGroup, directory: Path, rollouts: Rollouts, report: Reporter
@@ -42,11 +46,14 @@ class Persistence:
         self._root, self._directory = directory, RunPaths(directory).checkpoints
         self._saved: int | None = None
         self._first = 0
+        self._finished = finished_steps(directory)  # before a resume, which clears it
+        self.write_s = 0.0
 
     def find(self) -> Path | None:
         """The checkpoint to continue from: `checkpoint.load`, else the newest of a run that is resumed, else none.
 
         With `run.resume: auto` a checkpoint of another run is where this one begins, not where a restart continues.
+        Raises CheckpointError where a resume would repeat, and discard, steps of a finished run.
         """
         load = None if self._config.checkpoint.load is None else Path(self._config.checkpoint.load)
         resume = self._config.run.resume
@@ -54,9 +61,23 @@ class Persistence:
         if not resume or (load is not None and not (resume == "auto" and elsewhere)):
             return load
         newest = latest_checkpoint(self._directory)
+        self._check_extended(newest)
         if newest is None and not has_sft_record(self._root):
             newest = latest_checkpoint(self._directory / _SFT)
         return newest or load
+
+    def _check_extended(self, newest: Path | None) -> None:
+        step = 0 if newest is None else step_in(newest.name)
+        if step is None or step >= self._finished:
+            return
+        has = "no checkpoint" if newest is None else f"no checkpoint after step {step}"
+        back = "" if newest is None else f"checkpoint.load={newest} goes back to step {step}; "
+        model = self._root / self._config.export.directory
+        raise CheckpointError(
+            f"{self._root} has finished its {self._finished} steps and has {has}: a resume would repeat those steps, "
+            f"and discard what they have written. {back}run.name=other model.path={model} trains its model further in "
+            "another run; run.overwrite=true deletes this run and starts again"
+        )
 
     def start_weights(self, checkpoint: Path | None) -> Path | None:
         """Directory of the weights to build the model with, if SFT has been done: by the run of `sft.from`, or before
@@ -146,8 +167,10 @@ class Persistence:
         if own:
             self._saved = state["step"]
         self._rewind(checkpoint, state)
-        self._report.warn_of_lost(self._first, state["step"])
         done: int = state["step"]
+        self._report.warn_of_lost(self._first, done)
+        if own and done == self._finished < self._config.run.steps:
+            self._report.note(_extends(self._config, done))
         return done
 
     def save(self, done: int) -> None:
@@ -165,6 +188,7 @@ class Persistence:
         _until_written(lambda: self._save(done) or self._trainer.finish_save())
 
     def _save(self, done: int) -> CheckpointWriteError | None:
+        began = time.monotonic()
         with self._report.phase("checkpoint"):
             settings, state = self._config.checkpoint, self._state(done)
             ahead = state["rollouts"].pop("ahead", None)  # a file of its own, encoded by a thread
@@ -177,7 +201,7 @@ class Persistence:
             # Once RL has a complete checkpoint, no resume returns to SFT.
             if latest_checkpoint(self._directory) is not None:
                 self._drop_sft()
-        self._saved = done
+        self._saved, self.write_s = done, time.monotonic() - began
         self._report.log(done, {})
         return None
 
@@ -244,7 +268,27 @@ class Persistence:
                 self._config.checkpoint.load,
                 ", ".join(path.name for path in reversed(renamed)),
             )
+        for path in discard_exports(self._root, self._config.export.directory, after):
+            log.warning("%s is of a later step than this run continues from, and has this name now", path)
         self._report.discard(after, record)
+
+
+def _extends(config: Config, done: int) -> str:
+    """Say that a finished run of `done` steps is made longer, and what a run of all steps would have done otherwise."""
+    steps, schedule = config.run.steps, config.policy.optimizer.schedule
+    evaluated = config.data.eval and config.rollout.replay is None and not config.eval.due(done, steps)
+    dumped = done > 1 and done % config.tracking.dump_every
+    unlike = [
+        (schedule != "constant", f"learning rates until step {done} (policy.optimizer.schedule: {schedule})"),
+        (evaluated, f"step {done} has an evaluation (eval.every)"),
+        (dumped, f"step {done} has the dump and figures of a last step (tracking.dump_every)"),
+        (config.rollout.max_staleness, f"nothing was sampled ahead for step {done + 1} (rollout.max_staleness)"),
+    ]
+    differs = "; ".join(text for is_so, text in unlike if is_so)
+    extends = f"a finished run of {done} steps is extended to {steps}"
+    return (
+        f"{extends}. Unlike a run of {steps} steps: {differs}" if differs else f"{extends}, as a run of {steps} steps"
+    )
 
 
 def _until_written(write: Callable[[], CheckpointWriteError | None]) -> None:

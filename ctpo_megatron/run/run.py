@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 class Run:
     """The steps of a run: counts them, logs them, evaluates and saves when due, ends when a rank is to stop.
 
-    Lives on rank zero. done: RL steps finished. resumed: RL continues from a checkpoint.
+    Lives on rank zero, which decides for all ranks. done: RL steps finished. resumed: RL continues from a checkpoint.
     """
 
     def __init__(
@@ -34,10 +35,13 @@ class Run:
         persistence: Persistence,
         report: Reporter,
         stop: StopSignal,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """clock: seconds, for `checkpoint.every: auto`."""
         self.config, self._trainer, self._controller = config, trainer, controller
         self._persistence, self._report, self._stop = persistence, report, stop
         self._verdicts = Verdicts(config.reward.max_failed)
+        self._clock, self._saved_at = clock, clock()
         self.done = 0
         self._updating = False
         self.resumed = False
@@ -78,8 +82,8 @@ class Run:
         if not self.resumed or (self.evaluates and self._controller.lacks_evaluation()):
             self._report.log(self.done, {})
             self._evaluate()  # also in a run that is to stop: it reports what is missing
-        if not self.resumed and self.config.checkpoint.every:
-            self._persistence.save(self.done)
+        if not self.resumed and self.saves:
+            self._save()
 
     def agree_to_stop(self) -> bool:
         """Whether the run is to stop, because any rank is."""
@@ -108,8 +112,12 @@ class Run:
         if self.stopped:
             return
         if self.saves:
-            self._persistence.save(step)
+            self._save()
         self._keep(self._trainer.finish_save(wait=False))
+
+    def _save(self) -> None:
+        self._saved_at = self._clock()
+        self._persistence.save(self.done)
 
     def _evaluate(self) -> None:
         if self.evaluates:
@@ -173,5 +181,5 @@ class Run:
     @property
     def saves(self) -> bool:
         """Whether a checkpoint is due after the steps done."""
-        every = self.config.checkpoint.every
-        return every > 0 and self.done % every == 0
+        since_s, write_s = self._clock() - self._saved_at, self._persistence.write_s
+        return self.config.checkpoint.due(self.done, self.config.run.steps, since_s=since_s, write_s=write_s)

@@ -134,7 +134,7 @@ def test_all_problems_at_once_each_with_its_place(refusal: Refusal) -> None:
         "sequence; did you mean grpo?",
         'base.yaml:12: eval.samples = "none": must be an integer',
         "base.yaml:13: eval.evry = 3: unknown key; did you mean eval.every?",
-        "base.yaml:15: checkpoint.every = 2.0: must be an integer; write 2",
+        "base.yaml:15: checkpoint.every = 2.0: must be an integer, or auto; write 2",
     ]
 
 
@@ -196,6 +196,9 @@ WRONG_VALUES = [
     ("run.steps=true", "run.steps = true: must be an integer"),
     ("run.steps=1.5", "run.steps = 1.5: must be an integer"),
     ("run.steps=-1", "run.steps = -1: must be greater than or equal to 0"),
+    ("checkpoint.every=often", 'checkpoint.every = "often": must be an integer, or auto'),
+    ("checkpoint.every=-1", "checkpoint.every = -1: must be greater than or equal to 0, or auto"),
+    ("rollout.engines=true", "rollout.engines = true: must be an integer, or auto"),
     ("run.seed=-1", "run.seed = -1: must be greater than or equal to 0"),
     ("run.seed=4294967296", "run.seed = 4294967296: must be less than or equal to 4294967295"),
     ("run.overwrite=1", "run.overwrite = 1: must be a boolean"),

@@ -232,7 +232,8 @@ def test_a_refused_resume_leaves_the_record_of_the_data(folder: Path, whole: Pat
     shutil.copytree(whole, run)
     shutil.rmtree(run / "checkpoints" / f"step_{STEPS:06d}")
     before = (run / "data.json").read_bytes()
-    refused = train(folder, "run.name=refused", "run.resume=true", "data.train=[task/heldout.parquet]")
+    load = "checkpoint.load=runs/refused/checkpoints/step_000002"
+    refused = train(folder, "run.name=refused", "run.resume=true", load, "data.train=[task/heldout.parquet]")
     assert refused.returncode == 2 and "does not fit this run" in refused.stderr, refused.stderr[-4000:]
     assert (run / "data.json").read_bytes() == before
 

@@ -15,7 +15,7 @@ import pytest
 
 from ctpo_megatron import cli
 from ctpo_megatron.config import GIB, Config, load_config, read_shapes
-from ctpo_megatron.preflight import RunContext, check_disk, disk_table, disk_use
+from ctpo_megatron.preflight import RunContext, check_disk, crash_line, disk_table, disk_use
 from ctpo_megatron.preflight.disk import DiskUse
 from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
 from tests.engines.tiny_model import build_tiny_model
@@ -71,6 +71,25 @@ def test_recorded_experts_take_a_byte_for_each_layer_and_choice() -> None:
     assert grown == pytest.approx(4096 * 4512 * 48 * 8) and "experts" not in uses()
 
 
+@pytest.mark.parametrize(
+    ("every", "steps", "said"),
+    [
+        (
+            "auto",
+            305,
+            r"19 minutes and the step after them \(checkpoint\.every: auto; writing 52\.4 GiB takes 56\.3 s at 1 ",
+        ),
+        ("0", 305, r"all 305 steps \(checkpoint\.every: 0; a checkpoint after the last step alone\)"),
+        ("20", 305, r"20 steps \(checkpoint\.every: 20\)"),
+        ("20", 7, r"7 steps "),
+    ],
+)
+def test_what_a_crash_loses(every: str, steps: int, said: str) -> None:
+    config = recipe("4b", f"checkpoint.every={every}", f"run.steps={steps}")
+    line = crash_line(config, read_shapes(CONFIGS / "models" / "qwen3_4b.json"))
+    assert re.match(f"a crash loses at most {said}", line), line
+
+
 JSON_LINES = ["checkpoint.every=0", "tracking.trajectory_format=jsonl"]
 
 
@@ -83,9 +102,11 @@ JSON_LINES = ["checkpoint.every=0", "tracking.trajectory_format=jsonl"]
             [],
             "warning: checkpoint.keep_last = 2: .* but the run writes .* ratios 4.41 GiB, checkpoints 157 GiB",
         ),
-        (150, ["checkpoint.every=0"], None),
-        (150, JSON_LINES, 'warning: tracking.trajectory_format = "jsonl": .* parquet takes 8 bytes a token'),
-        (20, ["checkpoint.every=0"], 'warning: tracking.trajectories = "all": .*trajectories: sample or none'),
+        (200, ["checkpoint.every=0"], None),
+        (200, ["checkpoint.every=auto"], "warning: checkpoint.keep_last = 2: .* checkpoints 157 GiB"),
+        (200, JSON_LINES, 'warning: tracking.trajectory_format = "jsonl": .* parquet takes 8 bytes a token'),
+        (20, ["checkpoint.every=0"], "error: checkpoint.keep_last = 2: .* 20 GiB free, but one checkpoint takes 52"),
+        (80, ["checkpoint.every=0"], "warning: checkpoint.keep_last = 2: .* checkpoints 52.4 GiB"),
         (300, [], None),
     ],
 )
@@ -104,7 +125,7 @@ def test_a_disk_that_is_too_small_names_the_key_of_what_takes_most(
 def test_what_the_run_has_written_before_is_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config, spec = recipe("4b", "checkpoint.every=0"), read_shapes(CONFIGS / "models" / "qwen3_4b.json")
-    free(monkeypatch, 30)
+    free(monkeypatch, 70)
     assert [*check_disk(RunContext(config, spec))]
     config.run.directory.mkdir(parents=True)
     with (config.run.directory / "dump").open("wb") as file:
@@ -181,10 +202,13 @@ def test_the_dry_run_and_the_doctor_tell(
     )
     cli.main(["train", "own.yaml", "--dry-run"])
     shown = capsys.readouterr()
+    assert re.search(
+        r"^a crash loses at most 15 minutes and the step after them \(.* auto; writing .* takes ", shown.out, re.M
+    )
     # 4 x 8 trajectories of 112 + 200 tokens of 8 bytes, 4,000 times.
     assert re.search(r"trajectories +367 MiB +4,000 x 94 KiB: 32 trajectories x 312 tokens x 8 B", shown.out)
     assert re.search(r"held-out answers .* 10 answers x 312 tokens", shown.out)
-    said = "200 MiB free, but the run writes 683 MiB: trajectories 367 MiB, logs 281 MiB"
+    said = "200 MiB free, but the run writes 694 MiB: trajectories 367 MiB, logs 281 MiB"
     assert f'default: tracking.trajectories = "all": disk of runs/own: {said}' in shown.err, shown.err
     cli.main(["doctor", "own.yaml", "--json"])
     findings = json.loads(capsys.readouterr().out)["findings"]["This machine"]

@@ -30,7 +30,7 @@ class Recorder:
 
     def __init__(self, stop: StopSignal, fails: str = "") -> None:
         self.calls: list[str] = []
-        self.progress, self.version = Progress(), 1
+        self.progress, self.version, self.write_s = Progress(), 1, 0.0
         self.restored: int | None = None
         self._stop, self._fails = stop, fails
 
@@ -107,7 +107,7 @@ def test_the_loop_is_algorithm_1(tmp_path: Path, stop: StopSignal) -> None:
         *("sample 2", "train 2", "publish 3", "log 2", "evaluate 2 False"),
         *("sample 3", "train 3", "publish 4", "log 3", "save 3"),
         *("sample 4", "train 4", "publish 5", "log 4", "evaluate 4 False"),
-        *("sample 5", "train 5", "publish 6", "log 5", "evaluate 5 True"),
+        *("sample 5", "train 5", "publish 6", "log 5", "evaluate 5 True", "save 5"),
         "wait_for_updates",
     ]
 
@@ -119,8 +119,57 @@ def test_a_resumed_run_does_the_steps_that_are_left(tmp_path: Path, stop: StopSi
     everything: Any = recorder
     reinforce(run, everything, everything)
     assert [call for call in recorder.calls if call.startswith(("publish", "sample", "save"))] == [
-        *("publish 4", "sample 4", "publish 5", "sample 5", "publish 6")
+        *("publish 4", "sample 4", "publish 5", "sample 5", "publish 6", "save 5")
     ]
+
+
+def saves(tmp_path: Path, stop: StopSignal, every: int | str, steps: int, step_s: float, write_s: float) -> list[int]:
+    """The steps after which a run saves whose steps, and checkpoints, take so many seconds."""
+    now = 0.0
+    settings: Any = {"run": {"name": "demo", "root": str(tmp_path), "steps": steps}, "checkpoint": {"every": every}}
+    _, recorder = a_run(tmp_path, stop, **settings)
+    everything: Any = recorder
+
+    def train(batch: Batch) -> TrainResult:
+        nonlocal now
+        now += step_s
+        return Recorder.train(recorder, batch)
+
+    def save(done: int) -> None:
+        nonlocal now
+        now += write_s
+        recorder.write_s = write_s
+        recorder.calls.append(f"save {done}")
+
+    everything.train, everything.save = train, save
+    config = make_config(tmp_path, **settings)
+    run = Run(config, everything, everything, everything, everything, stop, clock=lambda: now)
+    reinforce(run, everything, everything)
+    assert run.end()
+    return [int(call.removeprefix("save ")) for call in recorder.calls if call.startswith("save ")]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "step_s", "write_s", "expected"),
+    [
+        ("auto", 5, 60, 1, [5]),  # a short run has the last step alone
+        ("auto", 40, 60, 1, [15, 30, 40]),
+        ("auto", 40, 60, 45, [15, 30, 40]),  # 5 % of 15 minutes
+        ("auto", 60, 60, 90, [15, 44, 60]),  # 90 s are 5 % of 30 minutes, and within them
+        ("auto", 3, 2000, 1, [1, 2, 3]),
+        (0, 5, 2000, 1, [5]),
+        (2, 5, 1, 1, [0, 2, 4, 5]),
+        (3, 5, 1, 1, [0, 3, 5]),
+        (5, 5, 1, 1, [0, 5]),
+        (7, 5, 1, 1, [0, 5]),
+        ("auto", 0, 1, 1, []),
+        (0, 0, 1, 1, []),
+    ],
+)
+def test_when_a_checkpoint_is_due(
+    tmp_path: Path, stop: StopSignal, every: int | str, steps: int, step_s: float, write_s: float, expected: list[int]
+) -> None:
+    assert saves(tmp_path, stop, every, steps, step_s, write_s) == expected
 
 
 @pytest.mark.parametrize(
