@@ -238,7 +238,10 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
             "one slow tool call (60 s allowed) makes the whole group time out, and it is sampled again",
         ),
         (["run.profile_steps=[1,99]"], "names steps that are never made: 99 of 4 (run.steps); remove them"),
-        (["run.resume=true"], "this run writes no checkpoint to resume from"),
+        (
+            ["run.resume=true", "checkpoint.every=0"],
+            "there is no checkpoint before the last step, and a crash loses all steps; checkpoint.every: auto",
+        ),
         (["rollout.partial=finish"], 'rollout.partial = "finish": has no effect: with rollout.max_staleness: 0'),
         (
             ["rollout.max_staleness=2", "objective.anchor=proximal"],

@@ -116,3 +116,6 @@ def test_the_best_need_a_metric_that_is_computed(config_with: Make) -> None:
     (text,) = found(config_with(*best, held_out, "eval.every=4"))
     assert text.startswith("warning: ") and "unknown between evaluations (eval.every: 4)" in text
     assert found(config_with(*best, held_out, "eval.every=2")) == []
+    (text,) = found(config_with(*best, held_out, "eval.every=2", "checkpoint.every=auto"))  # at steps of any number
+    assert text.startswith("warning: ") and "set checkpoint.every to a multiple of eval.every" in text
+    assert found(config_with(*best, held_out, "eval.every=1", "checkpoint.every=auto")) == []
