@@ -83,7 +83,7 @@ def test_an_evaluation_stops_where_a_checkpoint_is_newer(folder: Ctpo) -> None:
     run = folder.directory / "runs" / "longer"
     shutil.move(run / "model", aside := Path(f"{run}-model"))
     try:
-        assert verb(folder, "export", "runs/longer", "--step", "8").returncode == 0
+        assert verb(folder, "export", "runs/longer", "--step", "9").returncode == 0
         stopped = verb(folder, "eval", "runs/longer", "--data", str(run / "task" / "heldout.parquet"))
         assert stopped.returncode == 2 and "type `ctpo export runs/longer`" in stopped.stderr
     finally:
