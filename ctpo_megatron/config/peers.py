@@ -252,7 +252,7 @@ class PeerKey(NamedTuple):
 
 
 def answer(path: str) -> PeerKey | None:
-    """The answer to a dotted key, in whatever section it stands; None for a key that no entry is about."""
+    """Returns the entry for a dotted key, in any section; None if there is no entry."""
     fitting = [(near, told) for name, told in _entries() if (near := _nearness(path, name, told.keys)) is not None]
     if fitting:
         return min(fitting, key=lambda entry: entry[0])[1]
@@ -261,7 +261,7 @@ def answer(path: str) -> PeerKey | None:
 
 
 def advice(path: str, value: Any) -> tuple[str, str] | None:
-    """What is wrong with an unknown key, or a section of such keys, and what to do; None where no entry is about it."""
+    """Returns what is wrong with an unknown key or section, and what to do; None if there is no entry for it."""
     leaves = [path]
     if isinstance(value, Mapping):
         leaves = [key for key, _ in flattened(value, f"{path}.")] or leaves

@@ -48,7 +48,7 @@ atm atmosphere = 101325 kg m^-1 s^-2 | mmHg = 26664477483/200000000 kg m^-1 s^-2
 _SYMBOLS = {
     r"^\circ C": "celsius", r"^\circ F": "fahrenheit", r"^\circ": "degree", "'": "arcminute", '"': "arcsecond",
     r"\dollar": "dollar", r"\euro": "euro", r"\pounds": "pound_sterling", r"\yen": "yen", r"\Omega": "\u03a9",
-    "\u2126": "\u03a9", r"\mu": "\u00b5", r"\AA": "\u00c5", "\u2103": "celsius",
+    r"\mu": "\u00b5", r"\AA": "\u00c5", "\u2103": "celsius",
 }  # fmt: skip
 _COMPOUND = {
     "mph": "mile/hour", "kmph": "km/hour", "kph": "km/hour", "kmh": "km/hour", "fps": "ft/s", "cc": "cm^3",

@@ -17,7 +17,7 @@ from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 
 MARK = "CTPO_TEST_HOST_MEMORY"
-"""Environment variable by which the processes of the run are known, whoever their parent is."""
+"""Environment variable that marks the processes of the run, also those with another parent."""
 
 
 @pytest.mark.slow
