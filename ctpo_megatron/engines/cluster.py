@@ -23,7 +23,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from ctpo_megatron import __version__
 from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.config import ClusterConfig, Problem
-from ctpo_megatron.engines.logs import LogCollector, mark, unmark
+from ctpo_megatron.engines.engine_log import mark, unmark
+from ctpo_megatron.engines.logs import LogCollector
 from ctpo_megatron.engines.tasks import EngineError, EngineSpec
 from ctpo_megatron.engines.timeouts import NODE_POLL_S
 from ctpo_megatron.environments.node_sandbox import node_sandbox_problem

@@ -22,7 +22,7 @@ from ctpo_megatron.config import engine_count
 from ctpo_megatron.data.tokens import ROUTER_CHOICES
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines.logs import path_here, redirect_output
+from ctpo_megatron.engines.engine_log import path_here, redirect_output
 from ctpo_megatron.engines.setup import engine_setup, leave_out_expected
 from ctpo_megatron.engines.tasks import (
     INITIAL_VERSION,
@@ -54,7 +54,8 @@ from ctpo_megatron.environments.tokenizer import (
 class RolloutEngine:
     """One engine, run as a Ray actor by the pool. `start` loads the model, which every later call needs."""
 
-    def __init__(self, index: int, spec: EngineSpec) -> None:
+    def __init__(self, index: int, spec: EngineSpec, address: str | None = None) -> None:
+        """address: of this node, where the engine is no actor; None: Ray tells it."""
         self._log = path_here(spec, index)
         redirect_output(self._log)
         leave_out_expected()
@@ -64,7 +65,7 @@ class RolloutEngine:
         os.environ.update(self._setup.environment(spec.config.rollout.engine))
         if spec.transport == "ipc":  # handles of GPU memory travel pickled, from our trainer to our engine
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        self._spec, self._config = spec, spec.config
+        self._spec, self._config, self._address = spec, spec.config, address
         self._requests = 0
         self._version, self._updated = INITIAL_VERSION, asyncio.Condition()
         self._turns = TurnScheduler(self._setup.concurrent_turns(spec.config.rollout.engine))
@@ -110,7 +111,8 @@ class RolloutEngine:
         gc.collect()
         gc.freeze()  # imported modules are many and permanent: full collections would cost more than the episodes
         workers = self._config.rollout.engine.tensor_parallel_size
-        facts = EngineFacts(self._llm.model_config.dtype, _node_address(), self._spec.transport, workers)
+        address = self._address or _node_address()
+        facts = EngineFacts(self._llm.model_config.dtype, address, self._spec.transport, workers)
         return os.getpid(), facts
 
     async def ping(self) -> str:

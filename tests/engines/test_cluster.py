@@ -12,7 +12,8 @@ import pytest
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.engines import EngineError
 from ctpo_megatron.engines.cluster import Needs, Node, differences, node_facts
-from ctpo_megatron.engines.logs import mark, path_here, read_from, remove, unmark
+from ctpo_megatron.engines.engine_log import mark, path_here, unmark
+from ctpo_megatron.engines.logs import read_from, remove
 from ctpo_megatron.engines.open import cluster_of
 from ctpo_megatron.engines.ray_runtime import await_head, check_address, check_token
 from ctpo_megatron.engines.tasks import EngineSpec

@@ -63,6 +63,13 @@ def test_an_engine_on_a_gpu_imports_nothing_of_what_serves_cpus() -> None:
     assert done.stdout.splitlines()[-1] == "CPU: []"
 
 
+def test_an_engine_that_is_no_actor_starts_without_ray() -> None:
+    alone = START.replace("EnginePool, ", "").replace("(0, spec)", '(0, spec, "127.0.0.1")')
+    code = "import sys\nsys.modules['ray'] = None\n" + alone.replace("engine._node_address = ", "node_address = ")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(120))
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_serves_cpus_is_imported_only_within_functions() -> None:
     """Where a device is known: the switch, a layer that is on a CPU, a trainer that is."""
     imported: dict[str, int] = {}
