@@ -16,14 +16,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu_first_hour import update_profile
+from benchmarks.gpu_first_hour.reference import ROOT, write_model
 from ctpo_megatron.config import Config, Job, load_config, objective_from_config
 from ctpo_megatron.data import Trajectory
-from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed, peak_flops, policy_gradient
+from ctpo_megatron.policy import (
+    MiniBatch,
+    Trainer,
+    destroy_distributed,
+    init_distributed,
+    peak_flops,
+    policy_gradient,
+)
 from ctpo_megatron.preflight.placement import GIB, GpuMemory
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS, SHARE_OF_TOOLS = 200, 0.2
 MEDIAN_RESPONSE, SIGMA = 1200.0, 0.8
 """Of the log-normal response lengths, in tokens; cut off at the recipe's longest."""
@@ -37,65 +45,97 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: two thin layers in float32")
     parser.add_argument("--trajectories", type=int, default=48, help="of an optimizer step")
     parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--cap-gib", type=float, help="the most GPU memory that torch may take, as on a smaller card")
+    parser.add_argument("--profile", action="store_true", help="one more update, under torch's profiler")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_args()
+    if options.cap_gib:
+        torch.cuda.set_per_process_memory_fraction(options.cap_gib * GIB / _card_bytes())
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [f"model.path={folder}", *options.overrides]
+        overrides = [f"model.path={folder}"]
         if options.device == "cpu":
             overrides += ["policy.dtype=float32", "policy.offload=none", "rollout.max_response_tokens=256"]
             overrides += ["policy.micro_batch_tokens=2048"]
-        config = load_config(options.recipe, overrides)
-        _write_model(options.shapes, Path(folder), options.device)
-        figures = measure(config, Path(folder), options.trajectories, options.updates)
+        config = load_config(options.recipe, [*overrides, *options.overrides])
+        write_model(options.shapes, Path(folder), options.device)
+        bench = Bench(config, Path(folder), options.trajectories, options.updates)
+        try:
+            figures = bench.measure(options.cap_gib)
+            if options.profile:
+                figures |= bench.profile()
+        finally:
+            destroy_distributed()
     options.out.write_text(json.dumps(figures) + "\n")
 
 
-def measure(config: Config, model: Path, count: int, updates: int) -> dict[str, float]:
-    """Medians over the updates after the first, which compiles; memory in GiB."""
-    layout = init_distributed(config.policy, seed=0)
-    cuda = layout.device.type == "cuda"
-    try:
+class Bench:
+    """A trainer of one rank, and mini-batches of `count` random trajectories for its updates."""
+
+    def __init__(self, config: Config, model: Path, count: int, updates: int) -> None:
+        """updates: that `measure` does, two or more."""
+        self._config, self._count, self._updates = config, count, updates
+        layout = init_distributed(config.policy, seed=0)
+        self._cuda = layout.device.type == "cuda"
         began = time.perf_counter()
-        trainer = Trainer(config.policy, layout, model, temperature=config.rollout.temperature)
-        figures = {"load_s": time.perf_counter() - began}
-        trainer.use_optimizer(config.policy.optimizer, total_steps=updates)
-        objective = objective_from_config(config.objective)
-        loss = policy_gradient(objective, config.objective.anchor)
+        self._trainer = Trainer(config.policy, layout, model, temperature=config.rollout.temperature)
+        self._load_s = time.perf_counter() - began
+        self._trainer.use_optimizer(config.policy.optimizer, total_steps=updates + 2)  # two more by `profile`
+        self._objective = objective_from_config(config.objective)
+        self._loss = policy_gradient(self._objective, config.objective.anchor)
+
+    def _mini_batch(self, seed: int) -> MiniBatch:
+        sampled = trajectories(self._config, self._trainer.spec.vocab_size, self._count, seed)
+        advantages = [1.0 if index % 2 else -1.0 for index in range(self._count)]
+        (mini_batch,) = self._trainer.distribute(sampled, advantages, self._count)
+        return mini_batch
+
+    def measure(self, cap_gib: float | None) -> dict[str, Any]:
+        """Medians over the updates after the first, which compiles; memory in GiB.
+
+        cap_gib: of GPU memory that torch may take; None: all.
+        """
+        figures = {"load_s": self._load_s}
         measured: dict[str, list[float]] = {"old_log_probs_s": [], "update_s": [], "forward_tflop": [], "tokens": []}
-        for number in range(updates):
-            found = trajectories(config, trainer.spec.vocab_size, count, seed=number)
-            advantages = [1.0 if index % 2 else -1.0 for index in range(count)]
-            (mini_batch,) = trainer.distribute(found, advantages, count)
+        for number in range(self._updates):
+            mini_batch = self._mini_batch(number)
             began = time.perf_counter()
-            trainer.compute_old_log_probs([mini_batch])
-            measured["old_log_probs_s"].append(_since(began, cuda))
+            self._trainer.compute_old_log_probs([mini_batch])
+            measured["old_log_probs_s"].append(_since(began, self._cuda))
             began = time.perf_counter()
-            update = trainer.update(mini_batch, loss)
-            measured["update_s"].append(_since(began, cuda))
+            update = self._trainer.update(mini_batch, self._loss)
+            measured["update_s"].append(_since(began, self._cuda))
             measured["forward_tflop"].append(update.cost.work.trained_flops / 1e12)
             measured["tokens"].append(float(update.cost.work.trained_tokens))
             if number == 0:
                 figures["first_update_s"] = measured["update_s"][0]
-                diagnostics = trainer.token_diagnostics(mini_batch, objective, "proximal")
-                of_tokens = np.concatenate([np.abs(each["log_ratio"]) for each in diagnostics.values()])
+                diagnostics = self._trainer.token_diagnostics(mini_batch, self._objective, "proximal")
+                of_tokens = np.concatenate([np.abs(of_one["log_ratio"]) for of_one in diagnostics.values()])
                 figures["first_log_ratio_abs_max"] = float(of_tokens.max())
-                if cuda:
+                if self._cuda:
                     torch.cuda.reset_peak_memory_stats()
             del mini_batch
-            print(
-                f"update {number + 1}: {measured['update_s'][-1]:.2f} s, loaded in {figures['load_s']:.1f} s",
-                flush=True,
-            )
+            print(f"update {number + 1}: {measured['update_s'][-1]:.2f} s, loaded in {self._load_s:.1f} s", flush=True)
         rest = {name: statistics.median(values[1:]) for name, values in measured.items()}
         figures |= rest | {"tokens_per_s": rest["tokens"] / rest["update_s"]}
-        if cuda:
-            figures |= _memory(config, trainer)
-            share = 3 * rest["forward_tflop"] * 1e12 / rest["update_s"] / (peak_flops(config.policy) or float("nan"))
-            figures["share_of_peak_flops"] = share
+        if self._cuda:
+            figures |= _memory(self._config, self._trainer, cap_gib)
+            peak = peak_flops(self._config.policy) or float("nan")
+            figures["share_of_peak_flops"] = 3 * rest["forward_tflop"] * 1e12 / rest["update_s"] / peak
         return figures
-    finally:
-        destroy_distributed()
+
+    def profile(self) -> dict[str, Any]:
+        """One update under torch's profiler; see `update_profile.figures`."""
+        mini_batch = self._mini_batch(self._updates)
+        self._trainer.compute_old_log_probs([mini_batch])
+        self._trainer.update(mini_batch, self._loss)  # whatever was released is back
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+        with profile(activities=activities) as profiler:
+            self._trainer.update(mini_batch, self._loss)
+            if self._cuda:
+                torch.cuda.synchronize()
+        layers = self._trainer.spec.num_layers * len(mini_batch.micro_batches)
+        return update_profile.figures(profiler, layers)
 
 
 def trajectories(config: Config, vocabulary: int, count: int, seed: int) -> list[Trajectory]:
@@ -122,26 +162,30 @@ def _ids(rng: np.random.Generator, vocabulary: int, count: int) -> list[int]:
     return ids
 
 
-def _memory(config: Config, trainer: Trainer) -> dict[str, float]:
+def _card_bytes() -> int:
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def _memory(config: Config, trainer: Trainer, cap_gib: float | None) -> dict[str, float]:
     """Peaks beside what the dry run plans for the trainer, and what stays while engines sample."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    memory = GpuMemory(config, Job(1, 1), trainer.spec, total / GIB)
+    memory = GpuMemory(config, Job(1, 1), trainer.spec, cap_gib or _card_bytes() / GIB)
     planned = {moment.when: moment.parts["trainer"] for moment in memory.moments if "trainer" in moment.parts}
-    found: dict[str, float] = {
+    sizes: dict[str, float] = {
         "allocated_in_update_gib": torch.cuda.max_memory_allocated(),
         "reserved_in_update_gib": torch.cuda.max_memory_reserved(),
         "planned_in_update_gib": planned["in an update"],
         "planned_while_sampling_gib": planned["while sampling"],
     }
     seconds = {"first_release_s": _released(trainer)}
-    found["allocated_while_sampling_gib"] = torch.cuda.memory_allocated()
-    found["reserved_while_sampling_gib"] = torch.cuda.memory_reserved()
+    sizes["allocated_while_sampling_gib"] = torch.cuda.memory_allocated()
+    sizes["reserved_while_sampling_gib"] = torch.cuda.memory_reserved()
     began = time.perf_counter()
     for _ in trainer.weights():
         pass
     seconds["reclaim_and_read_weights_s"] = _since(began, cuda=True)
     seconds["release_s"] = _released(trainer)
-    return {name: value / GIB for name, value in found.items()} | seconds
+    over_plan = sizes["reserved_in_update_gib"] / sizes["planned_in_update_gib"]
+    return {name: value / GIB for name, value in sizes.items()} | seconds | {"reserved_over_planned": over_plan}
 
 
 def _released(trainer: Trainer) -> float:
@@ -155,27 +199,6 @@ def _since(began: float, cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def _write_model(shapes: Path, folder: Path, device: str) -> None:
-    """A model of these shapes with random weights, in bfloat16 on a GPU."""
-    shape: dict[str, Any] = json.loads(shapes.read_text())
-    if device == "cpu":
-        shape |= {
-            "num_hidden_layers": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "vocab_size": 500,
-            "head_dim": 16,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        }
-    (folder / "config.json").write_text(json.dumps(shape))
-    with torch.device(device):
-        torch.manual_seed(0)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
-    model.save_pretrained(folder)
 
 
 if __name__ == "__main__":
