@@ -17,7 +17,8 @@
 # make newest       the newest release of each direct dependency, in a copy of .venv: what breaks; NEWEST="ray pebble" for some
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
 # make bench-guard  CPU-seconds of the quickstart's steps against a stored commit; GUARD="--pairs 5 --steps 6"
-# make gpu-first-hour   all that a GPU can tell, stage by stage; HOUR="--device cpu" to try it without one
+# make gpu-first-hour   all that a GPU can tell, stage by stage; HOUR="--device cpu" to try it without one, "--bundle DIR
+#                  --budget-s 800" on a machine without network
 #
 # On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
 VENV := .venv

@@ -1,10 +1,11 @@
-"""The page that the first hour ends in: stages, figures beside the goals of benchmarks.kernels, and what failed."""
+"""The page that the first hour ends in: stages, figures beside what was expected, and what failed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.gpu_first_hour.expected import compared
 from benchmarks.gpu_first_hour.stages import Stage
 from benchmarks.kernels import report
 
@@ -18,20 +19,39 @@ STEP_FIGURES = (
 """Of the last step of the quickstart; docs/reference/metrics.md."""
 
 
-def page(stages: Sequence[Stage], records: Mapping[str, Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
-    """Markdown. records: by stage, the last of each."""
+def page(
+    stages: Sequence[Stage], records: Mapping[str, Mapping[str, Any]], environment: Mapping[str, Any], *, judged: bool
+) -> str:
+    """Markdown. records: by stage, the last of each. judged: compare with what a GPU is expected to do."""
     parts = [f"# First hour on {environment['device']}", report.describe(dict(environment))]
     rows = [(stage.name, stage.purpose, *_outcome(records.get(stage.name))) for stage in stages]
     parts.append(report.markdown(("stage", "what it shows", "result", "seconds", "commit"), rows))
-    if goals := _goals(records):
+    figures = {name: shown(name, record.get("figures")) for name, record in records.items()}
+    ring = {name: of_stage for name, of_stage in figures.items() if "goals" not in of_stage}
+    if judged and (bounds := list(compared(ring))):
+        header = ("stage", "figure", "measured", "expected", "verdict", "what it is")
+        parts += ["## Measured beside what was expected", report.markdown(header, bounds)]
+    if goals := _goals(figures):
         header = ("goal", "demand", "stretch", "measured", "verdict")
         parts += ["## Kernels: measured beside the goals of benchmarks.kernels", report.markdown(header, goals)]
-    if figures := _figures(records):
-        parts += ["## Ring", report.markdown(("stage", "figure", "value"), figures)]
+    if values := [(name, *row) for name, of_stage in ring.items() for row in _flat(of_stage)]:
+        short = [row for row in values if not isinstance(row[2], list)]
+        parts += ["## All figures", report.markdown(("stage", "figure", "value"), short)]
+        parts += [f"{name}, {figure}: {value}" for name, figure, value in values if isinstance(value, list)]
     for name, record in records.items():
         if record.get("tail"):
             parts += [f"## {name}: the end of its log", "```\n" + "\n".join(record["tail"]) + "\n```"]
     return "\n\n".join(parts) + "\n"
+
+
+def shown(stage: str, figures: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The figures of a stage that people read: of kernels the goals that were measured."""
+    if figures is None:
+        return {}
+    if "goals" in figures:
+        return {"goals": [goal for goal in figures["goals"] if goal["verdict"] != "not measured"]}
+    chosen = STEP_FIGURES if stage == "quickstart" else tuple(figures)
+    return {figure: figures[figure] for figure in chosen if figure in figures}
 
 
 def _outcome(record: Mapping[str, Any] | None) -> tuple[str, float | None, str]:
@@ -41,22 +61,13 @@ def _outcome(record: Mapping[str, Any] | None) -> tuple[str, float | None, str]:
     return (f"{record['status']}{detail}", record["seconds"] or None, record["commit"][:10])
 
 
-def _goals(records: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Every goal once: each suite lists all of them and measures its own."""
-    goals: dict[str, dict[str, str]] = {}
-    for record in records.values():
-        for goal in (record.get("figures") or {}).get("goals", ()):
-            if goal["verdict"] != "not measured" or goal["goal"] not in goals:
-                goals[goal["goal"]] = goal
-    return [tuple(goal.values()) for goal in goals.values()]
+def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}: {part}", of_part) for part, of_part in value.items())
+        else:
+            yield name, value
 
 
-def _figures(records: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
-    rows = []
-    for name, record in records.items():
-        figures = record.get("figures") or {}
-        if "goals" in figures:
-            continue
-        chosen = STEP_FIGURES if name == "quickstart" else tuple(figures)
-        rows += [(name, figure, figures[figure]) for figure in chosen if figure in figures]
-    return rows
+def _goals(figures: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    return [tuple(goal.values()) for of_stage in figures.values() for goal in of_stage.get("goals", ())]

@@ -18,7 +18,7 @@ from benchmarks.gpu_first_hour.stages import Stage
 Status = Literal["passed", "failed", "over its limit", "interrupted", "skipped"]
 _GRACE_S = 10.0
 _POLL_S = 0.2
-_LINES = 12
+_LINES = 24
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,18 @@ class Interrupt:
         self.seen = True
 
 
-def run_stage(stage: Stage, log: Path, root: Path, commit: str, interrupted: Interrupt) -> Record:
-    """Run a stage to its end, to its limit, or until Ctrl-C; its record says which."""
+def run_stage(
+    stage: Stage, log: Path, root: Path, commit: str, interrupted: Interrupt, *, left_s: float, site: Path | None
+) -> Record:
+    """Run a stage to its end, to its limit, or until Ctrl-C; its record says which.
+
+    left_s: of the budget for all stages. site: folder with further packages.
+    """
     if stage.skip:
         return Record(stage.name, "skipped", 0.0, commit, stage.skip)
+    if left_s <= 0 or left_s < stage.expected_s:
+        left = f"takes about {stage.expected_s:g} s, and {max(0.0, left_s):.0f} s are left of --budget-s"
+        return Record(stage.name, "skipped", 0.0, commit, left)
     if stage.figures is not None:
         stage.figures.unlink(missing_ok=True)
     begin = time.monotonic()
@@ -60,23 +68,24 @@ def run_stage(stage: Stage, log: Path, root: Path, commit: str, interrupted: Int
             process = subprocess.Popen(
                 stage.command,
                 cwd=root,
-                env=os.environ | _paths(root) | stage.environment,
+                env=os.environ | _paths(root, site) | stage.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:
             return Record(stage.name, "failed", 0.0, commit, str(error))
-        status, detail = _wait(process, stage.limit_s, interrupted)
+        status, detail = _wait(process, min(stage.limit_s, left_s), interrupted)
     seconds = round(time.monotonic() - begin, 1)
     tail = () if status == "passed" else tuple(log.read_text(errors="replace").splitlines()[-_LINES:])
     figures, problem = _figures(stage.figures)
     return Record(stage.name, status, seconds, commit, "; ".join(filter(None, (detail, problem))), figures, tail)
 
 
-def _paths(root: Path) -> dict[str, str]:
+def _paths(root: Path, site: Path | None) -> dict[str, str]:
     """So that a checkout runs without being installed: machines that are lent bring their own torch."""
     folders = [str(root), *(str(root / name) for name in ("kernels", "sandbox", "launchers"))]
+    folders += [str(site)] if site is not None else []
     return {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
@@ -87,7 +96,7 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float, interrupted: Interru
             if interrupted.seen:
                 return "interrupted", "Ctrl-C"
             if time.monotonic() > deadline:
-                return "over its limit", f"ended after {limit_s:g} s"
+                return "over its limit", f"ended after {limit_s:.3g} s"
             time.sleep(_POLL_S)
     finally:
         _end(process)

@@ -6,26 +6,42 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
-SUITES = {"A": 420, "B": 300, "C": 540, "D": 300}
-"""Kernel suites, and seconds for each: benchmarks/kernels."""
+from benchmarks.gpu_first_hour.overrides import on_device
+
+SUITES = {"A": (150, 420), "B": (60, 300), "C": (240, 540), "D": (120, 300)}
+"""Kernel suites, with the seconds that each is expected to take and those that it may take: benchmarks/kernels."""
 SANITIZED = "decide_as_the_twin_does and default or pieces_of_sequences or padding_columns or streaming_head"
 """Tests that launch every kernel."""
-RECIPES = {"qwen3_0_6b": 240, "qwen3_1_7b": 240}
-"""Models with a recipe for one GPU, and seconds for each."""
+RECIPES = {"qwen3_0_6b": (5120, 20480, 40960), "qwen3_1_7b": (10240, 20480, 40960)}
+"""Models with a recipe for one GPU, and sizes of a micro-batch in tokens: the first holds the longest trajectory."""
+CAP_GIB = 24
 SANITIZER_WHEEL = "nvidia-cuda-sanitizer-api"
 """For CUDA 13; its program lies in `nvidia/cu13/bin`."""
+NEEDS_CUDA = "needs a CUDA device"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """device: `cuda`, or `cpu` to see that the stages run. gpus: how many are visible. tag: names its files."""
+    """device: `cuda`, or `cpu` to see that the stages run. gpus: how many are visible. tag: names its files.
+
+    model: of the quickstart, fine-tuned; None: the stages make one. overrides: of the configuration, for stages with
+    an engine.
+    """
 
     device: str
     gpus: int
     tag: str
+    model: Path | None = None
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def no_cuda(self) -> str:
+        """Why a stage for GPUs is skipped here; empty on a GPU."""
+        return "" if self.device == "cuda" else NEEDS_CUDA
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,7 @@ class Stage:
     """One command, with a limit of its own.
 
     figures: JSON file (of several lines, the last one) that the command writes, for the record. skip: why it cannot
-    run here.
+    run here. expected_s: on an H100; with less time left it is not begun.
     """
 
     name: str
@@ -43,18 +59,29 @@ class Stage:
     figures: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
     skip: str = ""
+    expected_s: float = 0.0
 
 
 def stages(machine: Machine, work: Path) -> list[Stage]:
     """All stages in the order in which they tell most; their files are written to `work`."""
+    kernels = {stage.name: stage for stage in _kernels(machine, work)}
     return [
-        _doctor(),
-        _gpu_tests(machine),
-        *_policy(machine, work),
-        *_sanitizer(machine),
-        *_kernels(machine, work),
+        _pruned(machine, work),
+        _engine_in_process(machine, work),
         *_engine_sync(machine, work),
         _quickstart(machine, work),
+        _shapes(machine, work, "shapes", "with graphs"),
+        *_sweep(machine, work),
+        _cap(machine, work),
+        kernels.pop("kernels-B"),
+        kernels.pop("kernels-A"),
+        _profile(machine, work),
+        _doctor(),
+        _gpu_tests(machine),
+        *_recipes(machine, work),
+        _shapes(machine, work, "shapes-eager", "without graphs", "rollout.engine.enforce_eager=true"),
+        *_sanitizer(machine),
+        *kernels.values(),
         _ranks(machine),
     ]
 
@@ -67,23 +94,103 @@ def _ctpo(*arguments: str) -> tuple[str, ...]:
     return _python("-m", "ctpo_megatron.cli", *arguments)
 
 
+def _program(name: str, machine: Machine, out: Path, *arguments: str) -> tuple[str, ...]:
+    """A program of this folder."""
+    common = ("--device", machine.device, "--out", str(out))
+    return _python("-m", f"benchmarks.gpu_first_hour.{name}", *common, *arguments)
+
+
+def _pruned(machine: Machine, work: Path) -> Stage:
+    out = work / "pruned.json"
+    purpose = "kernels of vLLM's library against torch"
+    return Stage("pruned", purpose, 120, _program("pruned", machine, out), out, expected_s=20)
+
+
+def _engine_in_process(machine: Machine, work: Path) -> Stage:
+    name, out = "engine-in-process", work / "engine-in-process.json"
+    command = _program("engine_in_process", machine, out, *_model(machine), *machine.overrides)
+    purpose = "one engine without Ray: generate, sleep, weights from a second process, wake, generate"
+    return Stage(name, purpose, 300, command, out, expected_s=75)
+
+
+def _model(machine: Machine) -> tuple[str, ...]:
+    return () if machine.model is None else ("--model", str(machine.model))
+
+
+def _engine_sync(machine: Machine, work: Path) -> Iterator[Stage]:
+    for runner in ("v1", "v2"):
+        out = work / f"engine-{runner}.json"
+        skip = "vLLM has it on CUDA only" if runner == "v2" and machine.device != "cuda" else ""
+        command = _program("engine", machine, out, "--runner", runner, *_model(machine), *machine.overrides)
+        purpose = f"vLLM's model runner {runner} in a Ray actor: weights in, log-probs out"
+        yield Stage(f"engine-{runner}", purpose, 420, command, out, skip=skip, expected_s=50)
+
+
+def _quickstart(machine: Machine, work: Path) -> Stage:
+    run = work / "quickstart"
+    settings = [f"run.root={run.parent}", f"run.name={run.name}", "run.overwrite=true", "run.steps=3"]
+    settings += ["checkpoint.every=0", "tracking.live=plain", *on_device(machine.device)]
+    settings += ["sft.steps=300"] if machine.model is None else ["sft=null", f"model.path={machine.model}"]
+    if machine.device == "cuda":  # rounding to bfloat16 moves log-probs by far more than the CPU's limit
+        settings += ["policy.dtype=bfloat16", "rollout.mismatch_limit=null", "tracking.report=false"]
+    purpose = "the whole ring on one device, three steps"
+    command = _ctpo("train", "configs/quickstart.yaml", *settings, *machine.overrides)
+    return Stage("quickstart", purpose, 600, command, run / "metrics.jsonl", expected_s=150)
+
+
+def _shapes(machine: Machine, work: Path, name: str, how: str, *overrides: str) -> Stage:
+    out = work / f"{name}.json"
+    command = _program("shapes", machine, out, "--work", str(work / name), *overrides, *machine.overrides)
+    purpose = f"the ring at the shapes of Qwen3-0.6B {how}, two steps"
+    return Stage(name, purpose, 480, command, out, expected_s=150)
+
+
+def _policy(machine: Machine, work: Path, name: str, model: str, purpose: str, *arguments: str) -> Stage:
+    """Optimizer steps of a recipe; fewer and shorter ones on a CPU."""
+    out = work / f"{name}.json"
+    recipe = ("--recipe", f"configs/{model}_one_gpu.yaml", "--shapes", f"configs/models/{model}.json")
+    size = () if machine.device == "cuda" else ("--trajectories", "12", "--updates", "3")
+    command = _program("policy", machine, out, *recipe, *size, *arguments)
+    return Stage(name, purpose, 240, command, out, expected_s=45)
+
+
+def _sweep(machine: Machine, work: Path) -> Iterator[Stage]:
+    for model, sizes in RECIPES.items():
+        for tokens, recompute in product(sizes, ("full", "none")):
+            name = f"policy-{model}-{tokens // 1024}k-{recompute}"
+            purpose = f"optimizer steps of {model}, {tokens} tokens a micro-batch, recompute {recompute}"
+            here = tokens if machine.device == "cuda" else tokens // 8
+            overrides = (f"policy.micro_batch_tokens={here}", f"policy.recompute={recompute}")
+            yield _policy(machine, work, name, model, purpose, *overrides)
+
+
+def _recipes(machine: Machine, work: Path) -> Iterator[Stage]:
+    for model in RECIPES:
+        purpose = f"optimizer steps of {model} as its recipe says: seconds and memory beside the plan"
+        yield _policy(machine, work, f"policy-{model}", model, purpose)
+
+
+def _cap(machine: Machine, work: Path) -> Stage:
+    purpose = f"the recipe for {CAP_GIB} GiB with no more memory than that"
+    cap = ("--cap-gib", str(CAP_GIB))
+    stage = _policy(machine, work, f"policy-{CAP_GIB}-gib", "qwen3_0_6b", purpose, *cap)
+    return replace(stage, skip=machine.no_cuda)
+
+
+def _profile(machine: Machine, work: Path) -> Stage:
+    purpose = "one update under torch's profiler: launches a layer, copies, waits"
+    stage = _policy(machine, work, "profile", "qwen3_0_6b", purpose, "--profile")
+    return replace(stage, expected_s=60)
+
+
 def _doctor() -> Stage:
-    return Stage("doctor", "versions, devices, what is missing", 300, _ctpo("doctor", "--deep"))
+    purpose = "versions, devices, what is missing"
+    return Stage("doctor", purpose, 300, _ctpo("doctor", "--deep"), expected_s=30)
 
 
 def _gpu_tests(machine: Machine) -> Stage:
-    skip = "" if machine.device == "cuda" else "needs a CUDA device"
-    return Stage("test-gpu", "the tests that need a GPU", 900, _python("-m", "pytest", "-m", "gpu", "-q"), skip=skip)
-
-
-def _policy(machine: Machine, work: Path) -> Iterator[Stage]:
-    for model, limit in RECIPES.items():
-        out = work / f"policy-{model}.json"
-        recipe = ("--recipe", f"configs/{model}_one_gpu.yaml", "--shapes", f"configs/models/{model}.json")
-        size = () if machine.device == "cuda" else ("--trajectories", "12", "--updates", "3")
-        command = _python("-m", "benchmarks.gpu_first_hour.policy", *recipe, *size, "--device", machine.device)
-        purpose = f"optimizer steps of {model}: seconds and memory beside the plan"
-        yield Stage(f"policy-{model}", purpose, limit, (*command, "--out", str(out)), out)
+    command = _python("-m", "pytest", "-m", "gpu", "-q")
+    return Stage("test-gpu", "the tests that need a GPU", 900, command, skip=machine.no_cuda, expected_s=90)
 
 
 def _sanitizer(machine: Machine) -> Iterator[Stage]:
@@ -91,12 +198,12 @@ def _sanitizer(machine: Machine) -> Iterator[Stage]:
     tests = ("tests/gpu/test_kernels_cuda.py", "-m", "gpu", "-k", SANITIZED, "-q")
     program = compute_sanitizer()
     absent = "" if program else f"compute-sanitizer is not here: pip install {SANITIZER_WHEEL}"
-    skip = absent if machine.device == "cuda" else "needs a CUDA device"
     for tool in ("memcheck", "racecheck"):
         command = (program or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *_python("-m", "pytest"))
         # Its cache would hide an access beyond a tensor that ends inside a larger block.
         plain = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        yield Stage(f"sanitizer-{tool}", f"compute-sanitizer {tool}", 420, (*command, *tests), None, plain, skip)
+        skip, name = machine.no_cuda or absent, f"sanitizer-{tool}"
+        yield Stage(name, f"compute-sanitizer {tool}", 420, (*command, *tests), None, plain, skip, expected_s=120)
 
 
 def compute_sanitizer() -> str | None:
@@ -110,44 +217,12 @@ def compute_sanitizer() -> str | None:
 def _kernels(machine: Machine, work: Path) -> Iterator[Stage]:
     size = () if machine.device == "cuda" else ("--quick",)
     name = f"kernels-{machine.device}" + ("" if machine.device == "cuda" else "-quick")
-    for suite, limit in SUITES.items():
+    for suite, (expected_s, limit_s) in SUITES.items():
         out = work / f"kernels-{suite}"
-        options = (
-            "--suite",
-            suite,
-            "--device",
-            machine.device,
-            *size,
-            "--out",
-            str(out),
-            "--deadline",
-            f"{limit - 60}",
-        )
-        command = _python("-m", "benchmarks.kernels", *options)
-        yield Stage(f"kernels-{suite}", f"kernel suite {suite}", limit, command, out / f"{name}.json")
-
-
-def _engine_sync(machine: Machine, work: Path) -> Iterator[Stage]:
-    for runner in ("v1", "v2"):
-        out = work / f"engine-{runner}.json"
-        command = _python("-m", "benchmarks.gpu_first_hour.engine", "--runner", runner, "--out", str(out))
-        skip = "vLLM has it on CUDA only" if runner == "v2" and machine.device != "cuda" else ""
-        purpose = f"vLLM's model runner {runner}: weights in, log-probs out"
-        yield Stage(f"engine-{runner}", purpose, 420, (*command, "--device", machine.device), out, skip=skip)
-
-
-def _quickstart(machine: Machine, work: Path) -> Stage:
-    run = work / "quickstart"
-    settings = [f"run.root={run.parent}", f"run.name={run.name}", "run.overwrite=true", "run.steps=3"]
-    settings += ["sft.steps=300", "checkpoint.every=0", "tracking.live=plain"]
-    if machine.device == "cuda":  # rounding to bfloat16 moves log-probs by far more than the CPU's limit
-        settings += ["policy.dtype=bfloat16", "rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"]
-        settings += ["rollout.engine.gpu_memory_utilization=0.3", "rollout.engine.kv_cache_mb=null"]
-        settings += ["placement.mode=colocated"]  # the engine sleeps while the trainer works
-    purpose = "the whole ring on one device, three steps"
-    return Stage(
-        "quickstart", purpose, 600, _ctpo("train", "configs/quickstart.yaml", *settings), run / "metrics.jsonl"
-    )
+        options = ("--suite", suite, "--device", machine.device, *size, "--out", str(out))
+        command = _python("-m", "benchmarks.kernels", *options, "--deadline", f"{limit_s - 60}")
+        figures = out / f"{name}.json"
+        yield Stage(f"kernels-{suite}", f"kernel suite {suite}", limit_s, command, figures, expected_s=expected_s)
 
 
 def _ranks(machine: Machine) -> Stage:
@@ -156,4 +231,5 @@ def _ranks(machine: Machine) -> Stage:
     tolerance = "1e-5" if machine.device == "cpu" else "1e-3"
     command = _ctpo("verify", "--layouts", "tp2", "dp2", "--tolerance", tolerance)
     backend = "NCCL" if machine.device == "cuda" else "gloo"
-    return Stage("two-ranks", f"TP 2 and DP 2 over {backend} against float64", 420, command, skip=skip)
+    purpose = f"TP 2 and DP 2 over {backend} against float64"
+    return Stage("two-ranks", purpose, 420, command, skip=skip, expected_s=90)
