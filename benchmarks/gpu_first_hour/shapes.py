@@ -70,6 +70,8 @@ def main() -> None:
         status = subprocess.run([*command, *options.overrides], check=False).returncode
     if status:
         sys.exit(status)
+    for large in (model, options.work / "run" / "checkpoints"):
+        shutil.rmtree(large)
     metrics = json.loads((options.work / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     figures = {name: metrics[metric] for metric, name in FIGURES.items() if metric in metrics}
     figures["decode_step_ms"] = 1e3 * figures["rollout_s"] / answer
