@@ -29,8 +29,8 @@ class Confinement:
     missing.
     """
 
-    def __init__(self, level: str, limits: Limits, user_ids: Sequence[int]) -> None:
-        """user_ids: of the slots, in their order; empty: none that other runs do not have."""
+    def __init__(self, level: str, limits: Limits, user_ids: Sequence[int], binding: str | None = None) -> None:
+        """user_ids: of the slots, in their order; empty: none that other runs do not have. binding: see `filters`."""
         self.level, self.limits, self._user_ids = level, limits, user_ids
         self.missing: dict[str, str] = {}
         self.boxed = level.startswith("namespaces")
@@ -45,7 +45,7 @@ class Confinement:
         self._filter: filters.ChildFilter | None = None
         self._worker_filter: filters.WorkerFilter | None = None
         if level != "none":
-            self._filter, self._worker_filter = self._filters()
+            self._filter, self._worker_filter = self._filters(binding)
         self._files: landlock.FileRules | None = None
         self._uid: int | None = None
         self._ruleset: int | None = None
@@ -75,9 +75,9 @@ class Confinement:
         """Whether a child can change owners, modes and dates of files: not at C if others have the same user."""
         return self.level != "landlock" or self._own_users
 
-    def _filters(self) -> tuple[filters.ChildFilter, filters.WorkerFilter]:
+    def _filters(self, binding: str | None) -> tuple[filters.ChildFilter, filters.WorkerFilter]:
         try:
-            return filters.compiled(file_attributes=self.file_attributes)
+            return filters.compiled(file_attributes=self.file_attributes, binding=binding)
         except (RuntimeError, OSError) as error:
             raise OSError(f"seccomp: {error}; install libseccomp2 and pyseccomp") from error
 

@@ -5,6 +5,7 @@ binding would be a quarter of the page tables that every fork of a template copi
 import ctypes
 import os
 import struct
+import sys
 import traceback
 from functools import partial
 
@@ -61,12 +62,16 @@ class ChildFilter(_Filter):
             _OPERAND.pack_into(self.code, at, os.getpid())
 
 
-def compiled(*, file_attributes: bool) -> tuple[ChildFilter, WorkerFilter]:
-    """Both filters; file_attributes: see `syscalls.child_rules`. Raises RuntimeError without libseccomp."""
+def compiled(*, file_attributes: bool, binding: str | None = None) -> tuple[ChildFilter, WorkerFilter]:
+    """Both filters; file_attributes: see `syscalls.child_rules`. Raises RuntimeError without libseccomp.
+
+    binding: folder of pyseccomp, which this interpreter may not find, and snippets must not.
+    """
     files = [os.memfd_create("filter") for _ in range(2)]
     try:
         compiler = os.fork()
         if compiler == 0:
+            sys.path += filter(None, [binding])
             _compile(files, file_attributes=file_attributes)
         _, status = os.waitpid(compiler, 0)
         codes = [os.pread(file, os.fstat(file).st_size, 0) for file in files]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -39,6 +40,12 @@ def _environment() -> dict[str, str]:
         "MPLBACKEND": "Agg",
         **dict.fromkeys(one_thread, "1"),
     }
+
+
+def _binding_folder() -> str | None:
+    """Where the server finds pyseccomp: a folder of PYTHONPATH, perhaps, which templates do not inherit."""
+    spec = importlib.util.find_spec("pyseccomp")
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin else None
 
 
 class Template:
@@ -104,7 +111,8 @@ class Template:
         directory = self._root / f"box-{self.library.name}-{self.starts}"
         directory.mkdir()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        boot = Boot(self.level, self.limits, self._user_ids, self.library, str(directory), theirs.fileno())
+        control, binding = theirs.fileno(), _binding_folder()
+        boot = Boot(self.level, self.limits, self._user_ids, self.library, str(directory), control, binding)
         program = _BOOT.format(package=str(_PACKAGE), configuration=boot.encode())
         try:
             with theirs:

@@ -31,7 +31,10 @@ BIND_NOW = "LD_BIND_NOW"
 
 @dataclass(frozen=True)
 class Boot:
-    """Start parameters of a template. user_ids: of the slots. directory: empty, its own. control: descriptor."""
+    """Start parameters of a template.
+
+    user_ids: of the slots. directory: empty, its own. control: descriptor. binding: see `filters.compiled`.
+    """
 
     level: str
     limits: Limits
@@ -39,6 +42,7 @@ class Boot:
     library: Library
     directory: str
     control: int
+    binding: str | None
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -93,7 +97,7 @@ def _leave(directory: str) -> None:
 
 
 def _prepare(boot: Boot) -> Confinement:
-    confinement = Confinement(boot.level, boot.limits, boot.user_ids)
+    confinement = Confinement(boot.level, boot.limits, boot.user_ids, boot.binding)
     if boot.level.startswith("namespaces"):
         namespaces.enter(boot.directory, user=boot.level == "namespaces-user", leave=lambda: _leave(boot.directory))
     load(boot.library)
