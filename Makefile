@@ -5,7 +5,7 @@
 # make test-long-life  a run of 600 steps with 60 injected faults, compared with undisturbed runs (45 minutes, root)
 # make test-kernels the sandbox on Debian's kernels 5.10, 6.1 and 6.12, in QEMU (needs root, x86-64); INSTALL=1 installs it
 # make test-cuda-environment   the lock for GPUs in .venv-cuda, without a GPU: everything imports, fits and compiles (an hour,
-#                  20 GB); CUDA_PYTHON=python3.12 for another Python
+#                  30 GB), and the bundle of benchmarks.gpu_bundle; CUDA_PYTHON=python3.12 for another Python
 # make test-browser the pages in Debian's chromium, also on phones, and what axe-core says of them
 # make coverage     the lines that the light half of the suite runs
 # make lint         ruff, mypy, the links of the documents, and the prose

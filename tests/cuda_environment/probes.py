@@ -5,12 +5,14 @@ What a library takes for its platform stays for the life of its process. The las
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib
 import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,33 @@ def imported(module: str) -> str:
 
     importlib.import_module(module)
     return module
+
+
+def libraries(folder: str) -> dict[str, Any]:
+    """Load every shared library below a folder, all symbols at once; which cannot be, and how many can."""
+    import torch  # noqa: F401
+    import tvm_ffi  # noqa: F401 - as xgrammar does before it loads its library
+
+    refused, loaded = {}, 0
+    for path in sorted(Path(folder).rglob("*.so*")):
+        if path.name == "libjemalloc.so":  # for LD_PRELOAD
+            continue
+        try:
+            ctypes.CDLL(str(path), os.RTLD_NOW)
+            loaded += 1
+        except OSError as error:
+            refused[str(path)] = str(error)
+    return {"refused": refused, "loaded": loaded}
+
+
+def operators() -> dict[str, int]:
+    """How many operators of torch the libraries of vLLM register, by namespace."""
+    import torch
+    import vllm._C_stable_libtorch
+    import vllm.vllm_flash_attn._vllm_fa3_C  # noqa: F401
+
+    names = [name.split("::")[0] for name in torch._C._dispatch_get_all_op_names()]
+    return Counter(name for name in names if name.startswith(("_C", "_vllm_fa3")) or name == "_moe_C")
 
 
 def pretend_h100() -> None:
@@ -154,6 +183,8 @@ def _state(adam: Any) -> list[Any]:
 
 PROBES: dict[str, Callable[..., Any]] = {
     "imported": imported,
+    "libraries": libraries,
+    "operators": operators,
     "engine": engine,
     "transformer_engine": transformer_engine,
 }
