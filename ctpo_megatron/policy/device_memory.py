@@ -19,13 +19,14 @@ class DeviceMemory:
 
     Only state that the distributed optimizer holds separately from the parameters can move: master weights and moments
     of a 16-bit model. Methods may be called at any time. The optimizer's own `offload_to_cpu` takes new pageable memory
-    each time, at 2 GB/s on an H200 (benchmarks/results/gpu/nvidia-h200.md).
+    each time, at 2 GB/s on an H200 (benchmarks/results/gpu/nvidia-h200.md). Parameter buffers pin theirs whole, which
+    torch rounds up to a power of two.
     """
 
     def __init__(self, config: PolicyConfig, model: BuiltModel) -> None:
         self._what = config.offload
         self._model = model
-        self._state = HostCopy()
+        self._host = HostCopy()
         self._released = False
 
     @contextmanager
@@ -59,31 +60,26 @@ class DeviceMemory:
             return
         with device.scope():
             self._model.finish_param_gather()
-            if optimizer is not None:
-                self._state.take(_tensors(optimizer))
+            self._host.take([*self._parameters(), *(_tensors(optimizer) if optimizer is not None else ())])
             for chunk in self._model.wrapped:
                 chunk.offload_grad_buffers()
-                if self._what == "all":
-                    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                        if buffer.param_data_cpu is None:  # pinned directly; megatron-core would copy twice
-                            buffer.param_data_cpu = torch.empty_like(
-                                buffer.param_data, device="cpu", pin_memory=device.CUDA
-                            )
-                        buffer.offload_to_cpu(move_params=True, move_grads=False)
-            device.release_cached_memory()  # megatron-core does this before it frees the parameters' storage
+            device.release_cached_memory()
         self._released = True
 
     def _reclaim(self) -> None:
         """Move everything back to the device. Gradients are zero."""
         if not self._released:
             return
+        self._host.restore()
         for chunk in self._model.wrapped:
-            if self._what == "all":
-                for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                    buffer.reload_from_cpu(move_params=True, move_grads=False)
             chunk.restore_grad_buffers()
-        self._state.restore()
         self._released = False
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        """Buffers that the parameters are views of, as far as they move."""
+        if self._what == "all":
+            for chunk in self._model.wrapped:
+                yield from (buffer.param_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
 
 
 def _tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:

@@ -43,6 +43,8 @@ def test_buffers_are_gone_until_they_are_needed(
     policy.release()
     policy.release()
     assert tuple(size == 0 for size in buffer_bytes(policy)) == gone
+    kept = [buffer.param_data_cpu for chunk in policy._model.wrapped for buffer in chunk.buffers]
+    assert kept == [None] * len(kept)  # pinned whole, a buffer takes up to twice its size of the host
     for name, tensor in policy.weights():
         assert torch.equal(tensor, before[name]), name
     assert buffer_bytes(policy) == held
