@@ -27,7 +27,6 @@ from ctpo_megatron.config import (
     Problem,
     RolloutConfig,
     Sources,
-    Split,
     dump,
     dump_differences,
     free_memory,
@@ -267,10 +266,10 @@ def _print_plan(config: Config, job: Job, spec: ModelSpec) -> None:
 
 
 def _print_gpus(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> None:
-    memory = memory_table(spec, Split.of(config.policy, job.world_size), gpu_gib)
-    print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
-    node = GpuMemory(config, job, spec, gpu_gib).table()
-    print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), node)
+    memory = GpuMemory(config, job, spec, gpu_gib)
+    of_rank = memory_table(spec, memory.split, gpu_gib)
+    print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), of_rank)
+    print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), memory.table())
 
 
 def _print_times(args: argparse.Namespace, config: Config, job: Job, spec: ModelSpec) -> None:

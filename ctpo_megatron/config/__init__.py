@@ -11,6 +11,8 @@ from ctpo_megatron.config.memory import (
     ELEMENT_BYTES,
     GIB,
     GPU_GIB,
+    KEPT_BLOCKS,
+    KEPT_SHARE,
     SHARE,
     USABLE,
     CpuCache,

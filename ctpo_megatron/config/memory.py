@@ -3,7 +3,8 @@
 Sizes of a rank are for Megatron-Core 0.16 on CUDA with Transformer Engine. Weights, gradients and optimizer state are
 exact up to the padding of gradient buffers. Activations follow Korthikanti et al., arXiv 2205.05198, for a layer with
 flash attention, grouped-query attention, RMSNorm and a gated MLP, without dropout. An upper bound of temporary memory
-of the backward pass is included. Not included: the CUDA context, NCCL and allocator fragmentation.
+of the backward pass is included, and what torch's allocator keeps beyond what is allocated. Not included: the CUDA
+context and NCCL.
 """
 
 from __future__ import annotations
@@ -24,7 +25,22 @@ GPU_GIB = 80
 """The GPU of the tables."""
 
 USABLE = 0.9
-"""Usable share of a GPU; the rest is for the CUDA context, NCCL and fragmentation."""
+"""Usable share of a GPU; the rest is for the CUDA context and NCCL."""
+
+KEPT_BLOCKS, KEPT_SHARE = 2, 0.1
+"""What torch's allocator keeps beyond what is allocated: blocks of the size of a chunk of logits, the largest tensor,
+and a share of the activations. Micro-batches differ in length, so that freed blocks do not fit the next tensors.
+
+Two blocks are fitted to what was measured with full recomputation, GiB at the peak of updates (benchmarks/results/gpu).
+The share is an assumption, there of at most 0.3 GiB.
+
+| model, tokens of a micro-batch, GPU | allocated | planned | with what is kept | reserved | of the plan |
+|---|---:|---:|---:|---:|---:|
+| Qwen3-0.6B, 5,120, H100 | 12.56 | 13.15 | 17.87 | 17.86 | 1.00 |
+| Qwen3-0.6B, 5,120, H200 | 12.56 | 13.15 | 17.87 | 18.85 | 1.05 |
+| Qwen3-1.7B, 10,240, H100 | 32.58 | 33.98 | 38.87 | 35.62 | 0.92 |
+| Qwen3-1.7B, 10,240, H200 with an AdamW that took 2.8 more | 35.40 | 33.98 | 38.87 | 38.98 | 1.00 |
+"""
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAIN_GRADIENT = 4
@@ -44,7 +60,8 @@ class Split:
     micro_batch_tokens: of one context-parallel rank. head_chunk_tokens: rows of logits at a time; None: the head's own
     choice, counted as 1.2 GiB, since it takes more only if much is free. chunks: groups of layers on each pipeline rank
     (virtual pipeline). recompute: parts of a layer that backward computes again (`full` alone: all of it). offload:
-    what moves to host memory while trajectories are sampled (`policy.offload`).
+    what moves to host memory while trajectories are sampled (`policy.offload`). local_layers: those without Transformer
+    Engine, or it is not known (`policy.layer_spec: auto`).
     """
 
     tensor: int = 1
@@ -61,6 +78,7 @@ class Split:
     streaming_head: bool = True
     micro_batch_tokens: int = 8192
     head_chunk_tokens: int | None = None
+    local_layers: bool = False
 
     @classmethod
     def of(cls, policy: PolicyConfig, world_size: int) -> Split:
@@ -84,6 +102,7 @@ class Split:
             streaming_head=policy.head == "streaming",
             micro_batch_tokens=policy.micro_batch_tokens,
             head_chunk_tokens=policy.head_chunk_tokens,
+            local_layers=policy.layer_spec != "transformer_engine",
         )
 
     @property
@@ -108,7 +127,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank of pipeline stage `stage`."""
+    """Bytes of one rank of pipeline stage `stage`. kept: by torch's allocator, of tensors that are freed."""
 
     stage: int
     weights: int
@@ -116,10 +135,11 @@ class Memory:
     optimizer: int
     activations: int
     head: int
+    kept: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.head
+        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.kept
 
     def fits(self, gpu_gib: float = GPU_GIB) -> bool:
         """Whether a GPU of that size can hold it."""
@@ -157,6 +177,10 @@ def stage_parameters(spec: ModelSpec, split: Split, stage: int) -> tuple[int, in
 def layer_activations(spec: ModelSpec, split: Split) -> dict[str, int]:
     """Bytes that one layer keeps for backward, per token of a micro-batch of one rank, by `recompute` module."""
     found = spec.family.layer_activations(spec, LayerSplit(split.tensor, split.element, split.sequence_parallel))
+    heads = spec.num_attention_heads * spec.head_dim * split.element // split.tensor
+    if split.local_layers:  # the output again, in order; with norms q, and v within q_k_v
+        normed = heads + spec.num_key_value_heads * spec.head_dim * split.element // split.tensor if spec.qk_norm else 0
+        found["attention"] += heads + normed
     if split.dtype == "float32":  # no fused attention takes grouped keys in float32, so they are repeated
         repeated = 2 * (spec.num_attention_heads - spec.num_key_value_heads) * spec.head_dim
         found["attention"] += repeated * split.element // split.tensor
@@ -193,6 +217,7 @@ def stage_memory(spec: ModelSpec, split: Split, stage: int) -> Memory:
     layers = spec.num_layers // split.pipeline
     activations = split.micro_batch_tokens * (kept * layers * in_flight(split, stage) + working)
     last = stage == split.pipeline - 1
+    logits = KEPT_BLOCKS * _logits(spec, split) if last else 0
     return Memory(
         stage=stage,
         weights=split.element * (dense + experts),
@@ -200,6 +225,7 @@ def stage_memory(spec: ModelSpec, split: Split, stage: int) -> Memory:
         optimizer=optimizer,
         activations=int(activations),
         head=_head(spec, split) if last else 0,
+        kept=int(logits + KEPT_SHARE * activations),
     )
 
 
@@ -212,10 +238,17 @@ def _head(spec: ModelSpec, split: Split) -> int:
     if not split.streaming_head:
         # Logits, the rows that predict a response token, and their float32 softmax; the gradient replaces the rows.
         return 2 * hidden // sharded + n * columns * (2 * p + 4)
-    rows = split.head_chunk_tokens or rows_within(DEFAULT_CHUNK, columns)
     # Input and output of the norm; then, of all tokens: gathered hidden states if sharded, the rows used, their
     # gradient, and the scattered gradient.
-    return 2 * hidden // sharded + (4 if sharded > 1 else 3) * hidden + 4 * min(rows, n) * columns
+    return 2 * hidden // sharded + (4 if sharded > 1 else 3) * hidden + _logits(spec, split)
+
+
+def _logits(spec: ModelSpec, split: Split) -> int:
+    """The largest tensor of the output layer: float32 logits of a chunk, or of the micro-batch."""
+    columns, rows = _vocabulary_columns(spec, split), split.micro_batch_tokens
+    if split.streaming_head:
+        rows = min(rows, split.head_chunk_tokens or rows_within(DEFAULT_CHUNK, columns))
+    return 4 * rows * columns
 
 
 def _vocabulary_columns(spec: ModelSpec, split: Split) -> int:

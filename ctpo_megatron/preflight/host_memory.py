@@ -62,7 +62,8 @@ def host_parts(config: Config, job: Job, spec: ModelSpec) -> list[HostPart]:
     ranks, rollout = job.node_ranks or job.world_size, config.rollout
     most = peak_memory(spec, Split.of(config.policy, job.world_size))
     kept = most.while_sampling("none")
-    parts = [HostPart("trainer rank", ranks, TRAINER, kept, most.total - kept, "optimizer state, activations")]
+    passes = most.activations + most.head
+    parts = [HostPart("trainer rank", ranks, TRAINER, kept, passes, "optimizer state, activations")]
     parts.append(HostPart("reward worker", config.reward.workers, SCORER))
     parts.append(HostPart("reward server", 1, SCORER))
     if rollout.replay is not None:

@@ -120,7 +120,7 @@ def check_gpu_memory(context: RunContext) -> Iterator[Problem]:
     parts = " + ".join(f"{name} {gib(size)}" for name, size in fullest.parts.items())
     message = (
         f"{fullest.gpus}: {gib(fullest.bytes)} of {gpu_gib:g} GiB {fullest.when} ({parts}); "
-        f"{1 - USABLE:.0%} are kept for CUDA, NCCL and fragmentation"
+        f"{1 - USABLE:.0%} are kept for CUDA and NCCL"
     )
     changes = memory.cheapest_changes()
     enough = any(size <= memory.usable for _, size in changes)
@@ -157,17 +157,30 @@ class GpuMemory:
         return USABLE * self.gpu_gib * GIB
 
     @property
+    def split(self) -> Split:
+        """The trainer's, with as many rows of logits as it takes on such GPUs."""
+        split = Split.of(self.config.policy, self.job.world_size)
+        if split.streaming_head:
+            split = replace(split, head_chunk_tokens=head_chunk_rows(self.spec, split, self.gpu_gib * GIB))
+        return split
+
+    @property
+    def update(self) -> Moment:
+        """The moment that depends on micro-batches and recomputation."""
+        placed = Placement.of(self.config, self.job)
+        parts: dict[str, float] = {"trainer": peak_memory(self.spec, self.split).total}
+        if placed.engines and self.config.placement.mode == "colocated":
+            return Moment(_named(placed.engines), "in an update", {**parts, "sleeping engine": ASLEEP})
+        return Moment(_named(placed.trainer), "in an update", parts)
+
+    @property
     def moments(self) -> tuple[Moment, ...]:
         """All moments that fill a GPU; an engine takes its `gpu_memory_utilization`."""
-        config = self.config
+        config, update = self.config, self.update
         placed = Placement.of(config, self.job)
-        split = Split.of(config.policy, self.job.world_size)
-        if split.streaming_head:  # with as many rows of logits as the trainer takes on such GPUs
-            split = replace(split, head_chunk_tokens=head_chunk_rows(self.spec, split, self.gpu_gib * GIB))
-        most = peak_memory(self.spec, split)
+        most = peak_memory(self.spec, self.split)
         held = config.rollout.engine.gpu_memory_utilization * self.gpu_gib * GIB
         trainer, engines = _named(placed.trainer), _named(placed.engines)
-        update = Moment(trainer, "in an update", {"trainer": most.total})
         if not placed.engines:
             return (update,)
         transfer = TransferMemory.of(config, self.spec)
@@ -178,11 +191,7 @@ class GpuMemory:
                 "transfer": transfer.trainer + transfer.engine,
             }
             sampling = {"trainer": most.while_sampling(config.policy.offload), "engine": held}
-            return (
-                Moment(engines, "in an update", {"trainer": most.total, "sleeping engine": ASLEEP}),
-                Moment(engines, SENT, sent),
-                Moment(engines, "while sampling", sampling),
-            )
+            return (update, Moment(engines, SENT, sent), Moment(engines, "while sampling", sampling))
         return (
             update,
             Moment(trainer, SENT, {"trainer": most.while_sampling("none"), "transfer": transfer.trainer}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctpo_megatron.config import GPU_GIB, Config, Split, gib, in_flight, peak_memory
+from ctpo_megatron.config import GPU_GIB, KEPT_BLOCKS, KEPT_SHARE, Config, Split, gib, in_flight, peak_memory
 from ctpo_megatron.models import ModelSpec
 
 TableRow = tuple[str, str, str]
@@ -79,10 +79,11 @@ def memory_table(spec: ModelSpec, split: Split, gpu_gib: float = GPU_GIB) -> lis
             f"{split.micro_batch_tokens:,} tokens, {in_flight(split, most.stage):g} in flight, recomputed: {kept}",
         ),
         ("output layer and loss", gib(most.head), head if last else "on the last stage"),
+        ("kept by the allocator", gib(most.kept), f"{KEPT_BLOCKS} blocks of logits, {KEPT_SHARE:.0%} of activations"),
         (
             "total",
             gib(most.total),
-            f"{verdict}pipeline stage {most.stage}; context, NCCL and fragmentation not counted",
+            f"{verdict}pipeline stage {most.stage}; CUDA context and NCCL not counted",
         ),
         ("while sampling", gib(most.while_sampling(split.offload)), f"policy.offload: {split.offload}"),
     ]

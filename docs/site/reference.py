@@ -27,8 +27,9 @@ APIS = {
 """Page -> package, and where its names are explained."""
 SIZING = """\
 GiB on the fullest rank, as the dry run computes it: bfloat16, distributed optimizer, `recompute: full`, streaming head,
-CP = 1, SP with TP, 16,384 tokens a micro-batch. P is the number of parameters on that rank. The formulas are in
-[parallelism.md](../parallelism.md#memory-of-a-rank). No row has been trained.
+CP = 1, SP with TP, 16,384 tokens a micro-batch, Transformer Engine. P is the number of parameters on that rank. Kept is
+what torch's allocator keeps. The formulas are in [parallelism.md](../parallelism.md#memory-of-a-rank). No row has been
+trained.
 """
 READING = """\
 Qwen3-32B does not fit on 8 GPUs: with DP = 1 nothing divides the optimizer state. Qwen3-30B-A3B barely fits on 8 in any

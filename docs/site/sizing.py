@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ctpo_megatron.config import GIB, GPU_GIB, Split, peak_memory, read_shapes, stage_parameters
+from ctpo_megatron.config import GIB, GPU_GIB, Split, head_chunk_rows, peak_memory, read_shapes, stage_parameters
 from ctpo_megatron.models import ModelSpec
 
 _COMMON = Split(distributed_optimizer=True, recompute=("full",), micro_batch_tokens=16384)
@@ -56,17 +56,18 @@ SIZINGS = _sizings()
 def sizing() -> str:
     """The markdown table, one row a model and number of GPUs."""
     lines = [
-        "| model | GPUs | TP | PP | EP | DP | P, billion | weights | gradients | optimizer | activations | head "
+        "| model | GPUs | TP | PP | EP | DP | P, billion | weights | gradients | optimizer | activations | head | kept "
         f"| **total, GiB** | of {GPU_GIB} GiB | activations without recomputation |",
-        "|---|" + "---:|" * 14,
+        "|---|" + "---:|" * 15,
     ]
     for row in SIZINGS:
         spec, s = MODELS[row.model], row.split
+        s = replace(s, head_chunk_tokens=head_chunk_rows(spec, s, GPU_GIB * GIB))
         most = peak_memory(spec, s)
         dense, experts = (f"{count / 1e9:.3f}" for count in stage_parameters(spec, s, most.stage))
         held = dense + (f" + {experts} of experts" if spec.num_experts else "")
         cells = [row.model, row.gpus, s.tensor, s.pipeline, s.expert, s.data, held]
-        parts = (most.weights, most.gradients, most.optimizer, most.activations, most.head)
+        parts = (most.weights, most.gradients, most.optimizer, most.activations, most.head, most.kept)
         share = f"{most.total / (GPU_GIB * GIB):.0%}" + ("" if most.fits() else ", **too much**")
         eager = peak_memory(spec, replace(s, recompute=())).activations
         cells += [*map(_gib, parts), f"**{_gib(most.total)}**", share, _gib(eager)]

@@ -1,6 +1,6 @@
 """Builds models under layouts, in every rank of one job; rank 0 returns bytes counted and bytes computed.
 
-A scenario is {"family": ..., "policy": {...}}, both optional.
+A scenario is {"family": ..., "policy": {...}, "fused": ...}, all optional. fused: activations are kept as on CUDA.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, Split, layer_activations, stage_memory
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Trainer, destroy_distributed, gather_objects, init_distributed, policy_gradient
+from ctpo_megatron.policy import Trainer, destroy_distributed, device, gather_objects, init_distributed, policy_gradient
 from tests.policy import models
 from tests.policy.jobs import Results, Scenarios
 
@@ -54,7 +55,11 @@ def saved_bytes(policy: Trainer, step: Any) -> int:
 def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=2048, **settings.get("policy", {}))
     layout = init_distributed(config, seed=0)
-    policy = Trainer(config, layout, model, temperature=1.0)
+    flags = device.transformer_flags(te_layers=False)
+    if settings.get("fused"):
+        flags |= {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+    with mock.patch.object(device, "transformer_flags", lambda **_: flags):
+        policy = Trainer(config, layout, model, temperature=1.0)
     policy.use_optimizer(OptimizerConfig(lr=1e-4), total_steps=2)
     batch = [copy.deepcopy(models.trajectories(1)[0]) for _ in range(8)]  # one length: attention pads nothing
     (step,) = policy.distribute(batch, models.advantages(8), size=8)

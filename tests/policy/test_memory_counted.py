@@ -15,6 +15,7 @@ from tests.policy.jobs import Results, run_job
 
 run = partial(run_job, memory_scenario.main)
 BF16 = {"dtype": "bfloat16"}
+FUSED = ("qwen3-tied", "qwen2.5")
 DISTOPT = {"use_distributed_optimizer": True}
 ONE: dict[str, dict[str, Any]] = {
     "tied": {},
@@ -23,6 +24,11 @@ ONE: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "experts": {"family": "qwen3-moe", "policy": BF16},
     "bias-float32": {"family": "qwen2.5"},
+    **{
+        f"fused-{family}-{layers}": {"family": f"{family}-{layers}", "policy": BF16, "fused": True}
+        for family in FUSED
+        for layers in (2, 4)
+    },
 }
 TWO: dict[str, dict[str, Any]] = {
     "tp2-sp": {"policy": BF16 | {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
@@ -39,6 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("memory")
     for family in ("qwen3-tied", "qwen3-untied", "qwen2.5", "llama"):
         models.build(family, root / family)
+    for family in FUSED:
+        for layers in (2, 4):
+            models.build(family, root / f"{family}-{layers}", layers=layers)
     torch.manual_seed(0)
     shape = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -66,8 +75,15 @@ def test_bytes_are_those_computed(name: str, one: Results, two: Results) -> None
             assert counted == pytest.approx(computed, rel=slack), (name, part)
 
 
+@pytest.mark.parametrize("family", FUSED)
+def test_what_a_local_layer_keeps_is_what_is_computed_where_kernels_are_fused(family: str, one: Results) -> None:
+    """As on CUDA. Beyond it are one number a row and norm, 1 % here."""
+    (saved, expected), (more, both) = (one[f"fused-{family}-{layers}"]["activations"] for layers in (2, 4))
+    assert 1.0 <= (more - saved) / (both - expected) < 1.02
+
+
 @pytest.mark.parametrize("name", ["tied", "bias-float32", "llama"])
 def test_activations_are_near_those_computed(name: str, one: Results) -> None:
-    """Between 1 and 2 times (seen: 1.65 to 1.80): without fused kernels RoPE, SwiGLU and attention keep copies."""
+    """Between 1 and 1.4 times (seen: 1.19 to 1.22): without fused kernels SwiGLU keeps copies."""
     counted, computed = one[name]["activations"]
-    assert 1.0 <= counted / computed <= 2.0
+    assert 1.0 <= counted / computed <= 1.4
