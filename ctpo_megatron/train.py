@@ -26,6 +26,7 @@ from ctpo_megatron.run import (
     StopOrLostRank,
     TrainerGroup,
     check_there,
+    former_choice,
     is_finished,
     needed,
     open_run_directory,
@@ -53,6 +54,7 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
     """Prepare, start, fine-tune, reinforce, export, report. Rank zero calls this."""
     if is_finished(config.run):
         return 0
+    config = trainer.settle(former_choice(config.run))
     directory = open_run_directory(config)
     with needed(directory), ExitStack() as stack:
         report = stack.enter_context(Reporter.of(config, directory, trainer.layout.world_size))

@@ -50,6 +50,7 @@ from ctpo_megatron.preflight import (
     Speeds,
     check_dry,
     check_start,
+    choice_table,
     crash_line,
     disk_table,
     disk_use,
@@ -61,6 +62,7 @@ from ctpo_megatron.preflight import (
     plan_tables,
     play_first,
     run_checks,
+    settled,
     torch_cuda,
     torch_has_cuda,
     visible_gpus,
@@ -204,7 +206,9 @@ def _dry_run(
     say(f"\n{resolved_objective(config.objective)['summary']}")
     _print_plan(config, job, spec)
     if cuda:
-        _print_gpus(config, job, gpu_gib, spec)
+        if choice := choice_table(config, job, spec, gpu_gib):
+            print_table("policy.micro_batch_tokens and policy.recompute", ("auto", "", "cost"), choice)
+        _print_gpus(settled(config, job, spec, gpu_gib), job, gpu_gib, spec)
         _print_times(args, config, job, spec)
     else:
         _print_host(config, job, spec)

@@ -82,11 +82,13 @@ from ctpo_megatron.config.rollout_schema import (
 )
 from ctpo_megatron.config.schema import (
     CheckpointConfig,
+    Chosen,
     Config,
     EvalConfig,
     ModelConfig,
     OptimizerConfig,
     PolicyConfig,
+    Recompute,
     RewardConfig,
     RunConfig,
     SftConfig,

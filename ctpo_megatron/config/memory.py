@@ -98,9 +98,9 @@ class Split:
             distributed_optimizer=policy.use_distributed_optimizer,
             offload=policy.offload,
             dtype=policy.dtype,
-            recompute=recompute[policy.recompute],
+            recompute=recompute[policy.chosen.recompute],
             streaming_head=policy.head == "streaming",
-            micro_batch_tokens=policy.micro_batch_tokens,
+            micro_batch_tokens=policy.chosen.micro_batch_tokens,
             head_chunk_tokens=policy.head_chunk_tokens,
             local_layers=policy.layer_spec != "transformer_engine",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +27,17 @@ from ctpo_megatron.config.texts import is_template_file
 
 _AUTO_INTERVAL_S, _AUTO_SHARE = 900.0, 0.05
 """Of `checkpoint.every: auto`: seconds between checkpoints, and the largest share of the time for writing them."""
+
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class Chosen(NamedTuple):
+    """Numbers of the policy that may be `auto`. gpu_gib: memory of the GPUs that they were chosen for, if they were."""
+
+    micro_batch_tokens: int = 8192
+    recompute: Recompute = "none"
+    gpu_gib: float | None = None
 
 
 class RunConfig(Section):
@@ -186,8 +197,10 @@ class PolicyConfig(Section):
         default=None,
         description="rows whose logits `head: streaming` holds at a time; results round by it. null: by the GPU's size",
     )
-    recompute: Literal["none", "selective", "full"] = Field(
-        default="none", description="recompute in backward to save memory: every layer, or `recompute_modules`"
+    recompute: Literal["auto", "none", "selective", "full"] = Field(
+        default="auto",
+        description="recompute in backward to save memory: every layer, or `recompute_modules`; auto: on CUDA by "
+        "the memory plan (docs/parallelism.md), else none",
     )
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "layernorm", "moe_act"], ...] = Field(
         default=("core_attn",), min_length=1, description="parts of a layer that `recompute: selective` computes again"
@@ -206,8 +219,10 @@ class PolicyConfig(Section):
     mini_batch_prompts: PositiveInt = Field(
         default=4, description="prompts (groups) per optimizer step, over all ranks"
     )
-    micro_batch_tokens: PositiveInt = Field(
-        default=8192, description="most tokens packed into one forward pass, on one context-parallel rank"
+    micro_batch_tokens: PositiveInt | Literal["auto"] = Field(
+        default="auto",
+        description="most tokens packed into one forward pass, on one context-parallel rank; auto: on CUDA by the "
+        "memory plan (docs/parallelism.md), else 8192",
     )
     skip_zero_advantage: bool = Field(
         default=True,
@@ -225,6 +240,23 @@ class PolicyConfig(Section):
     )
     timeout_minutes: PositiveFloat = Field(default=30.0, le=1e7, description="deadline of every collective operation")
     optimizer: OptimizerConfig = OptimizerConfig()
+    _auto: Chosen = PrivateAttr(default=Chosen())
+
+    @property
+    def chosen(self) -> Chosen:
+        """`micro_batch_tokens` and `recompute` as given, or what `auto` is: without `with_auto` as on a CPU."""
+        tokens, recompute, gpu_gib = self._auto
+        return Chosen(
+            tokens if self.micro_batch_tokens == "auto" else self.micro_batch_tokens,
+            recompute if self.recompute == "auto" else self.recompute,
+            gpu_gib,
+        )
+
+    def with_auto(self, chosen: Chosen) -> Self:
+        """A copy in which `auto` is this. It is not part of the value: a dump keeps `auto`."""
+        copy = self.model_copy()
+        copy._auto = chosen
+        return copy
 
 
 class OverlongPenaltyConfig(Section):

@@ -38,7 +38,7 @@ hide_broken_te()
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, CheckpointWriteError, discard_checkpoints
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.checkpoint_files import read_marker as read_checkpoint_marker
-from ctpo_megatron.policy.device import capabilities, max_ranks, peak_flops
+from ctpo_megatron.policy.device import capabilities, gpu_bytes, max_ranks, peak_flops
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.old_log_probs import MismatchError, OldLogProbs, apply_correction, check_mismatch
 from ctpo_megatron.policy.parallel import (
@@ -80,6 +80,7 @@ __all__ = [
     "discard_checkpoints",
     "gather_objects",
     "gather_positions",
+    "gpu_bytes",
     "init_distributed",
     "latest_checkpoint",
     "max_ranks",

@@ -160,7 +160,7 @@ def device_name() -> str | None:
     return torch.cuda.get_device_name() if CUDA else None
 
 
-def total_memory() -> int | None:
+def gpu_bytes() -> int | None:
     """Bytes of this rank's GPU; None on a CPU."""
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory) if CUDA else None
 

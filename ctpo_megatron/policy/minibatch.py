@@ -243,7 +243,7 @@ def packing_rules(config: PolicyConfig) -> PackingRules:
     parallelism, whole rounds for virtual pipeline stages."""
     cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
     return PackingRules(
-        max_tokens=config.micro_batch_tokens * cp,
+        max_tokens=config.chosen.micro_batch_tokens * cp,
         sequence_multiple=sequence_multiple(config),
         batch_multiple=cp * tp if config.sequence_parallel else 1,
         count_multiple=config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1,

@@ -133,9 +133,9 @@ def transformer_config(spec: ModelSpec, policy: PolicyConfig) -> TransformerConf
 
 
 def _recompute(policy: PolicyConfig, *, use_te: bool) -> dict[str, Any]:
-    if policy.recompute == "full":
+    if policy.chosen.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if policy.recompute == "selective":
+    if policy.chosen.recompute == "selective":
         fused = sorted(NEED_TE & set(policy.recompute_modules))
         if fused and not use_te:
             raise RuntimeError(
@@ -201,7 +201,7 @@ def _attention(spec: ModelSpec, policy: PolicyConfig) -> AttentionRules | None:
 
 def _head_chunk(spec: ModelSpec, policy: PolicyConfig) -> int | None:
     """Rows of logits at a time, the same on every rank: for the smallest GPU. Collective on CUDA."""
-    if (here := device.total_memory()) is None:
+    if (here := device.gpu_bytes()) is None:
         return policy.head_chunk_tokens
     smallest = min(gather_objects(here))
     rows = head_chunk_rows(spec, Split.of(policy, dist.get_world_size()), smallest)

@@ -111,8 +111,8 @@ class RouterReplays:
     @classmethod
     def install(cls, chunks: Iterable[torch.nn.Module], policy: PolicyConfig) -> RouterReplays:
         """Replace megatron-core's `RouterReplay` in each router of these model chunks."""
-        recomputed = policy.recompute == "full" or (
-            policy.recompute == "selective" and "moe" in policy.recompute_modules
+        recomputed = policy.chosen.recompute == "full" or (
+            policy.chosen.recompute == "selective" and "moe" in policy.recompute_modules
         )
         replayed = []
         for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ctpo_megatron.base import clock
 from ctpo_megatron.base.installed import TE, is_installed, te_trouble
@@ -32,6 +33,7 @@ from ctpo_megatron.config import (
 from ctpo_megatron.data import resolved_files
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import Check, RunContext, failed, run_checks, warnings_of
+from ctpo_megatron.preflight.choice import settled
 from ctpo_megatron.preflight.engine import check_budget, check_endpoint, check_engine, check_engine_starts, check_tokens
 from ctpo_megatron.preflight.files import (
     check_checkpoints,
@@ -65,8 +67,15 @@ def validate(
     context = RunContext(config, spec, job, cuda, gpu_gib if cuda else None)
     problems += check_training(context, files=shapes is None)
     if not failed(problems):  # its arithmetic needs a layout that fits ranks and model
-        problems += check_gpu_memory(context)
+        problems += _gpu_memory(context)
     return warnings_of(problems, sources)
+
+
+def _gpu_memory(context: RunContext) -> Iterator[Problem]:
+    """Of a configuration whose `auto` is chosen for the GPU."""
+    if context.spec is not None and context.gpu_gib is not None:
+        config = settled(context.config, context.job, context.spec, context.gpu_gib)
+        yield from check_gpu_memory(replace(context, config=config))
 
 
 def check_training(context: RunContext, *, files: bool = True) -> list[Problem]:

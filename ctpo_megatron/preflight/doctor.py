@@ -41,6 +41,7 @@ from ctpo_megatron.environments.tokenizer import (
 )
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import Check, DiskNeeds, Gpu, MachineContext, RunContext, Wanted, failed, run_checks
+from ctpo_megatron.preflight.choice import settled
 from ctpo_megatron.preflight.configuration import validate
 from ctpo_megatron.preflight.cuda_runtime import check_builds, check_compiler, check_infiniband, check_nccl
 from ctpo_megatron.preflight.devices import check_collectives, check_devices, gpus, torch_cuda
@@ -92,7 +93,7 @@ def diagnose_run(
     context = RunContext(config, spec, job, bool(here), gpu_gib)
     findings += _tokenizer(context, spec)
     if gpu_gib is not None:
-        fullest = GpuMemory(config, job, spec, gpu_gib).fullest
+        fullest = GpuMemory(settled(config, job, spec, gpu_gib), job, spec, gpu_gib).fullest
         text = f"{fullest.bytes / GIB:.1f} of {gpu_gib:.0f} GiB on {fullest.gpus}, {fullest.when}"
         findings.append(passed("GPU memory", text))  # what is too much is a problem above
     return findings, replace(wanted, **_sizes(context, spec))

@@ -10,6 +10,7 @@ from ctpo_megatron.config import Config, ConfigError, Job, Problem, Sources, kno
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.admission import DataCheck, check_data
 from ctpo_megatron.preflight.check import RunContext, failed, place, warnings_of
+from ctpo_megatron.preflight.choice import settled
 from ctpo_megatron.preflight.configuration import validate
 from ctpo_megatron.preflight.disk import check_disk
 from ctpo_megatron.preflight.extensions import check_extensions
@@ -85,6 +86,8 @@ def check_dry(
     if cuda and shapes is None and not Path(config.model.path).exists():
         advice = f", or plan without it: --shapes FILE ({', '.join(known_shapes())}, or a config.json)"
         found.problems = [replace(p, fix=p.fix + advice) if p.key == "model.path" else p for p in found.problems]
+    if cuda and gpu_gib is not None and not found.problems:
+        config = settled(config, job, shapes or spec_for(config), gpu_gib)
     data = DataCheck(not_checked="--shapes") if shapes else check_data(config, rows)
     placed = [place(problem, sources) for problem in data.problems]
     found.problems += failed(placed)

@@ -65,9 +65,12 @@ def check_tokens(context: RunContext) -> Iterator[Problem]:
     cp = config.policy.context_parallel_size
     multiple = sequence_multiple(config.policy)
     padded = -(-longest // multiple) * multiple
-    if config.policy.micro_batch_tokens * cp < padded:
+    auto, chosen = config.policy.micro_batch_tokens == "auto", config.policy.chosen
+    unknown = auto and context.cuda and chosen.gpu_gib is None  # it will follow from the GPU
+    if chosen.micro_batch_tokens * cp < padded and not unknown:
         share = f" on {cp} context-parallel ranks" if cp > 1 else ""
-        message = f"cannot hold the longest sequence{share}, {_budget(config.data, config.rollout)}"
+        number = f"is {chosen.micro_batch_tokens:,}, which " if auto else ""
+        message = f"{number}cannot hold the longest sequence{share}, {_budget(config.data, config.rollout)}"
         yield context.error("policy.micro_batch_tokens", message, f"set at least {-(-padded // cp)}")
 
 

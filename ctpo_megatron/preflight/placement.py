@@ -251,11 +251,11 @@ class GpuMemory:
         for share in (0.5, 0.4, 0.3):
             if smallest <= share < engine.gpu_memory_utilization:
                 yield {"rollout.engine.gpu_memory_utilization": share}
-        if policy.recompute != "full":
+        if policy.chosen.recompute != "full":
             yield {"policy.recompute": "full"}
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        if policy.micro_batch_tokens // 2 >= longest:
-            yield {"policy.micro_batch_tokens": policy.micro_batch_tokens // 2}
+        if policy.chosen.micro_batch_tokens // 2 >= longest:
+            yield {"policy.micro_batch_tokens": policy.chosen.micro_batch_tokens // 2}
         placed, more = Placement.of(config, job), 2 * engine.tensor_parallel_size
         if (
             config.rollout.engines == "auto"

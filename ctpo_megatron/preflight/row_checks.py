@@ -113,7 +113,7 @@ def rooms(policy: PolicyConfig, spec: ModelSpec | None) -> Iterator[Room]:
     """What limits a sequence of the trainer, after padding: the micro-batch, and the model's positions."""
     fix = "shorten or remove such rows"
     multiple = sequence_multiple(policy)
-    tokens = policy.micro_batch_tokens * policy.context_parallel_size // multiple * multiple
+    tokens = policy.chosen.micro_batch_tokens * policy.context_parallel_size // multiple * multiple
     yield Room("policy.micro_batch_tokens", tokens, f"raise it, or {fix}")
     if spec is not None:
         yield Room("the model's max_position_embeddings", spec.max_position_embeddings, fix)

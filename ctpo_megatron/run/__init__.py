@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctpo_megatron.run.controller import Controller, StopOrLostRank
-    from ctpo_megatron.run.directory import check_there, is_finished, needed, open_run_directory, record_finish
+    from ctpo_megatron.run.directory import (
+        check_there,
+        former_choice,
+        is_finished,
+        needed,
+        open_run_directory,
+        record_finish,
+    )
     from ctpo_megatron.run.persistence import Persistence
     from ctpo_megatron.run.provenance import commit_of_code
     from ctpo_megatron.run.ranks import TrainerGroup
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "controller": ("Controller", "StopOrLostRank"),
-    "directory": ("check_there", "is_finished", "needed", "open_run_directory", "record_finish"),
+    "directory": ("check_there", "former_choice", "is_finished", "needed", "open_run_directory", "record_finish"),
     "persistence": ("Persistence",),
     "provenance": ("commit_of_code",),
     "ranks": ("TrainerGroup",),

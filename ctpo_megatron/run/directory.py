@@ -21,7 +21,7 @@ from ctpo_megatron.base.files import DamagedFileError, read_mapping, read_note, 
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import flattened, has_sft_record, resolved_objective, stored_settings
+from ctpo_megatron.config import Chosen, flattened, has_sft_record, resolved_objective, stored_settings
 from ctpo_megatron.run.provenance import (
     changed_code,
     describe,
@@ -141,6 +141,14 @@ def is_finished(run: RunConfig) -> bool:
     return True
 
 
+def former_choice(run: RunConfig) -> Chosen | None:
+    """What `auto` of the policy was when the run that is to be resumed was begun; None: nothing was chosen."""
+    if not run.resume or not RunPaths(run.directory).config.exists():
+        return None
+    found = Chosen(**_facts(run.directory).get("chosen", {}))
+    return None if found.gpu_gib is None else found
+
+
 def finished_steps(directory: Path) -> int:
     """Steps after which the run has finished; -1: it has not, or was resumed since."""
     steps: int = _facts(directory).get("finished_steps", -1)
@@ -253,7 +261,7 @@ def _describe(config: Config) -> None:
     }
     sections["objective"] = f"# {printable(objective['summary'])}\n{sections['objective']}"
     write_text(paths.config, "".join(sections.values()), durable=True)
-    facts = {**describe_environment(), "objective": objective}
+    facts = {**describe_environment(), "objective": objective, "chosen": config.policy.chosen._asdict()}
     if (source := (settings["sft"] or {}).get("from")) is not None:
         before = _facts(config.run.directory).get("sft_from")
         facts["sft_from"] = describe_sft_source(source) if has_sft_record(Path(source)) else before

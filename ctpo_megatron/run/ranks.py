@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import StopSignal
-from ctpo_megatron.config import Config, OptimizerConfig, family_for, shares_gpus
+from ctpo_megatron.config import (
+    GIB,
+    Chosen,
+    Config,
+    Job,
+    OptimizerConfig,
+    family_for,
+    node_ranks,
+    shares_gpus,
+    spec_for,
+    world_size,
+)
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import Batch, Trajectory
 from ctpo_megatron.engines.weights import (
@@ -30,9 +41,11 @@ from ctpo_megatron.policy import (
     Trainer,
     TrainResult,
     TrainSettings,
+    gpu_bytes,
     summarize_updates,
     supervised,
 )
+from ctpo_megatron.preflight import settled_as_before
 from ctpo_megatron.run.watchdog import Watchdog
 from ctpo_megatron.tracking import Phases
 
@@ -185,6 +198,16 @@ class TrainerGroup:
         """Whether any rank is to stop; then the stop signal is set on all."""
         return self._stop.agreed(self.layout.gather)
 
+    @_on_all_ranks()
+    def settle(self, before: Chosen | None) -> Config:
+        """Choose what `auto` of the policy is, for the smallest GPU; returns the configuration that says so.
+
+        before: the choice of a run that is resumed. Raises ConfigError where it, or nothing, fits.
+        """
+        sizes = [size for size in self.layout.gather(gpu_bytes()) if size is not None]
+        self._config = self.layout.on_rank_zero(lambda: _settled(self._config, sizes, before))
+        return self._config
+
     @_on_all_ranks(gpus=True)
     def build(self, weights: Path | None = None) -> None:
         """Build the model of `model.path`. weights: directory that has them; None: `model.path`, too."""
@@ -317,6 +340,16 @@ class TrainerGroup:
     @_on_all_ranks(gpus=True)
     def export(self, directory: Path, step: int | None = None) -> None:
         self.trainer.export(directory, exported_chat_template(self._config.model), step)
+
+
+def _settled(config: Config, gpus: Sequence[int], before: Chosen | None) -> Config:
+    """gpus: bytes of each rank's; empty on CPUs, where `auto` is always the same."""
+    if not gpus:
+        return config
+    found = settled_as_before(config, Job(world_size(), node_ranks()), spec_for(config), min(gpus) / GIB, before)
+    chosen = found.policy.chosen
+    log.info("policy: at most %d tokens a micro-batch, recompute: %s", chosen.micro_batch_tokens, chosen.recompute)
+    return found
 
 
 def _failure(write: Callable[[], object]) -> CheckpointWriteError | None:

@@ -16,7 +16,7 @@ from ctpo_megatron import cli
 from ctpo_megatron.config import known_keys
 from ctpo_megatron.config.keys import Key
 from ctpo_megatron.config.problems import show
-from docs.site.sizing import sizing
+from docs.site.sizing import chosen, sizing
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
 HEAD = "<!-- Written by `make reference`. -->\n"
@@ -37,6 +37,12 @@ layout, and TP makes its experts 384 or 192 wide, so 16 GPUs are better.
 
 Activations and head grow in proportion to the tokens of a micro-batch. With CP = c, sequences of c x 16,384 tokens cost
 the same memory on c times the GPUs.
+"""
+CHOSEN = """\
+## Micro-batch and recomputation
+What `policy.micro_batch_tokens: auto` and `policy.recompute: auto` are in the recipes for one GPU, of which 90 % may be
+used. [How they are chosen](../parallelism.md#micro-batch-and-recomputation). Seconds are arithmetic for an H100, to
+compare choices.
 """
 HAND_WRITTEN = {"dumps.md", "metrics.md"}
 """Pages of the folder that are not generated: test_metrics_page and test_dump_format of tests/tracking check them."""
@@ -114,8 +120,8 @@ def launchers() -> str:
 
 
 def memory() -> str:
-    """GiB of models on 8, 16 and 64 GPUs."""
-    return "\n".join([HEAD, "# Memory of models by layout\n", SIZING, sizing(), READING])
+    """GiB of models on 8, 16 and 64 GPUs, and what is chosen on one."""
+    return "\n".join([HEAD, "# Memory of models by layout\n", SIZING, sizing(), READING, CHOSEN, chosen()])
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -1,12 +1,24 @@
-"""The sizing table of docs/reference/sizing.md, which `make reference` writes."""
+"""The tables of docs/reference/sizing.md, which `make reference` writes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ctpo_megatron.config import GIB, GPU_GIB, Split, head_chunk_rows, peak_memory, read_shapes, stage_parameters
+from ctpo_megatron.config import (
+    GIB,
+    GPU_GIB,
+    Job,
+    Split,
+    head_chunk_rows,
+    load_config,
+    peak_memory,
+    read_shapes,
+    stage_parameters,
+)
 from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.preflight import GpuMemory
+from ctpo_megatron.preflight.choice import Candidate, choices
 
 _COMMON = Split(distributed_optimizer=True, recompute=("full",), micro_batch_tokens=16384)
 
@@ -75,5 +87,27 @@ def sizing() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _gib(size: int) -> str:
+def chosen() -> str:
+    """The markdown table of what `auto` is in the recipes for one GPU, one row a recipe and size of the GPU."""
+    lines = [
+        "| recipe, GPU | micro-batch, tokens | recompute | GiB in an update | s a step | with other recomputation |",
+        "|---|---:|---|---:|---:|---|",
+    ]
+    for model in ("0.6B", "1.7B"):
+        name = f"qwen3_{model.lower().replace('.', '_')}"
+        config, spec = load_config(f"{name}_one_gpu.yaml"), read_shapes(f"models/{name}.json")
+        for gpu_gib in (24, 48, 80, 141):
+            best, other = choices(GpuMemory(config, Job(1, 1), spec, gpu_gib))
+            assert other is not None  # both may be chosen
+            row = [f"Qwen3-{model}, {gpu_gib} GiB", f"{best.micro_batch_tokens:,}", best.recompute, _much(best)]
+            instead = f"{other.micro_batch_tokens:,} tokens, {_much(other, ' GiB')}, {other.seconds:.2g} s"
+            lines.append("| " + " | ".join([*row, f"{best.seconds:.2g}", instead]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _much(choice: Candidate, unit: str = "") -> str:
+    return f"{_gib(choice.bytes)}{unit}{'' if choice.fits else ', **too much**'}"
+
+
+def _gib(size: float) -> str:
     return f"{size / GIB:.1f}"

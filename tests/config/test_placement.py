@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from ctpo_megatron.config import Config, Job, Placement, engine_count
 from ctpo_megatron.config.memory import GIB
-from ctpo_megatron.preflight import GpuMemory, RunContext
+from ctpo_megatron.preflight import GpuMemory, RunContext, settled
 from ctpo_megatron.preflight.placement import TransferMemory, check_gpu_memory, check_placement
 from docs.site.sizing import MODELS
 
@@ -40,7 +40,8 @@ def readme(**change: Any) -> Config:
 
 
 def refused(config: Config, job: Job, model: str = "Qwen3-4B", gpu_gib: float = 80) -> str:
-    context = RunContext(config, MODELS[model], job, cuda=True, gpu_gib=gpu_gib)
+    chosen = settled(config, job, MODELS[model], gpu_gib)
+    context = RunContext(chosen, MODELS[model], job, cuda=True, gpu_gib=gpu_gib)
     problems = [*check_placement(context), *check_gpu_memory(context)]
     return "\n".join(f"{problem.severity}: {problem}" for problem in problems)
 

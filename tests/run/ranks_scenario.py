@@ -12,9 +12,15 @@ from typing import Any
 from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.policy import destroy_distributed, init_distributed
 from ctpo_megatron.policy.rank_zero import RankZeroError
-from ctpo_megatron.run import TrainerGroup
+from ctpo_megatron.run import TrainerGroup, ranks
 from ctpo_megatron.tracking import Phases
 from tests.tracking.synthetic_run import make_config
+
+ON_GPUS: dict[str, Any] = {
+    "policy": {"dtype": "bfloat16", "use_distributed_optimizer": True, "mini_batch_prompts": 16},
+    "placement": {"trainer_gpus": 2, "engine_gpus": 2},
+    "rollout": {"engine": {"max_model_len": 9216}},
+}
 
 
 class Failed(Exception):
@@ -39,11 +45,12 @@ class SavingTrainer:
 
 def main(root: Path, how: str) -> dict[str, Any]:
     """What this rank has seen, and how it ended."""
-    config = make_config(root)
+    config = make_config(root, model={"path": str(root)}, **(ON_GPUS if how == "settles" else {}))
     stop = StopSignal(grace_s=60)
     layout = init_distributed(config.policy, seed=0)
     group = TrainerGroup(config, layout, stop)
     seen: list[Any] = []
+    ranks.gpu_bytes = lambda: (48 - 24 * layout.rank) << 30  # of pretended GPUs
     trainer: Any = SavingTrainer(group, seen)
     group.trainer = trainer
     status: Any = None
@@ -53,12 +60,17 @@ def main(root: Path, how: str) -> dict[str, Any]:
                 status = _of_rank_zero(group, root, how) if layout.is_rank_zero else _signalled(group, how)
         except RankZeroError as error:
             status = str(error)
+    if how == "settles":
+        seen.append(group._config.policy.chosen)
     destroy_distributed()
     return {"status": status, "seen": seen, "stopped": stop.is_set()}
 
 
 def _of_rank_zero(group: TrainerGroup, root: Path, how: str) -> int:
     phases = Phases()
+    if how == "settles":
+        group.settle(None)
+        return 7
     with group.watched(root, phases), phases.stage("rl"):
         if how == "traced":
             group.begin_trace(2)

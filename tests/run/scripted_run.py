@@ -59,6 +59,9 @@ class ScriptedTrainer:
         assert name in ("build", "prepare_rl", "release", "set_schedule", "disconnect", "stop_agreed", "finish_save")
         return lambda *_, **__: None
 
+    def settle(self, _before: object) -> Config:
+        return self.config
+
     def watched(self, *_: object) -> Any:
         return nullcontext()
 

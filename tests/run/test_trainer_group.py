@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from ctpo_megatron.policy import Layout
 from ctpo_megatron.run import TrainerGroup
 from tests.run import ranks_scenario
 from tests.support import ranks
+from tests.support.prefork import ROOT
 from tests.tracking.synthetic_run import make_config
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -45,6 +47,15 @@ def test_rank_zeros_failure_ends_the_others(tmp_path: Path) -> None:
     first, second = run(tmp_path, "fails")
     assert first["seen"] == second["seen"] == SEEN
     assert second["status"] == "rank 1 stops, rank 0 failed: Failed: no more prompts"
+
+
+def test_what_is_chosen_is_for_the_smallest_gpu_and_on_every_rank(tmp_path: Path) -> None:
+    """GPUs of 48 and 24 GiB."""
+    shutil.copyfile(ROOT / "configs" / "models" / "qwen3_0_6b.json", tmp_path / "config.json")
+    first, second = run(tmp_path, "settles")
+    assert first["seen"] == second["seen"]
+    ((tokens, recompute, gpu_gib),) = first["seen"]
+    assert (recompute, gpu_gib) == ("full", 24) and tokens > 9216
 
 
 @dataclass
