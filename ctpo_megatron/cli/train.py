@@ -211,7 +211,9 @@ def _dry_run(
         _print_gpus(settled(config, job, spec, gpu_gib), job, gpu_gib, spec)
         _print_times(args, config, job, spec)
     else:
-        _print_host(config, job, spec)
+        _print_engines(config, spec)
+    about = "Memory of a node's host, about" if cuda else "Memory of a node on a CPU, about"
+    print_table(about, ("", "size", "from"), host_table(config, job, spec, cuda=cuda))
     _print_data(data, args.full)
     _play_first(config, data, sources)
     return 0
@@ -290,11 +292,10 @@ def _print_times(args: argparse.Namespace, config: Config, job: Job, spec: Model
     print_table(title, ("", "range", "from"), duration_table(config, spec, job.world_size, speeds))
 
 
-def _print_host(config: Config, job: Job, spec: ModelSpec) -> None:
+def _print_engines(config: Config, spec: ModelSpec) -> None:
     cache = CpuCache.of(config, spec, free_memory())
     why = "rollout.engine.kv_cache_mb" if config.rollout.engine.kv_cache_mb else str(cache)
     print_table("Engines on a CPU", ("", "size", "from"), [("KV cache of each", f"{cache.mb:,} MiB", why)])
-    print_table("Memory of a node on a CPU, about", ("", "size", "from"), host_table(config, job, spec))
 
 
 def _print_system_prompt(data: DataConfig, rollout: RolloutConfig) -> None:

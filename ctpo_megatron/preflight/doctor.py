@@ -116,7 +116,7 @@ def _under(name: str, problem: Problem) -> Problem:
 def _sizes(context: RunContext, spec: ModelSpec) -> dict[str, Any]:
     """The fields of `Wanted` that follow from the model."""
     weights = model_parameters(spec)[0] * ELEMENT_BYTES[context.config.engine_dtype]
-    parts = [] if context.cuda else host_parts(context.config, context.job, spec)
+    parts = host_parts(context.config, context.job, spec, cuda=context.cuda)
     return {
         "weight_bytes": weights,
         "disk": (disk_needs(context.config, spec),),

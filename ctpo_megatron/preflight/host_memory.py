@@ -1,4 +1,4 @@
-"""Memory of a run on the CPUs of a node: what its processes hold without a model, measured, and what the model adds."""
+"""Memory of a run on the host of a node: what its processes hold without a model, measured, and what the model adds."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ctpo_megatron.config import (
     gib,
     model_parameters,
     peak_memory,
+    shares_gpus,
 )
 from ctpo_megatron.environments.factory import needs_sandbox
 from ctpo_megatron.models import ModelSpec
@@ -35,7 +36,7 @@ Measured on two cores with torch 2.13, vLLM 0.32 and Ray 2.60. The whole run hel
 class HostPart:
     """Some processes of a node. Bytes of one of them: process: without a model; model: what the model adds for sure.
 
-    passes: activations and logits, at most.
+    passes: at most, what is there for a time: activations and logits, or a checkpoint that is written.
     """
 
     who: str
@@ -57,13 +58,19 @@ class HostPart:
         return name, gib(self.whole), f"{gib(self.process)} without a model{added}"
 
 
-def host_parts(config: Config, job: Job, spec: ModelSpec) -> list[HostPart]:
-    """What holds memory on a node of a run without GPUs."""
+def host_parts(config: Config, job: Job, spec: ModelSpec, *, cuda: bool) -> list[HostPart]:
+    """What holds memory of a node's host. cuda: the model is on GPUs, and what leaves them for a time is here."""
     ranks, rollout = job.node_ranks or job.world_size, config.rollout
     most = peak_memory(spec, Split.of(config.policy, job.world_size))
     kept = most.while_sampling("none")
-    passes = most.activations + most.head
-    parts = [HostPart("trainer rank", ranks, TRAINER, kept, passes, "optimizer state, activations")]
+    if cuda:
+        offload = config.policy.offload  # gradients are freed, not moved
+        moved = 0 if offload == "none" else kept - most.gradients - most.while_sampling(offload)
+        why = f"policy.offload: {offload}, and a checkpoint that is written"
+        parts = [HostPart("trainer rank", ranks, TRAINER, moved, most.weights + most.optimizer, why)]
+    else:
+        passes = most.activations + most.head
+        parts = [HostPart("trainer rank", ranks, TRAINER, kept, passes, "optimizer state, activations")]
     parts.append(HostPart("reward worker", config.reward.workers, SCORER))
     parts.append(HostPart("reward server", 1, SCORER))
     if rollout.replay is not None:
@@ -71,6 +78,10 @@ def host_parts(config: Config, job: Job, spec: ModelSpec) -> list[HostPart]:
     if needs_sandbox(rollout) and config.sandbox.url is None:
         parts.append(HostPart("sandbox", 1, SANDBOX))
     weights = model_parameters(spec)[0] * ELEMENT_BYTES[config.engine_dtype]
+    if cuda:
+        asleep, why = (weights, "weights while it sleeps") if shares_gpus(config.placement, rollout) else (0, "")
+        here = -(-engine_count(config) // config.cluster.nodes)
+        return [*parts, HostPart("engine", here, ENGINE, asleep, why=why), HostPart("Ray node", 1, RAY)]
     cache = CpuCache.of(config, spec, free_memory()).mb * MIB
     here = -(-engine_count(config) // config.cluster.nodes)
     parts.append(HostPart("engine", here, ENGINE, weights + cache, why=f"weights, and {gib(cache)} of KV cache"))
@@ -89,8 +100,9 @@ def _travelling_bytes(config: Config, spec: ModelSpec, engines: int, of_ranks: f
     return weights * (of_ranks + shared)
 
 
-def host_table(config: Config, job: Job, spec: ModelSpec) -> list[TableRow]:
-    """Rows (which processes, size, of what), and their sum."""
-    parts = host_parts(config, job, spec)
+def host_table(config: Config, job: Job, spec: ModelSpec, *, cuda: bool) -> list[TableRow]:
+    """Rows (which processes, size, of what), and their sum. cuda: see `host_parts`."""
+    parts = host_parts(config, job, spec, cuda=cuda)
     whole = gib(sum(part.whole for part in parts))
-    return [*(part.row for part in parts), ("together", whole, "programs in the sandbox not counted")]
+    missing = f"programs in the sandbox{' and libraries of CUDA' if cuda else ''} not counted"
+    return [*(part.row for part in parts), ("together", whole, missing)]

@@ -74,7 +74,7 @@ def weight_bytes(model: Path) -> int:
 
 def _memory(host_bytes: float, expected_bytes: float) -> Problem:
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    fix = "a smaller model, policy.use_distributed_optimizer over more nodes, or another machine"
+    fix = "a smaller model, policy.use_distributed_optimizer over more nodes, less policy.offload, or another machine"
     if host_bytes > have:
         return Problem("memory", f"{_gib(have)}, but weights and optimizer alone take {_gib(host_bytes)}", fix)
     if expected_bytes > have:

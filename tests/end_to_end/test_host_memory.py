@@ -27,7 +27,7 @@ def test_the_quickstart_takes_what_is_said(tmp_path: Path) -> None:
     path = str(ROOT / "configs" / "quickstart.yaml")
     overrides = ["run.steps=1", "sft.steps=5", "eval.before_training=false", "checkpoint.every=1"]
     config = load_config(path, overrides)
-    expected = sum(part.whole for part in host_parts(config, Job(1, 1, 0), spec_for(config)))
+    expected = sum(part.whole for part in host_parts(config, Job(1, 1, 0), spec_for(config), cuda=False))
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "ctpo_megatron.train", path, *overrides],

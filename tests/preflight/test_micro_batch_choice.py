@@ -133,6 +133,16 @@ def test_a_card_on_which_nothing_fits_is_refused_with_changes(capsys: pytest.Cap
     assert re.search(r"GPU 0: 2[\d.]+ GiB of 21 GiB in an update \(trainer", capsys.readouterr().err)
 
 
+def test_what_leaves_the_gpu_is_counted_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each parameter: 12 bytes of AdamW and 2 of the weight wait there, and once more in a checkpoint."""
+    for offload, held in (("all", 28), ("optimizer", 26), ("none", 14)):
+        assert dry_run("0_6b", "--gpu", "l4" if offload == "all" else "h200", f"policy.offload={offload}") == 0
+        shown = capsys.readouterr().out.partition("Memory of a node's host")[2]
+        (size,) = re.findall(r"1 trainer rank .* without a model \+ ([\d.]+) GiB: policy\.offload", shown)
+        assert float(size) == pytest.approx(held * SMALL.parameters / 2**30, abs=0.05)
+        assert re.search(r"1 engine .* 1\.1 GiB: weights while it sleeps", shown)
+
+
 def test_stages_of_a_pipeline_have_micro_batches_to_fill_them() -> None:
     """Eight stages of a mini-batch of 128 sequences: larger micro-batches would wait longer than they save."""
     stages = "policy.pipeline_model_parallel_size"
