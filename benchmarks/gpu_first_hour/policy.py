@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_first_hour import update_profile
 from benchmarks.gpu_first_hour.reference import ROOT, write_model
-from ctpo_megatron.config import Config, Job, load_config, objective_from_config
+from ctpo_megatron.config import Config, Job, load_config, objective_from_config, spec_for
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.policy import (
     MiniBatch,
@@ -30,6 +30,7 @@ from ctpo_megatron.policy import (
     peak_flops,
     policy_gradient,
 )
+from ctpo_megatron.preflight import settled
 from ctpo_megatron.preflight.placement import GIB, GpuMemory
 
 PROMPT_TOKENS, SHARE_OF_TOOLS = 200, 0.2
@@ -59,6 +60,9 @@ def main() -> None:
             overrides += ["policy.micro_batch_tokens=2048"]
         config = load_config(options.recipe, [*overrides, *options.overrides])
         write_model(options.shapes, Path(folder), options.device)
+        if options.device == "cuda":  # as the run would: `auto` by the memory plan, for the card or what is left of it
+            card_gib = options.cap_gib or _card_bytes() / GIB
+            config = settled(config, Job(1, 1), spec_for(config), card_gib)
         bench = Bench(config, Path(folder), options.trajectories, options.updates)
         try:
             figures = bench.measure(options.cap_gib)
@@ -95,7 +99,9 @@ class Bench:
 
         cap_gib: of GPU memory that torch may take; None: all.
         """
-        figures = {"load_s": self._load_s}
+        chosen = self._config.policy.chosen
+        figures: dict[str, Any] = {"load_s": self._load_s}
+        figures |= {"micro_batch_tokens": chosen.micro_batch_tokens, "recompute": chosen.recompute}
         measured: dict[str, list[float]] = {"old_log_probs_s": [], "update_s": [], "forward_tflop": [], "tokens": []}
         for number in range(self._updates):
             mini_batch = self._mini_batch(number)

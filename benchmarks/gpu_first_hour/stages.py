@@ -184,7 +184,7 @@ def _profile(machine: Machine, work: Path) -> Stage:
 
 
 def _doctor() -> Stage:
-    purpose = "versions, devices, what is missing"
+    purpose = "versions, devices, what is missing (1: something is; of a bundle vl-convert, for charts)"
     return Stage("doctor", purpose, 300, _ctpo("doctor", "--deep"), expected_s=30)
 
 
