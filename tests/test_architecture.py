@@ -58,7 +58,6 @@ SIDE_DOORS = (
     "ctpo_megatron.engines.weights",
     "ctpo_megatron.environments",
     "ctpo_megatron.report.run_data",
-    "ctpo_megatron.report.watch",  # a web server, which no other verb loads
     "ctpo_megatron.run.directory",
 )
 # Heavy packages that a package must not import anywhere, not even lazily.

@@ -34,10 +34,6 @@ SANDBOX = """
 from ctpo_sandbox.server import main
 raise SystemExit(main(sys.argv[1:]))
 """
-WATCH = """
-from ctpo_megatron.cli import main
-raise SystemExit(main(sys.argv[1:]))
-"""
 PROMETHEUS = """
 from ctpo_megatron.tracking.trackers.prometheus import Prometheus
 tracker = Prometheus(Path(sys.argv[1]), {"run": {"name": "demo"}}, None, sys.argv[2], 0)
@@ -66,7 +62,6 @@ SERVERS = {
         "/run_code",
         "application/json",
     ),
-    "watch": Kind(WATCH, ("watch", "RUN", "--port", "0"), "/trajectories", "/trajectories"),
     "prometheus": Kind(PROMETHEUS, ("RUN", "127.0.0.1"), "/metrics", "/metrics"),
 }
 

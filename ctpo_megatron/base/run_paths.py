@@ -174,6 +174,8 @@ class RunPaths:
     """What the wandb library itself writes into the run directory."""
     report = _Entry(REPORT)
     """The report."""
+    trajectories_page = _Entry("trajectories.html")
+    """The page of trajectories that `ctpo report` chose last."""
     figures = _Entry("figures")
     """The figures of the report."""
 

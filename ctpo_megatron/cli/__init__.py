@@ -20,8 +20,7 @@ VERBS = {
     "eval": "evaluate a model on held-out prompts",
     "data": "make prompt files from a collection of problems",
     "launch": "submit a job to a cluster",
-    "report": "rebuild the report of a run",
-    "watch": "the report and all trajectories of a run in a browser",
+    "report": "rebuild the report of a run, or write a page of chosen trajectories",
     "compare": "several runs on one page",
     "trajectories": "the trajectories of a run as JSON lines",
     "doctor": "what is installed, what is missing",
@@ -61,16 +60,27 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command line of `ctpo`; ends the process with status 2 for what no verb takes."""
     parser = _parser(verb=argv[0] if argv else "")
     if argv and argv[0] not in VERBS and not argv[0].startswith("-"):
+        _refuse_removed(parser, argv[0])
         near = difflib.get_close_matches(argv[0], VERBS, 1)
         advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
         parser.error(f"no verb {argv[0]!r}; {advice}")
     args, unknown = parser.parse_known_args(argv)
+    for text in unknown:
+        _refuse_removed(parser, args.verb, text.partition("=")[0])
     if unknown and not (args.verb in _OVERRIDABLE and all("." in text or "=" in text for text in unknown)):
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if "run" not in args:
         parser.error("the verb comes first")
     args.unknown = unknown  # overrides that look like options: the parser of overrides explains the spelling
     return args
+
+
+def _refuse_removed(parser: argparse.ArgumentParser, verb: str, option: str = "") -> None:
+    """End the process with status 2 for a verb, or an option of one, that an earlier version had."""
+    from ctpo_megatron.config import command_advice
+
+    if (instead := command_advice(verb, option)) is not None:
+        parser.error(f"{' '.join(filter(None, (verb, option)))} was removed: {instead}")
 
 
 def _parser(verb: str) -> argparse.ArgumentParser:

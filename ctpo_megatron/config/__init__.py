@@ -68,6 +68,7 @@ from ctpo_megatron.config.placement import (
     world_size,
 )
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem, Severity, passed
+from ctpo_megatron.config.removed import command_advice
 from ctpo_megatron.config.resolved_objective import objective_line, resolved_objective
 from ctpo_megatron.config.rollout_schema import (
     COLDEST,

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ctpo_megatron.base.redact import concealed, secrets_in
-from ctpo_megatron.config import peers
+from ctpo_megatron.config import peers, removed
 from ctpo_megatron.config.data_schema import WEIGHTED
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
@@ -32,8 +32,6 @@ from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain
 
 _NOT_FOUND = re.compile(r"Interpolation key '(\S+)' not found|trying to access (\S+): node `\S+` is not a container")
 """OmegaConf's messages for an interpolation of a missing key or of a key below a scalar."""
-_REMOVED = {("rollout.weights.transport", "nccl_m2n"): "nccl or auto"}
-"""Dotted key and a value that it no longer has -> what to give instead."""
 _NUMBER = "constrained-int"
 """Pydantic's name of the number in `number | Literal["auto"]`."""
 
@@ -52,6 +50,9 @@ def load_with_sources(
     keys, for further checks. The caller raises them.
     """
     files = [] if path is None else read_files(path)
+    for layer in files:
+        if layer.file is not None:
+            removed.pass_over(layer.values, layer.file)
     extra, problems = read_overrides(overrides)
     layers = [*files, *extra]
     sources = Sources(tuple(layers))
@@ -292,8 +293,10 @@ def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
     key, keys = _dotted(detail["loc"]), tuple(str(part) for part in detail["loc"])
     where = sources.where(keys)
     kind, value = detail["type"], detail["input"]
-    if kind == "literal_error" and isinstance(value, str) and (key, value) in _REMOVED:
-        return Problem(key, "removed", f"give {_REMOVED[key, value]}", value, where)
+    if kind == "literal_error" and isinstance(value, str) and (key, value) in removed.VALUES:
+        return Problem(key, "removed", removed.VALUES[key, value], value, where)
+    if kind == "extra_forbidden" and (instead := removed.key_advice(key)) is not None:
+        return Problem(key, "removed", instead, where=where)
     if kind == "extra_forbidden":
         near = _did_you_mean(nearest(key)) or _siblings(key)
         return Problem(key, *(peers.advice(key, value) or ("unknown key", near)), value, where)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.tool_call import TOOL_STATUSES, ToolCall
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.conversations import (
@@ -73,6 +73,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "TOOL_STATUSES",
     "Batch",
     "Cell",
     "ChatMessage",

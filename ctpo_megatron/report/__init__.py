@@ -10,9 +10,10 @@ from ctpo_megatron.report.charts import Axis, Chart, Curve, bars, curves, cycled
 from ctpo_megatron.report.comparison import Comparison, accuracy_table, cost_table, difference_table
 from ctpo_megatron.report.figures import Figure, save_figures
 from ctpo_megatron.report.learning import FALLEN, Decline, decline_of, first_batch_warnings
-from ctpo_megatron.report.page import write_comparison, write_page, write_report
+from ctpo_megatron.report.page import write_comparison, write_page, write_report, write_trajectories_page
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.summary import conversation_uses, print_summary, summarize
+from ctpo_megatron.report.trajectories.filters import TrajectoryFilters
 
 __all__ = [
     "FALLEN",
@@ -23,6 +24,7 @@ __all__ = [
     "Decline",
     "Figure",
     "RunData",
+    "TrajectoryFilters",
     "accuracy_table",
     "bars",
     "conversation_uses",
@@ -40,4 +42,5 @@ __all__ = [
     "write_comparison",
     "write_page",
     "write_report",
+    "write_trajectories_page",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ctpo_megatron.base.files import write_text
+from ctpo_megatron.base.files import read_mapping, write_text
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report.charts import Chart
@@ -21,6 +21,7 @@ from ctpo_megatron.report.page_data import bundle, chart_json, rendered
 from ctpo_megatron.report.panels import Panel, panels
 from ctpo_megatron.report.run_data import RunData, Series
 from ctpo_megatron.report.summary import LAST, StepCost, Summary, conversation_uses, evaluation_label, summarize
+from ctpo_megatron.report.trajectories.filters import Matches, TrajectoryFilters, matching
 from ctpo_megatron.report.trajectories.ratio import ratio_spec
 from ctpo_megatron.report.trajectories.sample import sample_of_run
 from ctpo_megatron.tracking import duration
@@ -45,13 +46,26 @@ def write_report(run_dir: Path) -> Path:
     return write_text(RunPaths(run.directory).report, _page(alone, figures))
 
 
-def report_page(run_dir: Path) -> str:
-    """The page of `write_report` for a server that has all trajectories, too; no file is written.
+def write_trajectories_page(run_dir: Path, filters: TrajectoryFilters, most: int) -> tuple[Path | None, Matches]:
+    """Write `trajectories.html` with at most `most` trajectories that pass; returns its path, None without a match.
 
-    Raises FileNotFoundError when it is no run directory, DamagedFileError.
+    Raises DamagedFileError for a configuration that cannot be read.
     """
-    alone = Comparison.load([run_dir])
-    return _page(alone, figures_of(alone), watched=True)
+    config, paths = read_mapping(RunPaths(run_dir).config), RunPaths(run_dir)
+    found = matching(run_dir, filters, most, config.get("objective"))
+    if not found.count:
+        return None, found
+    page = page_of(
+        "trajectory_page.html.jinja",
+        [],
+        title=(config.get("run") or {}).get("name", run_dir.name),
+        headline=f"{found.count:,} of {found.searched:,} trajectories match: {filters}.",
+        chosen="Newest step first.",
+        run_name=run_dir,
+        sample=found.selection,
+        ratio_spec=ratio_spec(found.selection.quantity),
+    )
+    return write_text(paths.trajectories_page, page), found
 
 
 def write_comparison(compared: Comparison, path: Path) -> Path:
@@ -66,11 +80,11 @@ def write_comparison(compared: Comparison, path: Path) -> Path:
 Figures = tuple[list[Figure], list[Figure]]
 
 
-def _page(compared: Comparison, figures: Figures, watched: bool = False) -> str:
+def _page(compared: Comparison, figures: Figures) -> str:
     one = compared.runs[0] if len(compared.runs) == 1 else None
     values = _of_run(one, figures[0]) if one else page_values(compared)
     charts = charts_of([*figures[0], *figures[1]])
-    values |= {"figures": figures[0], "by_position": figures[1], "one": one, "watched": watched}
+    values |= {"figures": figures[0], "by_position": figures[1], "one": one}
     return page_of("report.html.jinja", charts, **values)
 
 
@@ -91,6 +105,7 @@ def _of_run(run: RunData, figures: Sequence[Figure]) -> dict[str, Any]:
         "config": yaml.safe_dump(redacted(run.config), sort_keys=False),
         "run_name": run.directory,
         "sample": sample,
+        "chosen": "Best and worst of groups at the first and last step, and evaluation examples.",
         "ratio_spec": ratio_spec(sample.quantity),
     }
 

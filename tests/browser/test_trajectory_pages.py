@@ -1,4 +1,4 @@
-"""Trajectories in the report and in `ctpo watch`: by keys, finger and address, on all widths and themes."""
+"""Trajectories on the pages of `ctpo report`: by keys, finger and address, on all widths and themes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from ctpo_megatron import cli
 from tests.browser.conftest import Open
 from tests.browser.test_pages import WIDTHS, until
-from tests.report.test_watch import names, served
 from tests.tracking.synthetic_run import write_run
 
 pytestmark = pytest.mark.browser
@@ -24,9 +24,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(run_dir: Path) -> Iterator[str]:
-    with served(run_dir) as (_, url):
-        yield url
+def address(run_dir: Path) -> str:
+    """Of a page of all trajectories of the first step."""
+    assert cli.main(["report", str(run_dir), "--steps", "1", "--text", "722"]) == 0
+    return (run_dir / "trajectories.html").as_uri()
 
 
 @pytest.fixture
@@ -72,8 +73,8 @@ def test_keys_go_from_token_to_token_and_tell_their_numbers(report: Path, opened
     assert not page.is_visible("#tip")
 
 
-def test_a_finger_gets_the_numbers_of_a_token(run_dir: Path, address: str, visited: Any) -> None:
-    page = visited(f"{address}/trajectory/{names(run_dir, 1)[0]}", 360, touch=True)
+def test_a_finger_gets_the_numbers_of_a_token(address: str, visited: Any) -> None:
+    page = visited(address, 360, touch=True)
     token = page.locator(f"{TURN} [data-t]").nth(7)
     token.tap()
     page.wait_for_selector("#tip:visible")
@@ -93,32 +94,23 @@ def test_an_address_opens_its_trajectory_and_its_chart_is_drawn_then(report: Pat
     assert "model token" in last.locator(".ratio").inner_text()
     page.evaluate("location.hash = 'step-2-rem-0-0'")
     page.wait_for_selector("#missing:visible")
-    assert "step-2-rem-0-0 is not in this file" in page.inner_text("#missing")
-
-
-def test_the_report_of_the_server_leads_to_what_it_does_not_hold(run_dir: Path, address: str, visited: Any) -> None:
-    held = visited(f"{address}/").locator(".episode").evaluate_all("all => all.map(each => each.id)")
-    other = next(name for name in names(run_dir, 1) if name not in held)
-    page = visited(f"{address}/#{other}")
-    page.wait_for_url(f"**/trajectory/{other}*")
-    assert page.locator(f"[id='{other}']").count() == 1
+    assert "step-2-rem-0-0 is not in this file: `ctpo report` with its step" in page.inner_text("#missing")
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_pages_fit_and_show_step_and_source(run_dir: Path, address: str, visited: Any, width: int) -> None:
-    for path in ("/trajectories?text=722", f"/trajectory/{names(run_dir, 1)[3]}"):
-        page = visited(address + path, width)
-        assert not page.evaluate(OVERFLOW)
-        assert page.get_by_text("step 1", exact=False).first.is_visible()
+def test_pages_fit_and_show_step_and_source(address: str, visited: Any, width: int) -> None:
+    page = visited(address, width)
+    assert not page.evaluate(OVERFLOW)
+    assert page.get_by_text("step 1", exact=False).first.is_visible()
     page.locator(".ratio").first.scroll_into_view_if_needed()
     page.locator("[data-drawn]").first.wait_for()
     assert not page.evaluate(OVERFLOW)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_violation_of_trajectories(run_dir: Path, address: str, visited: Any, scheme: str) -> None:
+def test_axe_finds_no_violation_of_trajectories(report: Path, address: str, visited: Any, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    for path in ("/", "/trajectories?text=722", f"/trajectory/{names(run_dir, 1)[3]}"):
-        page = visited(address + path, 1400, scheme)
+    for url in (report.as_uri(), address):
+        page = visited(url, 1400, scheme)
         found = axe.Axe().run(page, context="#trajectories").response["violations"]
         assert [(each["id"], node["target"]) for each in found for node in each["nodes"]] == []

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.report import Comparison, RunData, cost_table, write_comparison
-from ctpo_megatron.report.page import report_page
+from ctpo_megatron.report import Comparison, RunData, cost_table, write_comparison, write_report
 from ctpo_megatron.report.summary import REST, StepCost
 
 
@@ -67,7 +66,7 @@ def test_report_and_comparison_show_it(tmp_path: Path) -> None:
     slow = [record | {"time/step": 2 * record["time/step"]} if "time/step" in record else record for record in STEPS]
     runs = [write(tmp_path / "a", STEPS, "0,8\n15,0\n30,0\n"), write(tmp_path / "b", slow)]
     (tmp_path / "b" / "config.yaml").write_text("rollout: {prompts_per_step: 8, samples_per_prompt: 8}\n")
-    page = re.sub(r"\s+", " ", report_page(runs[0].directory))
+    page = re.sub(r"\s+", " ", write_report(runs[0].directory).read_text(encoding="utf-8"))
     for shown in ("2.13 samples per second, 67 tokens per second", "73%", "50%", "15.0%", "<td>old_log_probs</td>"):
         assert shown in page
     compared = Comparison.load([run.directory for run in runs])

@@ -17,7 +17,7 @@ from ctpo_megatron.config import resolved_objective
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.report import print_summary, summarize, write_report
 from ctpo_megatron.report.health import checks, rank_memory
-from ctpo_megatron.report.page import facts, report_page, tiles
+from ctpo_megatron.report.page import facts, tiles
 from ctpo_megatron.report.panels import panels
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.theme import DARK, LIGHT
@@ -140,7 +140,7 @@ def test_utilization_is_drawn_where_it_is_known(tmp_path):
     run = RunData.load(run_dir)
     (panel,) = [panel for panel in panels(run) if panel.name == "mfu"]
     assert [line.metric for line in panel.lines] == ["throughput/update_mfu"]
-    assert "MFU 41.0%" in report_page(run_dir)
+    assert "MFU 41.0%" in write_report(run_dir).read_text(encoding="utf-8")
 
 
 def write_memory(folder: Path, ranks: int) -> RunData:
@@ -182,7 +182,7 @@ def test_the_speed_of_sft_is_drawn_where_it_is_known(tmp_path):
     assert [panel.name for panel in panels(RunData.load(run_dir)) if "sft_" in panel.name] == ["sft_throughput"]
     with MetricsWriter(run_dir, file_name="sft.jsonl") as writer:
         writer.log(2, {"sft/loss": 1.0, "sft/tokens_per_s": 5e4, "sft/mfu": 0.4})
-    page = report_page(run_dir)
+    page = write_report(run_dir).read_text(encoding="utf-8")
     assert 'id="figure-sft_throughput"' in page and 'id="figure-sft_mfu"' in page
 
 
@@ -198,7 +198,7 @@ def test_too_much_padding_is_a_finding(tmp_path):
 
 def test_a_run_without_any_metrics_still_has_a_report(tmp_path):
     run_dir = open_run_directory(make_config(tmp_path))
-    assert "no reward was recorded" in report_page(run_dir)
+    assert "no reward was recorded" in write_report(run_dir).read_text(encoding="utf-8")
     print_summary(run_dir, Console(file=io.StringIO()))
 
 
@@ -208,7 +208,7 @@ def test_long_runs_and_long_texts_stay_small(tmp_path):
     with MetricsWriter(run_dir) as writer:
         for step in range(3, 400):
             writer.log(step, step_metrics(rng, step, 400))
-    page = report_page(run_dir)
+    page = write_report(run_dir).read_text(encoding="utf-8")
     assert len(page.encode()) < 2_000_000
     assert "characters left out" in page
 
@@ -267,7 +267,7 @@ def test_what_turns_earned_is_drawn_and_stands_at_each_turn(tmp_path):
     turns = groups[0].trajectories[0].turns
     extra = {0: {"turn_advantages": [-0.5] * turns}}
     write_trajectories(tmp_path, 2, groups, decode, extra=extra)
-    page = report_page(tmp_path)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "model · turn 2 · earned 0.25 · advantage -0.50<" in page and "model · turn 2 · earned 0.25<" in page
     (panel,) = [panel for panel in panels(RunData.load(tmp_path)) if panel.name == "turn_rewards"]
     assert [line.label for line in panel.lines] == ["turn 1", "turn 2", "turn 10"]
@@ -290,7 +290,7 @@ def test_what_was_not_judged_is_no_part_of_the_reward_and_no_right_or_wrong_answ
     assert judged == dict.fromkeys(
         ("Scorer failures", "Scorer timeouts", "Scorer crashes", "Scorer without an answer", "Scorer not finite"), False
     )
-    page = report_page(tmp_path)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
     assert 'class="episode"' in page and 'data-reward="none"' not in page  # the best and the worst of a group
 
 

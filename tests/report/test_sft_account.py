@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from ctpo_megatron.data import Trajectory, batches
-from ctpo_megatron.report import conversation_uses, print_summary
-from ctpo_megatron.report.page import report_page
+from ctpo_megatron.report import conversation_uses, print_summary, write_report
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, sft_metrics
 from tests.tracking.synthetic_run import make_config
@@ -49,7 +48,7 @@ def test_the_record_of_a_step_report_and_summary_say_it(tmp_path: Path) -> None:
             assert record["sft/epoch"] == step * 8 / 10
             writer.log(step, record)
     said = "each used 2 or 3 times, 2.40 on average"
-    assert said in report_page(run_dir)
+    assert said in write_report(run_dir).read_text(encoding="utf-8")
     printed = io.StringIO()
     print_summary(run_dir, Console(file=printed, width=300))
     assert said in printed.getvalue()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 import yaml
 
+from ctpo_megatron import cli
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.tracking import read_trajectories, trajectory_files, write_trajectories
-from tests.report.test_watch import get, served
-from tests.tracking.synthetic_run import decode, make_groups, ratio_fields, write_run
+from tests.tracking.synthetic_run import HOSTILE, decode, make_groups, ratio_fields, write_run
 
 TABLE = yaml.safe_load((Path(__file__).parent / "trajectory_filters.yaml").read_text(encoding="utf-8"))
 
@@ -80,33 +78,92 @@ def expected(run_dir: Path, filters: dict[str, Any], folder: str) -> list[str]:
     return names
 
 
-@pytest.fixture(scope="module")
-def address(run_dir: Path) -> Iterator[str]:
-    with served(run_dir) as (_, url):
-        yield url
+OPTIONS = ("steps", "text", "prompt", "reward", "tool", "finish")
 
 
-def matching(address: str, filters: dict[str, Any], source: str) -> list[str]:
-    fields = {"source": source} | {
-        name: str(filters[name]) for name in ("text", "tool", "finish", "prompt") if name in filters
-    }
-    if "steps" in filters:
-        fields["step"] = str(filters["steps"])
-    if filters.get("reward") == "none":
-        fields["verdict"] = "no"
-    elif "reward" in filters:
-        fields |= {"reward_min": str(filters["reward"]), "reward_max": str(filters["reward"])}
-    names: list[str] = []
-    for page in (1, 2):
-        shown = get(address, "/trajectories?" + urlencode(fields | {"page": str(page)})).text
-        names += re.findall(r'href="/trajectory/([^#"]+)#', shown)
-    return names
+def asked(run_dir: Path, filters: dict[str, Any], source: str = "training", *more: str) -> int:
+    """Exit status of `ctpo report`."""
+    words = [f"--{name}={filters[name]}" for name in OPTIONS if name in filters]
+    return cli.main(["report", str(run_dir), *words, *(["--evaluations"] if source == "evaluation" else []), *more])
+
+
+def shown(run_dir: Path) -> list[str]:
+    """Addresses of the trajectories on the page, in its order."""
+    return re.findall(r'<article class="episode" id="([^"]+)"', page_of(run_dir))
+
+
+def page_of(run_dir: Path) -> str:
+    return (run_dir / "trajectories.html").read_text(encoding="utf-8")
+
+
+def as_on_a_page(names: list[str]) -> list[str]:
+    """In the order of a page, where trajectories of a prompt stand together in each step."""
+    step_of = {name: name.split("-")[1] for name in names}
+    prompt_of = {name: name.rpartition("-")[0] for name in names}
+    firsts = list(dict.fromkeys((step_of[name], prompt_of[name]) for name in names))
+    return sorted(names, key=lambda name: firsts.index((step_of[name], prompt_of[name])))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: str(row["filters"]))
-def test_filters_find_what_a_plain_filter_finds(address: str, run_dir: Path, row: dict[str, Any]) -> None:
+def test_filters_find_what_a_plain_filter_finds(
+    run_dir: Path, row: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     for source, folder in (("training", "trajectories"), ("evaluation", "evaluation")):
-        if source in row:
-            names = matching(address, row["filters"], source)
-            assert names == expected(run_dir, row["filters"], folder)
-            assert len(names) == row[source]
+        if source not in row:
+            continue
+        filters = row["filters"] or {"text": ""}
+        status, said = asked(run_dir, filters, source), capsys.readouterr()
+        assert status == (0 if row[source] else 2)
+        if not row[source]:
+            assert f"none of {row.get('of', 27 if source == 'training' else 9)} " in said.err
+            continue
+        assert f"{row[source]} of {row[source]} that match: {run_dir / 'trajectories.html'}" in said.out
+        names = expected(run_dir, filters, folder)
+        assert shown(run_dir) == as_on_a_page(names)
+        assert len(names) == row[source]
+
+
+def test_the_page_has_tokens_ratio_and_window_of_each_and_names_the_rest(run_dir: Path) -> None:
+    assert asked(run_dir, {"steps": "2-3", "text": "boxed"}, "training", "--most", "4") == 0
+    page = page_of(run_dir)
+    assert len(shown(run_dir)) == 4 and page.count("data-ratio='[") == 4
+    assert re.search(r'data-t="probability 0\.\d+ · cumulative log-ratio [+-]0\.\d+ in \[-0\.\d+, \+0\.\d+\]"', page)
+    assert "18 of 18 trajectories match: --steps 2-3 --text boxed." in page
+    assert "Not in this file: 14 of the 18 trajectories that match" in page
+    assert re.findall(r"<script[^>]*>", page) == [
+        '<script type="application/json" id="chart-data">', '<script type="text/plain" id="vega">', "<script>",
+    ]  # fmt: skip
+
+
+def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, steps=2, final=HOSTILE)
+    assert asked(run_dir, {"steps": "2"}) == 0
+    assert shown(run_dir) and HOSTILE not in page_of(run_dir)
+    assert asked(run_dir, {"text": HOSTILE}) == 0
+    assert shown(run_dir) and HOSTILE not in page_of(run_dir)
+
+
+def test_a_damaged_dump_is_named_and_the_others_are_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = write_run(tmp_path, steps=2)
+    broken = trajectory_files(run_dir)[2]
+    broken.write_bytes(broken.read_bytes()[:-30])
+    assert asked(run_dir, {"text": "722"}) == 0
+    assert {name.split("-")[1] for name in shown(run_dir)} == {"1"}
+    assert "step_000002.parquet, which cannot be read" in page_of(run_dir) and "step_000002" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "x"], "'x' is no list of steps such as 1,20-24"),
+        (["--reward", "much"], "'much' is no reward; give a number, or none"),
+        (["--tool", "hammer"], "invalid choice: 'hammer'"),
+        (["--most", "0"], "--most"),
+    ],
+)
+def test_a_wrong_filter_is_refused(
+    run_dir: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", str(run_dir), *words])
+    assert ended.value.code == 2 and message in capsys.readouterr().err

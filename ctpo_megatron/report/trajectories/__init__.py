@@ -1,4 +1,4 @@
-"""trajectories: what dumps of trajectories say, chosen, found and prepared for a page.
+"""trajectories: what dumps of trajectories say, chosen and prepared for a page.
 
-`sample_of_run` chooses what the report holds; `TrajectoryLibrary` has all. Templates get `GroupView`s.
+`sample_of_run` chooses what the report holds, `matching` what passes filters. Templates get `GroupView`s.
 """

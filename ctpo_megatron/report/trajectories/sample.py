@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.report.trajectories.heads import FOLDERS, Addressed, Source, addresses
+from ctpo_megatron.report.trajectories.addresses import FOLDERS, Addressed, Source, addresses
 from ctpo_megatron.report.trajectories.ratio import RatioQuantity
 from ctpo_megatron.report.trajectories.view import Budget, GroupView, View, view_of
 from ctpo_megatron.tracking import read_heads, records_at, trajectory_files

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.report.trajectories.heads import Address, Addressed, Source
+from ctpo_megatron.report.trajectories.addresses import Address, Addressed, Source
 from ctpo_megatron.report.trajectories.ratio import WINDOW, Point, RatioQuantity, ratio_points
 from ctpo_megatron.tracking import TRACES, Record
 

@@ -1,0 +1,62 @@
+"""What earlier versions took and this one refuses, with one sentence each on what takes its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ctpo_megatron.base.run_paths import RunPaths
+
+KEYS: dict[str, str] = {}
+"""Dotted key of a section or a leaf -> what takes its place. Passed over in the configuration that a run has stored."""
+
+VALUES: dict[tuple[str, str], str] = {
+    ("rollout.weights.transport", "nccl_m2n"): "give nccl or auto",
+}
+"""Dotted key and a value that it no longer has -> what takes its place. Passed over as `KEYS` are."""
+
+VERBS: dict[str, str] = {
+    "watch": "`ctpo report RUN` makes the report anew, also of a run that continues, and with filters such as "
+    "`--steps 20-24 --text lcm` a page of trajectories",
+}
+"""Verb of `ctpo` -> what takes its place."""
+
+OPTIONS: dict[tuple[str, str], str] = {}
+"""Verb of `ctpo` and an option that it no longer has -> what takes its place."""
+
+
+def key_advice(key: str) -> str | None:
+    """Returns what takes the place of a key, or of the removed section that it lies in."""
+    parts = key.split(".")
+    sections = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((KEYS[section] for section in sections if section in KEYS), None)
+
+
+def command_advice(verb: str, option: str = "") -> str | None:
+    """Returns what takes the place of a verb of `ctpo`, or of an option of it."""
+    return OPTIONS.get((verb, option)) if option else VERBS.get(verb)
+
+
+def pass_over(values: DictConfig, file: Path) -> None:
+    """Delete removed keys and values, in place, from the configuration that a run has stored; leave other files."""
+    paths = RunPaths(file.parent)
+    if file.name != paths.config.name or not paths.environment.exists():
+        return
+    for key in KEYS:
+        _delete(values, key)
+    for key, value in VALUES:
+        if _select(values, key) == value:
+            _delete(values, key)
+
+
+def _select(values: DictConfig, key: str) -> Any:
+    return OmegaConf.select(values, key, throw_on_resolution_failure=False)
+
+
+def _delete(values: DictConfig, key: str) -> None:
+    section, _, name = key.rpartition(".")
+    parent = _select(values, section) if section else values
+    if isinstance(parent, DictConfig) and name in parent:
+        del parent[name]
