@@ -109,16 +109,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Something that lasted from `start` to `end`, of a kind, in a row of a time line."""
-
-    row: str
-    kind: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
 class ReferenceLine:
     """A horizontal line with a name."""
 
@@ -175,24 +165,6 @@ def bars(heights: Sequence[Curve], x: Axis, y: Axis) -> Spec:
     layer["encoding"]["y"]["stack"] = None
     layer["mark"]["opacity"] = 1 if len(heights) == 1 else 0.6
     return _square(_spec(rows, heights, x, [layer, _rule_at()]))
-
-
-def timeline(spans: Sequence[Span], kinds: Sequence[Curve], x: Axis) -> Spec:
-    """A row for each `Span.row`, in their order, with its spans; `y` of the data is how long a span is.
-
-    kinds: label and colour of each kind of span; they have no points.
-    """
-    rows = [
-        {"x": each.start, "y": each.end - each.start, "series": each.kind, "end": each.end, "row": each.row}
-        for each in spans
-    ]
-    names = list(dict.fromkeys(each.row for each in spans))
-    across = {"x": channel("x", x, "x"), "x2": {"field": "end"}}
-    down = {"field": "row", "type": "nominal", "title": None, "scale": {"domain": names, "padding": 0.25}}
-    layer = {"mark": {"type": "bar", "clip": True, "strokeWidth": 0}, "encoding": across | {"y": down}}
-    spec = _square(_spec(rows, kinds, x, [layer, _rule_at()]))
-    layer["params"][0]["select"]["encodings"] = ["x"]  # type: ignore[index]
-    return spec
 
 
 def save_charts(

@@ -16,7 +16,6 @@ from ctpo_megatron.report.metric_charts import comparison_charts, panel_chart
 from ctpo_megatron.report.panels import OVERVIEW, compared_panels, panels
 from ctpo_megatron.report.paper_figures import law_charts, outcome_charts, position_charts
 from ctpo_megatron.report.run_data import RunData
-from ctpo_megatron.report.step_timeline import step_timeline
 from ctpo_megatron.report.theme import DARK, LIGHT, coloured, variable
 
 SCREEN = 200
@@ -43,7 +42,6 @@ def figures_of(compared: Comparison) -> tuple[list[Figure], list[Figure]]:
     runs, groups = compared.runs, compared.groups
     if len(runs) == 1:
         found = [Figure.of(panel_chart(panel, runs[0])) for panel in panels(runs[0]) if panel.has_data(runs[0])]
-        found += [Figure.of(chart)] if (chart := step_timeline(runs[0].directory)) else []
     else:
         found = [
             Figure(panel.name, panel.title, panel.caption, dict(comparison_charts(panel, groups)))
