@@ -1,7 +1,7 @@
 """RMSNorm, rotary embedding and gathers of packed rows, each as one node of the autograd graph.
 
 Composed of torch's operations, each would be several nodes, and every node reads and writes all rows. That is slower on
-a CPU (`benchmarks/nodes.py`).
+a CPU (benchmarks/results/nodes.md).
 """
 
 from __future__ import annotations
