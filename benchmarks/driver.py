@@ -213,7 +213,7 @@ def dump(groups: list[Group], stage: Stages) -> None:
     tokenizer = byte_tokenizer()
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     with tempfile.TemporaryDirectory() as folder, stage(DUMP):
-        write_trajectories(Path(folder), 1, groups, decode, form="parquet")
+        write_trajectories(Path(folder), 1, groups, decode)
     stage.seconds[DECODING] = decoding_s(groups, tokenizer)
 
 

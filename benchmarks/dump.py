@@ -1,4 +1,4 @@
-"""CPU seconds and bytes of a dump of trajectories, by format: `python -m benchmarks.dump [--model DIR]`."""
+"""CPU seconds and bytes of a dump of trajectories: `python -m benchmarks.dump [--model DIR]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.tracking import read_trajectories, trajectory_of, write_trajectories
 
 LENGTHS = (500, 2_000, 8_000, 32_000)
-FORMS = ("jsonl", "parquet")
 SOURCES = Path(__file__).parents[1] / "ctpo_megatron"
 
 
@@ -86,14 +85,12 @@ def decoding_s(groups: list[Group], tokenizer: Tokenizer) -> float:
     return time.process_time() - began
 
 
-def measure(folder: Path, form: Any, groups: list[Group], tokenizer: Tokenizer) -> dict[str, float]:
+def measure(folder: Path, groups: list[Group], tokenizer: Tokenizer) -> dict[str, float]:
     """CPU seconds per million tokens to write and to read a step, and bytes a token; what is read equals what was."""
     tokens = sum(len(trajectory) for group in groups for trajectory in group.trajectories)
     decoding = decoding_s(groups, tokenizer)
     began = time.process_time()
-    path = write_trajectories(
-        folder, 1, groups, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), form=form
-    )
+    path = write_trajectories(folder, 1, groups, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
     wrote = time.process_time()
     records = read_trajectories(path)
     read = time.process_time()
@@ -115,23 +112,23 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(f"{options.model}/tokenizer.json") if options.model else byte_tokenizer()
     found = []
-    for length, form in itertools.product(LENGTHS, FORMS):
+    for length in LENGTHS:
         groups = list(made_up(tokenizer.get_vocab_size(), max(1, options.tokens // length // 8), 8, length)[0])
         with tempfile.TemporaryDirectory() as folder:
-            runs = (measure(Path(folder), form, groups, tokenizer) for _ in range(3))
+            runs = (measure(Path(folder), groups, tokenizer) for _ in range(3))
             best = min(runs, key=lambda found: found["write_cpu_s"])
-        found.append({"length": length, "format": form, **best})
+        found.append({"length": length, **best})
     about = report.environment("cpu")
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "dump.json").write_text(json.dumps({"environment": about, "rows": found}, indent=1) + "\n")
     figures = ("write_cpu_s", "decoding_cpu_s", "read_cpu_s")
-    rows = [(m["length"], m["format"], *(f"{m[name]:.2f}" for name in figures), f"{m['bytes']:.1f}") for m in found]
+    rows = [(m["length"], *(f"{m[name]:.2f}" for name in figures), f"{m['bytes']:.1f}") for m in found]
     text = "\n\n".join(
         (
             "# Dumps of trajectories",
             "CPU seconds per million tokens to write with decoded text, of which the tokenizer's own decoding takes "
             f"part, and to read, best of three; {options.tokens:,} random tokens a dump.",
-            report.markdown(("tokens a trajectory", "format", "write", "decoding", "read", "bytes a token"), rows),
+            report.markdown(("tokens a trajectory", "write", "decoding", "read", "bytes a token"), rows),
             report.describe(about),
         )
     )

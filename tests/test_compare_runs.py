@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 import struct
 import subprocess
@@ -17,10 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.tracking import write_trajectories
-from tests.compare_runs import compare, trajectories
+from tests.compare_runs import compare
 from tests.support.deadlines import scaled
-from tests.tracking.synthetic_run import decode, make_groups
 
 ROOT = Path(__file__).resolve().parents[1]
 Record = dict[str, Any]
@@ -268,17 +265,6 @@ def test_parquet_dumps_are_compared(runs: tuple[Path, Path]) -> None:
         pq.write_table(pa.Table.from_pylist([row]), run / "trajectories" / "step_000001.parquet")
     named = "trajectories, step 1, trajectory 0, prompt train-3, sample 1, reward: 1.0 against 1.0000000000000002"
     assert compare(*runs)[1][0] == f"first difference: {named}"
-
-
-def test_a_dump_is_the_same_in_both_formats(tmp_path: Path) -> None:
-    groups = make_groups(random.Random(0), prompts=2, samples=2, share_right=0.5)
-    groups[0].trajectories[0].reward_components = {"format": 0.5}
-    extra = {1: {"advantage": 0.5}, 2: {"dropped": True}}
-    lines, rows = (
-        trajectories(write_trajectories(tmp_path, 1, groups, decode, extra=extra, form=form))
-        for form in ("jsonl", "parquet")
-    )
-    assert lines == rows and len(lines) > 4 * 10
 
 
 @pytest.mark.parametrize(("column", "status"), [(0.0707106813788414, 0), (0.0707206813788414, 1)])

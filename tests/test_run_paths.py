@@ -54,7 +54,7 @@ def test_the_documented_table_has_every_entry_and_no_other() -> None:
 
 
 def test_the_documented_table_has_what_lies_in_folders() -> None:
-    dumps = [PATHS.dump(1, "parquet"), PATHS.dump(1, "parquet", EVALUATION)]
+    dumps = [PATHS.dump(1), PATHS.dump(1, EVALUATION)]
     checkpoints = [PATHS.checkpoints / step_name(1), PATHS.sft_checkpoints, PATHS.checkpoint_export(Path(step_name(1)))]
     logs = [PATHS.logs.train, PATHS.logs.occupancy, PATHS.logs.sandbox, PATHS.logs.tracker("NAME")]
     numbered = {str(path).replace("1", "%d") for path in (PATHS.logs.engine(1), PATHS.stacks(1))}
@@ -64,7 +64,7 @@ def test_the_documented_table_has_what_lies_in_folders() -> None:
 def test_a_run_writes_the_names_that_no_export_may_have() -> None:
     """The names that were listed by hand before: one that is forgotten would be deleted by an export."""
     listed = "config.yaml config.previous.yaml data.json environment.json extensions extensions.json figures logs wandb"
-    rows = "rendered positions.jsonl discarded_positions.jsonl sft_model sft_model.json profile"
+    rows = "rendered positions.jsonl discarded_positions.jsonl sft_model sft_model.json profile trajectories.html"
     others = "extensions.previous heartbeat.json metrics.jsonl owner.lock sft.jsonl stages.json stalls report.html"
     folders = "trajectories evaluation checkpoints tensorboard trackers discarded_metrics.jsonl discarded_sft.jsonl"
     assert RunPaths.names() == set(f"{listed} {rows} {others} {folders}".split())
@@ -85,9 +85,9 @@ def test_other_names_have_no_step(name: str) -> None:
 
 
 def test_what_is_discarded_says_so() -> None:
-    path = discarded(PATHS.dump(3, "jsonl"))
-    assert path == Path("trajectories/discarded_step_000003.jsonl")
-    assert is_discarded(path) and not is_discarded(PATHS.dump(3, "jsonl"))
+    path = discarded(PATHS.dump(3))
+    assert path == Path("trajectories/discarded_step_000003.parquet")
+    assert is_discarded(path) and not is_discarded(PATHS.dump(3))
 
 
 def test_a_tracker_of_users_has_a_plain_name() -> None:

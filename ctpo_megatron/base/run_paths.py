@@ -187,9 +187,9 @@ class RunPaths:
         """Python stacks of a rank."""
         return self.stalls / f"rank_{rank}.txt"
 
-    def dump(self, step: int, form: str, folder: str = TRAJECTORIES) -> Path:
-        """Trajectories of a step. form: `jsonl` or `parquet`; folder: `TRAJECTORIES` or `EVALUATION`."""
-        return self.root / folder / f"{step_name(step)}.{form}"
+    def dump(self, step: int, folder: str = TRAJECTORIES) -> Path:
+        """Trajectories of a step. folder: `TRAJECTORIES` or `EVALUATION`."""
+        return self.root / folder / f"{step_name(step)}.parquet"
 
     def trace(self, step: int, rank: int) -> Path:
         """The trace of a step by a rank of the trainer."""

@@ -22,7 +22,6 @@ VERBS = {
     "launch": "submit a job to a cluster",
     "report": "rebuild the report of a run, or write a page of chosen trajectories",
     "compare": "several runs on one page",
-    "trajectories": "the trajectories of a run as JSON lines",
     "doctor": "what is installed, what is missing",
     "verify": "compare parallel layouts with a float64 oracle",
     "theory": "the theory of CTPO by enumeration and simulation",

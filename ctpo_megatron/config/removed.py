@@ -9,7 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from ctpo_megatron.base.run_paths import RunPaths
 
-KEYS: dict[str, str] = {}
+KEYS: dict[str, str] = {
+    "tracking.trajectory_format": "dumps are parquet: remove the key",
+}
 """Dotted key of a section or a leaf -> what takes its place. Passed over in the configuration that a run has stored."""
 
 VALUES: dict[tuple[str, str], str] = {
@@ -18,8 +20,10 @@ VALUES: dict[tuple[str, str], str] = {
 """Dotted key and a value that it no longer has -> what takes its place. Passed over as `KEYS` are."""
 
 VERBS: dict[str, str] = {
-    "watch": "`ctpo report RUN` makes the report anew, also of a run that continues, and with filters such as "
+    "watch": "`ctpo report RUN` makes the report again, also while the run continues, and with filters such as "
     "`--steps 20-24 --text lcm` a page of trajectories",
+    "trajectories": "`ctpo report RUN --steps 20-24` writes a page of trajectories, and `pandas.read_parquet` reads "
+    "trajectories/step_*.parquet",
 }
 """Verb of `ctpo` -> what takes its place."""
 
@@ -28,14 +32,14 @@ OPTIONS: dict[tuple[str, str], str] = {}
 
 
 def key_advice(key: str) -> str | None:
-    """Returns what takes the place of a key, or of the removed section that it lies in."""
+    """Returns what replaces a key, or of the removed section that it lies in."""
     parts = key.split(".")
     sections = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     return next((KEYS[section] for section in sections if section in KEYS), None)
 
 
 def command_advice(verb: str, option: str = "") -> str | None:
-    """Returns what takes the place of a verb of `ctpo`, or of an option of it."""
+    """Returns what replaces a verb of `ctpo`, or of an option of it."""
     return OPTIONS.get((verb, option)) if option else VERBS.get(verb)
 
 

@@ -404,11 +404,6 @@ class TrackingConfig(Section):
     trajectories: Literal["all", "sample", "none"] = Field(
         default="all", description="which trajectories of a step are written; sample: of 8 prompts"
     )
-    trajectory_format: Literal["jsonl", "parquet"] = Field(
-        default="parquet",
-        description="of these files, and of held-out answers: columns, or JSON lines, which take six times the space "
-        "and twice the CPU time; `ctpo trajectories` makes JSON lines of columns later, too",
-    )
     dump_every: PositiveInt = Field(
         default=10,
         description="N: every N steps, and at the first and the last, dumps have the ratios of all mini-batches, "

@@ -15,9 +15,9 @@ from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import DiskNeeds, RunContext
 from ctpo_megatron.preflight.plan import TableRow, evaluations
 
-TOKEN_BYTES = {"parquet": 8, "jsonl": 44}
+TOKEN_BYTES = 8
 """Of a dump, text included (docs/reference/dumps.md)."""
-RATIO_BYTES = {"parquet": 8, "jsonl": 36}
+RATIO_BYTES = 8
 """Of a token of a dump that has log r and its bounds."""
 FILE_BYTES = 16 << 10
 """Of a dump without any token: names, places and sizes of the columns."""
@@ -120,26 +120,21 @@ def crash_line(config: Config, spec: ModelSpec) -> str:
 def _dumps(config: Config, spec: ModelSpec, held_out: int | None) -> Iterator[DiskUse]:
     """Trajectories of steps, and held-out answers."""
     tracking, rollout, tokens = config.tracking, config.rollout, expected_tokens(config)
-    form = tracking.trajectory_format
-    of_one = f"x {tokens:,.0f} tokens x {TOKEN_BYTES[form]} B"
+    of_one = f"x {tokens:,.0f} tokens x {TOKEN_BYTES} B"
     prompts = {"all": rollout.prompts_per_step, "sample": min(_SAMPLE, rollout.prompts_per_step), "none": 0}
     if count := prompts[tracking.trajectories] * rollout.samples_per_prompt:
-        size = count * tokens * TOKEN_BYTES[form] + FILE_BYTES
+        size = count * tokens * TOKEN_BYTES + FILE_BYTES
         key, fix = "tracking.trajectories", "sample or none writes less"
-        if form == "jsonl":
-            key, fix = "tracking.trajectory_format", f"parquet takes {TOKEN_BYTES['parquet']} bytes a token"
         yield DiskUse("trajectories", size, config.run.steps, f"{count:,} trajectories {of_one}", key, fix)
         if choice := choice_bytes(config, spec):
-            choice = choice * 4 // 3 if form == "jsonl" else choice  # base64
             why = f"{count:,} trajectories x {tokens:,.0f} tokens x {choice} B"
-            fix = "sample or none writes less"
-            yield DiskUse("experts", count * tokens * choice, config.run.steps, why, "tracking.trajectories", fix)
-        dumped, ratio = min(config.run.steps, config.run.steps // tracking.dump_every + 2), RATIO_BYTES[form]
+            yield DiskUse("experts", count * tokens * choice, config.run.steps, why, key, fix)
+        dumped, ratio = min(config.run.steps, config.run.steps // tracking.dump_every + 2), RATIO_BYTES
         why = f"{count:,} trajectories x {tokens:,.0f} tokens x {ratio} B"
         yield DiskUse("ratios", count * tokens * ratio, dumped, why, "tracking.dump_every", "a larger one writes less")
     if rollout.replay is None and (times := evaluations(config)):
         count = (held_out or 0) * config.eval.samples
-        size = count * tokens * TOKEN_BYTES[form] + FILE_BYTES
+        size = count * tokens * TOKEN_BYTES + FILE_BYTES
         why = f"{count:,} answers {of_one}" if held_out else "not counted: data.eval cannot be read yet"
         yield DiskUse("held-out answers", size, times, why, "eval.every", "evaluate less often, or fewer samples")
 

@@ -153,7 +153,7 @@ class Reporter:
 
     def _warn(self, step: int, record: Mapping[str, float]) -> None:
         """Say what keeps this batch from teaching anything."""
-        dump = str(RunPaths(self._directory).dump(step, self._config.trajectory_format))
+        dump = str(RunPaths(self._directory).dump(step))
         written = self._config.trajectories != "none"
         where = dump if written else "the trajectories, which tracking.trajectories: all writes"
         for text in first_batch_warnings(record, where, tools=self._tools):
@@ -170,8 +170,7 @@ class Reporter:
     def _dump(
         self, step: int, groups: Sequence[Group], extra: Mapping[int, Mapping[str, Any]], folder: str = TRAJECTORIES
     ) -> None:
-        form = self._config.trajectory_format
-        write = partial(write_trajectories, self._directory, step, groups, self._decode, folder, extra, form)
+        write = partial(write_trajectories, self._directory, step, groups, self._decode, folder, extra)
         with self.phase("dump"):
             self._dumps.put(f"the dump of step {step} in {folder}", write)
 

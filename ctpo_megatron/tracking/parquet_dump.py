@@ -81,6 +81,7 @@ _GROUP_TOKENS = 1 << 16
 _READ_ROWS = 16
 """Rows that are Python objects at the same time, about 40 times as large as in the file."""
 _READ_HEADS = 256
+_LINES = "fd6bdc62"
 _OF_HEADS = {
     *("prompt_id", "sample_index", "reward", "finish_reason", "response_mask", "log_ratio"),
     *("no_verdict.cause", "tool_calls.status"),
@@ -200,6 +201,8 @@ def read_rows(path: Path, places: Collection[int]) -> dict[int, Record]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    if path.suffix == ".jsonl":
+        raise DamagedFileError(f"{path}: dumps of JSON lines are refused; the last commit that reads them is {_LINES}")
     try:
         with pq.ParquetFile(path) as file:
             yield file
@@ -208,7 +211,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def _record(row: dict[str, Any]) -> Record:
-    """The record of a row, as JSON lines have it."""
+    """Returns the record of a row."""
     other = row.pop("other", None)
     record = {name: value for name, value in row.items() if value is not None or name not in _OPTIONAL}
     if record.get("dropped") is False:

@@ -1,4 +1,4 @@
-"""What both formats of dumps have: what readers get, and how writers let other threads work."""
+"""What readers of dumps get, and how writers let other threads work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 TRACES = ("log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
 """Numbers of each token that a pass of the update gives, the last where the objective's ratio is not cumulative."""
 Record = dict[str, Any]
-"""A trajectory as JSON lines have it: `Trajectory.to_json`, and the fields that `write_trajectories` adds."""
+"""A trajectory as `Trajectory.to_json` has it, and the fields that `write_trajectories` adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,46 +32,9 @@ class Head:
     traced: bool
 
 
-def head_of(place: int, record: Record) -> Head:
-    """The head of a whole record."""
-    return Head(
-        place,
-        record["prompt_id"],
-        record["sample_index"],
-        record["reward"],
-        (record.get("no_verdict") or {}).get("cause", ""),
-        record.get("finish_reason") or "",
-        statuses(call["status"] for call in record["tool_calls"]),
-        sum(record["response_mask"]),
-        "log_ratio" in record,
-    )
-
-
 def statuses(found: Iterable[str]) -> str:
     """`Head.tools` of the statuses of calls."""
     return " ".join(sorted(set(found)))
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """When calls of tools and the scoring of one trajectory began and ended, as Unix times in seconds."""
-
-    tools: list[tuple[float, float]]
-    scoring: list[tuple[float, float]]
-
-
-OF_TIMES = ("scored_at", "tool_calls.began_at", "tool_calls.wall_s")
-"""The fields that `times_in` needs."""
-
-
-def times_in(record: Record) -> Times:
-    """Its times; those that an earlier version did not record are missing."""
-    calls = [call for call in record["tool_calls"] if call.get("began_at") is not None]
-    scored = record.get("scored_at")
-    return Times(
-        [(call["began_at"], call["began_at"] + call["wall_s"]) for call in calls],
-        [] if scored is None else [(scored[0], scored[1])],
-    )
 
 
 OF_TEXTS = ("segments.text", "tool_calls.output")

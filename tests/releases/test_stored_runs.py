@@ -19,7 +19,6 @@ from ctpo_megatron.tracking import (
     read_positions,
     read_scores,
     read_texts,
-    read_times,
     read_trajectories,
     trajectory_files,
     trajectory_of,
@@ -60,7 +59,7 @@ def test_a_stored_run_is_small_and_whole(archive: Path, tmp_path: Path) -> None:
     for dump in dumps.values():
         records = read_trajectories(dump)
         assert [head.prompt_id for head in read_heads(dump)] == [record["prompt_id"] for record in records] != []
-        assert len([*read_texts(dump)]) == len([*read_times(dump)]) == len([*read_scores(dump)]) == len(records)
+        assert len([*read_texts(dump)]) == len([*read_scores(dump)]) == len(records)
         assert [trajectory_of(record).reward for record in records] == [record["reward"] for record in records]
 
 

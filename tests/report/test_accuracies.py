@@ -7,7 +7,6 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -44,7 +43,6 @@ def write(tmp_path: Path):
         preset: str,
         seed: int,
         rewards: Mapping[int, list[list[float | None]]],
-        form: Literal["jsonl", "parquet"] = "parquet",
         answer: str = "2",
     ) -> RunData:
         config = make_config(tmp_path, f"{preset}-{seed}-{answer}", run={"seed": seed}, objective={"preset": preset})
@@ -55,7 +53,7 @@ def write(tmp_path: Path):
                 group.prompt = replace(group.prompt, answer=answer)
                 for trajectory, reward in zip(group.trajectories, of_problem, strict=True):
                     trajectory.reward = reward
-            write_trajectories(directory, step, groups, decode, folder="evaluation", form=form)
+            write_trajectories(directory, step, groups, decode, folder="evaluation")
         with MetricsWriter(directory) as metrics:
             for step in range(1, max(rewards) + 1):
                 metrics.log(step, {"reward/mean": step / 100})
@@ -68,7 +66,7 @@ def test_the_figures_of_two_groups(write) -> None:
     """Two seeds each, two samples a problem, one problem without a verdict on one side, one partly judged."""
     runs = [
         write("ctpo", 0, {0: [[0, 0]] * 4, 3: [[1, 1], [1, 0], [0, 0], [None, None]]}),
-        write("ctpo", 1, {0: [[0, 0]] * 4, 3: [[1, 1], [0, 0], [0, 1], [1, 1]]}, "jsonl"),
+        write("ctpo", 1, {0: [[0, 0]] * 4, 3: [[1, 1], [0, 0], [0, 1], [1, 1]]}),
         write("grpo", 0, {0: [[0, 0]] * 4, 2: [[1, 1]] * 4, 3: [[1, 0], [0, 0], [0, 0], [1, 1]]}),
         write("grpo", 1, {3: [[1, None], [0, 0], [0, 0], [1, 1]]}),
     ]

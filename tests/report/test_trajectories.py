@@ -93,14 +93,6 @@ def test_best_and_worst_stand_side_by_side_with_all_rewards_of_their_group(demo_
             assert {max(shown), min(shown)} == {max(r["reward"] for r in whole), min(r["reward"] for r in whole)}
 
 
-def test_views_of_both_formats_of_a_dump_are_the_same(tmp_path):
-    groups = make_groups(random.Random(0), 4, 2, 0.5)
-    for form in ("jsonl", "parquet"):
-        write_trajectories(tmp_path / form, 1, groups, decode, form=form)
-    lines, rows = (sample_of_run(tmp_path / form) for form in ("jsonl", "parquet"))
-    assert lines == rows and len(lines.views) > 1
-
-
 def test_every_dump_has_its_share_of_single_tokens_and_the_page_says_what_has_none(tmp_path, monkeypatch):
     run_dir = write_run(tmp_path, steps=3)
     monkeypatch.setattr("ctpo_megatron.report.trajectories.sample.TOKEN_BUDGET", 4 * 200)

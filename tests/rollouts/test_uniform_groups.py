@@ -23,7 +23,6 @@ from ctpo_megatron.tracking import (
     trajectory_of,
     write_trajectories,
 )
-from ctpo_megatron.tracking.trajectories import Form
 from tests.rollouts.scripted import UNJUDGED, ScriptedGenerator, ScriptedScorer, Stops
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(40)]
@@ -252,9 +251,8 @@ def without_verdicts(prompt_id: str, sample: int) -> float | None:
     return None if int(prompt_id[1:]) % 3 == 0 else float(sample)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
 @pytest.mark.parametrize("mode", ["keep", "drop", "refill"])
-def test_what_nobody_judged_is_dumped_and_replayed(tmp_path: Path, mode: str, form: Form) -> None:
+def test_what_nobody_judged_is_dumped_and_replayed(tmp_path: Path, mode: str) -> None:
     def sampled(engines: Generator) -> Rollouts:
         settings = RolloutSettings(CONFIG.model_copy(update={"uniform_groups": mode}), steps=9, mini_batch_prompts=2)
         scorer = ScriptedScorer(without_verdicts)
@@ -262,7 +260,7 @@ def test_what_nobody_judged_is_dumped_and_replayed(tmp_path: Path, mode: str, fo
 
     live = batches(sampled(ScriptedGenerator()), range(1, 6))
     for step, batch in enumerate(live, start=1):
-        write_trajectories(tmp_path, step, batch.groups, lambda _: "", form=form)
+        write_trajectories(tmp_path, step, batch.groups, lambda _: "")
     files = trajectory_files(tmp_path)
     recorded = [recorded_trajectories(files[step]) for step in range(1, 6)]
     lost = [t for trajectories in recorded for t in trajectories if t.no_verdict is not None]

@@ -88,9 +88,8 @@ def test_what_cannot_be_done_without_is_named(config_in, tmp_path, capsys, left)
 
 
 @damaged
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_the_report_leaves_out_a_damaged_dump(tmp_path, caplog, form, left):
-    dump = tmp_path / "trajectories" / f"step_000003.{form}"
+def test_the_report_leaves_out_a_damaged_dump(tmp_path, caplog, left):
+    dump = tmp_path / "trajectories" / "step_000003.parquet"
     dump.parent.mkdir()
     dump.write_bytes(left + b"\n")
     with pytest.raises(DamagedFileError, match=r"step_000003"):

@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 extra[number * SAMPLES + sample] = traces | {"advantage": 0.5 - sample}
             made.append(trajectory)
         groups.append(Group(Prompt(f"p{number}", "test", (), "4", ()), made))
-    write_trajectories(folder, 7, groups, lambda ids: "x" * len(ids), extra=extra, form="parquet")
+    write_trajectories(folder, 7, groups, lambda ids: "x" * len(ids), extra=extra)
     return folder
 
 
@@ -101,7 +101,7 @@ def test_the_notebook_has_the_spread_by_position(
     records = [r for r in read_trajectories(run / "trajectories" / "step_000007.parquet") if r.get("log_ratio")]
     curves = [np.compress(record["response_mask"], record["log_ratio"]) for record in records]
     if ratio == "token":
-        dump, run = RunPaths(tmp_path).dump(7, "parquet"), tmp_path
+        dump, run = RunPaths(tmp_path).dump(7), tmp_path
         dump.parent.mkdir()
         nothing = [{"log_ratio": [0.0] * len(r["log_ratio"]), "prefix_log_ratio": r["log_ratio"]} for r in records]
         write_table(dump, (record | other for record, other in zip(records, nothing, strict=True)))
