@@ -108,7 +108,7 @@ newest: $(INSTALLED) $(TRITON)
 
 # Exit status 1 when more than 5 % is lost. Made for a machine that does nothing else meanwhile.
 bench-guard: $(INSTALLED)
-	PYTHONPATH=.:kernels:sandbox:launchers $(BIN)/python -m benchmarks.guard --out benchmarks/results $(GUARD)
+	PYTHONPATH=.:answers:kernels:sandbox:launchers $(BIN)/python -m benchmarks.guard --out benchmarks/results $(GUARD)
 
 # These two use the environment they find.
 test-gpu:
@@ -118,7 +118,7 @@ bench-kernels:
 	PYTHONPATH=.:kernels $(FOUND_PYTHON) -m benchmarks.kernels $(BENCH)
 
 gpu-first-hour:
-	PYTHONPATH=.:kernels:sandbox:launchers $(FOUND_PYTHON) -m benchmarks.gpu_first_hour $(HOUR)
+	PYTHONPATH=.:answers:kernels:sandbox:launchers $(FOUND_PYTHON) -m benchmarks.gpu_first_hour $(HOUR)
 
 # The same checks before every commit: .pre-commit-config.yaml.
 lint: $(INSTALLED)
@@ -134,14 +134,14 @@ lint: $(INSTALLED)
 # torch differ by source: so torch comes last, with the dependencies of its build. Those of a CPU build are there by then.
 # Without --no-warn-conflicts pip would report, as an error, the packages that the overrides leave out.
 HASHED := --no-deps --require-hashes -r $(VENV)/hashed.txt
-$(INSTALLED): $(LOCK) setup.py kernels/pyproject.toml | $(BIN)/python
+$(INSTALLED): $(LOCK) setup.py answers/pyproject.toml kernels/pyproject.toml | $(BIN)/python
 	@echo "setting up $(VENV) (a minute or two, about 3.5 GB)"
 	grep -v '^torch==' $(LOCK) > $(VENV)/hashed.txt
 	{ $(MAKE) --no-print-directory $(UV) && \
 		$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode $(HASHED); } || \
 		{ echo "uv did not install the lock; pip tries, with its own configuration" >&2; $(PIP) $(HASHED); }
 	$(PIP) --no-warn-conflicts $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $$(grep '^torch==' $(LOCK))
-	$(PIP) --no-deps --no-build-isolation --editable ./kernels --editable .
+	$(PIP) --no-deps --no-build-isolation --editable ./answers --editable ./kernels --editable .
 	touch $@
 
 requirements/cpu-none.txt:
@@ -194,7 +194,7 @@ $(SITE): requirements/docs.txt
 	touch $@
 
 reference: $(INSTALLED)
-	PYTHONPATH=.:kernels:sandbox:launchers $(BIN)/python docs/site/reference.py
+	PYTHONPATH=.:answers:kernels:sandbox:launchers $(BIN)/python docs/site/reference.py
 
 lint-containers: .venv-hadolint/bin/hadolint
 	.venv-hadolint/bin/hadolint launchers/containers/*.Dockerfile
@@ -205,4 +205,4 @@ lint-containers: .venv-hadolint/bin/hadolint
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-docs $(CUDA_VENV) .venv-hadolint build *.egg-info kernels/build kernels/*.egg-info
+	rm -rf $(VENV) .venv-docs $(CUDA_VENV) .venv-hadolint build *.egg-info answers/build answers/*.egg-info kernels/build kernels/*.egg-info

@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 packages = find_packages(".", include=["ctpo_megatron", "ctpo_megatron.*"])
 package_dir = {"ctpo_megatron": "ctpo_megatron", "ctpo_megatron.configs": "configs"}
 packages.append("ctpo_megatron.configs")
-# The kernels are a distribution of their own (kernels/pyproject.toml) beside this one: no file has two owners.
+# Answers and kernels are distributions of their own (their pyproject.toml) beside this one: no file has two owners.
 # They are not in `install_requires`: no index has them, and a name without an index is a stranger's to take.
 separate = {"ctpo_sandbox": "sandbox", "ctpo_launchers": "launchers"}
 for package, folder in separate.items():

@@ -56,7 +56,8 @@ def environment(root: Path) -> dict[str, str]:
 
 def prepare(root: Path) -> None:
     """Compile a side's packages, as an installed one is. Raises RuntimeError unless it imports its own."""
-    packages = [str(root / part) for part in ("ctpo_megatron", "kernels", "sandbox", "launchers")]
+    parts = ("ctpo_megatron", "answers", "kernels", "sandbox", "launchers")
+    packages = [str(root / part) for part in parts if (root / part).exists()]  # an earlier commit may lack one
     subprocess.run([sys.executable, "-m", "compileall", "-q", *packages], check=True)
     command = [sys.executable, "-c", PROBE]
     done = subprocess.run(command, env=os.environ | environment(root), capture_output=True, text=True, check=True)

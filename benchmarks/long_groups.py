@@ -1,6 +1,6 @@
 """Long groups first against the order of the batch: seconds until the last group of a batch is complete.
 
-    PYTHONPATH=.:kernels:sandbox:launchers python -m benchmarks.long_groups [--groups 64] [--rounds 5]
+    PYTHONPATH=.:answers:kernels:sandbox:launchers python -m benchmarks.long_groups [--groups 64] [--rounds 5]
         [--latency 0 0.1] [--out benchmarks/results]
 
 One engine plays the same batch twice a round, in alternating order. Once its prompts have ids that were never played,

@@ -1,6 +1,6 @@
 """Sampling ahead of the trainer against sampling and training in turn: seconds a step of the quickstart's training.
 
-    PYTHONPATH=.:kernels:sandbox:launchers python -m benchmarks.overlap [--latency none slow] [--rounds 3]
+    PYTHONPATH=.:answers:kernels:sandbox:launchers python -m benchmarks.overlap [--latency none slow] [--rounds 3]
         [--cache FOLDER] [--out benchmarks/results]
 
 Synchronous is `rollout.max_staleness: 0`. Asynchronous is 1 with `rollout.partial: continue`. Both start from the

@@ -1,6 +1,6 @@
 """Noise between sampler and trainer by position, in float32, bfloat16 and float16: `policy.dtype` of one run each.
 
-    PYTHONPATH=.:kernels:sandbox:launchers python -m benchmarks.precision MODEL PROMPTS [--dtype float16 ...]
+    PYTHONPATH=.:answers:kernels:sandbox:launchers python -m benchmarks.precision MODEL PROMPTS [--dtype float16 ...]
         [--prompts 4] [--samples 3] [--tokens 384] [--out benchmarks/results]
 
 One step of `ctpo train` without tools. Every reward is 0, so that no trajectory has an advantage: the trainer makes one

@@ -39,7 +39,7 @@ def train(*settings: str, root: Path = ROOT) -> list[str]:
 
 def environment(root: Path = ROOT) -> dict[str, str]:
     """Where the command finds the packages of a checkout, and users' parts in its `benchmarks/`."""
-    return {"PYTHONPATH": ":".join(str(root / part) for part in (".", "kernels", "sandbox", "launchers"))}
+    return {"PYTHONPATH": ":".join(str(root / part) for part in (".", "answers", "kernels", "sandbox", "launchers"))}
 
 
 def start_weights(folder: Path) -> tuple[Path, Path]:

@@ -1,6 +1,6 @@
 """Training steps of ours against those of TRL's GRPOTrainer on this machine's processor: same work, in turns.
 
-    PYTHONPATH=.:kernels:sandbox:launchers python -m benchmarks.trl [--size quickstart medium] [--rounds 3]
+    PYTHONPATH=.:answers:kernels:sandbox:launchers python -m benchmarks.trl [--size quickstart medium] [--rounds 3]
         [--cache FOLDER] [--out benchmarks/results]
 
 Model, start weights, prompts and their order, samples, token limits, optimizer steps and sandbox are the same on both

@@ -23,10 +23,10 @@ from typing import TypeVar
 from tests.prose.__main__ import ROOT, count, of_markdown, sentences
 
 CORE = "ctpo_megatron"
-PRODUCT = (CORE, "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
+PRODUCT = (CORE, "answers/ctpo_answers", "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
 GENERATED = tuple(
     f"docs/reference/{page}.md"
-    for page in ("command_line", "configuration", "kernels", "launchers", "sandbox", "sizing")
+    for page in ("answers", "command_line", "configuration", "kernels", "launchers", "sandbox", "sizing")
 )
 LOOP = ("train.py", "reinforce")
 ARGUMENTS, WORDS = 6, 30
@@ -249,6 +249,7 @@ def figures(root: Path) -> tuple[list[Row], list[str]]:
         ("comments per 100 lines of the core", comments(core)),
         *((f"  {folder}", comments(found)) for folder, found in packages(root).items()),
         ("tests", size(modules(root / "tests"))),
+        ("answers/tests", size(modules(root / "answers/tests"))),
         ("words of README", f"{words([root / 'README.md']):,}"),
         ("words of docs without the reference", f"{words(explained):,}"),
         (f"sentences of documents over {WORDS} words", f"{sum(n > WORDS for n in lengths)} of {len(lengths):,}"),

@@ -17,6 +17,7 @@ from tests.support.vllm_uses import Use, is_private, reached_privately, uses, wi
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ctpo_megatron"
 SEPARATE = {
+    "ctpo_answers": ROOT / "answers" / "ctpo_answers",
     "ctpo_kernels": ROOT / "kernels" / "ctpo_kernels",
     "ctpo_sandbox": ROOT / "sandbox" / "ctpo_sandbox",
     "ctpo_launchers": ROOT / "launchers" / "ctpo_launchers",
@@ -40,6 +41,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 # What the packages beside the trainer may import of ours, as a prefix of the dotted name.
 BESIDE: dict[str, tuple[str, ...]] = {
+    "ctpo_answers": (),
     "ctpo_kernels": (),
     "ctpo_sandbox": (),
     "ctpo_launchers": ("ctpo_megatron.base", "ctpo_megatron.config", "ctpo_megatron.preflight", "ctpo_sandbox"),
@@ -65,6 +67,7 @@ NEVER_IMPORT = {
     "ctpo_megatron.models": ("transformers", "ray", "vllm", "megatron"),  # torch where a tensor is, never at import
     "ctpo_megatron.config": ("torch", "transformers", "ray", "vllm", "megatron"),
     "ctpo_megatron.evaluate": ("megatron",),
+    "ctpo_answers": ("torch", "numpy", "transformers", "ray", "vllm"),
     "ctpo_sandbox": ("torch", "transformers", "ray", "vllm"),
     "ctpo_kernels": ("transformers", "ray", "vllm", "megatron"),
 }
@@ -405,9 +408,8 @@ def test_every_exception_for_vllm_is_needed(file: str) -> None:
 
 def test_generic_folders_are_no_packages() -> None:
     """A top-level package called `kernels` breaks transformers where Hugging Face's `kernels` is installed."""
-    assert [
-        name for name in ("kernels", "sandbox", "launchers", "configs") if (ROOT / name / "__init__.py").exists()
-    ] == []
+    generic = ("answers", "kernels", "sandbox", "launchers", "configs")
+    assert [name for name in generic if (ROOT / name / "__init__.py").exists()] == []
 
 
 # --- the test's own instruments, on files made for them ------------------------------------------------------------

@@ -13,7 +13,7 @@ def test_the_lock_of_this_python_is_installed_by_its_hashes(python: str) -> None
     lock = f"requirements/cuda-{python}.txt"
     assert (ROOT / lock).exists()
     assert lines[0] == f"pip install --no-deps --require-hashes -r {lock}"
-    assert lines[1].endswith("-e ./kernels -e .")
+    assert lines[1].endswith("-e ./answers -e ./kernels -e .")
     assert len(lines) == 2
 
 

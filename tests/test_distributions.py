@@ -1,4 +1,4 @@
-"""What a release publishes: sdists and wheels of both distributions, whole, and at work in a bare environment."""
+"""What a release publishes: sdists and wheels of its distributions, whole, and at work in a bare environment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.test_architecture import imports_of, modules_of, ours, package_of
 from tests.tracking.synthetic_run import write_run
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"ctpo_megatron": ".", "ctpo_kernels": "kernels"}
+FOLDERS = {"ctpo_megatron": ".", "ctpo_answers": "answers", "ctpo_kernels": "kernels"}
 """Distribution -> the folder that it is built from."""
 PACKAGES = {
     "ctpo_megatron": {
@@ -38,6 +38,7 @@ PACKAGES = {
         "sandbox/ctpo_sandbox/": "ctpo_sandbox/",
         "launchers/ctpo_launchers/": "ctpo_launchers/",
     },
+    "ctpo_answers": {"answers/ctpo_answers/": "ctpo_answers/"},
     "ctpo_kernels": {"kernels/ctpo_kernels/": "ctpo_kernels/"},
 }
 """Distribution -> folders of the checkout, and where they are installed."""
@@ -82,7 +83,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_distributions_of_one_version(built: Path) -> None:
+def test_distributions_of_one_version(built: Path) -> None:
     names = {path.name for path in built.iterdir() if path.is_file()}
     sdists = {f"{name}-{__version__}.tar.gz" for name in FOLDERS}
     assert names == sdists | {f"{name}-{__version__}-py3-none-any.whl" for name in FOLDERS}
@@ -135,14 +136,20 @@ def test_advice_is_for_the_kind_of_install(built: Path, tmp_path: Path) -> None:
     """A wheel has no checkout to install from; a checkout may be another folder than the current one."""
     for wheel in built.glob("*.whl"):
         zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    for path, folder, train, kernels in (
-        (str(tmp_path / "site"), tmp_path, "'ctpo-megatron[train]'", "ctpo_kernels-*.whl"),
-        (str(ROOT), tmp_path, f"-e '{ROOT}[train]'", f"{ROOT}/kernels"),
-        (str(ROOT), ROOT, "-e '.[train]'", "./kernels"),
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text('{"problem": "Expand it.", "answer": "x + 1"}\n')
+    for path, folder, train, kernels, answers in (
+        (str(tmp_path / "site"), tmp_path, "'ctpo-megatron[train]'", "ctpo_kernels-*.whl", "ctpo_answers-*.whl"),
+        (str(ROOT), tmp_path, f"-e '{ROOT}[train]'", f"{ROOT}/kernels", f"{ROOT}/answers"),
+        (str(ROOT), ROOT, "-e '.[train]'", "./kernels", "./answers"),
     ):
-        for hidden, advice in (("torch", train), ("ctpo_kernels", f"--no-deps {kernels}")):
+        for hidden, advice, verb in (
+            ("torch", train, ["verify"]),
+            ("ctpo_kernels", f"--no-deps {kernels}", ["verify"]),
+            ("ctpo_answers", f"--no-deps {answers}", ["data", "prepare", raw, "--output", raw.with_suffix(".parquet")]),
+        ):
             code = f"import sys; sys.path.insert(0, {path!r}); {WITHOUT}"
-            said = run(sys.executable, "-c", code, hidden, "verify", cwd=folder, status=2)
+            said = run(sys.executable, "-c", code, hidden, *verb, cwd=folder, status=2)
             assert f"{hidden} is not installed, and this needs it: pip install {advice} (`ctpo doctor`" in said
 
 
@@ -174,20 +181,34 @@ def with_their_own(texts: Iterable[str]) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def login_node(built: Path) -> Path:
-    """The base install: one wheel, without the kernels, torch, vLLM, Ray and what else trains."""
-    folder = built / "venv"
-    run(sys.executable, "-m", "venv", folder, cwd=built)
+def installed(wheel: Path, folder: Path) -> Path:
+    """`bin` of a new environment with a wheel and what it requires."""
+    run(sys.executable, "-m", "venv", folder, cwd=wheel.parent)
     python = folder / "bin" / "python"
     try:
-        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        run(*pip, next(built.glob("ctpo_megatron-*.whl")), cwd=built)
+        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=wheel.parent)
     except AssertionError as error:
         if re.search("No matching distribution|Could not find a version|Max retries", str(error)):
             pytest.skip("no package registry answers")
         raise
     return folder / "bin"
+
+
+@pytest.mark.network
+def test_answers_are_judged_without_anything_else_of_ours(built: Path, tmp_path: Path) -> None:
+    """In an empty environment."""
+    python = installed(next(built.glob("ctpo_answers-*.whl")), tmp_path / "venv") / "python"
+    judge = (python, "-m", "ctpo_answers")
+    assert run(*judge, r"\frac12", "0.5", cwd=tmp_path).startswith("score         1\n")
+    assert run(*judge, "x^2+1", "1+x+x^2", cwd=tmp_path, status=1).startswith("score         0\n")
+    packages = run(python, "-m", "pip", "list", cwd=tmp_path)
+    assert re.findall(r"^(ctpo\S*|torch|numpy)\b", packages, re.M) == ["ctpo-answers"]
+
+
+@pytest.fixture(scope="module")
+def login_node(built: Path) -> Path:
+    """The base install: one wheel, without answers, kernels, torch, vLLM, Ray and what else trains."""
+    return installed(next(built.glob("ctpo_megatron-*.whl")), built / "venv")
 
 
 @pytest.mark.slow
@@ -198,7 +219,7 @@ def test_the_base_install_serves_a_login_node(login_node: Path, tmp_path: Path) 
     packages = run(login_node / "python", "-m", "pip", "list", cwd=tmp_path)
     assert [
         name
-        for name in ("ctpo-kernels", "torch", "vllm", "ray", "transformers")
+        for name in ("ctpo-answers", "ctpo-kernels", "torch", "vllm", "ray", "transformers")
         if re.search(rf"^{name}\b", packages, re.M)
     ] == []
     assert "write a checkpoint in Hugging Face format" in run(ctpo, "--help", cwd=tmp_path)

@@ -19,7 +19,7 @@ def documents(root: Path) -> list[Path]:
     """Every Markdown file of the repository that a reader opens."""
     found = (
         root.glob(pattern)
-        for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/*.md", "kernels/*.md")
+        for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/*.md", "answers/*.md", "kernels/*.md")
     )
     return sorted({path for paths in found for path in paths})
 

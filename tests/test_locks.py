@@ -9,6 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -68,6 +69,9 @@ def test_a_lock_is_nothing_but_hashed_pins(device: str, python: str) -> None:
 @each_lock
 def test_a_lock_is_within_the_ranges_of_setup_py(device: str, python: str, declared: dict[str, list[str]]) -> None:
     texts = [text for extra in ("", *EXTRAS, device) for text in declared[extra]]
+    for folder in ("answers", "kernels"):
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        texts += project["dependencies"]
     assert [problem for text in texts if (problem := refused(text, pins(device, python), python))] == []
 
 

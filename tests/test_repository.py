@@ -11,18 +11,26 @@ from pathlib import Path
 import pytest
 import yaml
 
+import ctpo_answers
 import ctpo_kernels
 import ctpo_megatron
 from tests.mutations.__main__ import load as mutations
 
 ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = ("ctpo_megatron", "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
+SHIPPED = (
+    "ctpo_megatron",
+    "answers/ctpo_answers",
+    "kernels/ctpo_kernels",
+    "sandbox/ctpo_sandbox",
+    "launchers/ctpo_launchers",
+)
 
 
 def test_one_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     versions = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert citation["version"] == versions[0] == ctpo_megatron.__version__ == ctpo_kernels.__version__
+    packages = {package.__version__ for package in (ctpo_megatron, ctpo_answers, ctpo_kernels)}
+    assert packages == {citation["version"]} == {versions[0]}
 
 
 def test_the_licence_is_complete_and_named() -> None:
@@ -74,16 +82,20 @@ def test_no_file_has_the_marks_of_a_conflict() -> None:
     assert found.stdout == ""
 
 
+def files_of_tests() -> list[Path]:
+    return [path for folder in ("tests", "answers/tests") for path in (ROOT / folder).rglob("*.py")]
+
+
 def test_files_of_tests_have_names_of_their_own() -> None:
     """Without packages pytest imports them by name alone, and files of two folders in one process clash."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    names = [path.name for path in files_of_tests() if path.name.startswith("test_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 def test_no_file_of_tests_hides_a_library() -> None:
     """pytest puts folders of tests before installed libraries in `sys.path`."""
     libraries = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions()}
-    names = {path.stem: path for path in (ROOT / "tests").rglob("*.py") if path.stem not in ("__init__", "conftest")}
+    names = {path.stem: path for path in files_of_tests() if path.stem not in ("__init__", "conftest")}
     assert [str(names[name]) for name in sorted(names.keys() & libraries)] == []
 
 

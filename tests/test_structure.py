@@ -69,6 +69,7 @@ def test_figures(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "  ctpo_megatron/part": "50.0",
         "  sandbox/ctpo_sandbox": "0.0",
         "tests": "3 lines in 1 files",
+        "answers/tests": "0 lines in 0 files",
         "words of README": "3",
         "words of docs without the reference": "36",
         "sentences of documents over 30 words": "1 of 4",

@@ -84,7 +84,7 @@ def run_stage(
 
 def _paths(root: Path, site: Path | None) -> dict[str, str]:
     """So that a checkout runs without being installed: machines that are lent bring their own torch."""
-    folders = [str(root), *(str(root / name) for name in ("kernels", "sandbox", "launchers"))]
+    folders = [str(root), *(str(root / name) for name in ("answers", "kernels", "sandbox", "launchers"))]
     folders += [str(site)] if site is not None else []
     return {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])}
 

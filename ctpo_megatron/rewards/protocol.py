@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 WORDS: Mapping[str, str] = {"math_verify": "ctpo_megatron.rewards.math:MathVerify"}
 """Built-in reward functions by their name in a configuration."""
+REFERENCE = "ctpo_megatron.rewards.math:ReferenceMath"
+"""Import path of the scorer behind CTPO's published accuracies, for `reward.function`."""
 
 COUNTS: Mapping[MissingCause, str] = {
     "timeout": "timeouts",

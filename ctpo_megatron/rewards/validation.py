@@ -1,10 +1,12 @@
-"""Checks the ground truths of all prompts, in processes that can be killed."""
+"""Checks the ground truths of all prompts, in processes that can be killed, and counts those to look at."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING
@@ -12,7 +14,6 @@ from typing import TYPE_CHECKING
 from pebble import ProcessExpired, ProcessPool
 
 from ctpo_megatron.rewards.fork_server import end_with_trainer, fork_server
-from ctpo_megatron.rewards.ground_truth import PLAIN, ground_truth_problem, is_scored
 from ctpo_megatron.rewards.workers import WORKERS_RETRIES, RewardWorkersLost, Workers, awaited
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
+_SHOWN = 10
 _PER_PROCESS = 128
 """Ground truths for which another process is worth its start: each one learns the grammar again, in about a second."""
 _PATIENCE_S = 30.0
@@ -34,8 +37,8 @@ def unverifiable(prompts: Sequence[Prompt], config: RewardConfig) -> dict[int, s
     plain number is always readable. One that takes longer than `config.timeout_s` is listed, too: its rewards would be
     timeouts. Raises RewardWorkersLost.
     """
-    ours = [(index, prompt.answer) for index, prompt in enumerate(prompts) if is_scored(prompt, config)]
-    reasons = _reasons({answer for _, answer in ours if not PLAIN.fullmatch(answer)}, config)
+    ours = [(index, prompt.answer) for index, prompt in enumerate(prompts) if _is_scored(prompt, config)]
+    reasons = _reasons({answer for _, answer in ours if not _PLAIN.fullmatch(answer)}, config)
     return {index: reasons[answer] for index, answer in ours if reasons.get(answer)}
 
 
@@ -60,6 +63,8 @@ def _reasons(answers: Iterable[str], config: RewardConfig) -> dict[str, str]:
 
 def _compared(answers: Sequence[str], config: RewardConfig) -> tuple[dict[str, str], dict[str, Exception]]:
     """The reason of each, and how the processes of the others ended: by itself, or with all that were to come."""
+    from ctpo_answers import ground_truth_problem
+
     if not answers:
         return {}, {}
     # All CPUs: nothing else of the run is working yet.
@@ -82,3 +87,34 @@ def _compared(answers: Sequence[str], config: RewardConfig) -> tuple[dict[str, s
     finally:
         processes.stop()
     return reasons, died
+
+
+def in_words(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:
+    """How often `math_verify` scores against which words. Look at them: a word may say that there is no answer."""
+    return _counted(prompts, config, "words")
+
+
+def as_products(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:
+    """How often `math_verify` reads letters of one family, such as `abc` and `bad`, as a product of variables."""
+    return _counted(prompts, config, "product of letters")
+
+
+def _counted(prompts: Iterable[Prompt], config: RewardConfig, kind: str) -> Counter[str]:
+    from ctpo_answers import read_as
+
+    found: Counter[str] = Counter()
+    for answer, count in Counter(prompt.answer for prompt in prompts if _is_scored(prompt, config)).items():
+        if not _PLAIN.fullmatch(answer) and (reading := read_as(answer)).kind == kind:
+            found[reading.value] += count
+    return found
+
+
+def shown_words(found: Counter[str]) -> str:
+    """The most frequent of some words with their counts, for a person to look at."""
+    shown = ", ".join(f"{words!r} {count:,}" for words, count in found.most_common(_SHOWN))
+    return f"{shown}, ..." if len(found) > _SHOWN else shown
+
+
+def _is_scored(prompt: Prompt, config: RewardConfig) -> bool:
+    """Whether `math_verify` scores the answers to a prompt."""
+    return config.by_source.get(prompt.data_source, config.function).name == "math_verify"

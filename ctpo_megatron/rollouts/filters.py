@@ -53,7 +53,7 @@ def failed_tool(trajectory: Trajectory, _prompt: Prompt) -> Collection[int]:
 def _has_answer(trajectory: Trajectory, answer: str | None) -> bool:
     if answer is not None:
         return re.search(answer, trajectory.final_text) is not None
-    from ctpo_megatron.rewards import last_boxed  # engines import this package, and score nothing
+    from ctpo_answers import last_boxed  # engines import this package, and score nothing
 
     return last_boxed(trajectory.final_text) is not None
 

@@ -22,6 +22,7 @@ from typing import Any
 from ctpo_megatron import __version__
 from ctpo_megatron.base.extensions import activate, load
 from ctpo_megatron.base.files import read_note, write_json
+from ctpo_megatron.base.installed import SEPARATE
 from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, named_extensions, read_sft_record, world_size
@@ -42,7 +43,7 @@ _PACKAGES = (
     "triton",
     "math-verify",
 )
-_NOT_USERS = {"__main__", "__mp_main__", "ctpo_megatron", "ctpo_kernels", "ctpo_sandbox", "ctpo_launchers"}
+_NOT_USERS = {"__main__", "__mp_main__", "ctpo_megatron", *SEPARATE, "ctpo_sandbox", "ctpo_launchers"}
 
 
 def describe_environment() -> dict[str, Any]:

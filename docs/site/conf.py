@@ -15,7 +15,7 @@ version = release = runpy.run_path(str(ROOT / "ctpo_megatron" / "__init__.py"))[
 
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "benchmarks/**.md", "examples/*.md", "kernels/*.md"]
+include_patterns = ["*.md", "docs/**.md", "benchmarks/**.md", "examples/*.md", "answers/*.md", "kernels/*.md"]
 exclude_patterns = [".*", "build", "runs", "tests", "models", "data"]
 smartquotes = False  # `--dry-run` has two hyphens
 myst_heading_anchors = 4  # links to headings, as GitHub names them

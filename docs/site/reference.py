@@ -1,4 +1,4 @@
-"""Writes docs/reference: `make reference`. Keys, command line, API of three packages, memory of models."""
+"""Writes docs/reference: `make reference`. Keys, command line, API of four packages, memory of models."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from docs.site.sizing import chosen, sizing
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
 HEAD = "<!-- Written by `make reference`. -->\n"
 APIS = {
+    "answers.md": ("ctpo_answers", "What counts as equal: [answers/README.md](../../answers/README.md)."),
     "kernels.md": ("ctpo_kernels", "How to use them: [kernels/README.md](../../kernels/README.md)."),
     "sandbox.md": ("ctpo_sandbox", "The service and its limits: [sandbox.md](../sandbox.md)."),
 }
@@ -164,7 +165,7 @@ def _described(name: str, value: Any) -> Iterator[str]:
 
 def _signature(value: Callable[..., object]) -> str:
     """One parameter a line where they are many. Exceptions take a message."""
-    if inspect.isclass(value) and issubclass(value, Exception):
+    if inspect.isclass(value) and issubclass(value, BaseException):
         return "(message)"
     signature = inspect.signature(value)
     parameters = [

@@ -29,7 +29,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ libnuma1
 COPY --from=packages /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 COPY . /opt/ctpo
-RUN pip install --no-cache-dir --no-deps --no-build-isolation --editable /opt/ctpo/kernels --editable /opt/ctpo \
+RUN pip install --no-cache-dir --no-deps --no-build-isolation --editable /opt/ctpo/answers --editable /opt/ctpo/kernels --editable /opt/ctpo \
     && useradd --create-home --uid 1000 ctpo && install --directory --owner=ctpo --group=ctpo /ctpo
 USER 1000
 WORKDIR /ctpo

@@ -28,7 +28,7 @@ FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 def launch(arguments: Sequence[str]) -> int:
     """Run `ctpo_launchers.launch` in the launcher's environment, which is created if missing."""
     python = _python()
-    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
+    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("answers", "kernels", "sandbox", "launchers"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CTPO_PYTHON": sys.executable}
     sys.stdout.flush()
     os.execve(python, [str(python), "-m", "ctpo_launchers.launch", *arguments], environment)

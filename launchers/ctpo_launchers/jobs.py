@@ -259,5 +259,5 @@ def _interpreter(cluster: Cluster) -> str:
 
 def _paths(code: str) -> dict[str, str]:
     """PYTHONPATH of the job's code, since the working directory may be another checkout."""
-    folders = [code, *(f"{code}/{folder}" for folder in ("kernels", "sandbox", "launchers"))]
+    folders = [code, *(f"{code}/{folder}" for folder in ("answers", "kernels", "sandbox", "launchers"))]
     return {"PYTHONPATH": ":".join(folders), "PYTHONSAFEPATH": "1"}

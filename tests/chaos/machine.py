@@ -113,5 +113,5 @@ def there() -> Left:
 
 def environment() -> dict[str, str]:
     """Variables of a run here."""
-    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
+    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("answers", "kernels", "sandbox", "launchers"))]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}

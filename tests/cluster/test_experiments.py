@@ -17,7 +17,7 @@ from tests.support.prefork import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 EXAMPLE = ROOT / "examples" / "nemo_run" / "sweep_then_eval.py"
-PATHS = ":".join(str(ROOT / folder) for folder in ("", "kernels", "sandbox", "launchers"))
+PATHS = ":".join(str(ROOT / folder) for folder in ("", "answers", "kernels", "sandbox", "launchers"))
 SURFACES = {
     "slurm.fill_template": "assert 'fill_template(\"slurm.sh.j2\", vars_to_fill)' in source(slurm.SlurmBatchRequest)",
     "utils.fill_template": "assert names(utils.fill_template) == ['template_name', 'variables', 'template_dir']",

@@ -55,7 +55,7 @@ class Ctpo:
 
     @property
     def environment(self) -> dict[str, str]:
-        paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
+        paths = [str(ROOT), *(str(ROOT / folder) for folder in ("answers", "kernels", "sandbox", "launchers"))]
         return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
     def launch(self, *overrides: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:

@@ -51,7 +51,7 @@ class Programs:
 
     def start(self, rank: int) -> None:
         """Start the node program of a rank."""
-        paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
+        paths = [str(ROOT), *(str(ROOT / folder) for folder in ("answers", "kernels", "sandbox", "launchers"))]
         program = [*self._before.get(rank, ()), sys.executable, "-m", "ctpo_launchers.node"]
         own = ["--nodes", str(len(self._addresses)), "--node-rank", str(rank), "--address", self._addresses[rank]]
         self.processes[rank] = subprocess.Popen(

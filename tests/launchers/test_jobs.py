@@ -40,14 +40,14 @@ def test_a_check_is_a_short_job_of_the_same_program_beside_the_run(tmp_path: Pat
 def test_a_command_is_run_where_it_was_typed(tmp_path: Path) -> None:
     """The command is `ctpo data prepare`, which refuses: it exists, and was reached."""
     words = ("data", "prepare", "a b.json", "--output", "x.txt")
+    paths = os.pathsep.join(str(ROOT / name) for name in ("", "answers", "launchers", "sandbox", "kernels"))
     arguments = VerbJob(words, slurm(tmp_path), tmp_path).arguments()
     done = subprocess.run(
         [sys.executable, "-m", VerbJob.module, *arguments],
         capture_output=True,
         text=True,
         timeout=scaled(60),
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("", "launchers", "sandbox", "kernels"))},
+        env=os.environ | {"PYTHONPATH": paths},
     )
     assert done.returncode == 2 and "--output x.txt: the name must end with .parquet" in done.stderr
     gone = subprocess.run(

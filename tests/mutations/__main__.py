@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.support.prefork import ROOT, SHARED, Client, Prefork
 
 DEADLINE_S = 900.0
-PACKAGES = (".", "kernels", "sandbox", "launchers")
+PACKAGES = (".", "answers", "kernels", "sandbox", "launchers")
 PRELOADED = ("pytest", "tests.conftest", "tests.mutations.preload")
 """By the server of test processes. What it holds of ours is loaded again, as bugs are planted there."""
 OPTIONS = ("-x", "-q", "-m", "not gpu", "-p", "no:cacheprovider", "--tb=line", "-rf")

@@ -18,12 +18,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-PRODUCT = ("ctpo_megatron", "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
+PRODUCT = (
+    "ctpo_megatron",
+    "answers/ctpo_answers",
+    "kernels/ctpo_kernels",
+    "sandbox/ctpo_sandbox",
+    "launchers/ctpo_launchers",
+)
 DOCUMENTS = (
     "*.md",
     "docs/**/*.md",
     "benchmarks/README.md",
     "examples/README.md",
+    "answers/README.md",
     "kernels/README.md",
 )
 LIMIT = 30

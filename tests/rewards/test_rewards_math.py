@@ -1,88 +1,26 @@
-"""Which box counts, and the verdict on it."""
+"""The reward function `math_verify`: which box counts, and what it counts itself."""
 
 from __future__ import annotations
 
 import pytest
 
 from ctpo_megatron.data import Prompt, Trajectory
-from ctpo_megatron.rewards import answer_part, last_boxed, score_math
 from ctpo_megatron.rewards.math import MathVerify
 
 
 @pytest.mark.parametrize(
-    ("text", "box"),
+    ("text", "in_thinking", "outside", "no_box"),
     [
-        (r"The answer is \boxed{42}.", "42"),
-        (r"\boxed{1} or rather \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\boxed{3}}", "3"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
-        (r"\boxed{7} and then \boxed{8", "7"),
-        (r"\boxed{", None),
-        (r"\boxed{1 {2}", None),
-        (r"\boxed{}", ""),
-        (r"boxed{5}", None),
-        (r"\boxed 5", None),
-        ("42", None),
-        ("", None),
-        ("\\boxed{ends with a backslash\\", None),
+        (r"\boxed{5}", 1, 1, (False, False)),
+        (r"<think>\boxed{5}</think>I do not know.", 1, 0, (False, True)),
+        (r"<think>\boxed{5}</think>It is \boxed{4}.", 0, 0, (False, False)),
+        (r"<think>first guess \boxed{5}, let me check", 0, 0, (True, True)),
     ],
 )
-def test_last_boxed(text, box):
-    assert last_boxed(text) == box
-
-
-@pytest.mark.parametrize(
-    ("text", "answer", "reward"),
-    [
-        (r"\boxed{42}", "42", 1.0),
-        (r"\boxed{042}", "42", 1.0),
-        (r"\boxed{1{,}234}", "1234", 1.0),
-        (r"\boxed{\frac12}", "0.5", 1.0),
-        (r"\boxed{x=3}", "3", 1.0),
-        (r"\boxed{-5}", "5", 0.0),
-        (r"\boxed{42} no, \boxed{43}", "42", 0.0),
-        ("The answer is 42.", "42", 0.0),
-        (r"\boxed{}", "42", 0.0),
-        (r"\boxed{)(}", "42", 0.0),
-    ],
-)
-def test_score_math(text, answer, reward):
-    assert score_math(text, answer) == reward
-
-
-def test_thousands_of_digits_are_a_number() -> None:
-    digits = "".join(str(place % 10) for place in range(1, 6001))
-    assert score_math(rf"\boxed{{{digits}}}", digits) == 1
-    assert score_math(rf"\boxed{{{digits[:-1]}1}}", digits) == 0
-    assert score_math(r"\boxed{\frac{10^{5000}}{10}}", "1" + "0" * 4999) == 1
-
-
-def test_an_unreadable_ground_truth_is_an_error():
-    with pytest.raises(ValueError, match="cannot read the ground truth"):
-        score_math(r"\boxed{1}", "")
-
-
-@pytest.mark.parametrize(
-    ("text", "in_thinking", "outside"),
-    [
-        (r"\boxed{5}", 1, 1),
-        (r"<think>\boxed{4}</think>\boxed{5}", 1, 1),
-        (r"<think>\boxed{5}</think>I do not know.", 1, 0),
-        (r"<think>\boxed{5}</think>It is \boxed{4}.", 0, 0),
-        (r"<think>first guess \boxed{5}, let me check", 0, 0),
-        (r"\boxed{5}<think>is that so?", 0, 0),
-        (r"<think>a</think>\boxed{5}<think>b", 0, 0),
-        (r"<think>\boxed{5}</think><think>b", 0, 0),
-        (r"\boxed{5}</think>", 1, 0),
-    ],
-)
-def test_thinking_that_never_ended_earns_nothing(text: str, in_thinking: float, outside: float) -> None:
-    assert score_math(text, "5") == in_thinking
-    assert score_math(answer_part(text, box_in_thinking=False), "5") == outside
-    for box_in_thinking, reward in ((True, in_thinking), (False, outside)):
-        scored = MathVerify(box_in_thinking=box_in_thinking)(
-            Trajectory("p", 0, 0, final_text=text), Prompt("p", "s", (), "5", ())
-        )
-        assert (scored.value, scored.metrics["no_box"]) == (reward, reward == 0 and "{4}" not in text)
+def test_a_box_in_thinking_counts_unless_that_is_turned_off(
+    text: str, in_thinking: float, outside: float, no_box: tuple[bool, bool]
+) -> None:
+    trajectory, prompt = Trajectory("p", 0, 0, final_text=text), Prompt("p", "s", (), "5", ())
+    scored = [MathVerify(box_in_thinking=counts)(trajectory, prompt) for counts in (True, False)]
+    assert [reward.value for reward in scored] == [in_thinking, outside]
+    assert tuple(reward.metrics["no_box"] for reward in scored) == no_box

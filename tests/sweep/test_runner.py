@@ -40,7 +40,7 @@ class Sweeping:
 
     @property
     def how(self) -> dict[str, Any]:
-        paths = [ROOT, *(ROOT / name for name in ("kernels", "sandbox", "launchers"))]
+        paths = [ROOT, *(ROOT / name for name in ("answers", "kernels", "sandbox", "launchers"))]
         return {"env": os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}, "cwd": self.folder}
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:

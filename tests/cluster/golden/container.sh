@@ -20,7 +20,7 @@ export PYTHONUNBUFFERED=1
 CTPO_HOSTS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)"
 export CTPO_HOSTS
 export NCCL_DEBUG=WARN
-export PYTHONPATH=/nemo_run/code:/nemo_run/code/kernels:/nemo_run/code/sandbox:/nemo_run/code/launchers
+export PYTHONPATH=/nemo_run/code:/nemo_run/code/answers:/nemo_run/code/kernels:/nemo_run/code/sandbox:/nemo_run/code/launchers
 export PYTHONSAFEPATH=1
 
 srun --output /shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/log-ctpo.golden_%j_"${SLURM_RESTART_COUNT:-0}".out --container-image /shared/images/ctpo-cuda.sqsh --container-mounts /shared/ctpo/jobs:/shared/ctpo/jobs,/home/me/project:/home/me/project,/shared:/shared,/shared/ctpo/jobs/experiments/golden/golden_dry-run/golden:/nemo_run --container-workdir /nemo_run/code --container-env CTPO_HOSTS,PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,WANDB_API_KEY --wait=60 --kill-on-bad-exit=1 python -m ctpo_launchers.node --workdir /home/me/project --start-timeout 1200 -- /shared/ctpo/jobs/configs/golden-DIGEST.yaml run.resume=auto

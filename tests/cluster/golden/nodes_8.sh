@@ -21,7 +21,7 @@ export PYTHONUNBUFFERED=1
 CTPO_HOSTS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)"
 export CTPO_HOSTS
 export NCCL_DEBUG=WARN
-export PYTHONPATH=/shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/code:/shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/code/kernels:/shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/code/sandbox:/shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/code/launchers
+export PYTHONPATH=/shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/code:/shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/code/answers:/shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/code/kernels:/shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/code/sandbox:/shared/ctpo/jobs/experiments/golden/golden_dry-run/golden/code/launchers
 export PYTHONSAFEPATH=1
 
 module load cuda/13.0

@@ -1,24 +1,17 @@
-"""Finds ground truths that no correct answer can match, before a run wastes its time on rewards of 0."""
+"""Finds ground truths that no correct answer can match, before anything is scored against them."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ctpo_megatron.rewards import expressions
-from ctpo_megatron.rewards.expressions import latex
-from ctpo_megatron.rewards.layout import as_one_number, is_product, plain
-from ctpo_megatron.rewards.math import CPU_S, ProcessorTimeError, cpu_limit, score_math
-from ctpo_megatron.rewards.reading import is_date, leaves, read
-from ctpo_megatron.rewards.readings import Formula, Quantity, Reading, Species, Wording
+from ctpo_answers import expressions
+from ctpo_answers.expressions import latex
+from ctpo_answers.layout import as_one_number, plain
+from ctpo_answers.reading import is_date, leaves, read
+from ctpo_answers.readings import Formula, Quantity, Reading, Species, Wording
+from ctpo_answers.scoring import CPU_S, ProcessorTimeError, cpu_limit, score_math
 
-if TYPE_CHECKING:
-    from ctpo_megatron.config import RewardConfig
-    from ctpo_megatron.data.prompt import Prompt
-
-PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 _DIGITS = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
 _TYPED = re.compile(r"(?:[+-]?\d+(?:\.\d+)? ?)?[A-Za-z][A-Za-z /]*")
 _NUMBER = re.compile(r"\d+")
@@ -44,11 +37,13 @@ sign of money."""
 _SENTENCE_WORDS = 5
 _CHANGES = 4
 """Numbers of a formula that are changed to see whether they are read, of those that are not seen in what was read."""
-_SHOWN = 10
 
 
 def ground_truth_problem(answer: str) -> str:
-    """Why `math_verify` would judge answers to this ground truth wrongly, or "".
+    """Return why `score_math` would judge answers to this ground truth wrongly, or "".
+
+    >>> ground_truth_problem("unknown"), ground_truth_problem("5 kV")
+    ('is no answer', '')
 
     It must be an answer, rather than a text around one or a word for there being none. It must score 1 against itself
     in other spellings of its type. With another number, or its letters in another order, it must be another answer.
@@ -138,34 +133,3 @@ def _not_seen(text: str, found: Any) -> list[re.Match[str]]:
     left = expressions.integers(found)
     left.subtract(int(number) for number in _NUMBER.findall(text))
     return [number for number in _NUMBER.finditer(text) if left[int(number[0])] < 0][:_CHANGES]
-
-
-def in_words(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:
-    """How often `math_verify` scores against which words. Look at them: a word may say that there is no answer."""
-    return _counted(prompts, config, lambda words: words.text if isinstance(words, Wording) else "")
-
-
-def as_products(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:
-    """How often `math_verify` reads letters of one family, such as `abc` and `bad`, as a product of variables."""
-    return _counted(
-        prompts, config, lambda part: str(part) if isinstance(part, Formula) and is_product(str(part)) else ""
-    )
-
-
-def _counted(prompts: Iterable[Prompt], config: RewardConfig, name: Callable[[Reading], str]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for answer, count in Counter(prompt.answer for prompt in prompts if is_scored(prompt, config)).items():
-        if not PLAIN.fullmatch(answer) and (shown := name(read(answer))):
-            found[shown] += count
-    return found
-
-
-def shown_words(found: Counter[str]) -> str:
-    """The most frequent of some words with their counts, for a person to look at."""
-    shown = ", ".join(f"{words!r} {count:,}" for words, count in found.most_common(_SHOWN))
-    return f"{shown}, ..." if len(found) > _SHOWN else shown
-
-
-def is_scored(prompt: Prompt, config: RewardConfig) -> bool:
-    """Whether `math_verify` scores the answers to a prompt."""
-    return config.by_source.get(prompt.data_source, config.function).name == "math_verify"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ctpo_megatron.rewards.layout import lower_words
+from ctpo_answers.layout import lower_words
 
 _NOON = 12 * 3600
 _TIME = re.compile(

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from ctpo_megatron.rewards import expressions
-from ctpo_megatron.rewards.closed_forms import same_number
-from ctpo_megatron.rewards.expressions import latex
-from ctpo_megatron.rewards.reading import INEQUALITY
-from ctpo_megatron.rewards.readings import Formula, Named, Quantity, Reading, Several
+from ctpo_answers import expressions
+from ctpo_answers.closed_forms import same_number
+from ctpo_answers.expressions import latex
+from ctpo_answers.reading import INEQUALITY
+from ctpo_answers.readings import Formula, Named, Quantity, Reading, Several
 
 _COMPLEX = "zw"
 """Variables that are taken for complex numbers within an absolute value: `|z|<2` is a disc."""

@@ -1,9 +1,10 @@
-"""Errors of math-verify that `ctpo_megatron.rewards` mends: a test here fails once they are mended there."""
+"""Errors of math-verify that `ctpo_answers` mends: a test here fails once they are mended there."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from latex2sympy2_extended.antlr_parser import PSParser
@@ -12,7 +13,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.grader import sympy_expr_eq
 from sympy import Float, pi
 
-from ctpo_megatron.rewards import expressions, score_math
+from ctpo_answers import expressions, score_math
 
 _REMOVE = "mended upstream: remove the way around it"
 
@@ -23,7 +24,8 @@ def upstream(gold: str, said: str) -> bool:
     return bool(verify(one, other, timeout_seconds=None))
 
 
-def test_the_grammar_for_our_antlr_lacks_a_method() -> None:
+@pytest.mark.skipif(not version("antlr4-python3-runtime").startswith("4.9."), reason="for antlr 4.9 alone")
+def test_the_grammar_for_antlr_4_9_lacks_a_method() -> None:
     code = "from latex2sympy2_extended.antlr_parser import PSParser as P; print(hasattr(P.AtomContext, 'FUNC_GAMMA'))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n", _REMOVE

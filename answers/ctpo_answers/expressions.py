@@ -1,6 +1,6 @@
 """math-verify, with its errors mended: writes readings as LaTeX, reads a formula, and says whether two are equal.
 
-Each of the errors has a test in tests/rewards/test_math_verify.py that fails once it is mended there.
+Each of the errors has a test in answers/tests/test_math_verify.py that fails once it is mended there.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from ctpo_megatron.rewards.closed_forms import UncomputableError, reduced, same_number
-from ctpo_megatron.rewards.layout import LONGEST, is_product
-from ctpo_megatron.rewards.readings import Formula, Named, Quantity, Reading, Several
+from ctpo_answers.closed_forms import UncomputableError, reduced, same_number
+from ctpo_answers.layout import LONGEST, is_product
+from ctpo_answers.readings import Formula, Named, Quantity, Reading, Several
 
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\{_])i(?![A-Za-z])|(?<=\d)i(?![A-Za-z])|(?<=\{)i(?![A-Za-z}])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[A-Za-z]|\\[a-z]+)\s*\^\\circ(?![a-z])")

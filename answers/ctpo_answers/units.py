@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from ctpo_megatron.rewards.layout import FOREIGN, FUNCTIONS, LATIN, is_product, without_text, word_set
+from ctpo_answers.layout import FOREIGN, FUNCTIONS, LATIN, is_product, without_text, word_set
 
 _PREFIXES = dict(zip("QRYZEPTGMk", (Fraction(10) ** power for power in range(30, 0, -3)), strict=True))
 _PREFIXES |= dict(

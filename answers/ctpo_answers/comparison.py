@@ -9,12 +9,12 @@ from dataclasses import replace
 from fractions import Fraction
 from math import gcd
 
-from ctpo_megatron.rewards import expressions
-from ctpo_megatron.rewards.closed_forms import rounds
-from ctpo_megatron.rewards.expressions import latex
-from ctpo_megatron.rewards.layout import as_one_number
-from ctpo_megatron.rewards.reading import point, read, sizes, vector
-from ctpo_megatron.rewards.readings import (
+from ctpo_answers import expressions
+from ctpo_answers.closed_forms import rounds
+from ctpo_answers.expressions import latex
+from ctpo_answers.layout import as_one_number
+from ctpo_answers.reading import point, read, sizes, vector
+from ctpo_answers.readings import (
     Based,
     Choice,
     Formula,
@@ -26,9 +26,9 @@ from ctpo_megatron.rewards.readings import (
     Species,
     Wording,
 )
-from ctpo_megatron.rewards.regions import same_region
-from ctpo_megatron.rewards.times import TimeOfDay
-from ctpo_megatron.rewards.units import NONE
+from ctpo_answers.regions import same_region
+from ctpo_answers.times import TimeOfDay
+from ctpo_answers.units import NONE
 
 _OCLOCK = "oclock"
 
@@ -36,7 +36,10 @@ _FUNCTION_NAMES = [{"y", f"{function}(x)"} for function in "fgh"]
 
 
 def same_answer(gold: str, said: str) -> bool:
-    """Whether `said` is the answer `gold`.
+    """Return whether `said` is the answer `gold`.
+
+    >>> same_answer("5 kV", "5000 V"), same_answer("5 kV", "5 V")
+    (True, False)
 
     Numbers are compared by their exact values, quantities with their units, several answers part by part, words letter
     by letter without their case, and what else is mathematics by math-verify. What one side leaves out is not
@@ -51,17 +54,22 @@ def same_answer(gold: str, said: str) -> bool:
 
 
 def canonical(answer: str) -> str:
-    """A number as a reduced fraction of integers; anything else as its text without meaningless marks.
+    """Return a number as a reduced fraction of integers, and anything else as its text without meaningless marks.
 
-    `0.5`, `1/2` and `\\dfrac12` are "1/2"; `1{,}000` is "1000"; `1000 \\text{ cm}` is "1000 cm". Needs no computer
-    algebra system and takes about 0.1 ms. Expressions that are only equal after a calculation, such as `2\\sqrt{2}` and
-    `\\sqrt{8}`, stay different.
+    >>> canonical("0.5"), canonical("1{,}000"), canonical("1000 \\\\text{ cm}")
+    ('1/2', '1000', '1000 cm')
+
+    Needs no computer algebra system and takes about 0.1 ms. Expressions that are only equal after a calculation, such
+    as `2\\sqrt{2}` and `\\sqrt{8}`, stay different.
     """
     return str(read(answer))
 
 
 def votes(answers: Iterable[str]) -> list[str]:
-    """What each of several answers to one problem votes for, in a canonical form.
+    """Return what each of several answers to one problem votes for, in a canonical form.
+
+    >>> votes(["0.5", "1/2", "x = 2"])
+    ['1/2', '1/2', '2']
 
     An answer without unit and name votes for the one that has them, if there is one alone: `3` and `x=3` are one
     answer, as long as none is `y=3`.

@@ -1,27 +1,17 @@
 """Our own implementation of the scorer behind CTPO's published accuracies.
 
 That scorer (`verl/utils/reward_score` of github.com/horizon-llm/CTPO at acc4021) reads the whole response, tool output
-included, and accepts it if any of three rules does. It is more lenient than `math_verify`: a number that a tool
+included, and accepts it if any of three rules does. It is more lenient than `score_math`: a number that a tool
 printed, or that is mentioned in passing, counts. Use it to compare numbers, not to train.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-from typing import TYPE_CHECKING
 
-from ctpo_megatron.rewards.answers import same_answer
-from ctpo_megatron.rewards.layout import plain
-from ctpo_megatron.rewards.math import last_boxed
-from ctpo_megatron.rewards.protocol import Reward
-
-if TYPE_CHECKING:
-    from ctpo_megatron.data.prompt import Prompt
-    from ctpo_megatron.data.trajectory import Trajectory
-
-REFERENCE = "ctpo_megatron.rewards.reference:ReferenceMath"
-"""Import path of the reward function, for `reward.function`."""
+from ctpo_answers.comparison import same_answer
+from ctpo_answers.layout import plain
+from ctpo_answers.scoring import last_boxed
 
 _TAIL = 300
 """Characters at the end of a response in which a line `Answer: ...` counts."""
@@ -30,7 +20,7 @@ _LAST_NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!.*\d)", re.DOTALL
 
 
 def score_reference(text: str, answer: str) -> float:
-    """1.0 when the last box, the last line `Answer: ...` or math-verify's parse of `text` equals `answer`, else 0.0.
+    """Return 1.0 when the last box, last line `Answer: ...` or math-verify's parse of `text` equals `answer`, else 0.0.
 
     text: the whole response. Like `score_math` it sets no time limit. Raises ValueError when `answer` cannot be read.
     """
@@ -44,25 +34,11 @@ def score_reference(text: str, answer: str) -> float:
 
 
 def reference_answer(text: str) -> str | None:
-    """The answer that this scorer most likely reads in `text`: box, answer line, else the last number; None without."""
+    """Return the answer that this scorer most likely reads: box, answer line, else the last number; None without."""
     found = last_boxed(text) or _answer_line(text)
     if found is None and (number := _LAST_NUMBER.search(text[-_TAIL:])):
         found = number[0]
     return found
-
-
-class ReferenceMath:
-    """The reward function `REFERENCE`. `final_text` of its trajectories must be the whole response."""
-
-    text_only = True
-
-    def __init__(self) -> None:
-        """Import math-verify now, so that the first answer does not have to wait for it."""
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # its parser warns that it has no time limit
-        score_reference("1", "\\pi")
-
-    def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Reward:
-        return Reward(score_reference(trajectory.final_text, prompt.answer))
 
 
 def _answer_line(text: str) -> str | None:

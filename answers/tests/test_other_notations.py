@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
+from test_different_numbers import decimal, fraction, indian
 
-from ctpo_megatron.rewards import canonical, score_math
-from tests.rewards.test_different_numbers import decimal, fraction, indian
+from ctpo_answers import canonical, score_math
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 DRAWN = 25

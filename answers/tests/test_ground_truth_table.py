@@ -1,24 +1,22 @@
 """The tables of ground truths: right answers earn 1, wrong ones 0; what cannot be scored is refused with its reason.
 
-`python -m tests.rewards.test_ground_truth_table` prints the rates of every class, and what is judged wrongly.
+`python answers/tests/test_ground_truth_table.py` prints the rates of every class, and what is judged wrongly.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
+from child_judge import Judge, scaled
 
-from ctpo_megatron.data.prompts import _answer
-from ctpo_megatron.rewards import ground_truth_problem, score_math, score_reference
-from tests.support.deadlines import scaled
-from tests.support.judge import Judge
+from ctpo_answers import ground_truth_problem, score_math, score_reference
 
 FILES = {
     file.stem: yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -50,9 +48,10 @@ MONSTERS = {
 
 
 def reading(row: dict[str, Any]) -> tuple[str, str]:
-    """The ground truth as the run sees it, and why it is refused."""
-    text, reason = _answer({"ground_truth": row["gold"]}, np.float64)
-    return text, reason or ground_truth_problem(text)
+    """The ground truth as a text, and why it is refused. Numbers are written in digits."""
+    gold = row["gold"]
+    text = gold.strip() if isinstance(gold, str) else f"{Decimal(repr(gold)):f}".removesuffix(".0")
+    return text, ground_truth_problem(text)
 
 
 @cache

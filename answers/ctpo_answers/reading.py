@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 
-from ctpo_megatron.rewards.layout import (
+from ctpo_answers.layout import (
     CONSTANTS,
     FOREIGN,
     FUNCTIONS,
@@ -23,8 +23,8 @@ from ctpo_megatron.rewards.layout import (
     without_text,
     word_set,
 )
-from ctpo_megatron.rewards.numerals import numeral, spoken
-from ctpo_megatron.rewards.readings import (
+from ctpo_answers.numerals import numeral, spoken
+from ctpo_answers.readings import (
     Based,
     Choice,
     Formula,
@@ -36,8 +36,8 @@ from ctpo_megatron.rewards.readings import (
     Species,
     Wording,
 )
-from ctpo_megatron.rewards.times import time
-from ctpo_megatron.rewards.units import NONE, unit
+from ctpo_answers.times import time
+from ctpo_answers.units import NONE, unit
 
 _LIST = re.compile(
     r"[,;]?\s*(?:\\text\{\s*(?:,?\s*and|,?\s*or|,)\s*\}|\\(?:lor|vee|land)(?![a-z]))\s*|[,;]?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;]"

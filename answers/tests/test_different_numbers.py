@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from ctpo_megatron.rewards import canonical, score_math, score_reference, votes
+from ctpo_answers import canonical, score_math, score_reference, votes
 
 SEEDS = range(6)
 NEIGHBOURS = 40

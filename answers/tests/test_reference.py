@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ctpo_megatron.rewards import canonical, reference_answer, score_math, score_reference, votes
+from ctpo_answers import canonical, reference_answer, score_math, score_reference, votes
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ctpo_megatron.rewards.times import TimeOfDay
-from ctpo_megatron.rewards.units import NONE, Unit
+from ctpo_answers.times import TimeOfDay
+from ctpo_answers.units import NONE, Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from ctpo_megatron.rewards.layout import word_set
+from ctpo_answers.layout import word_set
 
 _LARGEST_EXPONENT = 999
 
