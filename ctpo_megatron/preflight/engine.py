@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib.util
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 from ctpo_megatron.config import (
     SHARE,
@@ -18,7 +22,6 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import RunContext, failed
-from ctpo_megatron.preflight.engine_arguments import NAMES, TRIED, VLLM
 
 _MISMATCH = {"bfloat16": 0.05, "float16": 0.01}
 """Sampler and trainer in bfloat16 differ by up to 0.011 on a tiny random model; trained ones show more. float16 has
@@ -42,6 +45,9 @@ _FIXED = {
     "quantization": "synchronized weights are not quantized",
 }
 
+_ARGUMENT_CLASSES = ("EngineArgs", "AsyncEngineArgs")
+_TRIED = frozenset({"enable_chunked_prefill", "enable_prefix_caching", "max_num_batched_tokens"})
+"""Those that runs have been tried with. Others may undo what training relies on: log-probs, weight updates, seeds."""
 _RUNS_CODE = {
     "trust_remote_code": "Python files in the model's directory",
     "worker_cls": "a class instead of vLLM's worker",
@@ -162,14 +168,26 @@ def _extra(engine: EngineConfig) -> Iterator[Problem]:
         elif name in _RUNS_CODE and value:
             message, fix = f"runs code: {_RUNS_CODE[name]}", "use it for code that you have read or trust"
             yield Problem(f"rollout.engine.extra.{name}", message, fix, value, severity="warning")
-        elif name not in NAMES:
-            near = difflib.get_close_matches(name.replace("-", "_"), NAMES, n=1)
+        elif (names := _arguments_of_vllm()) and name not in names:
+            near = difflib.get_close_matches(name.replace("-", "_"), names, n=1)
             fix = f"did you mean {near[0]}?" if near else "`vllm serve --help=all` lists them"
-            yield Problem(f"rollout.engine.extra.{name}", f"vLLM {VLLM} has no such engine argument", fix, value)
-        elif name not in TRIED:
+            yield Problem(f"rollout.engine.extra.{name}", "vLLM has no such engine argument", fix, value)
+        elif name not in _TRIED:
             fix = "compare mismatch/* of the first step with and without it"
             message = "was never tried in a run"
             yield Problem(f"rollout.engine.extra.{name}", message, fix, value, severity="warning")
+
+
+@cache
+def _arguments_of_vllm() -> frozenset[str]:
+    """Names of the engine arguments of the installed vLLM; empty without one. To import it would take ten seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    tree = ast.parse(Path(spec.origin).with_name("engine").joinpath("arg_utils.py").read_text(encoding="utf-8"))
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in _ARGUMENT_CLASSES)
+    fields = (line.target for of_class in classes for line in of_class.body if isinstance(line, ast.AnnAssign))
+    return frozenset(field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_"))
 
 
 def _transport(context: RunContext) -> Iterator[Problem]:
