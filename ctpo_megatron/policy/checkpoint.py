@@ -85,8 +85,10 @@ class Writer:
         written, now or by an earlier save in the background.
         """
         self.finish()
-        if reasons := [*filter(None, gather_objects(start_results_queue()))]:  # of any rank, so that all raise
-            raise CheckpointWriteError(f"a checkpoint could not be written to {directory}: {reasons[0]}")
+        try:
+            start_results_queue()
+        except (EOFError, OSError) as error:
+            raise CheckpointWriteError(f"a checkpoint could not be written to {directory}: {error!r}") from error
         aside: Path = self._layout.on_rank_zero(lambda: patiently(lambda: files.begin(directory, step), directory))
         self._aside = aside
         # 0.16 writes the state that is neither model nor optimizer now, with torch.save.

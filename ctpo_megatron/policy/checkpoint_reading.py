@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint as data: whatever they say, nothing outside a short list is called.
+"""Reads the files of a checkpoint as data: nothing outside an allow-list is made or called.
 
 torch and megatron-core unpickle `.metadata`, and objects among the shards, without a limit. `replacements.py` puts
 these functions in their place.
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FunctionType, NoneType
+from types import NoneType
 from typing import IO, Any, cast
 
 import torch
@@ -56,107 +56,26 @@ _CLASSES: tuple[type, ...] = (
 )
 """What `.metadata` of megatron-core 0.16.1 and 0.19.2 is made of."""
 
-_CALLED: Mapping[Any, type] = {torch.Size: tuple, WriteItemType: int, _MEM_FORMAT_ENCODING: int, _get_layout: str}
-"""What pickles call, with one value of this type. Of other classes they make empty objects, and fill them."""
-
-_PROPERTIES = [torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool]
-"""Types of the state of TensorProperties."""
-
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _ALLOWED: Mapping[tuple[str, str], Any] = {
     **{(made.__module__, made.__qualname__): made for made in _CLASSES},
     ("torch.serialization", "_get_layout"): _get_layout,
     **{("torch", name.removeprefix("torch.")): value for name, value in _DTYPES.items()},
 }
-
-# What pickle writes in its protocols 2 to 5 for such objects. Sets, bytes, huge integers, persistent ids, extension
-# codes and the operations of older protocols are not among it.
-_OPERATIONS = (
-    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
-    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
-    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
-    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
-    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
-)
+"""Everything that a pickle may name: classes of torch that hold data, and its dtypes and layouts."""
 
 
-class _Unpickler(pickle._Unpickler):  # the one in Python, whose operations can be limited
-    """Makes objects of `_CLASSES` and plain containers; any other pickle is an UnpicklingError.
-
-    Messages name types, never values: a tuple of tuples that holds itself many times has no end when it is printed, or
-    hashed.
-    """
-
-    stack: list[Any]
-
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _ALLOWED[module, name]
         except KeyError:
             raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!r}") from None
 
-    def load_reduce(self) -> None:
-        called, arguments = self.stack[-2:]
-        of = _CALLED.get(called) if isinstance(called, type | FunctionType) else None
-        if of is None or [type(value) for value in arguments] != [of]:
-            raise pickle.UnpicklingError(f"it calls {_kind(called)} with {len(arguments)} values")
-        self._do(pickle.REDUCE)
-
-    def load_newobj(self) -> None:
-        made, arguments = self.stack[-2:]
-        if not any(made is allowed for allowed in _CLASSES) or arguments != ():
-            raise pickle.UnpicklingError(f"it makes an object of {_kind(made)}")
-        self._do(pickle.NEWOBJ)
-
-    def load_build(self) -> None:
-        # Of an object: classes and functions, which are the process's own, would keep what a file writes into them.
-        filled, state = self.stack[-2:]
-        if type(filled) is TensorProperties:
-            good = type(state) is tuple and [type(value) for value in state] == _PROPERTIES
-        else:
-            good = type(filled) in _CLASSES and type(state) is dict and all(map(_is_field, state))
-        if not good:
-            raise pickle.UnpicklingError(f"it changes {_kind(filled)} by {_kind(state)}")
-        self._do(pickle.BUILD)
-
-    def load_setitem(self) -> None:
-        self._check_keys([self.stack[-2]])
-        self._do(pickle.SETITEM)
-
-    def load_setitems(self) -> None:
-        self._check_keys(self.stack[::2])
-        self._do(pickle.SETITEMS)
-
-    def _check_keys(self, keys: list[Any]) -> None:
-        for key in keys:
-            if type(key) is not str and not _is_index(key):
-                raise pickle.UnpicklingError(f"it has {_kind(key)} as a key")
-
-    def _do(self, operation: bytes) -> None:
-        pickle._Unpickler.dispatch[operation[0]](self)  # type: ignore[arg-type] # of this very class
-
-    dispatch = {  # type: ignore[assignment] # of this very class
-        operation[0]: pickle._Unpickler.dispatch[operation[0]] for operation in _OPERATIONS
-    } | {
-        pickle.REDUCE[0]: load_reduce,
-        pickle.NEWOBJ[0]: load_newobj,
-        pickle.BUILD[0]: load_build,
-        pickle.SETITEM[0]: load_setitem,
-        pickle.SETITEMS[0]: load_setitems,
-    }
-
 
 def _kind(value: Any) -> str:
-    """What a value is, without its content."""
-    return (
-        f"{value.__module__}.{value.__qualname__}" if isinstance(value, type | FunctionType) else type(value).__name__
-    )
-
-
-def _is_field(key: Any) -> bool:
-    return type(key) is str and not key.startswith("_")
+    """What a value is, without its content, which may have no end when it is printed."""
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else type(value).__name__
 
 
 def _is_index(key: Any) -> bool:
@@ -171,8 +90,7 @@ def metadata_from(content: bytes, path: Path) -> Metadata:
         found = _Unpickler(io.BytesIO(content)).load()
         _check(found)
     except Exception as error:  # a hostile file can raise anything
-        unknown = isinstance(error, KeyError) and type(error.args[0]) is int
-        why = f"it has the operation {chr(error.args[0])!r}" if unknown else str(error) or repr(error)
+        why = " ".join((str(error) or repr(error)).split())
         raise CheckpointError(
             f"{path} is no description of a checkpoint: {why:.300}. It was read as data, and nothing of it was run or "
             "loaded. Take another checkpoint, and none from people whom you do not trust"

@@ -25,8 +25,8 @@ def collector(_folder: Path) -> list[int]:
     """The process that collects what checkpoint writers report."""
     from ctpo_megatron.policy import results_queue
 
-    assert results_queue.start_results_queue() == ""
-    return [results_queue.filesystem_async._results_queue.process.pid]
+    results_queue.start_results_queue()
+    return [child.pid for child in multiprocessing.active_children() if child.pid and "SyncManager" in child.name]
 
 
 def writers(folder: Path) -> list[int]:

@@ -14,7 +14,6 @@ WAITING = (
     "engines/test_ray_",
     "launchers/",
     "policy/test_rank_zero.py",
-    "policy/test_results_queue.py",
     "rewards/test_rewards_pool.py",
     "run/",
     "sandbox/",
