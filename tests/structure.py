@@ -50,7 +50,7 @@ WALKS = {
         run/ranks.py run/controller.py rollouts/rollouts.py engines/pool.py
         engines/updates.py engines/handle.py engines/engine.py engines/weights/offer.py
         engines/weights/file.py base/tensor_file.py engines/weights/tcp.py engines/weights/tcp_transport.py
-        engines/weights/buckets.py engines/weights/node_memory.py engines/weights/together.py
+        engines/weights/buckets.py
         engines/weights/checksums.py engines/weights/engine_checksums.py engines/weights/vllm.py
         engines/weights/receiver.py
         engines/cpu/packed_weights.py

@@ -64,12 +64,6 @@ class EngineHandle:
         return f"rollout engine {self.index}" + (f" on {seat.address}" if seat else "")
 
     @property
-    def node(self) -> str:
-        """Ray's name of its node; one that no other engine has before its place is known."""
-        seat = seat_of(self._seat_ref)
-        return f"of engine {self.index}" if seat is None else seat.node_id
-
-    @property
     def starting(self) -> bool:
         """Whether its process has not come up yet."""
         return not self.live and not self.parked

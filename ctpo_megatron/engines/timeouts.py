@@ -57,11 +57,3 @@ REFUSALS_S = 60.0
 """Between two lines about connections that the weight server refused."""
 ACCEPT_PAUSE_S = 0.2
 """After a connection that could not be accepted."""
-MEETING_S = 5.0
-"""For an engine to get the memory in which it shares weights with its neighbours."""
-MEETING_POLL_S = 0.1
-"""How long an engine that gives it waits for one neighbour before it checks whether it is still needed."""
-LATE_NEIGHBOUR_S = 30.0
-"""How long weights stay for a neighbour that has not begun to take them."""
-NEIGHBOUR_POLL_S = 0.005
-"""How often an engine looks for buckets that its neighbours have fetched."""

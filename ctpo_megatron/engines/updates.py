@@ -64,11 +64,6 @@ class PendingUpdate:
         offer.begin(self)
         self._making_s = time.monotonic() - offer.began
 
-    @property
-    def nodes(self) -> list[str]:
-        """Ray's name of the node of every engine."""
-        return [engine.node for engine in self.engines]
-
     def tell(self, message: dict[str, Any], own: Sequence[dict[str, Any]] | None = None) -> None:
         """Have all engines begin to take what `message` describes; own: what it says to each engine alone."""
         for engine, more in zip(self.engines, own or [{}] * len(self.engines), strict=True):

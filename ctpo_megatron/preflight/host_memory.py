@@ -85,19 +85,16 @@ def host_parts(config: Config, job: Job, spec: ModelSpec, *, cuda: bool) -> list
     cache = CpuCache.of(config, spec, free_memory()).mb * MIB
     here = -(-engine_count(config) // config.cluster.nodes)
     parts.append(HostPart("engine", here, ENGINE, weights + cache, why=f"weights, and {gib(cache)} of KV cache"))
-    travelling = _travelling_bytes(config, spec, here, ranks / job.world_size)
+    travelling = _travelling_bytes(config, spec, ranks / job.world_size)
     return [*parts, HostPart("Ray node", 1, RAY, travelling, why="weights on their way to engines")]
 
 
-def _travelling_bytes(config: Config, spec: ModelSpec, engines: int, of_ranks: float) -> float:
-    """The trainer's copy for the engines, and memory in which a node's engines receive it. of_ranks: part of all ranks
-    that is on this node."""
+def _travelling_bytes(config: Config, spec: ModelSpec, of_ranks: float) -> float:
+    """The trainer's copy for the engines. of_ranks: part of all ranks that is on this node."""
     weights = model_parameters(spec)[0] * ELEMENT_BYTES[config.policy.dtype]
     in_cluster = bool(os.environ.get(ADDRESS))
-    if choose_transport(config.rollout.weights, config.placement, "cpu", cluster=in_cluster) == "file":
-        return weights
-    shared = engines * config.rollout.engine.tensor_parallel_size > 1
-    return weights * (of_ranks + shared)
+    by_file = choose_transport(config.rollout.weights, config.placement, "cpu", cluster=in_cluster) == "file"
+    return weights * (1 if by_file else of_ranks)
 
 
 def host_table(config: Config, job: Job, spec: ModelSpec, *, cuda: bool) -> list[TableRow]:

@@ -7,7 +7,6 @@ rank has not copied yet is sent as soon as it is there. There is no encryption; 
 from __future__ import annotations
 
 import itertools
-import logging
 import socket
 import struct
 import weakref
@@ -24,8 +23,6 @@ import numpy.typing as npt
 import torch
 
 from ctpo_megatron.engines.weights.buckets import Bucket, Entry, Piece, Share, dtype_of, plan, rotated
-from ctpo_megatron.engines.weights.node_memory import NodeMemory, NoMeetingError, meet
-from ctpo_megatron.engines.weights.together import SharedWork
 
 SECRET_BYTES = 32
 Buffer = npt.NDArray[np.uint8]
@@ -43,10 +40,6 @@ _PORTION = 1 << 20
 """Bytes for which a receiver is woken: to wake it for every packet costs the sender time."""
 _ASKED = 64
 """Pieces of a bucket that are asked for before the first of them is read."""
-_PATIENCE = 1 / 8
-"""Of the time for an update: how long an engine waits for a bucket that a neighbour on its node has begun to fetch."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -54,7 +47,6 @@ class FetchMessage:
     """What an engine needs in order to fetch.
 
     shares: fields of each `Share`. secret: in hexadecimal digits. number, of: of the engine, among all that fetch.
-    receivers: processes on its node that fetch. meeting: a name where these meet, which no other update has.
     """
 
     shares: Sequence[tuple[str, int, Sequence[Sequence[Any]]]]
@@ -64,24 +56,19 @@ class FetchMessage:
     timeout_s: float
     number: int = 0
     of: int = 1
-    receivers: int = 1
-    meeting: str = ""
 
 
 def fetched(message: FetchMessage) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor on the CPU) of all shares; buckets arrive while the one before is used.
 
-    Several receivers of a node fetch each bucket once, and share it. timeout_s: of every operation on a connection.
-    Raises ConnectionError naming the address of a rank that is late or gone, does not have this version, or refuses the
-    secret. Raises ValueError where the shares are not the whole of each tensor.
+    timeout_s: of every operation on a connection. Raises ConnectionError naming the address of a rank that is late or
+    gone, does not have this version, or refuses the secret. Raises ValueError where the shares are not the whole of
+    each tensor.
     """
     shares = [Share(host, port, [Entry(*entry) for entry in entries]) for host, port, entries in message.shares]
     buckets = plan(shares, message.bucket_bytes)
     order = rotated(buckets, message.number, message.of)
     with ExitStack() as stack:
-        memory = _node_memory(message, buckets)
-        if memory is not None:
-            stack.callback(memory.close)  # once no thread writes to it any more
         pool = stack.enter_context(ThreadPoolExecutor(STREAMS, thread_name_prefix="weights"))
         streams = [[stack.enter_context(_Peer(share, message)) for share in shares] for _ in range(STREAMS)]
         buffers = _Buffers(min(message.bucket_bytes, max((bucket.size for bucket in buckets), default=0)))
@@ -92,10 +79,7 @@ def fetched(message: FetchMessage) -> Iterator[tuple[str, torch.Tensor]]:
             return content
 
         fetches = [partial(fetch, peers=peers) for peers in streams]
-        if memory is None:
-            contents = _alone(order, fetches, pool)
-        else:
-            contents = _together(memory, order, fetches, pool, message.timeout_s * _PATIENCE)
+        contents = _fetched_ahead(order, fetches, pool)
         stack.enter_context(closing(contents))  # before the pool, whose threads wait for more until then
         yield from itertools.chain.from_iterable(itertools.starmap(partial(_tensors, buckets), contents))
 
@@ -106,18 +90,7 @@ def _tensors(buckets: Sequence[Bucket], number: int, content: Buffer) -> Iterato
         yield name, data[place : place + size].view(dtype_of(dtype)).view(shape)
 
 
-def _node_memory(message: FetchMessage, buckets: Sequence[Bucket]) -> NodeMemory | None:
-    """Memory for all receivers of this node; None for a single one."""
-    if message.receivers == 1 or not buckets:
-        return None
-    try:
-        return meet(message.meeting, [bucket.size for bucket in buckets], message.receivers)
-    except NoMeetingError as error:
-        log.warning("weights %d are fetched by each engine of this node: %s", message.version, error)
-        return None
-
-
-def _alone(order: Sequence[int], fetches: Sequence[_Fetch], pool: Executor) -> Contents:
+def _fetched_ahead(order: Sequence[int], fetches: Sequence[_Fetch], pool: Executor) -> Contents:
     """The buckets, of which each stream fetches one ahead."""
     coming: deque[tuple[int, Future[Buffer]]] = deque()
     for number, fetch in zip(order, itertools.cycle(fetches), strict=False):
@@ -126,19 +99,6 @@ def _alone(order: Sequence[int], fetches: Sequence[_Fetch], pool: Executor) -> C
             yield _arrived(*coming.popleft())
     while coming:
         yield _arrived(*coming.popleft())
-
-
-def _together(
-    memory: NodeMemory, order: Sequence[int], fetches: Sequence[_Fetch], pool: Executor, patience_s: float
-) -> Contents:
-    """The buckets, each fetched here or by a neighbour."""
-    work = SharedWork(memory, order, patience_s)
-    for number in work.complete(pool, [partial(_for_all, memory, fetch) for fetch in fetches]):
-        yield number, memory.content(number)
-
-
-def _for_all(memory: NodeMemory, fetch: _Fetch, number: int) -> None:
-    memory.write(number, fetch(number).data)
 
 
 def _arrived(number: int, content: Future[Buffer]) -> tuple[int, Buffer]:

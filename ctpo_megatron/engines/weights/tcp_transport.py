@@ -249,16 +249,12 @@ def _send(peer: socket.socket, content: memoryview) -> None:
 
 @dataclass
 class TcpOffer:
-    """A `WeightOffer` that all ranks serve, of which some may still be copied; each rank closes its own.
-
-    workers: processes of an engine that fetch.
-    """
+    """A `WeightOffer` that all ranks serve, of which some may still be copied; each rank closes its own."""
 
     version: int
     shares: Sequence[Share]
     secret: bytes = field(repr=False)
     settings: TransportSettings
-    workers: int
     memory: WeightMemory = field(repr=False)
     source: WeightSource = field(repr=False)
     ranks: Ranks = field(repr=False)
@@ -281,11 +277,9 @@ class TcpOffer:
         )
 
     def begin(self, update: PendingUpdate) -> None:
-        """See `WeightOffer`; engines may connect before there is anything to fetch. Neighbours on a node share."""
-        nodes, receivers = update.nodes, Counter(update.nodes)
-        meeting = secrets.token_hex(16)
-        places = [{"number": number, "receivers": receivers[node] * self.workers} for number, node in enumerate(nodes)]
-        update.tell(vars(self.message) | {"of": len(nodes), "meeting": meeting}, places)
+        """See `WeightOffer`; engines may connect before there is anything to fetch, and begin at different tensors."""
+        count = len(update.engines)
+        update.tell(vars(self.message) | {"of": count}, [{"number": number} for number in range(count)])
 
     def transfer(self) -> None:
         """Copy what this rank sends, and exchange the checksums. Returns while engines still fetch."""
@@ -322,7 +316,6 @@ class TcpTransport:
             [share for share in shares if share.entries],
             self._secret,
             self._settings,
-            self._facts.workers,
             self._memory,
             source,
             self._ranks,
