@@ -1,4 +1,4 @@
-"""`ctpo doctor`: what is missing on this machine, or on every node, for training and for one configuration."""
+"""`ctpo doctor`: what is missing on this machine for training and for one configuration."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import Job, Problem, load_with_sources
 from ctpo_megatron.preflight import (
-    NoCluster,
     Wanted,
     check_template,
     diagnose,
-    diagnose_nodes,
     diagnose_run,
     failed,
     gpus,
@@ -41,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="DIR", type=Path, help="a model directory: is there shared memory for its weights?"
     )
-    parser.add_argument("--nodes", action="store_true", help="every node of the Ray cluster that RAY_ADDRESS names")
     parser.add_argument("--deep", action="store_true", help="import everything, and let ranks exchange tensors")
     parser.add_argument(
         "--template",
@@ -58,13 +55,7 @@ def run(args: argparse.Namespace) -> int:
     found, wanted = _of_config(args)
     if args.model is not None:
         wanted = replace(wanted, weight_bytes=weight_bytes(args.model))
-    if args.nodes:
-        try:
-            found |= diagnose_nodes(wanted)
-        except NoCluster as error:
-            raise UsageError(str(error)) from error
-    else:
-        found[HERE] = diagnose(wanted)
+    found[HERE] = diagnose(wanted)
     findings = [finding for part in found.values() for finding in part]
     if args.json:
         print(json.dumps(_as_json(found, findings), indent=1))
@@ -96,7 +87,7 @@ def _of_config(args: argparse.Namespace) -> tuple[dict[str, list[Problem]], Want
     config, sources = load_with_sources(args.config, args.overrides, unknown)
     seen = gpus()
     here = [] if isinstance(seen, str) else seen
-    job = Job.here(config, cuda=bool(here), node_gpus=None if args.nodes else len(here))
+    job = Job.here(config, cuda=bool(here), node_gpus=len(here))
     findings, wanted = diagnose_run(config, sources, job, here, deep=args.deep, earlier=unknown)
     return {f"Configuration {args.config}": findings}, wanted
 

@@ -27,7 +27,9 @@ VERBS: dict[str, str] = {
 }
 """Verb of `ctpo` -> what takes its place."""
 
-OPTIONS: dict[tuple[str, str], str] = {}
+OPTIONS: dict[tuple[str, str], str] = {
+    ("doctor", "--nodes"): "`ctpo launch CONFIG --nodes N --check` checks every node of a job",
+}
 """Verb of `ctpo` and an option that it no longer has -> what takes its place."""
 
 

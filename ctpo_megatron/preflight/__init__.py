@@ -30,7 +30,7 @@ from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.preflight.first_trajectory import play_first
 from ctpo_megatron.preflight.host_memory import host_table
 from ctpo_megatron.preflight.machine import START_CHECKS, check_libraries, weight_bytes
-from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
+from ctpo_megatron.preflight.nodes import NodeNeeds
 from ctpo_megatron.preflight.placement import GpuMemory
 from ctpo_megatron.preflight.plan import memory_table, plan_tables
 from ctpo_megatron.preflight.ranks import BETWEEN, RankCheck

