@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("data", "objective"),
     ("rewards", "tracking"),
     ("environments", "policy", "report"),
-    ("engines", "theory", "verify"),
+    ("engines", "verify"),
     ("rollouts",),
     ("preflight",),
     ("evaluate", "run"),

@@ -78,7 +78,6 @@ CONFIGURATION = {"pydantic", "omegaconf", "rich", "yaml"}
         (["report", "--help"], HEAVY),
         (["compare", "--help"], HEAVY),
         (["verify", "--help"], HEAVY),
-        (["theory", "--help"], HEAVY),
         (["export", "--help"], HEAVY),
         (["doctor", "--help"], HEAVY),
     ],

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ctpo_megatron.base.printable import PrintableFormatter, printable, say
 from ctpo_megatron.base.terminal import Terminal
-from ctpo_megatron.cli.console import print_numbers, print_table
+from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import report_error
 from ctpo_megatron.config import ConfigError, Problem
 from ctpo_megatron.report import print_summary, write_report
@@ -92,7 +92,6 @@ def test_the_display_is_printable(live: bool) -> None:
 
 def test_tables_lines_and_errors_are_printable(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(NAME, ("a", "b", "c"), [(NAME, NAME, NAME)])
-    print_numbers(NAME, NAME.replace("\r", ""), [NAME], [[NAME]])
     say(NAME)
     report_error(ConfigError([Problem(NAME, NAME, NAME, value=NAME, where=NAME)]), "train")
     report_error(RuntimeError(NAME), "train")

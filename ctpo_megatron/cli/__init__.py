@@ -24,7 +24,6 @@ VERBS = {
     "compare": "several runs on one page",
     "doctor": "what is installed, what is missing",
     "verify": "compare parallel layouts with a float64 oracle",
-    "theory": "the theory of CTPO by enumeration and simulation",
     "export": "write a checkpoint in Hugging Face format, or check one",
     "sandbox": "the code execution service",
 }

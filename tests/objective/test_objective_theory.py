@@ -1,6 +1,6 @@
 """What the theory says holds for the loss of the product: its gradient, on all sequences of a small softmax tree.
 
-`ctpo_megatron.theory` enumerates in numpy, with formulas of its own; here autograd runs through `policy_loss`.
+`docs/notebooks` enumerates in numpy, with formulas of its own; here autograd runs through `policy_loss`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ctpo_megatron.objective import Denominators, PolicyObjective, policy_loss
-from ctpo_megatron.theory.tree import RATIOS, FloatArray, Tree, relative_bias
+from theory_tree import RATIOS, FloatArray, Tree, relative_bias
 
 
 def tree(seed: int) -> tuple[Tree, FloatArray, FloatArray]:

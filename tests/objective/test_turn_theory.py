@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ctpo_megatron.config import AdvantageConfig
 from ctpo_megatron.objective import Denominators, PolicyObjective, policy_loss, turn_advantages
-from ctpo_megatron.theory.tree import FloatArray, Tree, relative_bias
-from ctpo_megatron.theory.turns import TwoTurns
+from theory_tree import FloatArray, Tree, relative_bias
+from theory_turns import TwoTurns
 
 EXACT = 1e-11
 FREE = {"clip_low": 1e6, "clip_high": 1e6, "clip_c": None, "loss_agg_mode": "seq-mean-token-sum"}

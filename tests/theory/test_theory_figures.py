@@ -1,17 +1,16 @@
-"""The figures of `ctpo theory` have the numbers of its tables, and files that open."""
+"""The figures have the numbers of the tables, and can be drawn."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from PIL import Image
+from vl_convert import vegalite_to_svg
 
-from ctpo_megatron.theory import StudySettings, study, write_study
-from ctpo_megatron.theory.figures import charts
-from ctpo_megatron.theory.random_walk import TOKENS
-from ctpo_megatron.theory.study import Study
+from ctpo_megatron.report.charts import for_file
+from theory_figures import charts
+from theory_study import Study, StudySettings, study
+from theory_walk import TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +54,7 @@ def test_clip_rates_have_formulas_as_lines_and_walks_as_points(window: str, foun
             assert lines[kind] == [(t, formula) for t, formula, _ in rows]
 
 
-def test_files_open(found: Study, tmp_path: Path) -> None:
-    written = write_study(found, tmp_path)
-    assert {path for path in tmp_path.rglob("*") if path.is_file()} == set(written)
-    for path in written:
-        if path.suffix == ".png":
-            with Image.open(path) as picture:
-                assert min(picture.size) > 400 and len(picture.convert("L").getcolors(256) or ()) > 8
-        elif path.suffix == ".svg":
-            text = " ".join(ElementTree.parse(path).getroot().itertext())
-            assert "position t" in text and ("token" in text or "sampled tokens" in text)
-        elif path.suffix == ".pdf":
-            assert path.read_bytes().startswith(b"%PDF-") and path.stat().st_size > 2_000
+def test_they_are_drawn(found: Study) -> None:
+    for chart in charts(found):
+        text = " ".join(ElementTree.fromstring(vegalite_to_svg(for_file(chart))).itertext())
+        assert "position t" in text and ("token" in text or "sampled tokens" in text)

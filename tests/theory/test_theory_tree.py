@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctpo_megatron.theory.tables import Counterexample
-from ctpo_megatron.theory.tree import (
+from theory_tables import Counterexample
+from theory_tree import (
     RATIOS,
     Tree,
     chi_squared,

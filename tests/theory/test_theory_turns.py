@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ctpo_megatron.theory import StudySettings
-from ctpo_megatron.theory.tables import TheoryTable
-from ctpo_megatron.theory.turns import turn_tables
+from theory_study import StudySettings
+from theory_tables import TheoryTable
+from theory_turns import turn_tables
 
 ROUNDING = 1e-14
 
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, TheoryTable]:
-    """As `ctpo theory` makes them by default."""
+    """As the study makes them by default."""
     settings = StudySettings()
     rng = np.random.default_rng(settings.seed).spawn(5)[-1]
     found = turn_tables(rng, settings.vocabulary, settings.horizon, settings.shift)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ctpo_megatron.base.position_law import Points, fit_law
 from ctpo_megatron.objective.positions import FIXED_WINDOW, WIDENING_WINDOW
-from ctpo_megatron.theory.random_walk import (
+from theory_walk import (
     Autoregressive,
     TokenPairs,
     UnequalTrajectories,

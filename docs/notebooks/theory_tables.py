@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ctpo_megatron.theory.tree import (
+from theory_tree import (
     RATIOS,
     Tree,
     chi_squared,

@@ -9,8 +9,8 @@ from statistics import NormalDist
 import numpy as np
 
 from ctpo_megatron.config import PolicyObjective
-from ctpo_megatron.theory.tables import TableCell, TheoryTable
-from ctpo_megatron.theory.tree import BoolArray, FloatArray, IntArray, log_softmax
+from theory_tables import TableCell, TheoryTable
+from theory_tree import BoolArray, FloatArray, IntArray, log_softmax
 
 _AT_ONCE = 4_000_000
 """Increments in memory, 32 MB."""

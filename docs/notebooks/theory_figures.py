@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ctpo_megatron.report import Axis, Chart, Curve, curves, points
-from ctpo_megatron.theory.random_walk import DRIFT, NO_DRIFT, TOKENS
-from ctpo_megatron.theory.study import Study
-from ctpo_megatron.theory.tables import TableCell, TheoryTable
-from ctpo_megatron.theory.tree import RATIOS
+from theory_study import Study
+from theory_tables import TableCell, TheoryTable
+from theory_tree import RATIOS
+from theory_walk import DRIFT, NO_DRIFT, TOKENS
 
 COLOURS = {"token": "orange", "prefix": "blue", "CTPO, prefix": "blue", "GSPO": "purple", "sequence": "green"}
 KINDS = {NO_DRIFT: "grey", DRIFT: "blue", TOKENS: "orange"}

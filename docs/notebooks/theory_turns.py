@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ctpo_megatron.theory.tables import TREES, TheoryTable
-from ctpo_megatron.theory.tree import BoolArray, FloatArray, Tree, relative_bias
+from theory_tables import TREES, TheoryTable
+from theory_tree import BoolArray, FloatArray, Tree, relative_bias
 
 WEIGHTS = {
     "token": "token",
