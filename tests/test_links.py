@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parents[1]
+FORMS = ("md", "ipynb")
 FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)")
@@ -16,12 +18,19 @@ HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
 
 
 def documents(root: Path) -> list[Path]:
-    """Every Markdown file of the repository that a reader opens."""
-    found = (
-        root.glob(pattern)
-        for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/*.md", "answers/*.md", "kernels/*.md")
-    )
-    return sorted({path for paths in found for path in paths})
+    """Every Markdown file and notebook of the repository that a reader opens."""
+    folders = ("docs/**", "benchmarks/**", "examples", "answers", "kernels")
+    patterns = ("*.md", *(f"{folder}/*.{form}" for folder in folders for form in FORMS))
+    return sorted({path for pattern in patterns for path in root.glob(pattern)})
+
+
+def text_of(path: Path) -> str:
+    """A document; of a notebook its Markdown cells."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    cells = (cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
 
 
 def anchor(heading: str) -> str:
@@ -42,7 +51,7 @@ def anchors(text: str) -> set[str]:
 
 def broken_links(path: Path) -> Iterator[str]:
     """What is wrong with the links of a document, one line each. Addresses on the network are not opened."""
-    text = CODE.sub(_blank, FENCE.sub(_blank, path.read_text(encoding="utf-8")))
+    text = CODE.sub(_blank, FENCE.sub(_blank, text_of(path)))
     for match in LINK.finditer(text):
         link = match.group(1)
         if re.match(r"[a-z][a-z0-9+.-]*:", link):
@@ -53,7 +62,7 @@ def broken_links(path: Path) -> Iterator[str]:
         where = f"{path}:{line}: {link}:"
         if not target.exists():
             yield f"{where} no such file"
-        elif fragment and target.suffix == ".md" and fragment not in anchors(target.read_text(encoding="utf-8")):
+        elif fragment and target.suffix[1:] in FORMS and fragment not in anchors(text_of(target)):
             yield f"{where} no such heading in {target.name}"
 
 
@@ -77,6 +86,16 @@ def test_broken_links_are_named(tmp_path: Path) -> None:
         f"{page}:7: gone.md: no such file",
         f"{page}:8: other.md#no-heading: no such heading in other.md",
     ]
+
+
+def test_of_a_notebook_the_markdown_cells_count(tmp_path: Path) -> None:
+    text = "# A heading\n[good](#a-heading) [gone](gone.md)"
+    cells = [{"cell_type": "code", "source": ["[code](nowhere.md)"]}, {"cell_type": "markdown", "source": [text]}]
+    notebook, page = tmp_path / "n.ipynb", tmp_path / "page.md"
+    notebook.write_text(json.dumps({"cells": cells}))
+    page.write_text("[good](n.ipynb#a-heading) [wrong](n.ipynb#none)")
+    assert list(broken_links(notebook)) == [f"{notebook}:2: gone.md: no such file"]
+    assert list(broken_links(page)) == [f"{page}:1: n.ipynb#none: no such heading in n.ipynb"]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from docs.site.reference import FOLDER, HAND_WRITTEN, pages
 from tests.structure import GENERATED
 from tests.support.deadlines import scaled
-from tests.test_links import documents
+from tests.test_links import FORMS, documents
 
 ROOT = Path(__file__).resolve().parents[1]
 INDEX = ROOT / "docs" / "index.md"
@@ -23,7 +23,9 @@ TREE = re.compile(r"^```\{toctree\}\n:caption: (.*)\n(?::.*\n)*\n([^`]*)^```$", 
 def navigation() -> dict[str, list[Path]]:
     """Section -> its pages, in order."""
     return {
-        caption: [page for entry in entries.split() for page in sorted(INDEX.parent.glob(f"{entry}.md"))]
+        caption: [
+            page for entry in entries.split() for form in FORMS for page in sorted(INDEX.parent.glob(f"{entry}.{form}"))
+        ]
         for caption, entries in TREE.findall(INDEX.read_text(encoding="utf-8"))
     }
 
@@ -67,6 +69,6 @@ def test_the_site_is_built_without_a_warning_is_complete_and_needs_no_network() 
         text = page.read_text(encoding="utf-8")
         assert re.findall(r"""<(?:script|img|iframe)[^>]*\bsrc=["'](?:https?:)?//[^"']*""", text) == [], page
         assert re.findall(r"""<link[^>]*rel=["']stylesheet["'][^>]*href=["'](?:https?:)?//[^"']*""", text) == [], page
-        for place in re.findall(r"""\b(?:src|srcset)=["']([^"':?#]+)""", text):
+        for place in re.findall(r"""\b(?:src|srcset)=["'](?!data:)([^"':?#]+)""", text):
             assert (page.parent / place).is_file(), f"{page} shows {place}"
     assert "quarantin" in (site / "searchindex.js").read_text(encoding="utf-8")

@@ -7,6 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from myst_parser.parsers.sphinx_ import MystParser
+
 ROOT = Path(__file__).resolve().parents[2]
 
 project = "ctpo-megatron"
@@ -16,18 +20,41 @@ version = release = runpy.run_path(str(ROOT / "ctpo_megatron" / "__init__.py"))[
 extensions = ["myst_parser"]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "benchmarks/**.md", "examples/*.md", "answers/*.md", "kernels/*.md"]
+include_patterns += ["docs/notebooks/*.ipynb", "examples/*.ipynb"]
 exclude_patterns = [".*", "build", "runs", "tests", "models", "data"]
 smartquotes = False  # `--dry-run` has two hyphens
 myst_heading_anchors = 4  # links to headings, as GitHub names them
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_copy_source = False
 html_show_sourcelink = False
 
+notebook = runpy.run_path(str(ROOT / "docs" / "site" / "notebook.py"))
+
+
+class NotebookParser(MystParser):
+    """Reads a notebook as the page that its cells make."""
+
+    supported = ("notebook",)
+
+    def parse(self, inputstring: str, document: nodes.document) -> None:
+        super().parse(notebook["markdown"](inputstring), document)
+
 
 def setup(app: Any) -> None:
+    app.add_source_suffix(".ipynb", "notebook")
+    app.add_source_parser(NotebookParser)
+    app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.connect("build-finished", copy_figures)
+
+
+def formula(writer: Any, node: nodes.Element) -> None:
+    """MathML, which browsers draw themselves: Sphinx' own renderers need a network or LaTeX."""
+    block = isinstance(node, nodes.math_block)
+    writer.body.append(tex2mathml(node.astext(), as_block=block))
+    raise nodes.SkipNode
 
 
 def copy_figures(app: Any, _error: Exception | None) -> None:
