@@ -10,7 +10,7 @@
 # make coverage     the lines that the light half of the suite runs
 # make lint         ruff, mypy, the links of the documents, and the prose
 # make docs         the documentation site, build/site/docs/index.html; warnings are errors
-# make reference    docs/reference from the code
+# make reference    docs/reference from the code, and the outputs of docs/notebooks
 # make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
 # make locks        requirements/{cpu,cuda}-{3.11,3.12,3.13}.txt from setup.py; pins stay as they are where they can
@@ -195,6 +195,7 @@ $(SITE): requirements/docs.txt
 
 reference: $(INSTALLED)
 	PYTHONPATH=.:answers:kernels:sandbox:launchers $(BIN)/python docs/site/reference.py
+	$(BIN)/python docs/site/notebook.py
 
 lint-containers: .venv-hadolint/bin/hadolint
 	.venv-hadolint/bin/hadolint launchers/containers/*.Dockerfile

@@ -22,7 +22,7 @@ VALUES: dict[tuple[str, str], str] = {
 VERBS: dict[str, str] = {
     "watch": "`ctpo report RUN` makes the report again, also while the run continues, and with filters such as "
     "`--steps 20-24 --text lcm` a page of trajectories",
-    "theory": "docs/notebooks/theory_study.py of the repository computes its tables",
+    "theory": "docs/notebooks/theory.ipynb has its tables and figures",
     "trajectories": "`ctpo report RUN --steps 20-24` writes a page of trajectories, and `pandas.read_parquet` reads "
     "trajectories/step_*.parquet",
 }

@@ -41,8 +41,8 @@ def turn_advantages(
     groups: the returns to go of the turns of each trajectory of a prompt (`Trajectory.returns`). The returns from turn
     k are compared as `batch_advantages` compares rewards. A trajectory that ended before turn k counts 0, for every k.
     So the baseline depends on the other trajectories alone, and no turn pays or charges for a further one
-    (docs/theory.md). One standard deviation divides all turns of a group, the largest of any turn, so that they keep
-    their proportions. Trajectories of one turn have the bits of `batch_advantages`.
+    (docs/notebooks/theory.ipynb). One standard deviation divides all turns of a group, the largest of any turn, so
+    that they keep their proportions. Trajectories of one turn have the bits of `batch_advantages`.
     """
     return _of_batch(groups, config, lambda returns: _of_turns(returns, config))
 

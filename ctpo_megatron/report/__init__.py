@@ -6,7 +6,7 @@ Its figures are for `accuracy_table`, `difference_table` and `cost_table` (docs/
 `first_batch_warnings` says whether anything can be learned from a batch, `Decline` whether a run gets worse.
 """
 
-from ctpo_megatron.report.charts import Axis, Chart, Curve, bars, curves, cycled, points, save_charts
+from ctpo_megatron.report.charts import Axis, Chart, Curve, bars, curves, cycled
 from ctpo_megatron.report.comparison import Comparison, accuracy_table, cost_table, difference_table
 from ctpo_megatron.report.figures import Figure, save_figures
 from ctpo_megatron.report.learning import FALLEN, Decline, decline_of, first_batch_warnings
@@ -34,9 +34,7 @@ __all__ = [
     "decline_of",
     "difference_table",
     "first_batch_warnings",
-    "points",
     "print_summary",
-    "save_charts",
     "save_figures",
     "summarize",
     "write_comparison",

@@ -106,7 +106,7 @@ def why_not(sums: PositionSums, law: PositionLaw | None) -> str:
         return ""
     return (
         f"{share:.0%} of the tokens are at positions where the token is almost certain, as in the fixed parts of a "
-        "tool call: they add nothing to the spread of S_t (docs/theory.md, When sqrt(t) fails)"
+        "tool call: they add nothing to the spread of S_t (docs/notebooks/theory.ipynb, When sqrt(t) fails)"
     )
 
 

@@ -1,143 +1,122 @@
-"""What enumeration of a tree says, as tables: bias and variance of the ratios, and the counterexample."""
+"""Tables and figures of theory.ipynb, of what `theory_tree`, `theory_turns` and `theory_walk` compute."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import vl_convert
 
+from ctpo_megatron.report.charts import Axis, Chart, Curve, Spec, curves, for_file, points
 from theory_tree import (
     RATIOS,
+    BoolArray,
+    Counterexample,
+    FloatArray,
     Tree,
     chi_squared,
     equal_factors,
     independent_variances,
+    relative_bias,
     sampled_variances,
     second_moments,
     suffix_share,
     variances,
 )
+from theory_turns import BASELINES, WEIGHTS, TwoTurns
+from theory_walk import (
+    CURVE,
+    DRIFT,
+    NO_DRIFT,
+    TOKENS,
+    Autoregressive,
+    UnequalTrajectories,
+    Walks,
+    clip_rate,
+    clipped_share,
+    drift,
+    windows,
+)
 
-_FIRST, _SECOND = (0, 1), (2, 1)
-"""Node and token of the logits: of a_1 = 1, and of a_2 = 1 after a_1 = 1."""
-
-
-@dataclass(frozen=True)
-class Counterexample:
-    """p, q: probability of a_1 = 1, and of a_2 = 1, under the target policy; p_b, q_b: under the behaviour policy."""
-
-    p: float = 0.6
-    q: float = 0.8
-    p_b: float = 0.5
-    q_b: float = 0.4
-
-    def formulas(self) -> dict[str, tuple[float, float]]:
-        """Gradient of E[a_1 a_2] in the logits of a_1, and of a_2 after a_1 = 1: the true one, and CTPO's."""
-        first, second = self.p * (1 - self.p), self.p * self.q * (1 - self.q)
-        return {"true": (first * self.q, second), "cumprod": (first * self.q_b, second)}
-
-    def enumerated(self) -> dict[str, tuple[float, float]]:
-        """The same from all four sequences, and the other ratios."""
-        tree = Tree.independent(_log_probs(self.p_b, self.q_b), _log_probs(self.p, self.q))
-        reward = tree.paths.tokens.prod(1, keepdims=True) * np.ones(tree.horizon)
-        found = {"true": tree.true_gradient(reward)}
-        found |= {ratio: tree.expected_gradient(ratio, reward) for ratio in RATIOS}
-        return {name: (float(gradient[_FIRST]), float(gradient[_SECOND])) for name, gradient in found.items()}
-
-
-def _log_probs(*of_one: float) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    return np.array([[math.log1p(-each), math.log(each)] for each in of_one])
-
-
-TableCell = str | int | float
-TREES = 200
-"""Random trees over which the bias with one outcome reward is shown: one tree alone is an anecdote."""
+SHOWN = (100, 1_000, 8_000)
+"""Positions of the tables of walks."""
+ROUNDING = 1e-12
+"""Below, a number is shown as 0: it is what float64 leaves of one, and differs between machines."""
 EQUAL_CHI2 = (0.1, 0.01, 0.0001)
+COLOURS = {"token": "orange", "prefix": "blue", "CTPO, prefix": "blue", "GSPO": "purple", "sequence": "green"}
+KINDS = {NO_DRIFT: "grey", DRIFT: "blue", TOKENS: "orange"}
+Cell = str | int | float
 
 
-@dataclass(frozen=True)
-class TheoryTable:
-    """name: its key in theory.json. says: what it shows, and what it does not. rows: one cell for each of `columns`."""
+@dataclass(frozen=True, repr=False)
+class Table:
+    """rows: one cell for each of `columns`. Jupyter shows it as Markdown."""
 
-    name: str
-    title: str
-    says: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[TableCell, ...], ...]
+    rows: tuple[tuple[Cell, ...], ...]
 
     @classmethod
-    def of(cls, name: str, title: str, says: str, columns: Mapping[str, Iterable[TableCell]]) -> TheoryTable:
+    def of(cls, columns: Mapping[str, Iterable[Cell]]) -> Table:
         """From columns of equal length; numbers of numpy become plain ones."""
         plain = [np.asarray(column, object).tolist() for column in columns.values()]
-        return cls(name, title, says, tuple(columns), tuple(zip(*plain, strict=True)))
+        return cls(tuple(columns), tuple(zip(*plain, strict=True)))
 
-    def column(self, name: str) -> list[TableCell]:
+    def column(self, name: str) -> list[Cell]:
         """All cells of a column. Raises ValueError for an unknown name."""
-        place = self.columns.index(name)
-        return [row[place] for row in self.rows]
+        index = self.columns.index(name)
+        return [row[index] for row in self.rows]
+
+    def only(self, name: str, values: Collection[Cell]) -> Table:
+        """Rows whose cell in a column is one of `values`. Raises ValueError for an unknown name."""
+        index = self.columns.index(name)
+        return Table(self.columns, tuple(row for row in self.rows if row[index] in values))
+
+    def __repr__(self) -> str:
+        words = [all(isinstance(cell, str) for cell in column) for column in zip(*self.rows, strict=True)]
+        lines = [self.columns, ["---" if text else "--:" for text in words]]
+        lines += [[_shown(cell) for cell in row] for row in self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def _repr_markdown_(self) -> str:
+        return repr(self)
 
 
-def bias_tables(tree: Tree, rng: np.random.Generator) -> list[TheoryTable]:
-    """Bias of each term of the gradient, with an advantage of the prefix (proposition 1) and with an outcome reward."""
-    positions = {"t": range(1, tree.horizon + 1)}
-    prefix, outcome = tree.prefix_advantages(rng), tree.outcome_advantages(rng)
-    return [
-        TheoryTable.of(
-            "bias",
-            "Proposition 1: relative bias of the gradient's term t, advantage A(s_t, a_t)",
-            "The prefix ratio up to t gives each term the target policy's distribution of prefixes, so its bias is "
-            "rounding (below 1e-12). So is the sequence ratio's, which varies more. The token ratio is exact at the "
-            "first token only. GSPO's is exact nowhere. All of this is for an advantage known with token t, and "
-            "without a clip.",
-            positions | {RATIOS[ratio]: tree.bias_by_position(ratio, prefix) for ratio in RATIOS},
-        ),
-        TheoryTable.of(
-            "outcome_bias_by_position",
-            "The same with one outcome reward for the whole sequence",
-            "Now the prefix ratio is NOT unbiased: what follows token t still comes from the behaviour policy. Only "
-            "its last term is exact, where the prefix is the whole sequence. The sequence ratio is exact "
-            "everywhere.",
-            positions | {RATIOS[ratio]: tree.bias_by_position(ratio, outcome) for ratio in RATIOS},
-        ),
-    ]
+def _shown(cell: Cell) -> str:
+    """Four decimals, or two digits and a power of ten of a number that has too few in them."""
+    if isinstance(cell, float):
+        if abs(cell) < ROUNDING:
+            return "0"
+        return f"{cell:,.4f}" if 1e-3 <= abs(cell) < 1e5 else f"{cell:.1e}"
+    return f"{cell:,}" if isinstance(cell, int) else cell
 
 
-def outcome_table(tree: Tree, rng: np.random.Generator, shift: float) -> TheoryTable:
-    """Bias of the whole gradient with one outcome reward, on this tree and on `TREES` others of its size."""
-    others = [Tree.random(rng, tree.vocabulary, tree.horizon, shift) for _ in range(TREES)]
-    trees = [(each, each.outcome_advantages(rng)) for each in (tree, *others)]
-    bias = {ratio: np.array([each.bias(ratio, reward) for each, reward in trees]) for ratio in RATIOS}
-    quantile = {ratio: np.quantile(found[1:], (0.1, 0.5, 0.9)) for ratio, found in bias.items()}
-    less = {ratio: int((found[1:] < bias["token"][1:]).sum()) for ratio, found in bias.items()}
-    return TheoryTable.of(
-        "outcome_bias",
-        "One outcome reward: relative bias of the whole gradient",
-        f"With an outcome reward, as CTPO trains on, CTPO's gradient is biased: median {quantile['cumprod'][1]:.2f} "
-        f"over {TREES} random trees. It is less biased than the token ratio's in {less['cumprod']} of them. That is "
-        "an observation on small trees, and no theorem. The sequence ratio alone has no bias.",
+def bias_table(tree: Tree, advantages: FloatArray) -> Table:
+    """Relative bias of each term of the gradient; advantages: `[N, H]`."""
+    biases = {name: tree.bias_by_position(ratio, advantages) for ratio, name in RATIOS.items()}
+    return Table.of({"t": range(1, tree.horizon + 1), **biases})
+
+
+def outcome_table(trees: Sequence[Tree], rng: np.random.Generator) -> Table:
+    """Relative bias of the whole gradient with one outcome reward: on the first tree, and quantiles over the others."""
+    rewarded = [(tree, tree.outcome_advantages(rng)) for tree in trees]
+    bias = {ratio: np.array([tree.bias(ratio, reward) for tree, reward in rewarded]) for ratio in RATIOS}
+    quantile = np.array([np.quantile(values[1:], (0.1, 0.5, 0.9)) for values in bias.values()])
+    return Table.of(
         {
-            "ratio": list(RATIOS.values()),
-            "this tree": [float(found[0]) for found in bias.values()],
-            **{
-                name: [float(quantile[ratio][place]) for ratio in RATIOS]
-                for place, name in enumerate(("10 %", "median", "90 %"))
-            },
-            "below token": [less[ratio] for ratio in RATIOS],
-        },
+            "ratio": RATIOS.values(),
+            "the tree above": [float(values[0]) for values in bias.values()],
+            **{name: quantile[:, index] for index, name in enumerate(("10 %", "median", "90 %"))},
+            "trees below token": [int((values[1:] < bias["token"][1:]).sum()) for values in bias.values()],
+        }
     )
 
 
-def variance_table(tree: Tree) -> TheoryTable:
+def variance_table(tree: Tree) -> Table:
     """Proposition 2 (i)."""
     prefix, sequence = variances(tree, "cumprod"), variances(tree, "sequence")
-    return TheoryTable.of(
-        "variance",
-        "Proposition 2 (i): variance of the ratios at position t",
-        "The sequence ratio varies at least as much as any prefix ratio. The difference is exactly the last column, "
-        "the mean of rho_1:t^2 times the variance of the remaining factors given the prefix, and so never negative. "
-        "It is zero only where these factors are constant, as at t = H.",
+    return Table.of(
         {
             "t": range(1, tree.horizon + 1),
             "token": variances(tree, "token"),
@@ -145,63 +124,185 @@ def variance_table(tree: Tree) -> TheoryTable:
             "sequence": sequence,
             "sequence - prefix": sequence - prefix,
             "mean of the rest": suffix_share(tree),
-        },
+        }
     )
 
 
-def independent_table(tree: Tree, rng: np.random.Generator, samples: int) -> TheoryTable:
+def independent_table(tree: Tree, rng: np.random.Generator, samples: int) -> Table:
     """Proposition 2 (ii) of a tree whose positions are independent, by formula, by enumeration and from samples."""
     first = np.cumsum([0, *(tree.vocabulary**depth for depth in range(tree.horizon - 1))])
     chi2 = chi_squared(tree.behaviour[first], tree.target[first])
     sampled, error = sampled_variances(tree, tree.sample(rng, samples))
-    return TheoryTable.of(
-        "independent",
-        "Proposition 2 (ii): independent factors, Var rho_1:t = prod(1 + chi2_k) - 1",
-        f"Formula and enumeration agree to rounding. The variance of {samples:,} sampled sequences has the standard "
-        "error in the last column. This form needs independent factors; proposition 2 (i) does not.",
+    return Table.of(
         {
             "t": range(1, tree.horizon + 1),
             "chi2_t": chi2,
             "formula": independent_variances(chi2),
             "enumerated": variances(tree, "cumprod"),
             "sampled": sampled,
-            "standard error": error,
-        },
+            "its error": error,
+        }
     )
 
 
-def equal_table(vocabulary: int, horizon: int) -> TheoryTable:
-    """Proposition 2 (ii) with the same chi^2 at all positions, down to small ones."""
-    chosen = sorted({1, max(1, horizon // 2), horizon - 1})
-    rows: list[tuple[TableCell, ...]] = []
+def equal_table(vocabulary: int, horizon: int) -> Table:
+    """Sequence ratio over prefix ratio where chi^2 is the same at all positions, down to small ones."""
+    rows: list[tuple[Cell, ...]] = []
     for chi2 in EQUAL_CHI2:
         tree = equal_factors(vocabulary, horizon, chi2)
         moment, variance = second_moments(tree, "cumprod"), variances(tree, "cumprod")
-        for t in chosen:
-            ratios = [float(found[-1] / found[t - 1]) for found in (moment, variance)]
+        for t in sorted({1, horizon // 2, horizon - 1}):
+            ratios = [float(values[-1] / values[t - 1]) for values in (moment, variance)]
             rows.append((chi2, t, (1 + chi2) ** (horizon - t), *ratios, horizon / t))
-    return TheoryTable(
-        "equal_factors",
-        "Equal chi2 = c at all positions: sequence ratio over prefix ratio",
-        "Second moments differ by (1 + c)^(H - t), exactly. The variances differ by H / t only in the limit c -> 0.",
-        ("c", "t", "(1 + c)^(H - t)", "second moments", "variances", "H / t"),
-        tuple(rows),
-    )
+    return Table(("c", "t", "(1 + c)^(H - t)", "second moments", "variances", "H / t"), tuple(rows))
 
 
-def counterexample_table(example: Counterexample) -> TheoryTable:
-    """Two binary actions and the reward a_1 a_2."""
-    formulas, found = example.formulas(), example.enumerated()
-    return TheoryTable.of(
-        "counterexample",
-        "Counterexample: two binary actions, reward a_1 a_2, gradient in the two logits",
-        f"Target policy p = {example.p:g}, q = {example.q:g}; behaviour policy p_b = {example.p_b:g}, q_b = "
-        f"{example.q_b:g}. The first logit's true gradient is p(1-p)q. CTPO's is p(1-p)q_b, as the second action is "
-        "the behaviour policy's. Its second term is exact. The sequence ratio is exact in both.",
+def counterexample_table(example: Counterexample) -> Table:
+    """Gradients in the two logits."""
+    formulas, enumerated = example.formulas(), example.enumerated()
+    names = {"true": "true gradient", **RATIOS}
+    return Table.of(
         {
-            "ratio": ["true", *RATIOS.values()],
-            "first logit": [found[name][0] for name in ("true", *RATIOS)],
-            "by formula": [formulas[name][0] if name in formulas else "" for name in ("true", *RATIOS)],
-            "second logit": [found[name][1] for name in ("true", *RATIOS)],
-        },
+            "ratio": names.values(),
+            "first logit": [enumerated[name][0] for name in names],
+            "by formula": [formulas[name][0] if name in formulas else "" for name in names],
+            "second logit": [enumerated[name][1] for name in names],
+        }
     )
+
+
+def turn_ratio_table(tasks: Sequence[TwoTurns]) -> Table:
+    """Relative bias and trace variance by the ratio of a turn's reward, medians over the tasks."""
+
+    def bias(weight: str, to_go: bool) -> float:
+        return float(np.median([task.bias(weight, to_go=to_go) for task in tasks]))
+
+    def variance(weight: str) -> float:
+        return float(np.median([task.tree.trace_variance(task.weighted(weight, to_go=True)) for task in tasks]))
+
+    return Table.of(
+        {
+            "ratio of a turn's reward": WEIGHTS.values(),
+            "bias, own turn": [bias(weight, False) for weight in WEIGHTS],
+            "bias, return to go": [bias(weight, True) for weight in WEIGHTS],
+            "variance, return to go": [variance(weight) for weight in WEIGHTS],
+        }
+    )
+
+
+def turn_baseline_table(tasks: Sequence[TwoTurns]) -> Table:
+    """Bias, hidden bonus and trace variance by baseline, medians over the tasks; samples of the target policy."""
+    rows = []
+    for baseline, name in BASELINES.items():
+        numbers = []
+        for task in tasks:
+            tree, advantages = task.tree, task.with_baseline(baseline)
+            true = tree.true_gradient(task.of_tokens(task.returns))
+            bias = relative_bias(tree.true_gradient(advantages), true)
+            numbers.append((bias, task.bonus(advantages), tree.trace_variance(advantages, of_target=True)))
+        rows.append((name, *np.median(numbers, 0).tolist()))
+    return Table(("baseline", "bias", "bonus of a further turn", "variance"), tuple(rows))
+
+
+def spread_table(walks: Walks, sigma: float) -> Table:
+    """The sqrt(t) law, and the drift."""
+    chosen = np.searchsorted(CURVE, SHOWN)
+    t, normal, tokens = CURVE[chosen], walks[NO_DRIFT][0][:, chosen], walks[TOKENS][0][:, chosen]
+    std = tokens.std(0, ddof=1)
+    return Table.of(
+        {
+            "t": t,
+            "sigma sqrt(t)": sigma * np.sqrt(t),
+            "std, normal": normal.std(0, ddof=1),
+            "std, tokens": std,
+            "its error": std / np.sqrt(2 * len(tokens)),
+            "-t sigma^2/2": drift(t, sigma),
+            "mean, tokens": tokens.mean(0),
+            "error of the mean": std / np.sqrt(len(tokens)),
+        }
+    )
+
+
+def clip_table(walks: Walks, positive: BoolArray, sigma: float) -> Table:
+    """Clip rates of both windows at the positions of `CURVE`. positive: whether A > 0, `[samples]`."""
+    rows: list[tuple[Cell, ...]] = []
+    for window in windows():
+        for kind, (walk, mean) in walks.items():
+            formula = clip_rate(window, CURVE, sigma * np.sqrt(CURVE), mean)
+            columns = (CURVE, formula, *clipped_share(window, CURVE, walk, positive))
+            rows += [(window.name, kind, *cells) for cells in zip(*(c.tolist() for c in columns), strict=True)]
+    return Table(("window", "increments", "t", "formula", "simulated", "its error"), tuple(rows))
+
+
+def reach_table(sigma: float) -> Table:
+    """The position at which the drift alone is at the lower bound of each window."""
+    reached = [round(window.reached_by_drift(sigma)) for window in windows()]
+    return Table.of({"window": [window.name for window in windows()], "reached by the drift at token": reached})
+
+
+def correlated_table(rng: np.random.Generator, samples: int, sigma: float) -> Table:
+    """Increments that are not independent: what Var(S_t) = t sigma^2 leaves out."""
+    t, (widening, _) = np.array(SHOWN), windows()
+    positive = rng.random(samples) < 0.5
+    rows: list[tuple[Cell, ...]] = []
+    for name, increments in (("AR(1)", Autoregressive(sigma)), ("own sigma", UnequalTrajectories(sigma))):
+        walk, alone = increments.sample(rng, samples, t), increments.variances(t)
+        squares = (walk - walk.mean(0)) ** 2
+        columns = [
+            t,
+            alone,
+            increments.covariances(t),
+            squares.mean(0) - alone,
+            squares.std(0, ddof=1) / np.sqrt(samples),
+            *clipped_share(widening, t, walk, positive),
+        ]
+        rows += [(name, *cells) for cells in zip(*(column.tolist() for column in columns), strict=True)]
+    header = ("increments", "t", "sum Var(d)", "2 sum Cov", "simulated", "error", "clip rate", "error of the rate")
+    return Table(header, tuple(rows))
+
+
+@dataclass(frozen=True, repr=False)
+class Figure:
+    """A Vega-Lite specification with its data. Jupyter shows it as SVG; as text it is the caption and the points."""
+
+    spec: Spec
+
+    def __repr__(self) -> str:
+        lines = [str(self.spec["description"])]
+        for part in (self.spec, *self.spec["layer"]):
+            series: dict[str, list[str]] = {}
+            for row in part.get("data", {}).get("values", ()):
+                series.setdefault(row["series"], []).append(f"{row['x']:g} {_shown(row['y'])}")
+            of_line = "" if part is self.spec else ", line"
+            lines += [f"{name}{of_line}: {', '.join(pairs)}" for name, pairs in series.items()]
+        return "\n".join(lines)
+
+    def _repr_svg_(self) -> str:
+        """Twice the size of a figure in a column of a paper."""
+        svg = vl_convert.vegalite_to_svg(self.spec)
+        return re.sub(r'(width|height)="(\d+)"', lambda size: f'{size[1]}="{2 * int(size[2])}"', svg, count=2)
+
+
+def position_figure(table: Table, names: Sequence[str], y: str, caption: str, *, log: bool = False) -> Figure:
+    """Columns of a table over its column t."""
+    t = [float(cell) for cell in table.column("t")]
+    series = [
+        Curve(name, t, [float(cell) for cell in table.column(name)], COLOURS[name], name == "sequence")
+        for name in names
+    ]
+    axis = Axis(y, log=log, low=None if log else 0)
+    return Figure(for_file(Chart("", "", caption, curves(series, Axis("position t", whole=True), axis))))
+
+
+def clip_figure(table: Table, window: str) -> Figure:
+    """Formulas as lines, walks as points."""
+    formulas, walks = [], []
+    for kind, colour in KINDS.items():
+        rows = table.only("window", [window]).only("increments", [kind])
+        t, formula, simulated = (list(map(float, rows.column(name))) for name in ("t", "formula", "simulated"))
+        walks.append(Curve(kind, t, simulated, colour))
+        if kind != TOKENS:  # the line of the drift is theirs as well
+            formulas.append(Curve(kind, t, formula, colour))
+    caption = f"Share of tokens that the {window} window cuts: lines by formula, points counted over simulated walks."
+    spec = points(walks, formulas, Axis("position t", log=True), Axis("clip rate", low=0))
+    return Figure(for_file(Chart("", "", caption, spec)))

@@ -153,8 +153,8 @@ class Tree:
 
     def _gradient(self, weights: FloatArray) -> FloatArray:
         """sum of weights times grad log target(a_t | s_t) = onehot(a_t) - target(. | s_t)."""
-        place = self.paths.nodes * self.vocabulary + self.paths.tokens
-        taken = np.bincount(place.ravel(), weights.ravel(), self.target.size).reshape(self.target.shape)
+        logit = self.paths.nodes * self.vocabulary + self.paths.tokens
+        taken = np.bincount(logit.ravel(), weights.ravel(), self.target.size).reshape(self.target.shape)
         return np.asarray(taken - taken.sum(1, keepdims=True) * np.exp(self.target))
 
 
@@ -226,3 +226,37 @@ def sampled_variances(tree: Tree, paths: Paths) -> tuple[FloatArray, FloatArray]
     """Var rho_{1:t} of sampled sequences, and its standard error, both `[H]`. E rho = 1 is known."""
     squares = (np.exp(tree.log_ratios("cumprod", paths)) - 1) ** 2
     return squares.mean(0), squares.std(0, ddof=1) / np.sqrt(len(squares))
+
+
+_FIRST, _SECOND = (0, 1), (2, 1)
+"""Node and token of the logits: of a_1 = 1, and of a_2 = 1 after a_1 = 1."""
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """Two binary actions and the reward a_1 a_2.
+
+    p, q: probability of a_1 = 1, and of a_2 = 1, under the target policy; p_b, q_b: under the behaviour policy.
+    """
+
+    p: float = 0.6
+    q: float = 0.8
+    p_b: float = 0.5
+    q_b: float = 0.4
+
+    def formulas(self) -> dict[str, tuple[float, float]]:
+        """Gradient of E[a_1 a_2] in the logits of a_1, and of a_2 after a_1 = 1: the true one, and CTPO's."""
+        first, second = self.p * (1 - self.p), self.p * self.q * (1 - self.q)
+        return {"true": (first * self.q, second), "cumprod": (first * self.q_b, second)}
+
+    def enumerated(self) -> dict[str, tuple[float, float]]:
+        """The same from all four sequences, and the other ratios."""
+        tree = Tree.independent(_log_probs(self.p_b, self.q_b), _log_probs(self.p, self.q))
+        reward = tree.paths.tokens.prod(1, keepdims=True) * np.ones(tree.horizon)
+        gradients = {"true": tree.true_gradient(reward)}
+        gradients |= {ratio: tree.expected_gradient(ratio, reward) for ratio in RATIOS}
+        return {name: (float(gradient[_FIRST]), float(gradient[_SECOND])) for name, gradient in gradients.items()}
+
+
+def _log_probs(*of_one: float) -> FloatArray:
+    return np.array([[np.log1p(-p), np.log(p)] for p in of_one])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from theory_tables import TREES, TheoryTable
 from theory_tree import BoolArray, FloatArray, Tree, relative_bias
 
 WEIGHTS = {
@@ -111,62 +109,3 @@ class TwoTurns:
 
 def _to_go(rewards: FloatArray) -> FloatArray:
     return np.asarray(rewards[:, ::-1].cumsum(1)[:, ::-1])
-
-
-def turn_tables(rng: np.random.Generator, vocabulary: int, horizon: int, shift: float) -> list[TheoryTable]:
-    """Over `TREES` random trees: the ratios, and the baselines."""
-    trees = [Tree.random(rng, vocabulary, horizon, shift) for _ in range(TREES)]
-    return [
-        _weights_table([TwoTurns.random(rng, tree) for tree in trees]),
-        _baselines_table([TwoTurns.random(rng, tree, mean=1.0, may_end=True) for tree in trees]),
-    ]
-
-
-def _weights_table(tasks: list[TwoTurns]) -> TheoryTable:
-    def medians(of: Mapping[str, list[float]]) -> list[float]:
-        return [float(np.median(values)) for values in of.values()]
-
-    own, to_go = (
-        medians({weight: [task.bias(weight, to_go=choice) for task in tasks] for weight in WEIGHTS})
-        for choice in (False, True)
-    )
-    variance = {
-        weight: [task.tree.trace_variance(task.weighted(weight, to_go=True)) for task in tasks] for weight in WEIGHTS
-    }
-    return TheoryTable.of(
-        "turn_credit",
-        "Credit by turn: relative bias of the gradient, and its trace variance, by the ratio of a turn's reward",
-        f"Two turns, each of which earns a reward at its end; medians over {len(tasks)} random trees. A turn's reward "
-        "depends on all of its tokens, so the prefix up to the token is not enough. With the prefix up to the end of "
-        "the turn that earned it each reward is exact, and so is the return to go. The sequence ratio is exact, too.",
-        {
-            "ratio of a turn's reward": list(WEIGHTS.values()),
-            "bias, own turn": own,
-            "bias, return to go": to_go,
-            "variance, return to go": medians(variance),
-        },
-    )
-
-
-def _baselines_table(tasks: list[TwoTurns]) -> TheoryTable:
-    rows = []
-    for baseline, name in BASELINES.items():
-        found = [(task, task.with_baseline(baseline)) for task in tasks]
-        figures = [
-            (
-                relative_bias(task.tree.true_gradient(a), task.tree.true_gradient(task.of_tokens(task.returns))),
-                task.bonus(a),
-                task.tree.trace_variance(a, of_target=True),
-            )
-            for task, a in found
-        ]
-        rows.append((name, *np.median(figures, 0).tolist()))
-    return TheoryTable(
-        "turn_baselines",
-        "Credit by turn: baselines where a sequence may end after its first turn, samples of the policy itself",
-        f"Each turn earns 1 on average; medians over {len(tasks)} random trees. A baseline of returns to go, in which "
-        "those that had ended count 0, has no bias. Normalizing each turn's reward over those that reached it "
-        "subtracts a term for every turn that there is: a hidden bonus for a further turn, minus what it earns.",
-        ("baseline", "bias", "bonus of a further turn", "variance"),
-        tuple(rows),
-    )

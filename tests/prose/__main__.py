@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.test_links import text_of
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 PRODUCT = (
@@ -24,10 +26,12 @@ PRODUCT = (
     "kernels/ctpo_kernels",
     "sandbox/ctpo_sandbox",
     "launchers/ctpo_launchers",
+    "docs/notebooks",
 )
 DOCUMENTS = (
     "*.md",
     "docs/**/*.md",
+    "docs/**/*.ipynb",
     "benchmarks/README.md",
     "examples/README.md",
     "answers/README.md",
@@ -63,7 +67,7 @@ def texts(root: Path) -> Iterator[Text]:
     """All prose below a root: documents first, then product code."""
     for pattern in DOCUMENTS:
         for path in sorted(root.glob(pattern)):
-            yield from of_markdown(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
+            yield from of_markdown(str(path.relative_to(root)), text_of(path))
     for folder in PRODUCT:
         for path in sorted((root / folder).rglob("*.py")):
             yield from of_python(str(path.relative_to(root)), path.read_text(encoding="utf-8"))

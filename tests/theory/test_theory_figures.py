@@ -1,60 +1,78 @@
-"""The figures have the numbers of the tables, and can be drawn."""
+"""Tables and figures have the numbers that are computed, for any size of tree."""
 
 from __future__ import annotations
 
-from xml.etree import ElementTree
+from typing import Any
 
+import numpy as np
 import pytest
-from vl_convert import vegalite_to_svg
 
-from ctpo_megatron.report.charts import for_file
-from theory_figures import charts
-from theory_study import Study, StudySettings, study
-from theory_walk import TOKENS
+from theory_tables import SHOWN, Table, bias_table, clip_figure, clip_table, position_figure, variance_table
+from theory_tree import RATIOS, Tree
+from theory_walk import CURVE, TOKENS, simulated
 
-
-@pytest.fixture(scope="module")
-def found() -> Study:
-    return study(StudySettings(samples=200))
+SIGMA, WALKS = 0.0387, 200
 
 
-def drawn(rows: list[dict[str, object]]) -> dict[object, list[tuple[object, object]]]:
+def drawn(rows: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
     """Series -> its points."""
-    series: dict[object, list[tuple[object, object]]] = {}
+    series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         series.setdefault(row["series"], []).append((row["x"], row["y"]))
     return series
 
 
-@pytest.mark.parametrize("name", ["bias", "outcome_bias_by_position", "variance"])
-def test_curves_by_position_are_the_columns_of_the_table(name: str, found: Study) -> None:
-    table = found.table(name)
-    chart = {chart.name: chart for chart in charts(found)}[name]
-    series = drawn(chart.spec["data"]["values"])
-    assert {"token", "sequence"} < set(series) and len(series) >= 3
-    for label, points in series.items():
-        assert points == list(zip(table.column("t"), table.column(str(label)), strict=True))
+@pytest.mark.parametrize(("vocabulary", "horizon"), [(3, 4), (2, 6)])
+def test_curves_by_position_are_the_columns_of_the_table(vocabulary: int, horizon: int) -> None:
+    rng = np.random.default_rng(0)
+    tree = Tree.random(rng, vocabulary, horizon, 0.7)
+    table = bias_table(tree, tree.prefix_advantages(rng))
+    assert table.column("t") == list(range(1, horizon + 1))
+    assert max(table.column("CTPO, prefix")) < 1e-12 < 0.01 < table.column("token")[-1]
+    figure = position_figure(table, list(RATIOS.values()), "relative bias", "Caption.")
+    series = drawn(figure.spec["data"]["values"])
+    assert list(series) == list(RATIOS.values())
+    for name, points in series.items():
+        assert points == list(zip(table.column("t"), table.column(name), strict=True))
+    assert repr(figure).startswith("Caption.\ntoken: 1 0, 2 0.")
 
 
-def test_variance_has_a_log_axis(found: Study) -> None:
-    spec = next(chart.spec for chart in charts(found) if chart.name == "variance")
-    assert spec["layer"][0]["encoding"]["y"]["scale"]["type"] == "log"
+def test_variance_has_a_log_axis() -> None:
+    table = variance_table(Tree.random(np.random.default_rng(0), 3, 4, 0.7))
+    figure = position_figure(table, ["prefix", "sequence"], "variance", "Caption.", log=True)
+    assert figure.spec["layer"][0]["encoding"]["y"]["scale"]["type"] == "log"
+
+
+@pytest.fixture(scope="module")
+def rates() -> Table:
+    rng = np.random.default_rng(0)
+    return clip_table(simulated(rng, WALKS, SIGMA), rng.random(WALKS) < 0.5, SIGMA)
 
 
 @pytest.mark.parametrize("window", ["widening", "fixed"])
-def test_clip_rates_have_formulas_as_lines_and_walks_as_points(window: str, found: Study) -> None:
-    spec = {chart.name: chart for chart in charts(found)}[f"clip_rate_{window}"].spec
+def test_clip_rates_have_formulas_as_lines_and_walks_as_points(window: str, rates: Table) -> None:
+    spec = clip_figure(rates, window).spec
     marks = {layer["mark"]["type"]: layer for layer in reversed(spec["layer"])}
     lines, walks = drawn(marks["line"]["data"]["values"]), drawn(spec["data"]["values"])
     assert "data" not in marks["point"] and set(walks) == {*lines, TOKENS} != set(lines)
     for kind, points in walks.items():
-        rows = [row[2:5] for row in found.curves.rows if row[:2] == (window, kind)]
-        assert points == [(t, simulated) for t, _, simulated in rows]
+        rows = [row[2:5] for row in rates.rows if row[:2] == (window, kind)]
+        assert points == [(t, simulated) for t, _, simulated in rows] and len(points) == len(CURVE)
         if kind in lines:
             assert lines[kind] == [(t, formula) for t, formula, _ in rows]
 
 
-def test_they_are_drawn(found: Study) -> None:
-    for chart in charts(found):
-        text = " ".join(ElementTree.fromstring(vegalite_to_svg(for_file(chart))).itertext())
-        assert "position t" in text and ("token" in text or "sampled tokens" in text)
+def test_rows_are_chosen_by_a_cell(rates: Table) -> None:
+    few = rates.only("t", SHOWN)
+    assert few.columns == rates.columns and len(few.rows) == 2 * 3 * len(SHOWN)
+    assert set(few.column("t")) == set(SHOWN) and set(few.rows) < set(rates.rows)
+
+
+def test_numbers_are_shown_as_a_reader_wants_them() -> None:
+    table = Table.of({"name": ["a", ""], "x": np.array([8_000, 2]), "y": [0.25, -3e-14], "z": [-2.5e-5, 1_234.5]})
+    assert repr(table).splitlines() == [
+        "| name | x | y | z |",
+        "| --- | --: | --: | --: |",
+        "| a | 8,000 | 0.2500 | -2.5e-05 |",
+        "|  | 2 | 0 | 1,234.5000 |",
+    ]
