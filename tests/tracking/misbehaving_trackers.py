@@ -1,6 +1,4 @@
-"""Trackers that go wrong in every way, found through `extensions.path`."""
-
-from __future__ import annotations
+"""Trackers that go wrong, as a user's would: found through `extensions.path`."""
 
 import builtins
 import os
@@ -10,20 +8,23 @@ from pathlib import Path
 
 
 class Recorder:
-    """Writes what it is told to a file; the base of those that go wrong."""
+    """Writes what it is told to `recorded_<class>.txt`; the base of those that go wrong."""
 
     def __init__(self, run_dir, config, identity=None, **arguments):
         self.identity = identity or "first"
         self.arguments = arguments
-        self._file = Path(run_dir) / "recorded.txt"
+        self.run_dir = Path(run_dir)
         self.write(f"made {config['run']['name']} {identity} {arguments}")
 
     def write(self, line):
-        with self._file.open("a") as file:
+        with (self.run_dir / f"recorded_{type(self).__name__}.txt").open("a") as file:
             file.write(f"{line}\n")
 
+    def wait_until_released(self):
+        while not (self.run_dir / "released").exists():
+            time.sleep(0.02)
+
     def log(self, step, metrics):
-        print("a tracker may print")
         self.write(f"{step} {sorted(metrics.items())}")
 
     def rewind(self, step):
@@ -39,7 +40,54 @@ class Fails(Recorder):
     def log(self, step, metrics):
         if step in self.arguments["steps"]:
             error = getattr(builtins, self.arguments.get("error", "OSError"))
-            raise error(f"no route to host, step {step}, key {os.environ.get('TRACKER_API_KEY')}")
+            raise error(f"no route to host, step {step}")
+        super().log(step, metrics)
+
+
+class WaitsAndFails(Fails):
+    """Waits at the first step, so that later ones queue up."""
+
+    def log(self, step, metrics):
+        if step == 1:
+            self.wait_until_released()
+        super().log(step, metrics)
+
+
+class Exits(Recorder):
+    """Calls sys.exit at the second step."""
+
+    def log(self, step, metrics):
+        if step == 2:
+            sys.exit("no licence")
+        super().log(step, metrics)
+
+
+class Prints(Recorder):
+    """Prints at every step, what looks like a record, too."""
+
+    def log(self, step, metrics):
+        print(f'{{"failed": "step {step}"}}')
+        print("to stderr", file=sys.stderr)
+        super().log(step, metrics)
+
+
+class Changes(Recorder):
+    """Changes what it is given."""
+
+    def __init__(self, run_dir, config, identity=None):
+        super().__init__(run_dir, config, identity)
+        config.clear()
+
+    def log(self, step, metrics):
+        super().log(step, metrics)
+        metrics.clear()
+
+
+class Slow(Recorder):
+    """Takes 2 ms a record."""
+
+    def log(self, step, metrics):
+        time.sleep(0.002)
         super().log(step, metrics)
 
 
@@ -55,14 +103,7 @@ class Hangs(Recorder):
 
     def log(self, step, metrics):
         super().log(step, metrics)
-        time.sleep(3600)
-
-
-class Dies(Recorder):
-    """Takes its process with it."""
-
-    def log(self, step, metrics):
-        os._exit(7)
+        self.wait_until_released()
 
 
 class CannotStart(Recorder):
@@ -72,21 +113,35 @@ class CannotStart(Recorder):
         raise PermissionError("not logged in")
 
 
-class CannotClose(Recorder):
+class HangsAtStart(Recorder):
+    """Is never made."""
+
+    def __init__(self, run_dir, config, identity=None):
+        super().__init__(run_dir, config, identity)
+        self.wait_until_released()
+
+
+class FailsAtEnd(Recorder):
+    """Raises when it is closed."""
+
+    def close(self):
+        super().close()
+        raise ConnectionError("no route to host at the end")
+
+
+class HangsAtEnd(Recorder):
     """Never finishes."""
 
     def close(self):
         super().close()
-        time.sleep(3600)
+        self.wait_until_released()
 
 
 class Speaks(Recorder):
-    """Prints and raises its environment's secrets."""
+    """Raises its environment's secrets."""
 
     def log(self, step, metrics):
-        key = os.environ["TRACKER_API_KEY"]
-        sys.exit(f"cannot log in with {key}") if step > 1 else None
-        raise ValueError(f"cannot log in with {key}")
+        raise ValueError(f"cannot log in with {os.environ['TRACKER_API_KEY']}")
 
 
 class NoClose:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,99 +15,174 @@ from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.tracking import MetricsWriter, open_trackers, read_metrics, tracker_problem
+from tests.support.deadlines import scaled
 
 HERE = Path(__file__).parent
 
 
+@dataclass
+class Outcome:
+    """What came of a run. longest_s: the longest that one step waited. closing_s: what the end waited."""
+
+    failures: float
+    longest_s: float
+    closing_s: float
+    recorded: dict[str, list[str]] = field(default_factory=dict)
+
+
 @pytest.fixture
 def track(tmp_path, config_in):
-    """Logs steps with a tracker of misbehaving_trackers.py as a run does; the lines that the tracker recorded."""
+    """Logs steps as a run does, with trackers of misbehaving_trackers.py: class name -> arguments."""
 
-    def run(name, steps, arguments=None, timeout_s=20.0) -> list[str]:
-        extension = {"name": f"misbehaving_trackers:{name}", "arguments": arguments or {}}
-        config = config_in(tracking={"trackers": [extension], "timeout_s": timeout_s}, extensions={"path": [str(HERE)]})
-        with open_trackers(config, tmp_path) as trackers, MetricsWriter(tmp_path, trackers) as writer:
+    def run(trackers: dict[str, dict[str, Any]], steps, timeout_s=20.0) -> Outcome:
+        named = [{"name": f"misbehaving_trackers:{name}", "arguments": given} for name, given in trackers.items()]
+        config = config_in(tracking={"trackers": named, "timeout_s": timeout_s}, extensions={"path": [str(HERE)]})
+        longest = 0.0
+        with MetricsWriter(tmp_path, opened := open_trackers(config, tmp_path)) as writer:
             if writer.latest["step"] >= 0:
                 writer.truncate_after(steps[0] - 1)
             for step in steps:
+                began = time.monotonic()
                 writer.log(step, {"reward/mean": step / 2})
-        recorded = tmp_path / "recorded.txt"
-        return recorded.read_text().splitlines() if recorded.exists() else []
+                longest = max(longest, time.monotonic() - began)
+            began = time.monotonic()
+            opened.close()
+            closing = time.monotonic() - began
+        counted = sum(record.get("tracking/failures", 0.0) for record in read_metrics(tmp_path))
+        outcome = Outcome(counted + opened.take_failures(), longest, closing)
+        for name in trackers:
+            path = tmp_path / f"recorded_{name}.txt"
+            outcome.recorded[name] = path.read_text().splitlines() if path.exists() else []
+        return outcome
 
-    return run
+    yield run
+    (tmp_path / "released").touch()
 
 
-def test_a_tracker_gets_every_step_and_goes_on_after_a_resume(track, tmp_path):
-    first = track("Recorder", [1, 2], {"project": "x"})
+def words(lines: list[str]) -> str:
+    """The first word of each line."""
+    return " ".join(line.split()[0] for line in lines)
+
+
+MANY = range(1, 1501)
+"""More steps than wait for a tracker at once."""
+
+
+@dataclass
+class Case:
+    """Trackers, the steps of a run, the first words that each tracker records, failures, and what the log says once.
+
+    recorded: None: what is not done when the run ends is lost.
+    """
+
+    trackers: dict[str, dict[str, Any]]
+    recorded: dict[str, str | None]
+    steps: range = range(1, 7)
+    failures: int = 0
+    said: tuple[str, ...] = ()
+    timeout_s: float = 20.0
+
+
+ALL = "made 1 2 3 4 5 6 closed"
+IS_OFF = "is switched off"
+CASES = {
+    "works": Case({"Recorder": {}}, {"Recorder": ALL}),
+    "prints": Case({"Prints": {}}, {"Prints": ALL}),
+    "changes what it gets": Case({"Changes": {}, "Recorder": {}}, {"Changes": ALL, "Recorder": ALL}),
+    "is slow": Case({"Slow": {}}, {"Slow": f"made {' '.join(map(str, MANY))} closed"}, MANY),
+    "fails now and then": Case(
+        {"Fails": {"steps": [2, 3, 5]}}, {"Fails": "made 1 4 6 closed"}, failures=3,
+        said=("misbehaving_trackers:Fails failed (counted as tracking/failures): OSError: no route to host, step 2",),
+    ),
+    "fails always, beside one that works": Case(
+        {"Fails": {"steps": [1, 2, 3]}, "Recorder": {}}, {"Fails": "made closed", "Recorder": "made 1 2 3 closed"},
+        range(1, 4), failures=3,
+        said=(f"Fails {IS_OFF}, and the run continues without it: 3 failures in a row, the last: OSError: no route",),
+    ),
+    "calls sys.exit": Case(
+        {"Exits": {}}, {"Exits": "made 1 3 4 5 6 closed"}, failures=1, said=("SystemExit: no licence",)
+    ),
+    "raises KeyboardInterrupt": Case(
+        {"Fails": {"steps": [2], "error": "KeyboardInterrupt"}}, {"Fails": "made 1 3 4 5 6 closed"},
+        failures=1, said=("KeyboardInterrupt: no route to host, step 2",),
+    ),
+    "raises GeneratorExit": Case(
+        {"Fails": {"steps": [2], "error": "GeneratorExit"}}, {"Fails": "made 1 3 4 5 6 closed"},
+        failures=1, said=("GeneratorExit: no route to host, step 2",),
+    ),
+    "cannot start, beside one that works": Case(
+        {"CannotStart": {}, "Recorder": {}}, {"CannotStart": "", "Recorder": ALL},
+        failures=1, said=(f"CannotStart {IS_OFF}", "PermissionError: not logged in"),
+    ),
+    "is not there": Case({"Missing": {}}, {"Missing": ""}, failures=1, said=(f"Missing {IS_OFF}", "has no 'Missing'")),
+    "fails at the end": Case(
+        {"FailsAtEnd": {}, "Recorder": {}}, {"FailsAtEnd": ALL, "Recorder": ALL},
+        failures=1, said=("ConnectionError: no route to host at the end",),
+    ),
+    "steers the terminal": Case(
+        {"Steers": {}}, {"Steers": "made closed"}, range(1, 3), failures=2,
+        said=(r"failed (counted as tracking/failures): ValueError: \x1b]0;title\x07\ud800",),
+    ),
+    "hangs, beside one that works": Case(
+        {"Hangs": {}, "Recorder": {}}, {"Hangs": "made 1", "Recorder": f"made {' '.join(map(str, MANY))} closed"},
+        MANY, failures=1, timeout_s=1.5, said=(f"Hangs {IS_OFF}", "1.5 s (tracking.timeout_s)"),
+    ),
+    "hangs at the start": Case(
+        {"HangsAtStart": {}, "Recorder": {}}, {"HangsAtStart": "made", "Recorder": ALL},
+        failures=1, timeout_s=1.5, said=(f"HangsAtStart {IS_OFF}", "1.5 s"),
+    ),
+    "hangs at the end, beside one that works": Case(
+        {"HangsAtEnd": {}, "Recorder": {}}, {"HangsAtEnd": ALL, "Recorder": ALL},
+        failures=1, timeout_s=1.5, said=("HangsAtEnd", "did not finish within 1.5 s; what it still had is lost"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_tracker_gets_every_step_and_never_harms_the_run(track, tmp_path, caplog, case):
+    outcome = track(case.trackers, case.steps, case.timeout_s)
+    assert {name: words(lines) for name, lines in outcome.recorded.items()} == case.recorded
+    assert [record["step"] for record in read_metrics(tmp_path)] == list(case.steps)
+    assert all(record["reward/mean"] == record["step"] / 2 for record in read_metrics(tmp_path))
+    assert outcome.failures == case.failures
+    assert max(outcome.longest_s, outcome.closing_s) < case.timeout_s + scaled(3)
+    assert [caplog.text.count(text) for text in case.said] == [1] * len(case.said), caplog.text
+    assert bool(caplog.records) == bool(case.failures)
+
+
+def test_a_resumed_run_goes_on_where_its_tracker_was(track, tmp_path):
+    first = track({"Recorder": {"project": "x"}}, [1, 2]).recorded["Recorder"]
     assert first == [
         "made demo None {'project': 'x'}", "1 [('reward/mean', 0.5)]", "2 [('reward/mean', 1.0)]", "closed",
     ]  # fmt: skip
-    assert track("Recorder", [2, 3])[4:] == [
+    assert track({"Recorder": {}}, [2, 3]).recorded["Recorder"][4:] == [
         "made demo first {}", "rewind 1", "2 [('reward/mean', 1.0)]", "3 [('reward/mean', 1.5)]", "closed",
     ]  # fmt: skip
     assert not any("tracking/failures" in record for record in read_metrics(tmp_path))
 
 
-def test_a_failure_is_named_once_and_costs_only_its_step(track, caplog):
-    recorded = track("Fails", range(1, 7), {"steps": [2, 3, 5]})
-    assert [line.split()[0] for line in recorded] == ["made", "1", "4", "6", "closed"]
-    assert "switched off" not in caplog.text
-    assert caplog.text.count("misbehaving_trackers:Fails failed (counted as tracking/failures)") == 1
-    assert "no route to host, step 2" in caplog.text
-
-
-@pytest.mark.parametrize("error", ["SystemExit", "KeyboardInterrupt", "GeneratorExit"])
-def test_what_is_no_exception_costs_only_its_step_as_well(track, caplog, error):
-    recorded = track("Fails", range(1, 4), {"steps": [2], "error": error})
-    assert [line.split()[0] for line in recorded] == ["made", "1", "3", "closed"]
-    assert f"{error}: no route to host, step 2" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["Dies", "CannotStart", "Missing"])
-def test_a_tracker_that_is_gone_is_switched_off_and_the_run_goes_on(track, tmp_path, caplog, name):
-    track(name, range(1, 4))
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
-    cause = {"Dies": "status 7", "CannotStart": "not logged in", "Missing": "has no 'Missing'"}[name]
-    assert caplog.text.count(f"misbehaving_trackers:{name} is switched off") == 1 and cause in caplog.text
-
-
-def test_failures_in_a_row_switch_a_tracker_off(track, caplog):
-    track("Fails", range(1, 7), {"steps": list(range(1, 100))})
-    assert caplog.text.count("is switched off") == 1
-    assert "3 failures in a row, the last: OSError: no route to host, step 3" in caplog.text
-
-
-def test_what_a_tracker_raises_steers_no_terminal(track, caplog):
-    track("Steers", [1, 2])
-    assert r"failed (counted as tracking/failures): ValueError: \x1b]0;title\x07\ud800" in caplog.text
-
-
-def test_a_tracker_that_hangs_is_given_up_after_its_deadline(track, tmp_path, caplog):
-    steps = range(1, 3000)  # more than a pipe holds
-    assert [line.split()[0] for line in track("Hangs", steps, timeout_s=1.5)] == ["made", "1"]
-    assert len(read_metrics(tmp_path)) == len(steps)
-    assert caplog.text.count("is switched off") == 1 and "1.5 s (tracking.timeout_s)" in caplog.text
-
-
-def test_a_tracker_that_never_finishes_is_ended(track, caplog):
-    assert track("CannotClose", [1], timeout_s=1.5)[-1] == "closed"
-    assert "within 1.5 s" in caplog.text
-
-
 def test_failures_are_in_the_metrics_and_in_the_report(tmp_path, config_in):
+    """Two failures before one line count as two."""
     from ctpo_megatron.report.page import checks
     from ctpo_megatron.report.run_data import RunData
 
     (tmp_path / "config.yaml").write_text("{}")
-    with open_trackers(config_in(), tmp_path) as trackers, MetricsWriter(tmp_path, trackers) as writer:
-        writer.log(1, {"a/x": 1})
-        trackers._active["tensorboard"]._tracker.log = lambda step, metrics: 1 / 0
-        for name in ("a/x", "a/y", "a/z"):
-            writer.log(2, {name: 1})
-        writer.log(3, {"a/x": 1})
-    assert [record.get("tracking/failures") for record in read_metrics(tmp_path)] == [None, 2.0, 1.0]
+    tracker = {"name": "misbehaving_trackers:WaitsAndFails", "arguments": {"steps": [2]}}
+    config = config_in(tracking={"trackers": [tracker]}, extensions={"path": [str(HERE)]})
+    recorded, deadline = tmp_path / "recorded_WaitsAndFails.txt", time.monotonic() + scaled(60)
+    with open_trackers(config, tmp_path) as trackers, MetricsWriter(tmp_path, trackers) as writer:
+        for step, name in ((1, "a/x"), (2, "a/x"), (2, "a/y"), (3, "a/x")):
+            writer.log(step, {name: 1})
+        (tmp_path / "released").touch()
+        while not (recorded.exists() and recorded.read_text().splitlines()[-1].startswith("3 ")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.2)
+        for step in (4, 5):
+            writer.log(step, {"a/x": 1})
+    assert [value for record in read_metrics(tmp_path) if (value := record.get("tracking/failures"))] == [2.0]
     found = {check.label: check for check in checks(RunData.load(tmp_path))}
-    assert found["Tracker failures"].value == "3" and found["Tracker failures"].good is False
+    assert found["Tracker failures"].value == "2" and found["Tracker failures"].good is False
 
 
 CANARY = "canary-0815-not-to-be-seen"
@@ -138,7 +216,7 @@ def test_arguments_that_are_no_secrets_are_taken():
 def test_secrets_of_the_environment_are_in_no_file_and_no_log(track, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("TRACKER_API_KEY", CANARY)
     with caplog.at_level(logging.DEBUG):
-        track("Speaks", [1])
+        track({"Speaks": {}}, [1])
     assert "cannot log in with ***" in caplog.text
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert written and not [path for path in written if CANARY in path.read_text(errors="replace")]
