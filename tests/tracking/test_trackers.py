@@ -146,7 +146,8 @@ def test_a_tracker_gets_every_step_and_never_harms_the_run(track, tmp_path, capl
     assert all(record["reward/mean"] == record["step"] / 2 for record in read_metrics(tmp_path))
     assert outcome.failures == case.failures
     assert max(outcome.longest_s, outcome.closing_s) < case.timeout_s + scaled(3)
-    assert [caplog.text.count(text) for text in case.said] == [1] * len(case.said), caplog.text
+    messages = "\n".join(record.getMessage() for record in caplog.records)
+    assert [messages.count(text) for text in case.said] == [1] * len(case.said), messages
     assert bool(caplog.records) == bool(case.failures)
 
 
