@@ -72,7 +72,6 @@ setup(
         # NVIDIA's list of what belongs to the toolkit of torch's libraries: vLLM's dependencies take any compiler.
         "cuda": ["vllm==0.32.0", "cuda-toolkit[cccl,nvcc]==13.0.*"],
         "wandb": ["wandb>=0.19"],
-        # Needs an environment of its own: `tracking.python`, requirements/trackers.txt.
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13", "psutil>=6"],
         # The pretrained model of docs/tutorials/small_model.md, pinned with its needs in requirements/examples.txt.
         "examples": ["gguf>=0.19", "accelerate>=1.15", "reasoning-gym==0.1.25"],

@@ -112,7 +112,7 @@ WHOLE_CONFIG = (
     "engines",  # the actors get it as a whole
     "environments/prompts.py",  # rows, rendering, parser and rewards decide which prompts there are
     "rollouts/rollouts.py",  # the settings are read from several sections
-    "tracking/trackers/host.py",  # trackers record it
+    "tracking/trackers/threads.py",  # trackers record it
 )
 """Where a parameter may be the whole configuration; others take a section or the few values."""
 VERSION_ONLY = "ctpo_megatron"

@@ -33,7 +33,7 @@ FILES = {
     *(MARKER, AHEAD, AHEAD_JSON),
 }
 FOLDERS = {name for name in RunPaths.names() if "." not in name}
-PARTS = ("discarded_", "rollout_engine_", "model-step_", "tracker_", "step_", "rank_")
+PARTS = ("discarded_", "rollout_engine_", "model-step_", "step_", "rank_")
 """Beginnings of names that are made of a number or another name."""
 
 
@@ -56,7 +56,7 @@ def test_the_documented_table_has_every_entry_and_no_other() -> None:
 def test_the_documented_table_has_what_lies_in_folders() -> None:
     dumps = [PATHS.dump(1), PATHS.dump(1, EVALUATION)]
     checkpoints = [PATHS.checkpoints / step_name(1), PATHS.sft_checkpoints, PATHS.checkpoint_export(Path(step_name(1)))]
-    logs = [PATHS.logs.train, PATHS.logs.occupancy, PATHS.logs.sandbox, PATHS.logs.tracker("NAME")]
+    logs = [PATHS.logs.train, PATHS.logs.occupancy, PATHS.logs.sandbox]
     numbered = {str(path).replace("1", "%d") for path in (PATHS.logs.engine(1), PATHS.stacks(1))}
     assert numbered | {str(path).replace("000001", "%06d") for path in (*dumps, *checkpoints, *logs)} <= documented()
 
@@ -92,7 +92,6 @@ def test_what_is_discarded_says_so() -> None:
 
 def test_a_tracker_of_users_has_a_plain_name() -> None:
     assert PATHS.tracker("my.module:Name").name == "my.module_Name.json"
-    assert PATHS.logs.tracker("my.module:Name").name == "tracker_my.module_Name.log"
 
 
 def test_exports_of_checkpoints_are_found_again(tmp_path: Path) -> None:

@@ -80,10 +80,6 @@ class LogPaths:
         """Output of engine number `index`."""
         return self.root / f"rollout_engine_{index}.log"
 
-    def tracker(self, name: str) -> Path:
-        """Output of the process of a tracker."""
-        return self.root / f"tracker_{_plain(name)}.log"
-
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
@@ -111,7 +107,7 @@ class RunPaths:
 
     @property
     def logs(self) -> LogPaths:
-        """Output of the trainer, engines, sandbox and trackers."""
+        """Output of the trainer, engines and sandbox."""
         return LogPaths(self.root / LOGS)
 
     config = _Entry("config.yaml")
@@ -196,8 +192,8 @@ class RunPaths:
         return self.profile / f"{step_name(step)}_rank_{rank}.json.gz"
 
     def tracker(self, name: str) -> Path:
-        """The identity of a tracker."""
-        return self.trackers / f"{_plain(name)}.json"
+        """The identity of a tracker, whose name may be an import path."""
+        return self.trackers / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.json"
 
     def checkpoint_export(self, checkpoint: Path) -> Path:
         """Where `ctpo export` writes the model of a checkpoint."""
@@ -220,8 +216,3 @@ class SweepPaths:
     """The lock of the process that runs the sweep."""
     comparison = _Entry("comparison.html")
     """The page that compares the runs."""
-
-
-def _plain(name: str) -> str:
-    """The name of a tracker, which may be an import path, as part of a file name."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)

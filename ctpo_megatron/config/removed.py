@@ -10,6 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 from ctpo_megatron.base.run_paths import RunPaths
 
 KEYS: dict[str, str] = {
+    "prepare": "`python -m examples.toolmath DIRECTORY` writes the task: name its files in model, data and sft",
+    "sft.export": "every run with SFT keeps the model in sft_model/: remove the key",
+    "sft.from": "give model.path=RUN/sft_model and sft=null",
+    "tracking.python": "trackers run in the trainer's environment: install there what they need, e.g. "
+    "`pip install -e '.[mlflow]'`, and remove the key",
     "tracking.trajectory_format": "dumps are parquet: remove the key",
 }
 """Dotted key of a section or a leaf -> what takes its place. Passed over in the configuration that a run has stored."""

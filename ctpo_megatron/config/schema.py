@@ -20,7 +20,7 @@ from ctpo_megatron.base.run_paths import EXPORT
 from ctpo_megatron.config.data_schema import DataConfig
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
-from ctpo_megatron.config.reads import Reads, at_home, exists, input_paths
+from ctpo_megatron.config.reads import Reads, at_home, input_paths
 from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
 from ctpo_megatron.config.task_schema import LARGEST_SEED, Precision, PrepareConfig, Seconds, Section
 from ctpo_megatron.config.texts import is_template_file
@@ -394,12 +394,10 @@ class TrackingConfig(Section):
         default=(Extension(name="tensorboard"),),
         description="in addition to metrics.jsonl: tensorboard, wandb, mlflow, prometheus, or `package.module:Name`",
     )
-    python: Annotated[str | None, Reads(exists)] = Field(
-        default=None,
-        description="interpreter that runs the trackers whose packages this environment cannot hold; null: this one",
-    )
     timeout_s: Seconds = Field(
-        default=60.0, description="deadline of one call to a tracker; a tracker that exceeds it is switched off"
+        default=60.0,
+        description="deadline of one call to a tracker, and of all trackers at the end; one that exceeds it is "
+        "switched off",
     )
     trajectories: Literal["all", "sample", "none"] = Field(
         default="all", description="which trajectories of a step are written; sample: of 8 prompts"

@@ -92,7 +92,7 @@ def _objective(context: PartContext) -> Iterator[Problem]:
 def _tracker(context: PartContext) -> Iterator[Problem]:
     from ctpo_megatron.tracking import tracker_problem
 
-    return context.problems(tracker_problem(context.part, context.config.tracking.python))
+    return context.problems(tracker_problem(context.part))
 
 
 def _family(context: PartContext) -> Iterator[Problem]:

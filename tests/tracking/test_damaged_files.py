@@ -18,9 +18,8 @@ from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.report.run_data import RunData, engine_occupancy
 from ctpo_megatron.report.trajectories.sample import sample_of_run
 from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish, take_over
-from ctpo_megatron.tracking import MetricsWriter, read_heartbeat, read_metrics, read_trajectories
+from ctpo_megatron.tracking import MetricsWriter, open_trackers, read_heartbeat, read_metrics, read_trajectories
 from ctpo_megatron.tracking.timing import PhaseTimer
-from ctpo_megatron.tracking.trackers import protocol
 
 LEFT = {"nothing": b"", "unwritten": b"\0" * 40, "cut": b'{"a": ', "other": b"[3]\n", "no text": b"\xff\xfe"}
 damaged = pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
@@ -120,18 +119,20 @@ def test_samples_of_unknown_settings_are_not_mixed(tmp_path, left):
 
 
 @damaged
-def test_a_tracker_whose_identity_is_lost_begins_anew(config_in, tmp_path, caplog, monkeypatch, left):
-    class Remembering:
-        def __init__(self, run_dir, config, identity):
-            self.known, self.identity = identity, identity or "new"
+def test_a_tracker_whose_identity_is_lost_begins_anew(config_in, tmp_path, caplog, left):
+    name = "misbehaving_trackers:Recorder"
+    folders = {"path": [str(Path(__file__).parent)]}
+    config = config_in(tracking={"trackers": [name]}, extensions=folders)
 
-    monkeypatch.setattr(protocol, "find", lambda name: Remembering)
-    assert protocol.make("mine", {}, tmp_path, {}).known is None
-    assert protocol.make("mine", {}, tmp_path, {}).known == "new"
-    RunPaths(tmp_path).tracker("mine").write_bytes(left)
-    assert protocol.make("mine", {}, tmp_path, {}).known is None
-    assert "mine begins a run of its own" in caplog.text
-    assert protocol.make("mine", {}, tmp_path, {}).known == "new"
+    def known() -> str:
+        open_trackers(config, tmp_path).close()
+        made = (tmp_path / "recorded_Recorder.txt").read_text().splitlines()[-2]
+        return made.removeprefix("made demo ").removesuffix(" {}")
+
+    assert [known(), known()] == ["None", "first"]
+    RunPaths(tmp_path).tracker(name).write_bytes(left)
+    assert [known(), known()] == ["None", "first"]
+    assert f"{name} begins a run of its own" in caplog.text
 
 
 def test_a_reader_of_a_recording_names_its_damaged_configuration(tmp_path):

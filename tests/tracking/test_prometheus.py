@@ -73,18 +73,6 @@ def test_off_loopback_it_answers_to_any_name_and_to_no_web_page(tmp_path: Path) 
         httpx.get(url, trust_env=False)
 
 
-def test_it_is_served_by_the_environment_of_the_run(tmp_path: Path) -> None:
-    """`tracking.python` may lack what serves it."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 1\n")
-    python.chmod(0o755)
-    assert tracker_problem(Extension.model_validate(PROMETHEUS), str(python)) is None
-    settings = {"trackers": [PROMETHEUS], "python": str(python)}
-    with open_trackers(make_config(tmp_path, tracking=settings), tmp_path) as trackers:
-        scrape(tmp_path, "ctpo_run_info")
-        assert trackers.take_failures() == 0
-
-
 def test_a_port_in_use_is_a_message_and_not_the_end_of_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base import clock
+from ctpo_megatron.config import flattened
 
 _AT_ONCE = 100  # limit of parameters in one request; of metrics it is 1000
 _LONGEST_PARAMETER = 500
@@ -58,18 +59,10 @@ class Mlflow:
     def _log_parameters(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        values = [Param(_allowed(key), str(value)[:_LONGEST_PARAMETER]) for key, value in _flatten(config)]
+        values = [Param(_allowed(key), str(value)[:_LONGEST_PARAMETER]) for key, value in flattened(config)]
         for start in range(0, len(values), _AT_ONCE):
             self._client.log_batch(self.identity, params=values[start : start + _AT_ONCE])
 
 
 def _allowed(name: str) -> str:
     return re.sub(r"[^\w\-./ ]", "_", name)
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

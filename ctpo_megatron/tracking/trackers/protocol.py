@@ -8,37 +8,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ctpo_megatron.base.extensions import ExtensionError, load
+from ctpo_megatron.base.extensions import ExtensionError, call_problem, load
 from ctpo_megatron.base.files import read_note, write_json
-from ctpo_megatron.base.installed import is_installed
+from ctpo_megatron.base.installed import install_command, is_installed
 from ctpo_megatron.base.run_paths import RunPaths
 
 if TYPE_CHECKING:
     from ctpo_megatron.config.extension import Extension
 
-TENSORBOARD = "tensorboard"
 _PACKAGE = "ctpo_megatron.tracking.trackers"
-BUILT_IN: Mapping[str, str] = {
-    TENSORBOARD: f"{_PACKAGE}.tensorboard:TensorBoard",
-    "wandb": f"{_PACKAGE}.wandb:WeightsAndBiases",
-    "mlflow": f"{_PACKAGE}.mlflow:Mlflow",
-    "prometheus": f"{_PACKAGE}.prometheus:Prometheus",
+BUILT_IN: Mapping[str, tuple[str, str, str]] = {
+    "tensorboard": (f"{_PACKAGE}.tensorboard:TensorBoard", "", ""),
+    "wandb": (f"{_PACKAGE}.wandb:WeightsAndBiases", "wandb", "wandb"),
+    "mlflow": (f"{_PACKAGE}.mlflow:Mlflow", "mlflow", "mlflow"),
+    "prometheus": (f"{_PACKAGE}.prometheus:Prometheus", "prometheus_client", "sandbox"),
 }
-"""Name in a configuration -> import path of the class."""
-
-PROMETHEUS = "prometheus"
-OF_THIS_ENVIRONMENT = (TENSORBOARD, PROMETHEUS)
-"""Trackers that `tracking.python` does not run: they need what the trainer and the sandbox have."""
-
-_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", PROMETHEUS: "prometheus_client"}
-"""Packages of our own trackers that a training environment may lack."""
+"""Name in a configuration -> import path of the class, a module that a training environment may lack, its extra."""
 
 
 class Tracker(Protocol):
     """Sends the metrics of a run elsewhere. If it raises, the failure is counted and the run continues.
 
     It is created as `Name(run_dir, config, identity, **arguments)`: the run directory, the resolved configuration as
-    plain mappings, and the earlier `identity` of this tracker in this run directory (None: it is new).
+    plain mappings, and the earlier `identity` of this tracker in this run directory (None: it is new). A thread of the
+    trainer's process creates it and makes all calls, in order.
 
     It may have an attribute `identity`, a text that identifies the run at the tracker's service; it is stored in the
     run directory. It may have a method `rewind(step)`, called when a resumed run will log the steps after `step` again.
@@ -49,61 +42,42 @@ class Tracker(Protocol):
         supervised stage begin with `sft/` and have their own step count, from 1."""
 
     def close(self) -> None:
-        """Send the rest; the last call."""
+        """Send the rest; the last call, also for a tracker that was switched off."""
 
 
-def find(name: str) -> Any:
-    """The class (or function) that creates the tracker of that name; `extensions.activate` comes first."""
-    if ":" in name:
-        return load(name)
-    if name not in BUILT_IN:
-        hint = "; metrics.jsonl is always written" if name == "jsonl" else ""
-        raise ExtensionError(f"{name!r} is no tracker: write {', '.join(BUILT_IN)}, or package.module:Name{hint}")
-    return load(BUILT_IN[name])
-
-
-def make(name: str, arguments: Mapping[str, Any], run_dir: Path, config: Mapping[str, Any]) -> Tracker:
+def make(extension: Extension, run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     """Create a tracker with its earlier identity from the run directory, and store its identity there."""
-    path = RunPaths(run_dir).tracker(name)
-    known = read_note(path, operator.itemgetter("identity"), None, f"{name} begins a run of its own")
-    tracker: Tracker = find(name)(run_dir, config, known, **arguments)
+    path = RunPaths(run_dir).tracker(extension.name)
+    known = read_note(path, operator.itemgetter("identity"), None, f"{extension} begins a run of its own")
+    tracker: Tracker = _class_of(extension)(run_dir, config, known, **extension.arguments)
     identity = getattr(tracker, "identity", None)
     if identity is not None and identity != known:
         path.parent.mkdir(exist_ok=True)
-        write_json(path, {"tracker": name, "identity": identity}, durable=True)
+        write_json(path, {"tracker": extension.name, "identity": identity}, durable=True)
     return tracker
 
 
-def tracker_problem(extension: Extension, python: str | None = None) -> str | None:
-    """Why this tracker cannot be created, or None. `extensions.activate` comes first.
-
-    python: `tracking.python`. If set, only its packages count, and a user's tracker is not imported here.
-    """
-    if python is not None and not Path(python).is_file():
-        return f"tracking.python: {python} is not there"
-    if python is not None and extension.is_path:
-        return None
+def tracker_problem(extension: Extension) -> str | None:
+    """Why this tracker cannot be created, or None. `extensions.activate` comes first."""
     try:
-        make = find(extension.name)
+        create = _class_of(extension)
     except ExtensionError as error:
         return str(error)
-    package = _PACKAGES.get(extension.name)
-    is_here = python is None or extension.name in OF_THIS_ENVIRONMENT
-    if is_here and package and not is_installed(package):
-        return f"the package {package} is not installed: see docs/howto/tracker.md for it and for tracking.python"
-    return _does_not_bind(make, extension) or _lacks(make, extension)
-
-
-def _does_not_bind(make: object, extension: Extension) -> str | None:
-    if not callable(make):
+    _, package, extra = BUILT_IN.get(extension.name, ("", "", ""))
+    if package and not is_installed(package):
+        return f"the package {package} is not installed: {install_command(extra)}"
+    if not callable(create):
         return f"{extension} is no class or function"
-    try:
-        inspect.signature(make).bind(Path(), {}, None, **extension.arguments)
-    except TypeError as error:
-        return f"{extension} is made as {extension}(run_dir, config, identity, **arguments): {error}"
-    return None
-
-
-def _lacks(make: object, extension: Extension) -> str | None:
-    missing = [name for name in ("log", "close") if inspect.isclass(make) and not hasattr(make, name)]
+    if problem := call_problem(create, ("run_dir", "config", "identity"), extension.arguments):
+        return f"{extension} {problem}"
+    missing = [name for name in ("log", "close") if inspect.isclass(create) and not hasattr(create, name)]
     return f"{extension} has no method {' or '.join(missing)}" if missing else None
+
+
+def _class_of(extension: Extension) -> Any:
+    """The class (or function) that creates the tracker; `extensions.activate` comes first. Raises ExtensionError."""
+    name = extension.name
+    if not extension.is_path and name not in BUILT_IN:
+        hint = "; metrics.jsonl is always written" if name == "jsonl" else ""
+        raise ExtensionError(f"{name!r} is no tracker: write {', '.join(BUILT_IN)}, or package.module:Name{hint}")
+    return load(name if extension.is_path else BUILT_IN[name][0])
