@@ -32,7 +32,7 @@ class WeightsAndBiases:
             config=dict(config),
             id=identity,
             resume="allow",
-            settings=wandb.Settings(console="off", disable_code=True),
+            settings=wandb.Settings(console="off", disable_code=True, quiet=True),
         )
         self._run.define_metric("*", step_metric="step")
 
