@@ -114,9 +114,9 @@ def test_mlflow_in_an_sqlite_store(tmp_path, config_in, caplog):
 
 @pytest.mark.slow
 @pytest.mark.network
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(900)
 def test_mlflow_shares_the_environment_of_the_locks(tmp_path):
-    """pip installs the extra `mlflow` on top of the packages that run this test, and has to keep their versions."""
+    """The extra `mlflow` is installed before the packages that run this test, and has to keep their versions."""
     wanted = [text for text in importlib.metadata.requires("ctpo-megatron") or [] if 'extra == "mlflow"' in text]
     names = [re.split(r"\s*;", text)[0] for text in wanted]
     assert any(name.startswith("mlflow") for name in names)
@@ -127,8 +127,8 @@ def test_mlflow_shares_the_environment_of_the_locks(tmp_path):
     python = tmp_path / "venv" / "bin" / "python"
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    install = [python, "-m", "pip", "install", "--quiet", "--constraint", tmp_path / "kept.txt", *names]
-    subprocess.run(install, check=True, timeout=scaled(900))
+    uv = [Path(sys.executable).parent / "uv", "pip", "install", "--quiet", "--python", python]
+    subprocess.run([*uv, "--constraint", tmp_path / "kept.txt", *names], check=True, timeout=scaled(300))
     test = f"{Path(__file__)}::{test_mlflow_in_an_sqlite_store.__name__}"
     done = subprocess.run(
         [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
