@@ -20,6 +20,8 @@ from ctpo_megatron.base.stop import TRY_AGAIN
 from ctpo_megatron.cli.console import print_table, print_warnings
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
 from ctpo_megatron.config import (
+    CARD_GIB,
+    USUAL_CARD,
     Config,
     CpuCache,
     DataConfig,
@@ -39,22 +41,16 @@ from ctpo_megatron.config import (
 from ctpo_megatron.environments.factory import system_prompt
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight import (
-    CARDS,
-    DURATION_TITLE,
-    MFU,
     ROWS,
     START_CHECKS,
-    USUAL_CARD,
     DataCheck,
     GpuMemory,
-    Speeds,
     check_dry,
     check_start,
     choice_table,
     crash_line,
     disk_table,
     disk_use,
-    duration_table,
     has_cuda_device,
     held_out_prompts,
     host_table,
@@ -97,14 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu",
-        choices=CARDS,
-        help=f"with --dry-run: as --cuda, with the memory and the speeds of this card ({USUAL_CARD})",
+        choices=CARD_GIB,
+        help=f"with --dry-run: as --cuda, with the memory of this card ({USUAL_CARD})",
     )
     parser.add_argument(
         "--gpu-gib",
         type=positive(float),
         metavar="N",
-        help="with --dry-run: as --cuda, with this memory of a GPU; without --gpu no times are shown",
+        help="with --dry-run: as --cuda, with this memory of a GPU",
     )
     parser.add_argument(
         "--shapes",
@@ -113,27 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--full", action="store_true", help=f"with --dry-run: check all rows of the data, not {ROWS} of each file"
-    )
-    parser.add_argument(
-        "--mfu",
-        type=positive(float),
-        nargs=2,
-        default=MFU,
-        metavar=("WORST", "BEST"),
-        help="with --dry-run --cuda: MFU of the trainer's passes (%(default)s)",
-    )
-    parser.add_argument(
-        "--decode",
-        type=positive(float),
-        nargs=2,
-        metavar=("WORST", "BEST"),
-        help="with --dry-run --cuda: tokens/s of one engine; default: from memory bandwidth",
-    )
-    parser.add_argument(
-        "--peak-tflops",
-        type=positive(float),
-        metavar="N",
-        help="with --dry-run --cuda: dense bfloat16 peak of a GPU; default: of --gpu",
     )
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="with --dry-run: all keys, not those alone that have other values"
@@ -197,7 +172,7 @@ def _dry_run(
     unknown: Sequence[Problem],
 ) -> int:
     rows = None if args.full else ROWS
-    gpu_gib = args.gpu_gib or CARDS[args.gpu or USUAL_CARD].gib
+    gpu_gib = args.gpu_gib or CARD_GIB[args.gpu or USUAL_CARD]
     found, data = check_dry(config, sources, job, cuda=cuda, gpu_gib=gpu_gib, shapes=shapes, rows=rows)
     found.raise_if_any(unknown)
     print_warnings(found.warnings)
@@ -209,7 +184,6 @@ def _dry_run(
         if choice := choice_table(config, job, spec, gpu_gib):
             print_table("policy.micro_batch_tokens and policy.recompute", ("auto", "", "cost"), choice)
         _print_gpus(settled(config, job, spec, gpu_gib), job, gpu_gib, spec)
-        _print_times(args, config, job, spec)
     else:
         _print_engines(config, spec)
     about = "Memory of a node's host, about" if cuda else "Memory of a node on a CPU, about"
@@ -276,20 +250,6 @@ def _print_gpus(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> No
     of_rank = memory_table(spec, memory.split, gpu_gib)
     print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), of_rank)
     print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), memory.table())
-
-
-def _print_times(args: argparse.Namespace, config: Config, job: Job, spec: ModelSpec) -> None:
-    """Of the card that is planned with; of memory alone no time follows."""
-    card = CARDS[args.gpu or USUAL_CARD]
-    title = f"{DURATION_TITLE}, {args.gpu or USUAL_CARD}"
-    if args.gpu is None and args.gpu_gib is not None:
-        if args.peak_tflops is None or args.decode is None:
-            say(f"\nTime on CUDA: not known from --gpu-gib alone; name the card: --gpu {'|'.join(CARDS)}")
-            return
-        title = DURATION_TITLE
-    decode = tuple(args.decode) if args.decode else None
-    speeds = Speeds(tuple(args.mfu), decode, args.peak_tflops or card.tflops, card.bandwidth)
-    print_table(title, ("", "range", "from"), duration_table(config, spec, job.world_size, speeds))
 
 
 def _print_engines(config: Config, spec: ModelSpec) -> None:

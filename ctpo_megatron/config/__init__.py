@@ -8,6 +8,7 @@ from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.keys import flattened, known_keys, short_names, with_defaults
 from ctpo_megatron.config.load import dump, dump_differences, load_config, load_with_sources, stored_settings
 from ctpo_megatron.config.memory import (
+    CARD_GIB,
     ELEMENT_BYTES,
     GIB,
     GPU_GIB,
@@ -15,6 +16,7 @@ from ctpo_megatron.config.memory import (
     KEPT_SHARE,
     SHARE,
     USABLE,
+    USUAL_CARD,
     CpuCache,
     Memory,
     Split,

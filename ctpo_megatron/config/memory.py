@@ -21,7 +21,10 @@ from ctpo_megatron.config.schema import Config, PolicyConfig
 from ctpo_megatron.models import LayerSplit, ModelSpec, padded_vocabulary
 
 MIB, GIB = 1 << 20, 1 << 30
-GPU_GIB = 80
+CARD_GIB = {"l4": 22.5, "a100": 80, "h100": 80, "h200": 140}
+"""Memory that the driver shows."""
+USUAL_CARD = "h100"
+GPU_GIB = CARD_GIB[USUAL_CARD]
 """The GPU of the tables."""
 
 USABLE = 0.9

@@ -33,7 +33,14 @@ VERBS: dict[str, str] = {
 }
 """Verb of `ctpo` -> what takes its place."""
 
+_MEASURE = "the dry run gives no hours; `ctpo train CONFIG run.steps=2` shows the time of a step"
+
 OPTIONS: dict[tuple[str, str], str] = {
+    (
+        "sweep",
+        "--sft",
+    ): "to share an SFT, give model.path=RUN/sft_model sft=null; else each run does its own",
+    **{("train", option): _MEASURE for option in ("--mfu", "--decode", "--peak-tflops")},
     ("doctor", "--nodes"): "`ctpo launch CONFIG --nodes N --check` checks every node of a job",
 }
 """Verb of `ctpo` and an option that it no longer has -> what takes its place."""

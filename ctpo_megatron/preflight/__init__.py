@@ -25,7 +25,6 @@ from ctpo_megatron.preflight.devices import gpus, has_cuda_device, torch_cuda, t
 from ctpo_megatron.preflight.disk import check_disk, crash_line, disk_table, disk_use, held_out_prompts
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_node, diagnose_run, install_line, verdict
 from ctpo_megatron.preflight.dry_run import ROWS, Findings, check_dry, check_start
-from ctpo_megatron.preflight.duration import CARDS, DURATION_TITLE, MFU, USUAL_CARD, Speeds, duration_table
 from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.preflight.first_trajectory import play_first
 from ctpo_megatron.preflight.host_memory import host_table

@@ -30,7 +30,7 @@ FORWARD_MS, BACKWARD_MS = 3, 5
 """Of the host, to launch a layer of a micro-batch. An H100 with local layers took 2.9 ms for a layer's pass of old
 log-probs and 7.8 to 10.9 ms for its update, full recomputation included (benchmarks/results/gpu/nvidia-h100.md)."""
 FLOPS = 0.4 * 989e12
-"""FLOP/s of the trainer's matrix products: 40 % of an H100's peak, the better end of `duration.MFU`."""
+"""FLOP/s of the trainer's matrix products: 40 % of an H100's peak, an assumption."""
 
 
 @dataclass(frozen=True)
