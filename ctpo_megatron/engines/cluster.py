@@ -24,7 +24,6 @@ from ctpo_megatron import __version__
 from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.config import ClusterConfig, Problem
 from ctpo_megatron.engines.engine_log import mark, unmark
-from ctpo_megatron.engines.logs import LogCollector
 from ctpo_megatron.engines.tasks import EngineError, EngineSpec
 from ctpo_megatron.engines.timeouts import NODE_POLL_S
 from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
@@ -201,7 +200,7 @@ def differences(here: Facts, there: Facts, needs: Needs, node: str = "") -> Iter
 
 
 class EngineGroup:
-    """A Ray placement group with one bundle for each engine, and the copies of their logs.
+    """A Ray placement group with one bundle for each engine.
 
     A bundle outlives its engine, and holds the next one. Ray moves the bundles of a node that died to another node.
 
@@ -220,15 +219,13 @@ class EngineGroup:
         extensions = spec.config.extensions.model_copy(update={"path": folders})
         config = spec.config.model_copy(update={"extensions": extensions})
         self.spec = replace(spec, config=config, log_mark=mark(spec.log_dir))
-        self.logs = LogCollector()
 
     def options(self, index: int) -> dict[str, Any]:
         """Options of a Ray actor that place it in bundle number `index`."""
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index)}
 
     def close(self) -> None:
-        """Copy the rest of the logs, and remove the placement group."""
-        self.logs.close()
+        """Remove the placement group."""
         unmark(self.spec.log_dir)
         remove_placement_group(self._group)
 

@@ -78,10 +78,6 @@ class RolloutEngine:
 
         return EngineSeat(ray.get_runtime_context().get_node_id(), _node_address(), str(self._log))
 
-    async def with_log(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function with the path of the log on this node, and return its result."""
-        return function(str(self._log), *arguments)
-
     async def start(self) -> tuple[int, EngineFacts]:
         """Load users' extensions, the model and the tokenizer. Returns the process id and what a transport needs."""
         from vllm.config import WeightTransferConfig

@@ -13,10 +13,10 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.cluster import EngineGroup, described, listed, living_nodes
 from ctpo_megatron.engines.engine import RolloutEngine
-from ctpo_megatron.engines.logs import LogCopy, seat_of
 from ctpo_megatron.engines.tasks import (
     INITIAL_VERSION,
     EngineError,
+    EngineSeat,
     EngineSpec,
     GroupTask,
     UpdateReport,
@@ -50,7 +50,7 @@ class EngineHandle:
     facts: EngineFacts
 
     def __init__(self, index: int, spec: EngineSpec, group: EngineGroup | None = None) -> None:
-        self.index, self.log_path = index, spec.log_path(index)
+        self.index = index
         self.live = self.parked = False
         self.launches = 0
         self._spec, self._group, self._start_timeout_s = spec, group, spec.config.rollout.start_timeout_s
@@ -62,6 +62,13 @@ class EngineHandle:
         """For messages: its number and, on a cluster, the address of its node."""
         seat = None if self._group is None else seat_of(self._seat_ref)
         return f"rollout engine {self.index}" + (f" on {seat.address}" if seat else "")
+
+    @property
+    def log_path(self) -> str:
+        """For messages: its log, with the address of a node that does not see the run directory."""
+        here = str(self._spec.log_path(self.index))
+        seat = None if self._group is None else seat_of(self._seat_ref)
+        return here if seat is None or seat.log_path == here else f"{seat.address}:{seat.log_path}"
 
     @property
     def starting(self) -> bool:
@@ -105,8 +112,6 @@ class EngineHandle:
         self.ready_ref = self._actor.start.remote()
         if self._group is not None:
             self._nodes = {node.id for node in living_nodes()}
-            self._log = LogCopy(self.name, self.log_path, self._actor, self._seat_ref)
-            self._group.logs.follow(self._log)
 
     def take_start(self) -> bool:
         """Collect the finished start: whether the process is up. Raises EngineError when it did not start.
@@ -235,9 +240,18 @@ class EngineHandle:
         if gently:
             ray.wait([self._actor.shutdown.remote()], timeout=ENGINE_CLOSE_S)
         self.live = False
-        if self._group is not None:
-            self._log.end(reachable=gently)  # before the actor is gone, which reads the log for us
         ray.kill(self._actor, no_restart=True)
+
+
+def seat_of(reference: Any) -> EngineSeat | None:
+    """The result of a call of `RolloutEngine.seat`; None before Ray has placed the engine, or when it never did."""
+    if not ray.wait([reference], timeout=0)[0]:
+        return None
+    try:
+        seat: EngineSeat = ray.get(reference)
+    except RayError:
+        return None
+    return seat
 
 
 def reason(error: BaseException) -> str:

@@ -16,13 +16,6 @@ RAY_CLOSE_S = 30.0
 KILLED_S = 10.0
 """For killed processes of a private Ray to end: the kernel frees their memory first."""
 
-LOG_COPY_INTERVAL_S = 5.0
-"""Between two copies of the logs of engines that do not see the run directory."""
-LOG_READ_S = 10.0
-"""One read of such a log; an engine that loads its model answers late."""
-LOG_CLOSE_S = 30.0
-"""The last copy of all logs."""
-
 OCCUPANCY_ROW_S = 0.25
 """Shortest time between two rows of the occupancy file."""
 OCCUPANCY_REPEAT_S = 10.0

@@ -189,8 +189,8 @@ class WeightClient:
         self._call("init_weight_transfer", infos)
         if self._update.failed:
             engines = list(self._update.failed)
-            names = ", ".join(engine.name for engine in engines)
-            raise EngineError(f"{names} did not join the weight transport; logs: {engines[0].log_path.parent}")
+            names, logs = (", ".join(texts) for texts in zip(*((e.name, e.log_path) for e in engines), strict=True))
+            raise EngineError(f"{names} did not join the weight transport; logs: {logs}")
 
     def start_weight_update(self) -> None:
         """All engines freeze their requests."""

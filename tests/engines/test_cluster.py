@@ -13,7 +13,6 @@ from ctpo_megatron.config import ConfigError
 from ctpo_megatron.engines import EngineError
 from ctpo_megatron.engines.cluster import Needs, Node, differences, node_facts
 from ctpo_megatron.engines.engine_log import mark, path_here, unmark
-from ctpo_megatron.engines.logs import read_from, remove
 from ctpo_megatron.engines.open import cluster_of
 from ctpo_megatron.engines.ray_runtime import await_head, check_address, check_token
 from ctpo_megatron.engines.tasks import EngineSpec
@@ -148,18 +147,3 @@ def test_a_log_is_where_the_run_directory_is_seen(tmp_path: Path) -> None:
     elsewhere = path_here(marked, 3)
     assert elsewhere.parent.name == f"ctpo-logs-{marked.log_mark}"
     assert not list((tmp_path / "logs").iterdir())
-    log = tmp_path / "log"
-    log.write_bytes(b"one\ntwo\n")
-    assert (read_from(str(log), 4), read_from(str(log), 8)) == (b"two\n", b"")
-
-
-def test_a_log_that_is_copied_goes_with_its_folder(tmp_path: Path) -> None:
-    logs = [tmp_path / "logs" / name for name in ("0.log", "1.log")]
-    logs[0].parent.mkdir()
-    for log in logs:
-        log.touch()
-    remove(str(logs[0]))
-    assert list(logs[1].parent.iterdir()) == [logs[1]]
-    for _ in range(2):  # the first answer may be lost
-        remove(str(logs[1]))
-        assert list(tmp_path.iterdir()) == []
