@@ -14,6 +14,8 @@ _OPEN, _CLOSE = "<think>", "</think>"
 _BOX = "\\boxed{"
 CPU_S = 2.0
 """Seconds of processor time in which an answer is compared."""
+AGAIN_S = 0.1
+"""Between two attempts to end a comparison."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -78,10 +80,14 @@ def cpu_limit(seconds: float = CPU_S) -> Iterator[None]:
         raise ProcessorTimeError
 
     before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    # Again and again: Python drops what is raised within a destructor or a callback of its garbage collector.
+    signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_S)
     try:
-        yield
-    finally:
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    finally:  # also where the signal came just before
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
 

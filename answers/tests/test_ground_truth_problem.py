@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+
 import pytest
 
-from ctpo_answers import ground_truth_problem, score_math
+from ctpo_answers import ProcessorTimeError, cpu_limit, ground_truth_problem, score_math
 
 READABLE = (
     *("72", "-3.5", "+5", "050", "1,000", "1{,}000", "\\$72", "$72$", "50\\%", "72 %", "5%", "0.5", "10^{99}", "9!"),
@@ -69,6 +72,18 @@ def test_unreadable(answer: str) -> None:
 @pytest.mark.parametrize("answer", ["24pgs", "2mgh", "7prt"])
 def test_a_number_and_letters_that_are_no_unit_are_refused(answer: str) -> None:
     assert "words or signs around a number" in ground_truth_problem(answer)
+
+
+def test_a_limit_that_a_library_swallows_comes_again() -> None:
+    end = time.process_time() + 20
+    with pytest.raises(ProcessorTimeError), cpu_limit(0.05):
+        for _ in range(2):
+            with suppress(BaseException):
+                while time.process_time() < end:
+                    pass
+        while time.process_time() < end:
+            pass
+    assert time.process_time() < end
 
 
 def test_a_ground_truth_that_takes_too_much_processor_time_is_refused() -> None:
