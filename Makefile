@@ -47,7 +47,8 @@ LOCK := requirements/cpu-$(or $(VERSION),none).txt
 DECIDED = $(strip $(foreach key,run.name= run.overwrite= run.resume=,$(findstring $(key),$(ARGS))))
 quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
-	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
+	set -x; [ -d data/toolmath ] || $(BIN)/python -m examples.toolmath data/toolmath; \
+	$(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
 # Five processes on two cores, two of them for tests that mostly wait (tests/support/lanes.py); tests that share engines or a
 # sandbox stay together (tests/conftest.py). One server, which imports torch and megatron, forks them and their ranks. On a

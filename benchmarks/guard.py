@@ -70,7 +70,7 @@ def play(root: Path, steps: int, start: tuple[Path, Path]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = [
-            *runs.RL_ONLY,
+            *runs.rl_only(root),
             f"run.root={folder}",
             "run.name=guard",
             f"run.steps={WARM + steps}",

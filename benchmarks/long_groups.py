@@ -36,8 +36,8 @@ from transformers import AutoTokenizer
 from benchmarks import runs
 from benchmarks.kernels import report
 from benchmarks.measured import spread
-from ctpo_megatron.config import Config, PrepareConfig
-from ctpo_megatron.data import Prompt, prepare
+from ctpo_megatron.config import Config
+from ctpo_megatron.data import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.engines import Sampling
 from ctpo_megatron.engines.open import open_engines
@@ -45,6 +45,7 @@ from ctpo_megatron.environments.episode import Episode
 from ctpo_megatron.environments.protocol import Message, Schema, ToolCallRequest, ToolResult, ToolUnavailable
 from ctpo_megatron.evaluate import find_target, read_config
 from ctpo_megatron.rollouts import Request, Scheduler, ticks
+from examples.toolmath import Task, TinyModel, write_task
 
 SAMPLES, PLACES = 4, 16
 MEDIAN_TURNS, MOST_TURNS, ROOM = 4.0, 40, 4096
@@ -107,9 +108,8 @@ class TurnsEndAtLetters:
 
 def configuration(folder: Path, latency_s: float) -> Config:
     """A random model of the quickstart's shape; nothing is trained."""
-    model = {"max_position_embeddings": ROOM, "initializer_range": 0.02}  # every token is about as likely
-    sizes = {"train_prompts": 64, "heldout_prompts": 64, "sft_conversations": 640}
-    prepare(PrepareConfig(directory=str(folder), model=model, **sizes))
+    model = TinyModel(max_position_embeddings=ROOM, initializer_range=0.02)  # every token is about as likely
+    write_task(Task(train_prompts=64, heldout_prompts=64, sft_conversations=640, model=model), folder)
     engine = f"{{dtype: float32, max_model_len: {ROOM}, max_num_seqs: {PLACES}, kv_cache_mb: 256, enforce_eager: true}}"
     settings = [
         f"rollout.engine={engine}",

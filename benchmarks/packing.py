@@ -33,6 +33,7 @@ from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.objective import objective_from_config
 from ctpo_megatron.policy import MiniBatch, Trainer, destroy_distributed, init_distributed, policy_gradient
+from examples.toolmath import TinyModel
 
 HERE = Path(__file__).parent
 LENGTHS = HERE / "packing_lengths.json"
@@ -85,8 +86,8 @@ class Bench:
 
     def __init__(self, config: Config, directory: Path, vocab_size: int) -> None:
         self.config = config
-        settings = config.prepare.model.model_dump(exclude={"num_layers", "rope_theta"})  # type: ignore[union-attr]
-        shape = config.prepare.model  # type: ignore[union-attr]
+        shape = TinyModel()
+        settings = shape.model_dump(exclude={"num_layers", "rope_theta"})
         torch.manual_seed(0)
         Qwen3ForCausalLM(
             Qwen3Config(

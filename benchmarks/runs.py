@@ -10,14 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
+
 from ctpo_megatron.config import load_config
 from ctpo_sandbox import start_configured_server
+from examples.toolmath import Task, write_task
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path.home() / ".cache" / "ctpo-megatron-benchmarks"
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 RL_ONLY = (
-    "prepare=null",
     "sft=null",
     "data.eval=[]",
     "eval.every=0",
@@ -28,6 +30,8 @@ RL_ONLY = (
     "run.overwrite=true",
 )
 """Nothing but training steps, on the prompts in the order of the file."""
+OLDER = {"prepare": "prepare=null"}
+"""Sections of earlier commits' quickstart -> what a side of such a commit needs besides."""
 _STEP_ZERO = ("run.steps=1", "data.eval=[]", "eval.every=0", "checkpoint.every=1", "tracking.report=false")
 
 
@@ -42,18 +46,27 @@ def environment(root: Path = ROOT) -> dict[str, str]:
     return {"PYTHONPATH": ":".join(str(root / part) for part in (".", "answers", "kernels", "sandbox", "launchers"))}
 
 
+def rl_only(root: Path) -> list[str]:
+    """`RL_ONLY` as a checkout's configuration knows it."""
+    sections = yaml.safe_load((root / CONFIG.relative_to(ROOT)).read_text(encoding="utf-8"))
+    return [*RL_ONLY, *(setting for section, setting in OLDER.items() if section in sections)]
+
+
 def start_weights(folder: Path) -> tuple[Path, Path]:
     """The quickstart's model after its supervised stage, and its training prompts.
 
     Made by the first call, in about two minutes, and kept in the folder. Raises subprocess.CalledProcessError.
     """
-    model, run = folder / "start", folder / "quickstart"
+    model, run, task = folder / "start", folder / "quickstart", folder / "toolmath"
+    write_task(Task(), task)
     if not model.exists():
         print("the quickstart's supervised stage ...", flush=True)
-        _run(train(f"run.root={folder}", "run.overwrite=true", "export.enabled=false", *_STEP_ZERO))
+        files = [f"model.path={task / 'model'}", f"data.train=[{task / 'train.parquet'}]"]
+        files += [f"sft.data=[{task / 'sft.parquet'}]", f"run.root={folder}", "run.overwrite=true"]
+        _run(train(*files, "export.enabled=false", *_STEP_ZERO))
         export = [sys.executable, "-m", "ctpo_megatron.cli", "export", str(run / "checkpoints" / "step_000000")]
         _run([*export, "--output", str(model)])
-    return model, run / "task" / "train.parquet"
+    return model, task / "train.parquet"
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import runs
-from ctpo_megatron.config import PrepareConfig, TinyModelConfig, load_config
-from ctpo_megatron.data import prepare
+from ctpo_megatron.config import load_config
+from examples.toolmath import Task, TinyModel, write_task
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def start_of(size: Size, cache: Path) -> tuple[Path, Path]:
     if size.name == QUICKSTART.name:
         return runs.start_weights(cache)
     task = cache / "medium"
-    counts = {"train_prompts": 64, "heldout_prompts": 8, "sft_conversations": 640}
-    prepare(PrepareConfig(directory=str(task), model=TinyModelConfig(**MEDIUM_MODEL), **counts))
+    model = TinyModel(**MEDIUM_MODEL)
+    write_task(Task(train_prompts=64, heldout_prompts=8, sft_conversations=640, model=model), task)
     return task / "model", task / "train.parquet"
 
 

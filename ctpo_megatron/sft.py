@@ -26,7 +26,7 @@ def fine_tune(
     """Train on the assistant's tokens of conversations, from `checkpoint` of this stage or the beginning.
 
     Every few steps it is checked whether the engines start, which load meanwhile. A run that is to stop is saved after
-    the current step, and `run.stopped`. The model after the last step is kept (`sft.export`). Raises DataError for bad
+    the current step, and `run.stopped`. The model after the last step is kept. Raises DataError for bad
     files, ValueError when there are fewer conversations than one step takes.
     """
     config, every = run.config, run.config.checkpoint.sft_every

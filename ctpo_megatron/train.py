@@ -16,7 +16,6 @@ if __name__ == "__main__":
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.config import Config
-from ctpo_megatron.data import prepare
 from ctpo_megatron.policy import capabilities, destroy_distributed, init_distributed
 from ctpo_megatron.run import (
     Controller,
@@ -51,7 +50,7 @@ def main(config: Config) -> int:
 
 
 def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
-    """Prepare, start, fine-tune, reinforce, export, report. Rank zero calls this."""
+    """Start, fine-tune, reinforce, export, report. Rank zero calls this."""
     if is_finished(config.run):
         return 0
     config = trainer.settle(former_choice(config.run))
@@ -60,9 +59,6 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
         report = stack.enter_context(Reporter.of(config, directory, trainer.layout.world_size))
         stack.enter_context(trainer.watched(directory, report.phases))
         log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
-        if (task := config.prepare) is not None:
-            with report.stage("prepare"):
-                prepare(task, config.rollout.tool_parser.name)
         with report.stage("start"):
             waits = StopOrLostRank(stop, trainer.layout, directory)
             services = stack.enter_context(start_services(config, directory, report.phases, waits))

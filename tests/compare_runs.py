@@ -113,11 +113,11 @@ def _dumps(run: Path, folder: str) -> Iterator[Unit]:
 
 
 def _tensor_files(run: Path) -> Iterator[Unit]:
-    """Start weights of a prepared task come first, exported ones last; checkpoints have a format of their own."""
+    """Exported weights come last. Checkpoints have a format of their own, and `task/` of earlier versions was input."""
     for path in run.rglob("*.safetensors"):
         name = path.relative_to(run)
-        if name.parts[0] != "checkpoints":
-            order = (-1 if name.parts[0] == "task" else 2, 0, 0, str(name))
+        if name.parts[0] not in ("checkpoints", "task"):
+            order = (2, 0, 0, str(name))
             yield Unit(order, "tensors", str(name), partial(tensors, path))
 
 

@@ -35,7 +35,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("rollouts",),
     ("preflight",),
     ("evaluate", "run"),
-    ("sft", "export", "sweep"),
+    ("sft", "export"),
     ("train",),
     ("cli",),
 )
@@ -107,7 +107,6 @@ WHOLE_CONFIG = (
     "evaluate",
     "preflight",
     "run",
-    "sweep",
     "train.py",
     "engines",  # the actors get it as a whole
     "environments/prompts.py",  # rows, rendering, parser and rewards decide which prompts there are

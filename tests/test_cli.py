@@ -20,12 +20,12 @@ from ctpo_megatron.cli.errors import report_error
 from ctpo_megatron.config import Config
 from ctpo_sandbox import temporary
 from tests.support.deadlines import scaled
+from tests.support.task import SMALL_TASK, task_folder
 
 CONFIG = """\
 run: {name: first, steps: 4}
-prepare: {directory: "${run.root}/task"}
-model: {path: "${prepare.directory}/model"}
-data: {train: ["${prepare.directory}/train.parquet"], max_prompt_tokens: 64}
+model: {path: data/model}
+data: {train: [data/train.parquet], max_prompt_tokens: 64, tool_in_prompt: false}
 policy: {micro_batch_tokens: 1024, mini_batch_prompts: 32}
 rollout: {max_response_tokens: 176, engine: {max_model_len: 256, kv_cache_mb: 64, dtype: float32}}
 """
@@ -40,6 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "first.yaml").write_text(CONFIG)
+    (tmp_path / "data").symlink_to(task_folder(*SMALL_TASK))
     return tmp_path
 
 
@@ -73,7 +74,7 @@ CONFIGURATION = {"pydantic", "omegaconf", "rich", "yaml"}
     ("arguments", "banned"),
     [
         (["--help"], HEAVY | CONFIGURATION),
-        (["train", "first.yaml", "--dry-run"], HEAVY),
+        (["train", "first.yaml", "--dry-run", "--shapes", "qwen3_0_6b"], HEAVY),
         (["train", "--help"], HEAVY),
         (["report", "--help"], HEAVY),
         (["compare", "--help"], HEAVY),
@@ -114,21 +115,21 @@ def test_dry_run_prints_the_plan_and_touches_nothing(
     assert cli.main(["train", "first.yaml", "--dry-run", "run.seed=7"]) == 0
     out, err = capsys.readouterr()
     assert "  seed: 7\n" in out
-    assert "  path: runs/task/model\n" in out
+    assert "  path: data/model\n" in out
     assert "data parallel              1  world size / (tensor x pipeline x context)" in out
     assert "sequences per batch          256  32 prompts x 8 samples" in out
     assert "System prompt (rollout.tool_parser: hermes)\n  none\n" in out
     line = "Objective: ctpo: cumulative ratio, window (-0.025, +0.05) sqrt(t), dual 0.05, mean per sequence"
     assert out.splitlines().count(line) == 1
-    assert "warning: first.yaml:5: policy.mini_batch_prompts = 32: makes exactly one update per batch" in err
-    assert [path.name for path in folder.iterdir()] == ["first.yaml"]
+    assert "warning: first.yaml:4: policy.mini_batch_prompts = 32: makes exactly one update per batch" in err
+    assert {path.name for path in folder.iterdir()} == {"first.yaml", "data"}
     assert not hasattr(driver, "config")
 
 
 def test_dry_run_is_light() -> None:
     code = (
         "import sys\nfrom ctpo_megatron.cli import main\n"
-        "status = main(['train', 'first.yaml', '--dry-run', 'rollout.engine.kv_cache_mb=64'])\n"
+        "status = main(['train', 'first.yaml', '--dry-run', '--shapes', 'qwen3_0_6b'])\n"
         "heavy = {'torch', 'transformers', 'ray', 'vllm', 'megatron', 'numpy'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or status)"
     )
@@ -260,7 +261,8 @@ def test_a_temporary_directory_that_will_not_do(
     monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * 80}")
     assert cli.main(["train", "first.yaml"]) == 2
     assert capsys.readouterr().err.startswith('ctpo train: TMPDIR = "/xxx')
-    assert cli.main(["train", "first.yaml", "--dry-run"]) == 0  # it may be for another machine
+    elsewhere = ["--dry-run", "--shapes", "qwen3_0_6b"]
+    assert cli.main(["train", "first.yaml", *elsewhere]) == 0
     assert not hasattr(driver, "config")
 
 

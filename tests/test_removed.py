@@ -14,10 +14,14 @@ from ctpo_megatron.config.removed import KEYS, OPTIONS, VALUES, VERBS
 MINIMAL = {
     "run": {"name": "first", "steps": 4},
     "model": {"path": "model"},
+    "sft": {"data": ["sft.parquet"], "steps": 1},
     "data": {"train": ["train.parquet"], "max_prompt_tokens": 64},
     "policy": {"micro_batch_tokens": 1024},
     "rollout": {"max_response_tokens": 176, "engine": {"max_model_len": 256, "kv_cache_mb": 64, "dtype": "float32"}},
 }
+
+REQUIRED = {"sweep": ["--grid", "run.seed=0"]}
+"""Verb of `ctpo` -> options that it does not do without."""
 
 
 def with_value(key: str, value: object) -> dict[str, object]:
@@ -66,6 +70,6 @@ def test_a_removed_verb_or_option_is_refused(words: list[str], capsys: pytest.Ca
     verb, *option = words
     instead = OPTIONS[verb, option[0]] if option else VERBS[verb]
     with pytest.raises(SystemExit) as ended:
-        cli.main([verb, "runs/x", *option])
+        cli.main([verb, "runs/x", *REQUIRED.get(verb, []), *option])
     assert ended.value.code == 2
     assert f"{' '.join(words)} was removed: {instead}" in " ".join(capsys.readouterr().err.split())

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from benchmarks.gpu_first_hour.overrides import on_device
 from ctpo_megatron.base.tensor_rows import TensorRows
 from ctpo_megatron.config import Config, load_config
-from ctpo_megatron.data import Group, Prompt, PromptRules, Trajectory, prepare, read_prompts
+from ctpo_megatron.data import Group, Prompt, PromptRules, Trajectory, read_prompts
+from examples.toolmath import Task, write_task
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, SAMPLES = 32, 8
@@ -37,14 +38,12 @@ def quickstart(folder: Path, device: str, model: Path | None = None, overrides: 
 
     model: instead of the task's, which has random weights.
     """
-    settings = [f"run.root={folder}", "rollout.max_turns=1", "prepare.train_prompts=64", "prepare.heldout_prompts=28"]
-    settings += ["prepare.sft_conversations=400", "prepare.tokenizer_conversations=400", *on_device(device), *overrides]
-    config = load_config(ROOT / "configs" / "quickstart.yaml", settings)
-    assert config.prepare is not None
-    prepare(config.prepare)
-    if model is None:
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+    task = folder / "toolmath"
+    sizes = {"train_prompts": 64, "heldout_prompts": 28, "sft_conversations": 400, "tokenizer_conversations": 400}
+    write_task(Task(**sizes), task)
+    settings = [f"run.root={folder}", "rollout.max_turns=1", f"model.path={model or task / 'model'}"]
+    settings += [f"data.train=[{task / 'train.parquet'}]", f"data.eval=[{task / 'heldout.parquet'}]"]
+    return load_config(ROOT / "configs" / "quickstart.yaml", [*settings, *on_device(device), *overrides])
 
 
 def prompts_of(config: Config) -> list[Prompt]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -127,14 +128,20 @@ def _engine_sync(machine: Machine, work: Path) -> Iterator[Stage]:
 
 
 def _quickstart(machine: Machine, work: Path) -> Stage:
-    run = work / "quickstart"
-    settings = [f"run.root={run.parent}", f"run.name={run.name}", "run.overwrite=true", "run.steps=3"]
+    run, task = work / "quickstart", work / "toolmath"
+    settings = [f"data.train=[{task / 'train.parquet'}]", f"data.eval=[{task / 'heldout.parquet'}]"]
+    settings += [f"run.root={run.parent}", f"run.name={run.name}", "run.overwrite=true", "run.steps=3"]
     settings += ["checkpoint.every=0", "tracking.live=plain", *on_device(machine.device)]
-    settings += ["sft.steps=300"] if machine.model is None else ["sft=null", f"model.path={machine.model}"]
+    if machine.model is None:
+        settings += [f"model.path={task / 'model'}", f"sft.data=[{task / 'sft.parquet'}]", "sft.steps=300"]
+    else:
+        settings += [f"model.path={machine.model}", "sft=null"]
     if machine.device == "cuda":  # rounding to bfloat16 moves log-probs by far more than the CPU's limit
         settings += ["policy.dtype=bfloat16", "rollout.mismatch_limit=null", "tracking.report=false"]
     purpose = "the whole ring on one device, three steps"
-    command = _ctpo("train", "configs/quickstart.yaml", *settings, *machine.overrides)
+    write = shlex.join(_python("-m", "examples.toolmath", str(task)))
+    train = shlex.join(_ctpo("train", "configs/quickstart.yaml", *settings, *machine.overrides))
+    command = ("sh", "-c", f"{write} && exec {train}")
     return Stage("quickstart", purpose, 600, command, run / "metrics.jsonl", expected_s=150)
 
 

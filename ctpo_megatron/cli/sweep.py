@@ -1,34 +1,36 @@
-"""`ctpo sweep`: every configuration of a grid, one run after the other, from one SFT; the same line continues it."""
+"""`ctpo sweep`: every point of a grid, one `ctpo train` after the other; the same line continues it."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
+import json
 import os
+import re
 import shlex
+import signal
+import subprocess
 import sys
-from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
-from ctpo_megatron.base.run_paths import SweepPaths
 from ctpo_megatron.cli.compare import show_comparison
-from ctpo_megatron.cli.console import print_table, print_warnings
+from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import Job, Problem, world_size
-from ctpo_megatron.preflight import ROWS, Findings, has_cuda_device
-from ctpo_megatron.sweep import (
-    PlannedRun,
-    Runner,
-    Sweep,
-    SweepOutcome,
-    SweepRecord,
-    check,
-    check_rows,
-    is_done,
-    plan,
-    read_grid,
-    train_command,
-)
+from ctpo_megatron.config import Config, ConfigError, Job, Problem, load_with_sources, short_names, world_size
+from ctpo_megatron.preflight import Findings, check_dry, has_cuda_device
 from ctpo_sandbox.arguments import positive
+from ctpo_sandbox.libc import die_with_parent
+
+STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+_CLOSING_S = 120.0
+"""For a run to close its engines and its sandbox, after `checkpoint.grace_s`."""
+_FIXED = ("run.name", "run.root", "run.resume", "run.overwrite", "run.deadline")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_OF_SFT = {"sft", "model", "run.seed", "data.system_prompt", "data.tool_in_prompt", "rollout.tool_parser"}
+"""Keys, or sections, that an SFT model follows from."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,102 +40,156 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", metavar="a.b=c", nargs="*", default=[], help="overrides of all runs, as for ctpo train"
     )
     parser.add_argument(
-        "--grid",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="a.b=c,d",
-        help="keys with their values; one with a single value is an override",
+        "--grid", nargs="+", action="extend", required=True, metavar="a.b=c,d", help="keys with their values"
     )
     parser.add_argument(
-        "--sft",
-        choices=("once", "each"),
-        default="once",
-        help="one SFT for all runs, with the configuration's own seed (default), or one for each value of run.seed",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=positive(int),
-        default=1,
-        metavar="N",
-        help="trainer ranks of each run, by torchrun, on this node",
+        "--ranks", type=positive(int), default=1, metavar="N", help="trainer ranks of each run, by torchrun"
     )
     parser.add_argument("--dry-run", action="store_true", help="check all configurations, print the runs, start none")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check all configurations, then run them, or print what would run."""
+    """Check all points, then train each; returns 1 if a run failed, and the status of a run that was stopped."""
     if world_size() > 1 or "RANK" in os.environ:
         raise UsageError("starts the ranks of each run itself: start it without torchrun, with --ranks N")
-    sweep = plan(args.config, read_grid(args.grid, [*args.overrides, *args.unknown]), args.sft)
-    job = Job(args.ranks, args.ranks if args.ranks > 1 else None)
-    print_warnings(_checked(sweep, job, args.dry_run))
+    grid, common = read_grid(args.grid, [*args.overrides, *args.unknown])
+    points = points_of(grid)
+    configs = {name: _checked(args, [*common, *words], name) for name, words in points.items()}
+    folder = next(iter(configs.values())).run.directory.parent
+    print(f"{len(points)} runs in {folder}: {', '.join(points)}", flush=True)
+    if _shares_sft(grid, configs):
+        line = shlex.join(["ctpo", "train", args.config, *common, "run.name=sft", "run.steps=0"])
+        print(f"SFT is the same in all of them. To do it once: {line}")
+        print("and give the sweep: model.path=RUN/sft_model sft=null")
     if args.dry_run:
-        _print_plan(sweep)
         return 0
-    record = SweepRecord.of(sweep, args.config)
-    runner = Runner(sweep, record, train_command(args.config, args.ranks), leads=args.ranks > 1)
+    statuses = {}
+    for name, config in configs.items():
+        words = [*common, *points[name], f"run.root={json.dumps(str(folder))}", f"run.name={name}", "run.resume=auto"]
+        print(f"[sweep] {name}", flush=True)
+        statuses[name] = _train(args.config, words, args.ranks, config.checkpoint.grace_s)
+        if statuses[name] in STOPPED:
+            print(f"stopped in {config.run.directory}; the same command continues", file=sys.stderr)
+            return statuses[name]
+    failed = {name: status for name, status in statuses.items() if status}
+    finished = [configs[name].run.directory for name in points if name not in failed]
+    if len(finished) > 1:
+        show_comparison(finished, folder / "comparison.html")
+    for name, status in failed.items():
+        print(f"{name} failed with exit status {status}; the same command tries it again", file=sys.stderr)
+    return int(bool(failed))
+
+
+def read_grid(items: Sequence[str], overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return key -> values of the grid, and the overrides of all runs: a key with one value is one, too.
+
+    Raises ConfigError with every mistake.
+    """
+    grid: dict[str, list[str]] = {}
+    common, problems = list(overrides), list[Problem]()
+    for item in items:
+        key, _, text = item.partition("=")
+        values = [value.strip() for value in _split(text)]
+        if len(values) == 1:
+            common.append(item)
+        elif key in grid:
+            problems.append(Problem(key, "is there twice", "give all its values at once", text, "--grid"))
+        else:
+            grid[key] = values
+    given = {text.partition("=")[0] for text in common}
+    for key, values in grid.items():
+        if key in _FIXED:
+            problems.append(Problem(key, "cannot vary: the sweep decides it", "leave it out", where="--grid"))
+        if key in given:
+            problems.append(Problem(key, "is an override, too: which counts?", "give it once", where="--grid"))
+        if len(set(values)) < len(values) or "" in values:
+            text = ",".join(values)
+            problems.append(Problem(key, "has an empty value, or one twice", "give every value once", text, "--grid"))
+    if not grid:
+        fix = "give a key several, e.g. --grid run.seed=0,1,2; one run is `ctpo train`"
+        problems.append(Problem("", "no key has more than one value", fix, where="--grid"))
+    if problems:
+        raise ConfigError(problems)
+    return grid, common
+
+
+def points_of(grid: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the name of each point and its overrides; the last key varies fastest.
+
+    A name follows from the values alone, such as `ctpo-seed0`, so that a grid can grow.
+    """
+    labels = short_names(grid, among=grid)
+    points = {}
+    for values in itertools.product(*grid.values()):
+        name = "-".join(_part(key, labels[key], value) for key, value in zip(grid, values, strict=True))
+        points[name] = [f"{key}={value}" for key, value in zip(grid, values, strict=True)]
+    return points
+
+
+def _split(text: str) -> Iterator[str]:
+    """Text between commas that are in no quotes or brackets."""
+    part, depth, quote = "", 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in "[{(") - (character in ")}]")
+        if character == "," and not quote and depth <= 0:
+            yield part
+            part = ""
+        else:
+            part += character
+    yield part
+
+
+def _part(key: str, label: str, value: str) -> str:
+    """A value in a name; a digest tells values apart that a name cannot hold."""
+    text = value if key == "objective.preset" else f"{label}{'' if _NUMBER.fullmatch(value) else '_'}{value}"
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", text)[:40]
+    if plain == text:
+        return text
+    return f"{plain.strip('_')}.{hashlib.blake2b(text.encode(), digest_size=3).hexdigest()}"
+
+
+def _checked(args: argparse.Namespace, words: Sequence[str], name: str) -> Config:
+    """The configuration of a point, of which a dry run finds nothing wrong. Raises ConfigError naming the point."""
     try:
-        outcome = runner.run()
-    except BlockingIOError as owner:
-        raise UsageError(
-            f"{sweep.directory} is being swept by {owner}: wait until that has ended, or end it"
-        ) from owner
-    return _report(sweep, outcome, record, args)
+        base, _ = load_with_sources(args.config, words)
+        config, sources = load_with_sources(
+            args.config, [*words, f"run.root={json.dumps(str(base.run.directory))}", f"run.name={name}"]
+        )
+        job = Job(args.ranks, args.ranks if args.ranks > 1 else None)
+        findings: Findings = check_dry(config, sources, job, cuda=has_cuda_device(), gpu_gib=None)[0]
+        findings.raise_if_any()
+    except ConfigError as error:
+        raise ConfigError(
+            [replace(problem, message=f"{problem.message} [{name}]") for problem in error.problems]
+        ) from error
+    print_warnings(findings.warnings)
+    return config
 
 
-def _checked(sweep: Sweep, job: Job, dry_run: bool) -> list[Problem]:
-    """The warnings of all checks. Raises ConfigError with everything that is wrong."""
-    found = Findings()
-    found.take(lambda: check(sweep, job, cuda=has_cuda_device()))
-    if dry_run:
-        found.take(lambda: check_rows(sweep, ROWS))
-    found.raise_if_any()
-    return found.warnings
+def _shares_sft(grid: dict[str, list[str]], configs: dict[str, Config]) -> bool:
+    """Whether all points would train the same SFT model."""
+    if any(config.sft is None for config in configs.values()):
+        return False
+    return not any(key == name or key.startswith(f"{name}.") for key in grid for name in _OF_SFT)
 
 
-def _print_plan(sweep: Sweep) -> None:
-    rows = [(run.name, _state(run), _from(sweep, run)) for run in sweep.all]
-    print_table(
-        f"{len(sweep.runs)} runs in {sweep.directory}, one after the other", ("run", "state", "what differs"), rows
-    )
-
-
-def _state(run: PlannedRun) -> str:
-    return "finished" if is_done(run) else "to be continued" if run.directory.exists() else "new"
-
-
-def _from(sweep: Sweep, run: PlannedRun) -> str:
-    if run.name in sweep.sfts:
-        return f"SFT of seed {run.config.run.seed}" + (f", {run.shown}" if run.values else "")
-    return run.shown + (f", from {run.sft}" if run.sft and len(sweep.sfts) > 1 else "")
-
-
-def _report(sweep: Sweep, outcome: SweepOutcome, record: SweepRecord, args: argparse.Namespace) -> int:
-    """Say how the sweep ended, and compare the finished runs; returns the exit status."""
-    states = Counter[str](each.state for each in record.runs)
-    stopped = outcome.status > 1
-    if stopped:
-        with suppress(OSError):  # the terminal may be closed
-            print(f"{_counted(states)}; continue with: {_command(args)}", file=sys.stderr)
-        return outcome.status
-    rows = [(each.name, each.state, outcome.failed.get(each.name, "")) for each in [*record.sft_runs, *record.runs]]
-    print_table(f"{sweep.directory}: {_counted(states)}", ("run", "state", ""), rows)
-    if outcome.failed:
-        print(f"try what failed again with: {_command(args)}", file=sys.stderr)
-    if len(outcome.finished) > 1:
-        show_comparison([run.directory for run in outcome.finished], SweepPaths(sweep.directory).comparison)
-    return outcome.status
-
-
-def _counted(states: Counter[str]) -> str:
-    return f"{states.total()} runs, " + ", ".join(f"{count} {state}" for state, count in states.items())
-
-
-def _command(args: argparse.Namespace) -> str:
-    """The command that continues this sweep."""
-    options = [
-        *(("--sft", args.sft) if args.sft != "once" else ()),
-        *(("--ranks", str(args.ranks)) if args.ranks > 1 else ()),
-    ]
-    return shlex.join(["ctpo", "sweep", args.config, *args.overrides, *args.unknown, *options, "--grid", *args.grid])
+def _train(config: str, words: Sequence[str], ranks: int, grace_s: float) -> int:
+    """Run one point to its end; returns the exit status as a shell gives it. It ends with this process."""
+    start = [sys.executable, "-m", "ctpo_megatron.train"]
+    if ranks > 1:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *start[1:]]
+    end_with_us = partial(die_with_parent, os.getpid(), signal.SIGTERM)
+    patient = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_s + _CLOSING_S:.0f}"}  # else 30 s
+    with subprocess.Popen([*start, config, *words], env=patient, preexec_fn=end_with_us) as process:
+        signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+        while True:
+            try:
+                status = process.wait()
+            except KeyboardInterrupt:  # the run has it, too, and saves its state
+                continue
+            return status if status >= 0 else 128 - status

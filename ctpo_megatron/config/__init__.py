@@ -32,7 +32,6 @@ from ctpo_megatron.config.memory import (
     stage_parameters,
 )
 from ctpo_megatron.config.model_directory import (
-    PREPARED,
     TOKENIZERS,
     Stored,
     check_tied,
@@ -44,8 +43,8 @@ from ctpo_megatron.config.model_directory import (
     read_spec,
     spec_for,
     stored_tensors,
+    task_command,
     tokenizer_problems,
-    will_be_prepared,
 )
 from ctpo_megatron.config.objective import PolicyObjective, advantage_from_config, objective_from_config
 from ctpo_megatron.config.objective_schema import (
@@ -70,7 +69,7 @@ from ctpo_megatron.config.placement import (
     world_size,
 )
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem, Severity, passed
-from ctpo_megatron.config.removed import command_advice
+from ctpo_megatron.config.removed import command_advice, without_removed
 from ctpo_megatron.config.resolved_objective import objective_line, resolved_objective
 from ctpo_megatron.config.rollout_schema import (
     COLDEST,
@@ -97,9 +96,8 @@ from ctpo_megatron.config.schema import (
     SftConfig,
     TrackingConfig,
 )
-from ctpo_megatron.config.sft_record import SftRecord, has_sft_record, read_sft_record, rendered_by, sft_settings
+from ctpo_megatron.config.section import LONGEST_S
 from ctpo_megatron.config.sources import Sources
-from ctpo_megatron.config.task_schema import LONGEST_S, CorruptionConfig, PrepareConfig, TinyModelConfig
 from ctpo_megatron.config.texts import (
     SystemPrompt,
     chat_template_names,

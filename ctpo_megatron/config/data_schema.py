@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.reads import Reads
-from ctpo_megatron.config.task_schema import Section
+from ctpo_megatron.config.section import Section
 from ctpo_megatron.config.texts import is_prompt_file
 
 

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.config.task_schema import Section
+from ctpo_megatron.config.section import Section
 
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _NAMES = {bool: "true/false", int: "integer", float: "number", str: "text"}

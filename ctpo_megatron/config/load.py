@@ -8,7 +8,6 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -25,9 +24,7 @@ from ctpo_megatron.config.data_schema import WEIGHTED
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
-from ctpo_megatron.config.reads import at_home
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.config.sft_record import read_sft_record
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
 
 _NOT_FOUND = re.compile(r"Interpolation key '(\S+)' not found|trying to access (\S+): node `\S+` is not a container")
@@ -63,8 +60,6 @@ def load_with_sources(
     tree = _resolve(values, (), sources, problems)
     problems += _secrets(tree, sources)
     broken = {problem.key for problem in problems}
-    if "sft.from" in broken:  # it would have given them
-        broken |= {"sft.data", "sft.steps"}
     config, details = _validated(tree)
     if strangers := [detail for detail in details if detail["type"] == "extra_forbidden"]:
         # Without these keys, for the checks that need a configuration.
@@ -190,28 +185,9 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
     # With the defaults below what is given, since interpolations may name keys that have a default.
     below = defaults(Config, plain(given))
     values = _over(OmegaConf.create(below), given)
-    if (taught := _sft_of_another_run(values, layers, problems)) is not None:
-        values = _over(_over(OmegaConf.create(below), OmegaConf.create({"sft": taught})), given)
     if not _is_given(given, "objective.anchor") and _is_stale(values):
         values.objective.anchor = "behaviour"
     return values
-
-
-def _sft_of_another_run(values: DictConfig, layers: Sequence[Layer], problems: list[Problem]) -> dict[str, Any] | None:
-    """The section `sft` of the run that `sft.from` names, for the keys that are not given; None: there is none.
-
-    That it cannot be read is a problem here only where it would give what is required.
-    """
-    run = OmegaConf.select(values, "sft.from", throw_on_resolution_failure=False)
-    if not isinstance(run, str):
-        return None
-    try:
-        return read_sft_record(Path(at_home(run))).sft
-    except ConfigError as error:
-        if not (_is_given(values, "sft.data") and _is_given(values, "sft.steps")):
-            where = Sources(tuple(layers)).where(("sft", "from"))
-            problems += [replace(problem, where=where) for problem in error.problems]
-        return None
 
 
 _PART = {"name", "arguments"}

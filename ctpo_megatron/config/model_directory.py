@@ -19,11 +19,10 @@ from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import Config, ModelConfig
 from ctpo_megatron.config.sources import config_folders, locate
-from ctpo_megatron.config.task_schema import PrepareConfig, TinyModelConfig
 from ctpo_megatron.models import FAMILIES, ModelFamily, ModelSpec, Shape
 
-PREPARED = ("model", "train.parquet", "heldout.parquet", "sft.parquet")
-"""Files that `prepare` writes to its directory."""
+_TASK = "toolmath"
+"""Folder of the quickstart's task, which `examples.toolmath` writes."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files with a vocabulary; without any of them transformers 5 creates an empty tokenizer."""
@@ -41,26 +40,22 @@ _MODELS = "models"
 
 
 def spec_for(config: Config) -> ModelSpec:
-    """Spec of `model.path`, or of the model that `prepare` will build there. Raises ConfigError."""
+    """Spec of `model.path`. Raises ConfigError."""
     path = Path(config.model.path)
-    if config.prepare and will_be_prepared(config.prepare, path) and not (path / "config.json").exists():
-        return _tiny_spec(config.prepare.model)
     if not path.is_dir():
         fix = "give a directory in Hugging Face format"
-        if config.prepare is not None:
-            fix += f", or {Path(config.prepare.directory) / 'model'} which `prepare` builds"
+        if command := task_command(path):
+            fix = f"{command} writes it"
         elif config.model.path.count("/") == 1 and not path.is_absolute():
             fix += f"; a Hub model first: hf download {config.model.path} --local-dir DIRECTORY"
         raise ConfigError([Problem("model.path", "no such directory", fix, config.model.path)])
     return read_spec(path, family_for(config.model, config.extensions.path))
 
 
-def will_be_prepared(prepare: PrepareConfig | None, path: Path) -> bool:
-    """Whether `prepare` writes this path: model/ or one of its three parquet files."""
-    if prepare is None:
-        return False
-    root = Path(prepare.directory)
-    return path.absolute() in {(root / n).absolute() for n in PREPARED}
+def task_command(path: Path) -> str:
+    """Returns the command that writes a file of the quickstart's task; "" for any other file."""
+    folder = next((folder for folder in (path, *path.parents) if folder.name == _TASK), None)
+    return f"python -m examples.toolmath {folder}" if folder else ""
 
 
 def family_for(model: ModelConfig, search_path: Sequence[str] | None) -> ModelFamily | None:
@@ -129,12 +124,6 @@ def read_shapes(path: str | Path) -> ModelSpec:
 def known_shapes() -> list[str]:
     """Names of the files in configs/models, which `read_shapes` takes."""
     return sorted({file.name for folder in config_folders() for file in (folder / _MODELS).glob("*.json")})
-
-
-def _tiny_spec(model: TinyModelConfig) -> ModelSpec:
-    """Spec of the model that `prepare` will build."""
-    shape = model.model_dump(exclude={"initializer_range", "vocab_padding_multiple"})
-    return ModelSpec(family=FAMILIES["Qwen3ForCausalLM"], vocab_size=0, qk_norm=True, **shape)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.kernel_choices import AggregationName, RatioName
-from ctpo_megatron.config.task_schema import Section
+from ctpo_megatron.config.section import Section
 
 _PPO: dict[str, Any] = {"ratio_mode": "token", "clip_mode": "ratio", "clip_low": 0.2, "clip_high": 0.2, "clip_c": 3.0}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,19 @@ def pass_over(values: DictConfig, file: Path) -> None:
     for key, value in VALUES:
         if _select(values, key) == value:
             _delete(values, key)
+
+
+def without_removed(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns a stored configuration, as plain mappings, without removed keys."""
+    kept = deepcopy(tree)
+    for key in KEYS:
+        *sections, name = key.split(".")
+        node: Any = kept
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(name, None)
+    return kept
 
 
 def _select(values: DictConfig, key: str) -> Any:

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.reads import Reads, exists
-from ctpo_megatron.config.task_schema import Seconds, Section
+from ctpo_megatron.config.section import Seconds, Section
 
 COLDEST, HOTTEST = 0.01, 2.0
 """Sampling temperatures of vLLM 0.32: it raises lower ones to 0.01 with only a log line, and refuses higher ones."""

@@ -22,7 +22,7 @@ from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
 from ctpo_megatron.config.reads import Reads, at_home, input_paths
 from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
-from ctpo_megatron.config.task_schema import LARGEST_SEED, Precision, PrepareConfig, Seconds, Section
+from ctpo_megatron.config.section import LARGEST_SEED, Precision, Seconds, Section
 from ctpo_megatron.config.texts import is_template_file
 
 _AUTO_INTERVAL_S, _AUTO_SHARE = 900.0, 0.05
@@ -136,16 +136,6 @@ class SftConfig(Section):
     steps: PositiveInt = Field(description="optimizer steps")
     conversations_per_step: PositiveInt = Field(
         default=32, description="conversations per optimizer step, over all ranks"
-    )
-    from_: Annotated[str | None, Reads()] = Field(
-        default=None,
-        alias="from",
-        description="directory of another run, whose SFT model RL starts from: no SFT is trained, and the other keys "
-        "are what that run has (docs/sweep.md); null: SFT is trained",
-    )
-    export: bool = Field(
-        default=True,
-        description="keep the model after SFT in `<run>/sft_model`, for `sft.from` of other runs, and for a resume",
     )
     optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
 
@@ -421,7 +411,6 @@ class Config(Section):
     run: RunConfig
     model: ModelConfig
     data: DataConfig
-    prepare: PrepareConfig | None = None
     sft: SftConfig | None = None
     objective: ObjectiveConfig = ObjectiveConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -451,11 +440,6 @@ class Config(Section):
         """Key and path of every input of this run (`Reads` in the schema), and of its own YAML files."""
         yield from input_paths(self)
         yield from (("configuration", file) for file in self._files)
-
-    @property
-    def own_sft(self) -> SftConfig | None:
-        """The supervised stage, where this run has one and trains it itself; None with `sft.from`, too."""
-        return self.sft if self.sft is not None and self.sft.from_ is None else None
 
     @property
     def engine_dtype(self) -> Precision:

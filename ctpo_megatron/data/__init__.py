@@ -1,4 +1,4 @@
-"""Data: prompt files, conversations, prompts, trajectories and batches, packing, the toolmath task.
+"""Data: prompt files, conversations, prompts, trajectories and batches, packing.
 
 Names are imported on first use, so that reward workers and tools that need no tensors do not load torch, and
 checks before a run do not load numpy.
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.sampler import MixedFile, PromptMix, PromptSampler, PromptStream
     from ctpo_megatron.data.stored import StoredRows
     from ctpo_megatron.data.tables import count_all_rows
-    from ctpo_megatron.data.toolmath import prepare
     from ctpo_megatron.data.trajectory import Trajectory
 
 _MODULES = {
@@ -58,7 +57,6 @@ _MODULES = {
     "sampler": ("MixedFile", "PromptMix", "PromptSampler", "PromptStream"),
     "stored": ("StoredRows",),
     "tables": ("count_all_rows",),
-    "toolmath": ("prepare",),
     "trajectory": ("Trajectory",),
 }
 """Module -> the names that it has."""
@@ -106,7 +104,6 @@ __all__ = [
     "pack",
     "plain_messages",
     "plain_tools",
-    "prepare",
     "prompt_ids",
     "read_conversations",
     "read_prompts",

@@ -91,7 +91,6 @@ def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Co
         without_trainer["engines"] = cluster.nodes * of_node
     rollout = config.rollout.model_copy(update=without_trainer)
     only_here: dict[str, Any] = {
-        "prepare": None,
         "sft": None,
         "objective": ObjectiveConfig(),
         "policy": PolicyConfig(),

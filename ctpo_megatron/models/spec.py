@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class ModelSpec:
     """Shape of a decoder model.
 
-    vocab_size: rows of the embedding; 0 until `prepare` has built the tokenizer.
+    vocab_size: rows of the embedding.
     rope_scaling: None, or `rope_type` ("linear" or "llama3") with its parameters, e.g. `factor`.
     num_experts: per layer, 0 for a dense model; `num_experts_per_token` are active, each of width
     `moe_intermediate_size`. norm_topk_prob: the weights of the active experts are normalized to sum to 1.

@@ -23,7 +23,6 @@ from ctpo_megatron.config import (
     RolloutConfig,
     read_spec,
     spec_for,
-    will_be_prepared,
 )
 from ctpo_megatron.environments.factory import make_parser, needs_sandbox, offered_schemas, system_prompt
 from ctpo_megatron.environments.template import MessageTemplate, end_tokens, stop_token_ids
@@ -246,7 +245,7 @@ def _read(report: DataCheck, admission: Admission) -> None:
         held_out = admission.held_out(found)
         _add(report, "data.eval", held_out, config)
         _add_words(report, held_out, config.reward)
-    if config.own_sft:
+    if config.sft:
         _add(report, "sft.data", admission.conversations(), config)
 
 
@@ -280,10 +279,6 @@ def _spec(config: Config) -> ModelSpec | None:
 def _why_not(config: Config) -> str:
     if missing := [name for name in _NEEDED if not is_installed(name)]:
         return f"without {', '.join(missing)}: {install_command('train')}"
-    files = [*config.data.train_files, *config.data.eval, *(config.own_sft.data if config.own_sft else ())]
-    paths = [Path(path) for path in (config.model.path, *files)]
-    if any(will_be_prepared(config.prepare, path) and not path.exists() for path in paths):
-        return "`prepare` has not written them yet"
     return "" if Path(config.model.path).is_dir() else "there is no model directory"
 
 

@@ -45,7 +45,6 @@ from ctpo_megatron.preflight.files import (
 from ctpo_megatron.preflight.objective import check_groups, check_objective
 from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
 from ctpo_megatron.preflight.programs import check_programs
-from ctpo_megatron.preflight.sft_source import check_sft_source
 from ctpo_megatron.preflight.template import check_protocol
 
 
@@ -212,7 +211,7 @@ def check_batch(context: RunContext) -> Iterator[Problem]:
             message = f"x {rollout.samples_per_prompt} samples = {sequences} sequences cannot be shared evenly"
             fix = f"make it divisible by the {data_parallel} data-parallel ranks"
             yield context.error("policy.mini_batch_prompts", message, fix)
-        if config.own_sft and config.own_sft.conversations_per_step % data_parallel:
+        if config.sft and config.sft.conversations_per_step % data_parallel:
             fix = f"make it a multiple of the {data_parallel} data-parallel ranks"
             yield context.error("sft.conversations_per_step", "cannot be shared evenly", fix)
     if rollout.prompts_per_step == mini and config.objective.anchor != "behaviour":
@@ -225,7 +224,7 @@ def check_schedules(context: RunContext) -> Iterator[Problem]:
     config = context.config
     updates = config.run.steps * max(1, config.rollout.prompts_per_step // config.policy.mini_batch_prompts)
     yield from _schedule(context, "policy.optimizer", config.policy.optimizer, updates)
-    if (sft := config.own_sft) is not None:
+    if (sft := config.sft) is not None:
         yield from _schedule(context, "sft.optimizer", sft.optimizer, sft.steps)
 
 
@@ -307,7 +306,7 @@ def check_staleness(context: RunContext) -> Iterator[Problem]:
         yield context.error("rollout.max_staleness", message, fix)
 
 
-FILES: tuple[Check[RunContext], ...] = (check_prompt_files, check_model_directory, check_sft_source)
+FILES: tuple[Check[RunContext], ...] = (check_prompt_files, check_model_directory)
 TRAINING: tuple[Check[RunContext], ...] = (
     check_concealed,
     check_run,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ctpo_megatron.base.installed import is_installed
-from ctpo_megatron.config import ELEMENT_BYTES, GIB, Config, Problem, model_parameters, passed, will_be_prepared
+from ctpo_megatron.config import ELEMENT_BYTES, GIB, Config, Problem, model_parameters, passed
 from ctpo_megatron.config.schema import CheckpointConfig, auto_interval_s
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import DiskNeeds, RunContext
@@ -85,8 +85,8 @@ def disk_use(config: Config, spec: ModelSpec, held_out: int | None) -> list[Disk
         one = checkpoint_bytes(config, spec)
         uses.append(DiskUse("checkpoints", one, saves, why, "checkpoint.keep_last", f"{fix}, or another run.root"))
     model = count * ELEMENT_BYTES[config.policy.dtype]
-    if config.own_sft and config.own_sft.export:
-        uses.append(DiskUse("SFT model", model, 1, "weights", "sft.export", "sft.from of other runs needs it"))
+    if config.sft:
+        uses.append(DiskUse("SFT model", model, 1, "weights", "sft", "delete sft_model/ once RL has a checkpoint"))
     if config.export.enabled:
         uses.append(DiskUse("export", model, 1, "weights", "export.enabled", "ctpo export makes it later"))
     logs = "metrics, TensorBoard, logs"
@@ -140,12 +140,10 @@ def _dumps(config: Config, spec: ModelSpec, held_out: int | None) -> Iterator[Di
 
 
 def held_out_prompts(config: Config) -> int | None:
-    """Prompts of `data.eval`, which `prepare` may be going to write; None where not all of it is there."""
+    """Prompts of `data.eval`; None where not all of it is there."""
     files = [Path(file) for file in config.data.eval]
     if not files:
         return 0
-    if config.prepare is not None and all(will_be_prepared(config.prepare, file) for file in files):
-        return config.prepare.heldout_prompts
     if not is_installed("pyarrow") or not all(file.exists() for file in files):
         return None
     from ctpo_megatron.data import count_all_rows

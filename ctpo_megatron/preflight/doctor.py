@@ -151,9 +151,6 @@ def _servers(sandbox: SandboxConfig) -> Iterator[tuple[str, int, str]]:
 def _tokenizer(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
     config = context.config
     directory = Path(config.model.path)
-    if not directory.is_dir() and config.prepare is not None:
-        yield Problem("tokenizer", f"{directory} is made by the stage prepare", severity="warning")
-        return
     if problems := tokenizer_problems(directory):
         yield from (_under("tokenizer", problem) for problem in problems)
         return

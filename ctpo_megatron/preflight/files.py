@@ -10,15 +10,13 @@ from typing import Any
 from ctpo_megatron.base.files import DamagedFileError, read_mapping
 from ctpo_megatron.base.run_paths import MARKER, RunPaths, is_discarded, step_in
 from ctpo_megatron.config import (
-    PREPARED,
     ConfigError,
-    PrepareConfig,
     Problem,
     check_tied,
     is_replaceable,
     stored_tensors,
+    task_command,
     tokenizer_problems,
-    will_be_prepared,
 )
 from ctpo_megatron.preflight.check import RunContext
 
@@ -61,21 +59,21 @@ def check_export(context: RunContext) -> Iterator[Problem]:
 
 
 def check_prompt_files(context: RunContext) -> Iterator[Problem]:
-    """Prompt files that are neither there nor going to be written by `prepare`."""
+    """Data files that are not there."""
     config = context.config
     wanted: list[tuple[str, Iterable[str]]] = [("data.train", config.data.train_files), ("data.eval", config.data.eval)]
-    if config.own_sft:
-        wanted.append(("sft.data", config.own_sft.data))
+    if config.sft:
+        wanted.append(("sft.data", config.sft.data))
     for key, files in wanted:
         for file in files:
             path = Path(file)
-            if not will_be_prepared(config.prepare, path) and not path.exists() and not glob.has_magic(file):
-                yield Problem(key, "no such file", _file_hint(config.prepare, path), file)
+            if not path.exists() and not glob.has_magic(file):
+                yield Problem(key, "no such file", _file_hint(path), file)
 
 
-def _file_hint(prepare: PrepareConfig | None, file: Path) -> str:
-    if prepare and file.absolute().is_relative_to(Path(prepare.directory).absolute()):
-        return f"`prepare` writes {', '.join(PREPARED[1:])} there"
+def _file_hint(file: Path) -> str:
+    if command := task_command(file):
+        return f"{command} writes it"
     if str(file).count("/") == 1 and not file.parent.exists():
         return f"a data set of the Hub first: hf download {file} --repo-type dataset --local-dir DIRECTORY"
     return "give the path of a data file, or of a folder of them (docs/data.md)"

@@ -29,7 +29,7 @@ def plan_tables(config: Config, world_size: int) -> dict[str, list[TableRow]]:
     sequences = prompts * samples
     in_mini_batch = sequences // mini_batches
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-    sft_steps = config.own_sft.steps if config.own_sft else 0
+    sft_steps = config.sft.steps if config.sft else 0
     parallel = [
         ("world size", f"{world_size}", "ranks that torchrun starts (WORLD_SIZE)"),
         ("tensor parallel", f"{split.tensor}", "policy.tensor_model_parallel_size"),
@@ -68,9 +68,8 @@ def memory_table(spec: ModelSpec, split: Split, gpu_gib: float = GPU_GIB) -> lis
     head = "chunks of logits, hidden states and gradients" if split.streaming_head else "logits of the micro-batch"
     last = most.stage == split.pipeline - 1
     verdict = "" if most.fits(gpu_gib) else f"TOO MUCH for a GPU of {gpu_gib:g} GiB; "
-    unknown = "" if spec.vocab_size else ", without the vocabulary that `prepare` will decide"
     return [
-        ("weights", gib(weights), f"{weights // split.element:,} parameters x {split.element} B{unknown}"),
+        ("weights", gib(weights), f"{weights // split.element:,} parameters x {split.element} B"),
         ("gradients", gib(gradients), "x 4 B, float32"),
         ("optimizer", gib(most.optimizer), f"{state}, {where}"),
         (

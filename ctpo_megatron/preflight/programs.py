@@ -20,7 +20,7 @@ def check_programs(context: RunContext) -> Iterator[Problem]:
     secret: list[tuple[str, Iterable[str]]] = [
         ("data.train", config.data.train_files),
         ("data.eval", config.data.eval),
-        ("sft.data", config.own_sft.data if config.own_sft else ()),
+        ("sft.data", config.sft.data if config.sft else ()),
         ("run.root", [str(config.run.directory)]),
     ]
     for key, paths in secret:

@@ -16,6 +16,7 @@ from ctpo_megatron.config import (
     chat_template_text,
     passed,
     system_prompt_text,
+    task_command,
     tokenizer_problems,
 )
 from ctpo_megatron.environments.factory import make_parser, offered_schemas, system_prompt, tool_schemas
@@ -101,7 +102,8 @@ def check_template(config: Config) -> tuple[list[Problem], tuple[tuple[str, str]
     if problems := failed(check_protocol(RunContext(config))):
         return [Problem(_NAME, str(problem)) for problem in problems], ()
     if missing := tokenizer_problems(Path(config.model.path)):
-        fix = "start the run once: its stage prepare makes the model" if config.prepare else "give model.path"
+        command = task_command(Path(config.model.path))
+        fix = f"{command} writes it" if command else "give model.path"
         return [Problem(_NAME, str(problem), fix) for problem in missing], ()
     activate(config.extensions.path or ())
     try:

@@ -14,13 +14,11 @@ from ctpo_megatron.report.run_data import RunData
 
 NOT_COMPARED = (
     *("run.name", "run.root", "run.overwrite", "run.resume", "run.deadline", "run.accept_changed_code"),
-    *("run.stall_timeout_s", "run.end_on_stall", "data.rerender", "prepare.directory", "extensions.path"),
+    *("run.stall_timeout_s", "run.end_on_stall", "data.rerender", "extensions.path"),
     *("eval.before_training", "eval.every", "sandbox.url", "cluster.node_address"),
     *("checkpoint", "export", "tracking"),
 )
 """Keys, and sections, that say where a run is, what it records and how it is watched, not what it learns."""
-ORIGIN = "sft.from"
-"""Names the run whose supervised stage was taken over; `notes_of` says where it differs."""
 ADDRESSES = frozenset({"url", "base_url", "host", "port", "address", "endpoint"})
 """Last parts of keys in users' own arguments that are not compared."""
 SEED = "seed"
@@ -51,7 +49,7 @@ def differences(runs: Sequence[RunData]) -> Differences:
     run_seeds = [run.setting("run.seed", 0) for run in runs]
     unequal = _unequal("", [_plain(with_defaults(run.config)) for run in runs])
     for key, values in sorted(unequal, key=lambda pair: _rank(pair[0])):
-        if any(key == each or key.startswith(f"{each}.") for each in (*NOT_COMPARED, ORIGIN)):
+        if any(key == each or key.startswith(f"{each}.") for each in NOT_COMPARED):
             continue
         last = key.rpartition(".")[2]
         if last == SEED:
@@ -137,11 +135,9 @@ class _Places:
         name, root = run.setting("run.name", run.directory.name), run.setting("run.root", "runs")
         self._cwd = str(run.environment.get("directory") or os.getcwd())
         self._name = name if is_argument else None
-        own, prepared = os.path.join(root, name), run.setting("prepare.directory")
+        own = os.path.join(root, name)
         self._places = [(os.path.join(self._cwd, own), "<run>"), (str(run.directory.absolute()), "<run>")]
         self._places += [(own, "<run>")]
-        if prepared:
-            self._places += [(os.path.join(self._cwd, prepared), "<prepared>"), (prepared, "<prepared>")]
 
     def own(self, text: str) -> str:
         """The text with marks for directories of the run."""

@@ -11,7 +11,7 @@ from typing import Any
 from ctpo_megatron.base.files import read_note
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import short_names
-from ctpo_megatron.report.differences import ABSENT, ORIGIN, Differences, differences
+from ctpo_megatron.report.differences import ABSENT, Differences, differences
 from ctpo_megatron.report.run_data import RunData
 
 _VALUE, _LABEL = 28, 60
@@ -158,7 +158,6 @@ def notes_of(groups: Sequence[RunGroup]) -> list[str]:
         *_few_seeds(groups),
         *_unfinished(runs),
         *_of_keys(runs, found),
-        *_origins(runs),
         *_environments(runs),
     ]
 
@@ -210,17 +209,6 @@ def _of_keys(runs: Sequence[RunData], found: Differences) -> Iterator[str]:
     for key, values in found.seeds.items():
         if key != "run.seed" and [*map(str, values)] != [str(run.setting("run.seed", 0)) for run in runs]:
             yield f"{key} is not run.seed everywhere: {_by_value(runs, values)}."
-
-
-def _origins(runs: Sequence[RunData]) -> Iterator[str]:
-    """Where supervised stages were taken from."""
-    origins = [run.setting(ORIGIN) for run in runs]
-    if len(set(origins)) > 1:
-        said = [
-            str(origin) if origin else "their own" if run.setting("sft") else "none"
-            for run, origin in zip(runs, origins, strict=True)
-        ]
-        yield f"The runs start from other supervised stages ({ORIGIN}): {_by_value(runs, said)}."
 
 
 def _environments(runs: Sequence[RunData]) -> Iterator[str]:

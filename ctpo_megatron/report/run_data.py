@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ctpo_megatron.base.files import read_mapping, read_note
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.run_paths import SFT_METRICS, RunPaths
+from ctpo_megatron.config import without_removed
 from ctpo_megatron.tracking import TimeSpent, read_metrics, read_stages
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class RunData:
             raise FileNotFoundError(f"{directory} is not a run directory: it has no {paths.config.name}")
         return cls(
             directory=directory,
-            config=read_mapping(paths.config),
+            config=without_removed(read_mapping(paths.config)),
             environment=read_note(paths.environment, dict, {}, "the machine of the run is unknown"),
             metrics=_printable(read_metrics(directory)),
             sft=_printable(read_metrics(directory, SFT_METRICS)),

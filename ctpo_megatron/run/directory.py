@@ -21,18 +21,16 @@ from ctpo_megatron.base.files import DamagedFileError, read_mapping, read_note, 
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import Chosen, flattened, has_sft_record, resolved_objective, stored_settings
+from ctpo_megatron.config import Chosen, flattened, resolved_objective, stored_settings
 from ctpo_megatron.run.provenance import (
     changed_code,
     describe,
     describe_environment,
-    describe_sft_source,
     loaded_files,
     record_extensions,
 )
 
 if TYPE_CHECKING:
-    from ctpo_megatron.config import PrepareConfig
     from ctpo_megatron.config.schema import Config, RunConfig
 
 
@@ -86,7 +84,7 @@ def _open(config: Config) -> Path:
         # Unlocked at once: NFS cannot delete a folder with an open file in it.
         os.close(_own(directory))
         _delete(directory, _inputs(config))
-    elif _is_occupied(directory, config.prepare):
+    elif _is_occupied(directory):
         raise RunDirectoryError(
             f"{directory} exists, has no {paths.config.name} and so is not a run directory: it will not be touched. "
             f"Type run.name=other, or move it away"
@@ -208,16 +206,11 @@ def _check_code(directory: Path, files: Mapping[str, Path], resume: bool | str) 
         )
 
 
-def _is_occupied(directory: Path, prepare: PrepareConfig | None) -> bool:
-    """Whether the directory holds anything besides what the `prepare` stage put there before the run began."""
+def _is_occupied(directory: Path) -> bool:
+    """Whether anything is in the directory but the lock that a job leaves which was killed at its start."""
     if not directory.exists():
         return False
-    if not directory.is_dir():
-        return True
-    prepared = Path(prepare.directory).resolve() if prepare else None
-    # A job that was killed before it wrote its configuration leaves the lock.
-    entries = (entry for entry in directory.iterdir() if entry != RunPaths(directory).owner)
-    return any(prepared is None or not prepared.is_relative_to(entry.resolve()) for entry in entries)
+    return not directory.is_dir() or any(entry != RunPaths(directory).owner for entry in directory.iterdir())
 
 
 def _delete(directory: Path, inputs: Iterable[Path]) -> None:
@@ -240,10 +233,8 @@ def _delete(directory: Path, inputs: Iterable[Path]) -> None:
 
 
 def _inputs(config: Config) -> list[Path]:
-    """Files that the run reads and its `prepare` stage does not build again."""
-    paths = [*(path for _, path in config.inputs()), *loaded_files(config).values()]
-    prepared = Path(config.prepare.directory).resolve() if config.prepare else None
-    return [path for path in paths if prepared is None or not path.resolve().is_relative_to(prepared)]
+    """Files that the run reads."""
+    return [*(path for _, path in config.inputs()), *loaded_files(config).values()]
 
 
 def _describe(config: Config) -> None:
@@ -262,9 +253,6 @@ def _describe(config: Config) -> None:
     sections["objective"] = f"# {printable(objective['summary'])}\n{sections['objective']}"
     write_text(paths.config, "".join(sections.values()), durable=True)
     facts = {**describe_environment(), "objective": objective, "chosen": config.policy.chosen._asdict()}
-    if (source := (settings["sft"] or {}).get("from")) is not None:
-        before = _facts(config.run.directory).get("sft_from")
-        facts["sft_from"] = describe_sft_source(source) if has_sft_record(Path(source)) else before
     write_json(paths.environment, facts, durable=True)
 
 

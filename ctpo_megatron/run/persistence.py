@@ -14,7 +14,7 @@ from ctpo_megatron.base.exports import discard_exports
 from ctpo_megatron.base.files import FULL_PAUSE_S, FULL_S, DamagedFileError
 from ctpo_megatron.base.run_paths import AHEAD, RunPaths, step_in
 from ctpo_megatron.base.run_paths import SFT_CHECKPOINTS as _SFT
-from ctpo_megatron.config import Config, SftConfig, SftRecord, has_sft_record, read_sft_record
+from ctpo_megatron.config import Config, SftConfig
 from ctpo_megatron.policy import (
     CheckpointError,
     CheckpointWriteError,
@@ -26,6 +26,7 @@ from ctpo_megatron.rollouts import Rollouts, encode_ahead, read_ahead
 from ctpo_megatron.run.directory import finished_steps, take_over, written_by_another_version
 from ctpo_megatron.run.ranks import TrainerGroup
 from ctpo_megatron.run.reporter import Reporter
+from ctpo_megatron.run.sft_model import checked_sft_model, has_sft_model, record_sft_model
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Persistence:
             return load
         newest = latest_checkpoint(self._directory)
         self._check_extended(newest)
-        if newest is None and not has_sft_record(self._root):
+        if newest is None and not has_sft_model(self._root):
             newest = latest_checkpoint(self._directory / _SFT)
         return newest or load
 
@@ -80,19 +81,15 @@ class Persistence:
         )
 
     def start_weights(self, checkpoint: Path | None) -> Path | None:
-        """Directory of the weights to build the model with, if SFT has been done: by the run of `sft.from`, or before
-        a resume by this one. None: `model.path` has them, or `checkpoint` will give others.
+        """Directory of the weights to build the model with, if SFT has been done before a resume.
 
-        Raises ConfigError when the SFT model is not what was written.
+        None: `model.path` has them, or `checkpoint` will give others. Raises CheckpointError when the SFT model is not
+        what was written.
         """
-        sft = self._config.sft
-        if checkpoint is not None or sft is None or (sft.from_ is None and not has_sft_record(self._root)):
+        if checkpoint is not None or self._config.sft is None or not has_sft_model(self._root):
             return None
-        run = self._root if sft.from_ is None else Path(sft.from_)
-        record = read_sft_record(run)
-        record.check_files(run)
-        weights = RunPaths(run).sft_model
-        self._report.note(f"RL starts from the SFT model in {weights}: {record.sft['steps']} steps, seed {record.seed}")
+        weights = checked_sft_model(self._root)
+        self._report.note(f"RL starts from the SFT model in {weights}")
         return weights
 
     def sft_to_do(self, checkpoint: Path | None) -> SftConfig | None:
@@ -100,15 +97,15 @@ class Persistence:
 
         Raises CheckpointError for a damaged checkpoint, and for one of SFT when the configuration has none.
         """
-        sft = self._config.own_sft
+        sft = self._config.sft
         if checkpoint is None:
-            return None if has_sft_record(self._root) else sft
+            return None if has_sft_model(self._root) else sft
         # Not by its folder: a checkpoint may have been brought from elsewhere.
         if not read_checkpoint_marker(checkpoint).run.keys() <= _SFT_STATE:
             return None
         if sft is None:
             raise CheckpointError(
-                f"{checkpoint} is of the SFT stage, which this configuration does not have (sft: null, or sft.from)"
+                f"{checkpoint} is of the SFT stage, which this configuration does not have (sft: null)"
             )
         return sft
 
@@ -139,12 +136,9 @@ class Persistence:
         _until_written(lambda: self._trainer.save(self._directory / _SFT, step, state, settings))
 
     def finish_sft(self) -> None:
-        """Keep the model after SFT: RL starts from it again when the run is resumed, and in other runs (`sft.from`)."""
-        sft = self._config.own_sft
-        if sft is None or not sft.export:
-            return
+        """Keep the model after SFT: RL starts from it again when the run is resumed, and others by `model.path`."""
         self._trainer.export(RunPaths(self._root).sft_model)
-        SftRecord.of(self._config).write(self._root)
+        record_sft_model(self._root)
         self._drop_sft()
 
     def restore(self, checkpoint: Path | None) -> int | None:

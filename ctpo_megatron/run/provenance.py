@@ -25,7 +25,7 @@ from ctpo_megatron.base.files import read_note, write_json
 from ctpo_megatron.base.installed import SEPARATE
 from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import Config, named_extensions, read_sft_record, world_size
+from ctpo_megatron.config import Config, named_extensions, world_size
 from ctpo_megatron.run.timeouts import GIT_TIMEOUT_S
 
 log = logging.getLogger(__name__)
@@ -62,13 +62,6 @@ def describe_environment() -> dict[str, Any]:
         "devices": list(_devices()),
         "packages": dict(_installed()),
     }
-
-
-def describe_sft_source(run: str) -> dict[str, Any]:
-    """Where a run has its SFT model from (`sft.from`): the run, and what it did. Raises ConfigError if that is gone."""
-    record = read_sft_record(Path(run))
-    steps, digest = record.sft["steps"], record.digest
-    return {"run": str(Path(run).resolve()), "seed": record.seed, "steps": steps, "digest": digest}
 
 
 def commit_of_code() -> str | None:

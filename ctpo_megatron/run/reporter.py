@@ -267,7 +267,7 @@ def _dumped(
 
 
 def decoder(model_path: str) -> Decode:
-    """Token ids to text by the tokenizer of a model, which is read when it is first needed: `prepare` may write it."""
+    """Token ids to text by the tokenizer of a model, which is read when it is first needed."""
 
     @functools.cache
     def read() -> Decode:

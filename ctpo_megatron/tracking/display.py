@@ -84,7 +84,7 @@ class Display:
 
     @_harmless
     def stage(self, name: str) -> None:
-        """Enter a stage: prepare, sft, rl, evaluation, export or report."""
+        """Enter a stage: sft, rl, evaluation, export or report."""
         self._state.enter(name)
         self._printed_tenth = -1
         self._plain(f"[{name}] started")

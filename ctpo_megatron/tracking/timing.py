@@ -58,7 +58,7 @@ class PhaseTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage of the run (prepare, start, kernels, sft, rl, ...), even if it raises."""
+        """Time a stage of the run (start, kernels, sft, rl, ...), even if it raises."""
         try:
             with _measured(lambda spent: self._add(name, spent, self.stages), whole_tree=True):
                 yield

@@ -30,13 +30,12 @@ from tests.chaos.memory import Growth, Watch
 from tests.end_to_end.small_run import read, records
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
+from tests.support.task import sft_file, task_files, write_task
 
 SAMPLES, PROMPTS, SAVES_EVERY = 4, 4, 5
 SETTINGS = (
-    *("run.root=runs", "run.resume=auto", "prepare.directory=runs/task", "prepare.seed=0"),
+    *("run.root=runs", "run.resume=auto"),
     *(
-        "prepare.train_prompts=1024",
-        "prepare.heldout_prompts=16",
         f"rollout.prompts_per_step={PROMPTS}",
         f"rollout.samples_per_prompt={SAMPLES}",
     ),
@@ -201,8 +200,10 @@ def main(args: argparse.Namespace) -> int:
     began = time.monotonic()
     until = began + 60 * args.minutes
     planned = plan(args.seed, args.steps, args.faults, args.without)
-    taught = [f"sft.steps={args.sft_steps}"]
-    again = [*taught, "sft.from=runs/calm-0"]
+    task = disk / "task"
+    write_task(task, "train_prompts=1024", "heldout_prompts=16")
+    taught = [*task_files(task), sft_file(task), f"sft.steps={args.sft_steps}"]
+    again = [*task_files(task), "sft=null", "model.path=runs/calm-0/sft_model"]
     rewards = [calm(Run(f"calm-{n}", args.steps, n, again if n else taught), until) for n in range(args.calm)]
     run = Run("disturbed", args.steps, args.calm, again if args.calm else taught, clock)
     at = time.monotonic()

@@ -14,6 +14,7 @@ from tests.cluster.local_slurm import Slurm
 from tests.end_to_end.small_run import SMALL, Ctpo, records, repeatable
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
+from tests.support.task import SMALL_TASK, sft_file, task_files, task_folder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
@@ -78,8 +79,9 @@ def test_a_requeued_job_of_two_nodes_resumes_bit_for_bit(slurm: Slurm, ctpo: Ctp
 
 @pytest.mark.timeout(1500)
 def test_a_requeued_job_with_engines_on_both_nodes_trains_on_every_prompt_once(slurm: Slurm, ctpo: Ctpo) -> None:
-    live = ("rollout.engines=2", "policy.data_parallel_size=2", "run.steps=4", "sft.steps=100", "eval.every=0")
-    job, output = submit(slurm, ctpo, "live", *live, "prepare.sft_conversations=1600", "checkpoint.grace_s=60")
+    task = task_folder(*SMALL_TASK[:2], "sft_conversations=1600", SMALL_TASK[3])
+    live = (*task_files(task), sft_file(task), "rollout.engines=2", "policy.data_parallel_size=2", "run.steps=4")
+    job, output = submit(slurm, ctpo, "live", *live, "sft.steps=100", "eval.every=0", "checkpoint.grace_s=60")
     run = ctpo.directory / "runs" / "live"
     wait_for_lines(slurm, job, run / "metrics.jsonl", 3, output, 600)
     slurm.requeue(job)

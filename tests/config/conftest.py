@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.config import Config, ConfigError, load_config
+from tests.support.task import SMALL_TASK, task_folder
 
 BASE = """\
 run: {name: first, steps: 4}
-prepare: {directory: "${run.root}/task"}
-model: {path: "${prepare.directory}/model"}
+model: {path: data/model}
 data:
-  train: ["${prepare.directory}/train.parquet"]
+  train: [data/train.parquet]
   max_prompt_tokens: 64
+  tool_in_prompt: false
 policy: {micro_batch_tokens: 1024}
 rollout:
   max_response_tokens: 176
@@ -25,8 +26,9 @@ rollout:
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file, in an empty folder that is also the current one."""
+    """The file, in a folder with its task that is also the current one."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").symlink_to(task_folder(*SMALL_TASK))
     file = tmp_path / "base.yaml"
     file.write_text(BASE)
     return file

@@ -21,4 +21,6 @@ SPEC = ModelSpec(
 
 
 def found(config: Config, world_size: int = 1, spec: ModelSpec | None = SPEC, cuda: bool = False) -> list[str]:
-    return [f"{p.severity}: {p}" for p in check_training(RunContext(config, spec, Job(world_size), cuda))]
+    """Of a model whose files are elsewhere, or, without a spec, of the configuration's."""
+    context = RunContext(config, spec, Job(world_size), cuda)
+    return [f"{p.severity}: {p}" for p in check_training(context, files=spec is None)]

@@ -29,7 +29,7 @@ WRONG = [
     ),
     (
         "model.path=Qwen/Qwen3-4B",
-        'model.path = "Qwen/Qwen3-4B": no such directory; give a directory in Hugging Face format, or runs/ta',
+        'model.path = "Qwen/Qwen3-4B": no such directory; give a directory in Hugging Face format; a Hub model first',
     ),
     (
         "eval.temperature=0.001",

@@ -193,18 +193,21 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["export.directory=checkpoints"], "is what the run writes something else to"),
         (["export.directory=stalls"], "is what the run writes something else to"),
         (["export.directory=heartbeat.json"], "is what the run writes something else to"),
-        (["run.name=task"], "in runs/task would be replaced, but holds model.path (runs/task/model); choose"),
-        (["prepare.directory=runs/first/model/x"], ", prepare.directory (runs/first/model/x)"),
-        (
-            ["data.train=[none.parquet]"],
-            'data.train = "none.parquet": no such file; give the path of a data file, or of a f',
-        ),
-        (["data.eval=[runs/task/x.parquet]"], "no such file; `prepare` writes train.parquet, heldout.parquet"),
+        (["model.path=runs/first/model"], "in runs/first would be replaced, but holds model.path (runs/first/model);"),
     ],
 )
 def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
     errors = [text for text in found(config_with(*overrides), world_size=3) if text.startswith("error: ")]
     assert any(expected in text for text in errors), errors
+
+
+def test_files_that_are_not_there(config_with: Make) -> None:
+    config = config_with("data.train=[none.parquet]", "data.eval=[toolmath/x.parquet]")
+    none = "no such file; give the path of a data file, or of a folder of them (docs/data.md)"
+    assert found(config, spec=None) == [
+        f'error: data.train = "none.parquet": {none}',
+        'error: data.eval = "toolmath/x.parquet": no such file; python -m examples.toolmath toolmath writes it',
+    ]
 
 
 @pytest.mark.parametrize(

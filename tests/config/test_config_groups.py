@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -96,8 +95,8 @@ def test_no_false_alarms(config_with: Make) -> None:
 
 
 def test_training_files_that_are_evaluated_on_are_named(config_with: Make) -> None:
-    (text,) = found(config_with("data.eval=[runs/task/heldout.parquet, ./runs/task/train.parquet]"))
-    assert text.startswith('warning: data.eval = "./runs/task/train.parquet": is training data too: the accuracy there')
+    (text,) = found(config_with("data.eval=[data/heldout.parquet, ./data/train.parquet]"))
+    assert text.startswith('warning: data.eval = "./data/train.parquet": is training data too: the accuracy there')
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,7 @@ def test_a_batch_of_more_prompts_than_there_are_is_warned_of(config_with: Make) 
 
 
 def test_the_dry_run_counts_the_prompts(config_with: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pq.write_table(pa.table({"data_source": ["a"] * 5}), tmp_path / "five.parquet")
+    pq.write_table(pq.read_table("data/train.parquet").slice(0, 5), tmp_path / "five.parquet")
     command = ["train", "base.yaml", "--dry-run", "data.train=[five.parquet]"]
     assert main([*command, "rollout.prompts_per_step=64"]) == 0
     shown = "warning: command line: rollout.prompts_per_step = 64: is more than the 5 prompts of data.train"

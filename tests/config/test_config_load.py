@@ -26,16 +26,17 @@ def problems_of(path: str | Path, *overrides: str) -> list[str]:
 
 
 def test_values_overrides_and_interpolation(config_with: Callable[..., Config]) -> None:
-    config = config_with("run.root=out", "policy.optimizer.lr=3e-4", "policy.optimizer.betas=[0.9,0.95]")
-    assert config.model.path == "out/task/model"
-    assert config.data.train == ("out/task/train.parquet",)
+    config = config_with(
+        "run.root=out", "model.path=${run.root}/model", "policy.optimizer.lr=3e-4", "policy.optimizer.betas=[0.9,0.95]"
+    )
+    assert config.model.path == "out/model"
     assert config.policy.optimizer.lr == 3e-4
     assert config.policy.optimizer.betas == (0.9, 0.95)
     assert config.run.directory == Path("out/first")
 
 
 def test_interpolation_sees_schema_defaults(config_with: Callable[..., Config]) -> None:
-    assert config_with().model.path == "runs/task/model"
+    assert config_with("model.path=${run.root}/model").model.path == "runs/model"
 
 
 def test_partly_given_section_keeps_the_defaults_of_its_place(config_with: Callable[..., Config]) -> None:
@@ -377,7 +378,7 @@ def test_configs_of_the_checkout_are_found_from_anywhere(
 def test_sources_tell_defaults_from_given_values(base: Path) -> None:
     _, sources = load_with_sources(base, ["run.seed=3"])
     assert sources.where(("run", "seed")) == "command line"
-    assert sources.where(("data", "train", "0")) == "base.yaml:5"
+    assert sources.where(("data", "train", "0")) == "base.yaml:4"
     assert not sources.has(("run", "root"))
 
 

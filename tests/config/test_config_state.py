@@ -68,7 +68,7 @@ def test_a_replay_of_itself_or_of_nothing_is_refused(recording: Path, config_wit
 
 
 def test_a_replay_says_that_it_does_not_evaluate(recording: Path, config_with: Make) -> None:
-    config = config_with("rollout.replay=runs/recorded", "data.eval=[runs/task/heldout.parquet]")
+    config = config_with("rollout.replay=runs/recorded", "data.eval=[data/heldout.parquet]")
     assert found(config) == [
         'warning: rollout.replay = "runs/recorded": has no answers of these weights: nothing is evaluated'
     ]
@@ -112,7 +112,7 @@ def test_the_best_need_a_metric_that_is_computed(config_with: Make) -> None:
     best = ("checkpoint.keep_best=1", "checkpoint.best_metric=val/toolmath/acc/mean@1", "checkpoint.every=2")
     (text,) = found(config_with(*best))
     assert text.startswith("error: checkpoint.best_metric") and "is never computed: nothing is evaluated" in text
-    held_out = "data.eval=[runs/task/heldout.parquet]"
+    held_out = "data.eval=[data/heldout.parquet]"
     (text,) = found(config_with(*best, held_out, "eval.every=4"))
     assert text.startswith("warning: ") and "unknown between evaluations (eval.every: 4)" in text
     assert found(config_with(*best, held_out, "eval.every=2")) == []

@@ -139,18 +139,13 @@ def test_unsupported_models(tmp_path: Path, changes: dict[str, Any], expected: s
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-def test_spec_of_a_model_still_to_be_prepared(config_with: Make, base: Path) -> None:
-    spec = spec_for(config_with("prepare.model.num_layers=3"))
-    assert (spec.num_layers, spec.vocab_size, spec.qk_norm) == (3, 0, True)
-    write_model(base.parent / "runs" / "task" / "model")
-    assert spec_for(config_with("prepare.model.num_layers=3")).num_layers == 36
-
-
 def test_missing_model(config_with: Make) -> None:
-    with pytest.raises(ConfigError, match=r'model.path = "nowhere": no such directory; .* or runs/task/model which'):
+    with pytest.raises(ConfigError, match=r'model.path = "nowhere": no such directory; give a directory'):
         spec_for(config_with("model.path=nowhere"))
     with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-4B --local-dir"):
-        spec_for(config_with("model.path=Qwen/Qwen3-4B", "prepare=null", "data.train=[x]"))
+        spec_for(config_with("model.path=Qwen/Qwen3-4B"))
+    with pytest.raises(ConfigError, match=r"; python -m examples.toolmath data/toolmath writes it"):
+        spec_for(config_with("model.path=data/toolmath/model"))
 
 
 def test_broken_model_directory(tmp_path: Path) -> None:

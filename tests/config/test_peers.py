@@ -82,7 +82,7 @@ def test_a_key_of_ours_that_lost_a_letter_is_not_taken_for_another_trainers() ->
 def test_an_unknown_key_hides_nothing(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A length, a number of prompts, a file, the model and a key of a section with checks of its own."""
     wrong = ["data.evla=[x]", "policy.micro_batch_tokens=9", "run.resume=true", "run.overwrite=true"]
-    files = ["prepare=null", "model.path=nowhere", "data.train=[nothing.parquet]"]
+    files = ["model.path=nowhere", "data.train=[nothing.parquet]"]
     for dry in ([], ["--dry-run"]):
         assert cli.main(["train", base.name, *wrong, *files, *dry]) == 2
         error = capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -10,7 +9,6 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, dump, load_config
 from ctpo_megatron.config.reads import Reads
 from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
@@ -30,7 +28,6 @@ TEXT_WITHOUT_PATH = {
 SUFFIX = {"data.system_prompt": ".md", "model.chat_template": ".jinja"}
 SECTIONS: dict[str, dict[str, Any]] = {
     "sft": {"data": ["sft.parquet"], "steps": 1},
-    "prepare": {"directory": "task"},
 }
 """What a section that may be absent needs besides the key in question."""
 
@@ -93,9 +90,6 @@ def test_overwrite_refuses_to_delete_what_a_key_reads(key: str, annotation: Any,
     mine.write_text("mine")
     value: Any = {"file": str(mine)} if _holds(annotation, Any) else str(mine)
     config = Config.model_validate(values(tmp_path / "runs", key, [value] if "tuple" in str(annotation) else value))
-    if key == "prepare.directory":  # built again by the run
-        open_run_directory(config)
-        return
     with pytest.raises(RunDirectoryError, match=f"would delete what this run needs: .*{mine.name}"):
         open_run_directory(config)
     assert mine.read_text() == "mine"
@@ -119,19 +113,14 @@ def test_a_tilde_is_the_home_directory(
 
 def test_a_tilde_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    run = started_run(tmp_path / "home" / "runs")
-    record = {"seed": 0, "model": "m", "sft": {"data": ["d"], "steps": 3}, "prepare": None, "rendered_by": {}}
-    RunPaths(run).sft_record.parent.mkdir(parents=True, exist_ok=True)
-    RunPaths(run).sft_record.write_text(json.dumps(record | {"files": {}}))
     (tmp_path / "my.yaml").write_text(
         "run: {root: ~/runs, name: y, steps: 1}\nmodel: {path: ~/m}\n"
-        "data: {train: [{path: '~/a*', weight: 1}, {path: '${run.root}/b', weight: 1}]}\nsft: {from: ~/runs/x}\n"
+        "data: {train: [{path: '~/a*', weight: 1}, {path: '${run.root}/b', weight: 1}]}\n"
     )
     config = load_config(tmp_path / "my.yaml")
     home = tmp_path / "home"
     assert config.run.directory == home / "runs" / "y" and config.model.path == str(home / "m")
     assert config.data.train_files == (str(home / "a*"), str(home / "runs" / "b"))
-    assert config.sft is not None and (config.sft.steps, config.sft.from_) == (3, str(run))
     assert load_config(tmp_path / "my.yaml", ["run.root=~nobody-of-this-name/runs"]).run.root.startswith("~")
 
 

@@ -1,4 +1,4 @@
-"""A small prepared toolmath directory, shared by the tests of this room."""
+"""A small task of examples/toolmath, shared by the tests of this room."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.data.toolmath import prepare
 from ctpo_sandbox import start_server
-from tests.data.toolmath_small import small_config
 from tests.support.deadlines import scaled
+from tests.support.task import SMALL_TASK, task_folder
 
 
 @pytest.fixture(scope="session")
-def toolmath(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data") / "toolmath"
-    prepare(small_config(directory))
-    return directory
+def toolmath() -> Path:
+    return task_folder(*SMALL_TASK)
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,14 @@ from random import Random
 
 import pytest
 
-from ctpo_megatron.config.task_schema import CorruptionConfig
 from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.data.toolmath.conversations import PROTOCOLS, conversation
-from ctpo_megatron.data.toolmath.families import FAMILIES, draw_problem, run
 from ctpo_megatron.environments.factory import PARSERS
+from examples.toolmath import Corruption
+from examples.toolmath.conversations import PROTOCOLS, conversation
+from examples.toolmath.families import FAMILIES, draw_problem, run
 from tests.support.deadlines import scaled
 
-CLEAN = CorruptionConfig(guess=0, wrong_common=0, wrong_rare=0, no_print=0, no_box=0)
+CLEAN = Corruption(guess=0, wrong_common=0, wrong_rare=0, no_print=0, no_box=0)
 PER_FAMILY = 12
 
 
@@ -52,7 +52,7 @@ def _calls(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
     return pairs
 
 
-@pytest.mark.parametrize("corruption", [CLEAN, CorruptionConfig(), CLEAN.model_copy(update={"wrong_rare": 1.0})])
+@pytest.mark.parametrize("corruption", [CLEAN, Corruption(), CLEAN.model_copy(update={"wrong_rare": 1.0})])
 def test_observations_are_what_the_interpreter_prints(corruption):
     rng = Random(3)
     problems = [draw_problem(family, rng) for family in FAMILIES for _ in range(PER_FAMILY)]
@@ -89,7 +89,7 @@ def test_decoys_are_not_symmetric():
 
 
 def test_the_mixture_has_the_configured_rates():
-    corruption = CorruptionConfig()
+    corruption = Corruption()
     rng = Random(0)
     counts = dict.fromkeys(("guess", "right", "common", "no_print", "no_box"), 0)
     total = 6000

@@ -20,14 +20,14 @@ from tests.support import children
 from tests.support import ranks as pool
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT, Child
+from tests.support.task import SMALL_TASK, sft_file, task_files, task_folder
 
+TASK = task_folder(*SMALL_TASK)
 SMALL = (
+    *task_files(TASK),
+    sft_file(TASK),
     "sft.steps=40",
     "run.steps=3",
-    "prepare.train_prompts=64",
-    "prepare.heldout_prompts=16",
-    "prepare.sft_conversations=640",
-    "prepare.tokenizer_conversations=400",
     "rollout.prompts_per_step=4",
     "policy.mini_batch_prompts=2",
     "policy.threads=1",  # tests run beside each other

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.end_to_end.small_run import Ctpo, records, repeatable
+from tests.end_to_end.small_run import TASK, Ctpo, records, repeatable
 
 AGREEMENT, UNRECORDED = "mismatch/router_agreement", "mismatch/router_unrecorded"
 
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow  # runs with engines, one after another
 
 
 @pytest.fixture(scope="module")
-def mixture(ctpo: Ctpo, finished: Path) -> Path:
+def mixture(ctpo: Ctpo) -> Path:
     """A random mixture with the tokenizer and the sizes of the quickstart's model."""
-    dense, folder = finished / "task" / "model", ctpo.directory / "mixture"
+    dense, folder = TASK / "model", ctpo.directory / "mixture"
     shutil.copytree(dense, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = {k: v for k, v in AutoConfig.from_pretrained(dense).to_dict().items() if k not in ("model_type", "dtype")}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}

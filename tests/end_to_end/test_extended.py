@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.compare_runs import compare
-from tests.end_to_end.small_run import Ctpo
+from tests.end_to_end.small_run import TASK, Ctpo
 from tests.support import children
 
 FIRST, LONGER = 5, 10
@@ -55,7 +55,7 @@ def test_an_extended_run_is_the_longer_run_and_its_newest_model_is_evaluated(fol
     name = f"every_{every}"
     settings = (*SETTINGS, f"run.name={name}", f"checkpoint.every={every}")
     run, longer = folder.directory / "runs" / name, folder.directory / "runs" / "longer"
-    held_out = str(run / "task" / "heldout.parquet")
+    held_out = str(TASK / "heldout.parquet")
     done = folder.launch(*settings, f"run.steps={FIRST}")
     assert done.returncode == 0, done.stderr[-4000:]
     for line in typed:
@@ -84,7 +84,7 @@ def test_an_evaluation_stops_where_a_checkpoint_is_newer(folder: Ctpo) -> None:
     shutil.move(run / "model", aside := Path(f"{run}-model"))
     try:
         assert verb(folder, "export", "runs/longer", "--step", "9").returncode == 0
-        stopped = verb(folder, "eval", "runs/longer", "--data", str(run / "task" / "heldout.parquet"))
+        stopped = verb(folder, "eval", "runs/longer", "--data", str(TASK / "heldout.parquet"))
         assert stopped.returncode == 2 and "type `ctpo export runs/longer`" in stopped.stderr
     finally:
         shutil.move(aside, run / "model")

@@ -10,16 +10,16 @@ import pytest
 from transformers import AutoTokenizer
 
 from ctpo_megatron.config import load_config
-from ctpo_megatron.data import prepare
 from tests.end_to_end.small_run import SMALL, Ctpo, records
 from tests.support import children
 from tests.support.prefork import ROOT
+from tests.support.task import SMALL_TASK, task_files, task_folder
 
 PROMPT, RESPONSE = 16000, 8000
 PIECE = "12 + 30 = 42 and "
+TASK = task_folder(*SMALL_TASK, "model.max_position_embeddings=32768", "model.rope_theta=100000.0")
 LENGTHS = (
-    "prepare.model.max_position_embeddings=32768",
-    "prepare.model.rope_theta=100000.0",
+    *task_files(TASK),
     f"data.max_prompt_tokens={PROMPT}",
     f"rollout.max_response_tokens={RESPONSE}",
     f"rollout.engine.max_model_len={PROMPT + RESPONSE}",
@@ -51,8 +51,6 @@ RUN = (
 def test_16000_token_prompts_and_8000_token_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, *LENGTHS, *RUN])
-    assert config.prepare is not None
-    prepare(config.prepare, config.rollout.tool_parser.name)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     repeated = PIECE * ((PROMPT - 100) // len(tokenizer(PIECE).input_ids))
     rows = [

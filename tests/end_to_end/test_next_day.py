@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.config import load_config
-from ctpo_megatron.data import prepare
 from tests.compare_runs import compare
-from tests.end_to_end.small_run import SMALL, Ctpo
-from tests.support.prefork import ROOT
+from tests.end_to_end.small_run import TASK, Ctpo
+from tests.support.task import sft_file, task_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,18 +30,12 @@ class At(Ctpo):
 
 
 def test_a_run_goes_on_the_next_day_bit_for_bit(tmp_path: Path) -> None:
-    task = tmp_path / "task"
-    quickstart = load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, f"prepare.directory={task}"])
-    assert quickstart.prepare is not None
-    prepare(quickstart.prepare, "hermes")
+    task = shutil.copytree(TASK, tmp_path / "task")
     template = task / "model" / "chat_template.jinja"
     template.write_text("{{ strftime_now('%d %B %Y') }}\n" + template.read_text())
     settings = [
-        "prepare=null",
-        f"model.path={task / 'model'}",
-        f"data.train=[{task / 'train.parquet'}]",
-        f"data.eval=[{task / 'heldout.parquet'}]",
-        f"sft.data=[{task / 'sft.parquet'}]",
+        *task_files(task),
+        sft_file(task),
         "data.max_prompt_tokens=96",
         "rollout.engine.max_model_len=320",
     ]

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.config import load_config
-from ctpo_megatron.data import prepare
-from tests.end_to_end.small_run import SMALL, Ctpo, records, train_main
+from tests.end_to_end.small_run import TASK, Ctpo, records, train_main
 from tests.support import ranks
 from tests.support.prefork import ROOT
 
@@ -21,10 +19,7 @@ STEPS = 10
 
 @pytest.mark.slow
 def test_steps_without_tools(tmp_path: Path) -> None:
-    ctpo, task = Ctpo(tmp_path), tmp_path / "task"
-    quickstart = load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, f"prepare.directory={task}"])
-    assert quickstart.prepare is not None
-    prepare(quickstart.prepare, "hermes")
+    ctpo = Ctpo(tmp_path)
     rows = [
         {
             "data_source": "sums",
@@ -37,7 +32,7 @@ def test_steps_without_tools(tmp_path: Path) -> None:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [
         str(ROOT / "configs" / "no_tools.yaml"),
-        f"model.path={task / 'model'}",
+        f"model.path={TASK / 'model'}",
         f"data.train=[{data}]",
         "data.system_prompt=''",
         f"run.steps={STEPS}",

@@ -20,16 +20,18 @@ import openai
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.data.toolmath.tokenizer import CHAT_TEMPLATE
 from ctpo_megatron.tracking import read_trajectories
+from examples.toolmath.tokenizer import CHAT_TEMPLATE
 from tests.end_to_end.small_run import Ctpo
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
+from tests.support.task import SMALL_TASK, sft_file, task_files, task_folder
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-ENOUGH = ("sft.steps=450", "prepare.sft_conversations=7200", "prepare.tokenizer_conversations=4000")
-"""Of SFT, for a model that calls the tool and answers; with the right numbers or not."""
 QUESTIONS = 24
+TASK = task_folder(SMALL_TASK[0], f"heldout_prompts={QUESTIONS}", "sft_conversations=7200")
+ENOUGH = (*task_files(TASK), sft_file(TASK), "sft.steps=450")
+"""Of SFT, for a model that calls the tool and answers; with the right numbers or not."""
 THOUGHT = "('<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking else '')"
 TEMPLATE = (
     CHAT_TEMPLATE.replace("turn('assistant', ", f"turn('assistant', {THOUGHT} + ")
@@ -81,9 +83,7 @@ def test_a_served_model_calls_as_in_training_and_a_client_gets_an_answer(tmp_pat
     (tmp_path / "keyword.jinja").write_text(TEMPLATE)
     keyword = ("model.chat_template=keyword.jinja", "model.chat_template_kwargs={enable_thinking: false}")
     ctpo = Ctpo(tmp_path)
-    done = ctpo.launch(
-        *ENOUGH, *keyword, "run.steps=0", f"prepare.heldout_prompts={QUESTIONS}", "tracking.report=false"
-    )
+    done = ctpo.launch(*ENOUGH, *keyword, "run.steps=0", "tracking.report=false")
     assert done.returncode == 0, done.stderr[-4000:]
     run = tmp_path / "runs" / "quickstart"
     (dump,) = (run / "evaluation").iterdir()
@@ -96,7 +96,7 @@ def test_a_served_model_calls_as_in_training_and_a_client_gets_an_answer(tmp_pat
         port = free.getsockname()[1]
     (tmp_path / "client.py").write_text(documented(r"```python\n(# client\.py\n.*?)```").replace("8000", str(port)))
     with served(run / "model", port, tmp_path):
-        assert calls_of(port, run / "task" / "heldout.parquet") == sum(in_training.values())
+        assert calls_of(port, TASK / "heldout.parquet") == sum(in_training.values())
         command = [sys.executable, "client.py", "What is the sum of 34 and 70?"]
         client = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), cwd=tmp_path)
     check_conversation(client)

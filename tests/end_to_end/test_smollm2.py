@@ -154,7 +154,7 @@ def tiny_model(directory: Path, texts: list[str]) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from ctpo_megatron.data.toolmath.tokenizer import train_tokenizer
+    from examples.toolmath.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(texts)
     tokenizer.chat_template = TEMPLATE

@@ -12,12 +12,12 @@ import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.data.toolmath.conversations import PROTOCOLS
 from ctpo_megatron.environments.parsers.fenced import FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolResult, ToolUnavailable
 from ctpo_megatron.environments.python_tool import PythonTool, shown
 from ctpo_megatron.environments.toolbox import Toolbox, check_arguments, cut_middle
+from examples.toolmath.conversations import PROTOCOLS
 
 
 class Interpreter:

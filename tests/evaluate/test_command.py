@@ -25,15 +25,15 @@ from rich.console import Console
 
 from ctpo_megatron import cli
 from ctpo_megatron.config import Config
-from ctpo_megatron.data import Prompt, Trajectory, prepare
+from ctpo_megatron.data import Prompt, Trajectory
 from ctpo_megatron.environments.prompts import held_out_prompts
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.evaluate import Outcome, answering, evaluate, find_target, read_config
 from ctpo_megatron.rollouts import Answers, Quarantined, Request
 from ctpo_megatron.tracking import Display
-from tests.data.toolmath_small import small_config
 from tests.end_to_end.small_run import ROOT, Ctpo
 from tests.support.deadlines import scaled
+from tests.support.task import SMALL_TASK, task_folder
 
 K = 4
 SETTINGS = [
@@ -55,9 +55,7 @@ SETTINGS = [
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with its tokenizer, and 28 held-out prompts."""
-    folder = tmp_path_factory.mktemp("evaluate") / "task"
-    prepare(small_config(folder))
-    return folder
+    return shutil.copytree(task_folder(*SMALL_TASK), tmp_path_factory.mktemp("evaluate") / "task")
 
 
 class Scripted:

@@ -27,10 +27,10 @@ import pytest
 from ctpo_megatron.cli import main, parse
 from ctpo_megatron.config import load_config
 from ctpo_megatron.config.sources import read_overrides
-from ctpo_megatron.data import prepare
 from tests.extend.examples import DOCS, HOWTO, MOST_LINES, blocks
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
+from tests.support.task import SMALL_TASK, task_folder
 from tests.tracking.synthetic_run import write_run
 
 TYPED_WHOLE = DOCS / "tutorials" / "own_reward.md"
@@ -140,10 +140,6 @@ def test_every_configuration_is_one(page: Path, tmp_path: Path) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has finished, with the model that the quickstart starts from."""
     folder = write_run(tmp_path_factory.mktemp("finished"))
-    small = [f"prepare.{key}=64" for key in ("train_prompts", "heldout_prompts", "sft_conversations")]
-    quickstart = load_config(ROOT / "configs" / "quickstart.yaml", [*small, f"prepare.directory={folder / 'task'}"])
-    assert quickstart.prepare is not None
-    prepare(quickstart.prepare, "hermes")
     return folder
 
 
@@ -153,6 +149,8 @@ def checkout(tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch) ->
     shutil.copytree(finished, tmp_path / "runs" / "quickstart")
     for shipped in ("configs", "examples"):
         (tmp_path / shipped).symlink_to(ROOT / shipped)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "toolmath").symlink_to(task_folder(*SMALL_TASK))
     (tmp_path / "mine.yaml").write_text("defaults: configs/quickstart.yaml\nrun: {name: mine}\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path

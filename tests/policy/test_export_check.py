@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import OptimizerConfig, chat_template_text, dump, load_config
-from ctpo_megatron.data import prepare
 from ctpo_megatron.export import layout_of, resolve
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed, policy_gradient
 from tests.policy import models
 from tests.support import ranks
 from tests.support.prefork import ROOT
+from tests.support.task import SMALL_TASK, task_files, task_folder
 
 STEP = "step_000003"
 
@@ -28,13 +28,8 @@ STEP = "step_000003"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with one checkpoint, whose weights have left those of the model it began with."""
     root = tmp_path_factory.mktemp("export")
-    sizes = {"train_prompts": 64, "heldout_prompts": 16, "sft_conversations": 400, "tokenizer_conversations": 400}
-    config = load_config(
-        ROOT / "configs" / "quickstart.yaml",
-        [f"prepare.directory={root / 'data'}", f"run.root={root}", "run.name=run"]
-        + [f"prepare.{name}={size}" for name, size in sizes.items()],
-    )
-    prepare(config.prepare)
+    settings = [*task_files(task_folder(*SMALL_TASK)), f"run.root={root}", "run.name=run"]
+    config = load_config(ROOT / "configs" / "quickstart.yaml", settings)
     directory = root / "run"
     directory.mkdir()
     (directory / "config.yaml").write_text(dump(config))
@@ -66,7 +61,7 @@ def copy(exported: Path, tmp_path: Path) -> Path:
 
 
 def test_the_export_has_the_checkpoints_weights(run: Path, exported: Path) -> None:
-    before = load_file(run.parent / "data" / "model" / "model.safetensors")
+    before = load_file(task_folder(*SMALL_TASK) / "model" / "model.safetensors")
     after = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert moved == list(before)
@@ -125,7 +120,7 @@ def test_wrong_weights_are_found_by_their_logits(run: Path, copy: Path, capsys: 
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     layout = init_distributed(PolicyConfig(), seed=0)
     try:
-        policy = Trainer(PolicyConfig(head="logits"), layout, run.parent / "data" / "model", temperature=1.0)
+        policy = Trainer(PolicyConfig(head="logits"), layout, task_folder(*SMALL_TASK) / "model", temperature=1.0)
         policy.load_weights(run / "checkpoints" / STEP)
         found = {finding.what: finding for finding in check_exported(copy, policy, layout)}
     finally:
@@ -181,7 +176,7 @@ def test_requests_that_cannot_be_met_say_why(run: Path, tmp_path: Path, capsys: 
     (tmp_path / "notes.txt").touch()
     assert main(["export", str(run), "--output", str(tmp_path)]) == 2
     assert "exists and is no exported model" in capsys.readouterr().err
-    model = run.parent / "data" / "model"
+    model = task_folder(*SMALL_TASK) / "model"
     assert main(["export", str(run), "--output", str(model)]) == 2
     assert f'--output = "{model}": would replace the model that was trained' in capsys.readouterr().err
     assert (model / "model.safetensors").is_file()
@@ -204,7 +199,7 @@ def test_requests_that_cannot_be_met_say_why(run: Path, tmp_path: Path, capsys: 
 def test_a_checkpoint_without_its_run(run: Path, tmp_path: Path) -> None:
     """The model's float64 is no precision of ours."""
     lonely = shutil.copytree(run / "checkpoints" / STEP, tmp_path / "elsewhere" / STEP)
-    model = shutil.copytree(run.parent / "data" / "model", tmp_path / "half")
+    model = shutil.copytree(task_folder(*SMALL_TASK) / "model", tmp_path / "half")
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"dtype": "float64"}))
     output = tmp_path / "new"

@@ -16,6 +16,7 @@ from ctpo_megatron import __version__
 from tests.end_to_end.small_run import SMALL, Ctpo
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
+from tests.support.task import task_files, write_task
 
 FOLDER = Path(__file__).parent
 LARGEST = 300_000
@@ -23,26 +24,23 @@ LARGEST = 300_000
 NAME = "stored"
 SETTINGS = (
     *SMALL,
+    *task_files(Path("task")),
     f"run.name={NAME}",
     "extensions.path=[]",
     "run.steps=2",
     "sft=null",
     "objective.entropy_coef=0.01",  # a gradient without a reward, so that the moments of the optimizer are not zero
-    "prepare.train_prompts=16",
-    "prepare.heldout_prompts=4",
-    "prepare.sft_conversations=64",
-    "prepare.tokenizer_conversations=64",
-    "prepare.model.hidden_size=16",
-    "prepare.model.intermediate_size=32",
-    "prepare.model.num_layers=1",
-    "prepare.model.num_attention_heads=1",
-    "prepare.model.num_key_value_heads=1",
     "rollout.prompts_per_step=2",
     "rollout.samples_per_prompt=2",
     "policy.mini_batch_prompts=1",
     "checkpoint.every=2",
     "checkpoint.keep_last=1",
     "export.enabled=false",
+)
+TASK = (
+    *("train_prompts=16", "heldout_prompts=4", "sft_conversations=64", "tokenizer_conversations=64"),
+    *("model.hidden_size=16", "model.intermediate_size=32", "model.num_layers=1"),
+    *("model.num_attention_heads=1", "model.num_key_value_heads=1"),
 )
 NEEDLESS = ("tensorboard", "logs", "figures", "report.html", "sft.parquet", "evaluation")
 """Files and folders that no resume reads."""
@@ -72,12 +70,14 @@ def pack(run: Path, target: Path) -> None:
 
     with tarfile.open(target, "w:xz", preset=9) as archive:
         archive.add(run, arcname=f"runs/{run.name}", filter=kept)
+        archive.add(run.parents[1] / "task", arcname="task", filter=kept)
 
 
 def main() -> int:
     """Exit status: 0, or 1 where the run fails or is too large."""
     target = FOLDER / f"{__version__}.tar.xz"
     with tempfile.TemporaryDirectory() as folder:
+        write_task(Path(folder) / "task", *TASK)
         done = train(Path(folder), ROOT / "configs" / "quickstart.yaml", *SETTINGS)
         if done.returncode:
             print(done.stdout[-4000:] + done.stderr[-4000:], file=sys.stderr)

@@ -142,12 +142,11 @@ def test_texts_that_follow_the_seed_do_not_separate() -> None:
 
 
 def test_seeds_of_their_own_are_seeds() -> None:
-    prepared = {"directory": "task", "seed": 0}
-    runs = [run(f"r{seed}", 0, prepare=prepared | {"seed": seed}) for seed in (0, 1)]
+    runs = [run(f"r{seed}", 0, own={"seed": seed}) for seed in (0, 1)]
     (group,) = groups_of(runs)
     assert group.seeds == ["0/0", "0/1"]
-    assert "prepare.seed is not run.seed everywhere: 0 (r0), 1 (r1)." in notes_of([group])
-    followed = [run(f"r{seed}", seed, prepare=prepared | {"seed": seed}) for seed in (0, 1)]
+    assert "own.seed is not run.seed everywhere: 0 (r0), 1 (r1)." in notes_of([group])
+    followed = [run(f"r{seed}", seed, own={"seed": seed}) for seed in (0, 1)]
     assert groups_of(followed)[0].seeds == ["0", "1"]
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from ctpo_megatron import __version__
-from ctpo_megatron.config import Config, ConfigError, SftRecord
+from ctpo_megatron.config import Config
 from ctpo_megatron.policy import CheckpointError, CheckpointWriteError, checkpoint_files
 from ctpo_megatron.run import Persistence
 from ctpo_megatron.run import persistence as module
+from ctpo_megatron.run.sft_model import record_sft_model
 from tests.tracking.synthetic_run import make_config
 
 
@@ -76,27 +77,15 @@ def test_a_finished_sft_is_not_done_again(tmp_path: Path) -> None:
     assert persistence(config).find() == of_sft and persistence(config).start_weights(None) is None
     (run / "sft_model").mkdir()
     (run / "sft_model" / "config.json").write_text("{}")
-    SftRecord.of(config).write(run)
+    record_sft_model(run)
     ours = persistence(config)
     assert ours.find() is None and ours.sft_to_do(None) is None
     assert ours.start_weights(None) == run / "sft_model"
     assert ours.sft_to_do(of_sft) == config.sft  # checkpoint.load names it
     assert ours.start_weights(write(run / "checkpoints", 1, rollouts={})) is None  # that has later weights
     (run / "sft_model" / "config.json").write_text("{ }")
-    with pytest.raises(ConfigError, match=r"damaged or was changed: config\.json"):
+    with pytest.raises(CheckpointError, match=r"damaged or was changed: config\.json"):
         ours.start_weights(None)
-
-
-def test_rl_starts_from_the_sft_of_another_run(tmp_path: Path) -> None:
-    sft: dict[str, Any] = {"data": ["sft.parquet"], "steps": 9}
-    other = make_config(tmp_path, "other", sft=sft)
-    (tmp_path / "other" / "sft_model").mkdir(parents=True)
-    SftRecord.of(other).write(tmp_path / "other")
-    ours = persistence(make_config(tmp_path, sft=sft | {"from": str(tmp_path / "other")}))
-    assert ours.sft_to_do(None) is None
-    assert ours.start_weights(None) == tmp_path / "other" / "sft_model"
-    with pytest.raises(CheckpointError, match=r"\(sft: null, or sft\.from\)"):
-        ours.sft_to_do(write(tmp_path / "demo" / "checkpoints" / "sft", 3))
 
 
 def test_a_checkpoint_is_of_the_stage_that_wrote_it_wherever_it_lies(tmp_path: Path) -> None:

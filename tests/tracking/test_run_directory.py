@@ -178,17 +178,6 @@ def test_overwrite_refuses_the_working_directory(config_in, monkeypatch):
         open_run_directory(config_in(run={"overwrite": True}))
 
 
-def test_prepared_files_may_lie_inside_before_the_run_begins(config_in, tmp_path):
-    prepared = tmp_path / "runs" / "demo" / "work" / "task"
-    prepared.mkdir(parents=True)
-    sections = {"prepare": {"directory": str(prepared)}, "model": {"path": str(prepared / "model")}}
-    directory = open_run_directory(config_in(**sections))
-    assert prepared.exists()
-    open_run_directory(config_in(run={"overwrite": True}, **sections))
-    assert directory.exists()
-    assert not prepared.exists(), "what prepare builds is built anew"
-
-
 def test_resume_needs_a_run_and_names_what_changed(config_in, caplog):
     with pytest.raises(RunDirectoryError, match="holds no run"):
         open_run_directory(config_in(run={"resume": True}))

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Iterator
 from random import Random
 
-from ctpo_megatron.config import CorruptionConfig
-from ctpo_megatron.data.messages import ChatMessage
-from ctpo_megatron.data.toolmath.families import Program, Question, run
+from ctpo_megatron.data import ChatMessage
+from examples.toolmath.families import Program, Question, run
+from examples.toolmath.settings import Corruption
 
 
 def hermes(code: str, output: str) -> list[ChatMessage]:
@@ -30,7 +30,7 @@ PROTOCOLS: dict[str, Callable[[str, str], list[ChatMessage]]] = {"hermes": herme
 
 
 def conversation(
-    problem: Question, corruption: CorruptionConfig, rng: Random, tool_parser: str = "hermes"
+    problem: Question, corruption: Corruption, rng: Random, tool_parser: str = "hermes"
 ) -> list[ChatMessage]:
     """One conversation about `problem`, each kind of spoiling drawn independently with its own probability.
 
@@ -50,7 +50,7 @@ def conversation(
     return [*messages, {"role": "assistant", "content": final}]
 
 
-def _choose_program(problem: Question, corruption: CorruptionConfig, rng: Random) -> Program:
+def _choose_program(problem: Question, corruption: Corruption, rng: Random) -> Program:
     common, rare = problem.family.wrong
     draw = rng.random()
     if draw < corruption.wrong_common:

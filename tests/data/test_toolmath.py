@@ -1,21 +1,22 @@
-"""What stage "prepare" writes: content, determinism, reuse, and a standard Hugging Face model."""
+"""What examples/toolmath writes: content, determinism, reuse, and a standard Hugging Face model."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.data import DataError
-from ctpo_megatron.data.toolmath import prepare
-from ctpo_megatron.data.toolmath.conversations import hermes
-from tests.data.toolmath_small import small_config
+from examples.toolmath import Task, TaskError, write_task
+from examples.toolmath.__main__ import main
+from examples.toolmath.conversations import hermes
+from tests.support.task import SMALL_TASK
 
-# The package exports the function of the same name.
-prepare_module = import_module("ctpo_megatron.data.toolmath.prepare")
+
+def small(**changes: Any) -> Task:
+    return Task(**(dict(setting.split("=") for setting in SMALL_TASK) | changes))
 
 
 def _questions(path) -> list[str]:
@@ -25,9 +26,9 @@ def _questions(path) -> list[str]:
 def test_splits_do_not_overlap(toolmath):
     train, heldout = _questions(toolmath / "train.parquet"), _questions(toolmath / "heldout.parquet")
     sft = [row[0]["content"] for row in pq.read_table(toolmath / "sft.parquet")["messages"].to_pylist()]
-    assert len(train) == len(set(train)) == 70
-    assert len(heldout) == len(set(heldout)) == 28
-    assert len(sft) == 400
+    assert len(train) == len(set(train)) == 64
+    assert len(heldout) == len(set(heldout)) == 16
+    assert len(sft) == 640
     assert not set(heldout) & (set(train) | set(sft))
 
 
@@ -43,8 +44,8 @@ def test_rows_follow_the_schema(toolmath):
 def test_same_seed_same_files_other_seed_other_files(toolmath, tmp_path):
     from safetensors.torch import load_file
 
-    prepare(small_config(tmp_path / "same"))
-    prepare(small_config(tmp_path / "other", seed=1))
+    assert write_task(small(), tmp_path / "same")
+    assert write_task(small(seed=1), tmp_path / "other")
     for name in ("train", "heldout", "sft"):
         table = pq.read_table(toolmath / f"{name}.parquet")
         assert table.equals(pq.read_table(tmp_path / "same" / f"{name}.parquet"))
@@ -61,43 +62,39 @@ def test_same_seed_same_files_other_seed_other_files(toolmath, tmp_path):
 
 def test_an_equal_directory_is_reused_and_another_one_refused(toolmath):
     before = (toolmath / "train.parquet").stat().st_mtime_ns
-    prepare(small_config(toolmath))
+    assert not write_task(small(), toolmath)
     assert (toolmath / "train.parquet").stat().st_mtime_ns == before
-    with pytest.raises(DataError, match=r"prepare\.seed: 0 there, 7 wanted") as caught:
-        prepare(small_config(toolmath, seed=7, corruption={"guess": 0.5}))
-    assert "prepare.corruption.guess: 0.15 there, 0.5 wanted" in str(caught.value)
-    with pytest.raises(DataError, match=r"rollout\.tool_parser: hermes there, fenced wanted"):
-        prepare(small_config(toolmath), "fenced")
+    with pytest.raises(TaskError, match=r"seed is 0, not 7") as caught:
+        write_task(small(seed=7, corruption={"guess": 0.5}, tool_parser="fenced"), toolmath)
+    assert "corruption.guess is 0.15, not 0.5; " in str(caught.value)
+    assert "tool_parser is hermes, not fenced. Delete it" in str(caught.value)
 
 
 def test_a_foreign_directory_is_never_touched(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(DataError, match="holds no prepared task"):
-        prepare(small_config(tmp_path / "mine"))
+    with pytest.raises(TaskError, match="holds no task"):
+        write_task(small(), tmp_path / "mine")
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
 
 
-def test_an_equal_directory_published_meanwhile_is_accepted(tmp_path, monkeypatch):
-    """Two processes that prepare the same directory at once must both succeed."""
-    write = prepare_module._write
-
-    def write_twice(config, tool_parser, directory):
-        write(config, tool_parser, directory)
-        if not (tmp_path / "task").exists():
-            shutil.copytree(directory, tmp_path / "task")
-            record = prepare_module._record(config, tool_parser)
-            (tmp_path / "task" / "prepare.json").write_text(json.dumps(record))
-
-    monkeypatch.setattr(prepare_module, "_write", write_twice)
-    prepare(small_config(tmp_path / "task"))
-    assert [path.name for path in tmp_path.iterdir()] == ["task"]
-
-
-def test_impossible_mixture_is_refused(tmp_path):
-    with pytest.raises(DataError, match="wrong_common \\+ wrong_rare"):
-        prepare(small_config(tmp_path / "bad", corruption={"wrong_common": 0.7, "wrong_rare": 0.7}))
-    assert not (tmp_path / "bad").exists()
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["corruption.wrong_common=0.7", "corruption.wrong_rare=0.7"], "wrong_common + wrong_rare must not exceed 1"),
+        (["seed=x", "model.layers=2"], "seed: Input should be a valid integer"),
+        (["seed=x", "model.layers=2"], "model.layers: Extra inputs are not permitted, not 2"),
+        (["seed"], "'seed' is no KEY=VALUE"),
+        (["seed=7"], "seed is 0, not 7"),
+    ],
+)
+def test_wrong_settings_are_refused(toolmath, tmp_path, monkeypatch, capsys, settings, message):
+    directory = toolmath if settings == ["seed=7"] else tmp_path / "bad"
+    monkeypatch.setattr("sys.argv", ["toolmath", str(directory), *SMALL_TASK, *settings])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert not list(Path(tmp_path).iterdir())
 
 
 def test_the_model_directory_is_standard(toolmath, tokenizer):
@@ -105,7 +102,7 @@ def test_the_model_directory_is_standard(toolmath, tokenizer):
 
     model = AutoModelForCausalLM.from_pretrained(toolmath / "model")
     assert type(model).__name__ == "Qwen3ForCausalLM"
-    shape = small_config(toolmath).model
+    shape = small().model
     assert (model.config.hidden_size, model.config.num_hidden_layers) == (shape.hidden_size, shape.num_layers)
     assert (model.config.head_dim, model.config.rope_parameters["rope_theta"]) == (shape.head_dim, shape.rope_theta)
     assert model.model.embed_tokens.weight.std().item() == pytest.approx(shape.initializer_range, rel=0.02)

@@ -1,0 +1,10 @@
+"""A synthetic task on which a tiny model learns, within minutes on a CPU, to call a code interpreter.
+
+`python -m examples.toolmath DIRECTORY` writes what configs/quickstart.yaml reads: 14 families of arithmetic questions
+(train.parquet, heldout.parquet), conversations for SFT (sft.parquet), and a tokenizer with a tiny Qwen3 (model/).
+"""
+
+from examples.toolmath.settings import Corruption, Task, TinyModel
+from examples.toolmath.task import TaskError, write_task
+
+__all__ = ["Corruption", "Task", "TaskError", "TinyModel", "write_task"]
