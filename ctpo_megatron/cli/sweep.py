@@ -12,10 +12,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 
+from ctpo_megatron.base.signals import heeded
 from ctpo_megatron.cli.compare import show_comparison
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
@@ -53,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     if world_size() > 1 or "RANK" in os.environ:
         raise UsageError("starts the ranks of each run itself: start it without torchrun, with --ranks N")
     grid, common = read_grid(args.grid, [*args.overrides, *args.unknown])
-    points = points_of(grid)
-    configs = {name: _checked(args, [*common, *words], name) for name, words in points.items()}
+    points = _checked(args, common, points_of(grid))
+    configs = {name: config for name, (config, _) in points.items()}
     folder = next(iter(configs.values())).run.directory.parent
     print(f"{len(points)} runs in {folder}: {', '.join(points)}", flush=True)
     if _shares_sft(grid, configs):
@@ -64,15 +66,14 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return 0
     statuses = {}
-    for name, config in configs.items():
-        words = [*common, *points[name], f"run.root={json.dumps(str(folder))}", f"run.name={name}", "run.resume=auto"]
+    for name, (config, words) in points.items():
         print(f"[sweep] {name}", flush=True)
         statuses[name] = _train(args.config, words, args.ranks, config.checkpoint.grace_s)
         if statuses[name] in STOPPED:
             print(f"stopped in {config.run.directory}; the same command continues", file=sys.stderr)
             return statuses[name]
     failed = {name: status for name, status in statuses.items() if status}
-    finished = [configs[name].run.directory for name in points if name not in failed]
+    finished = [config.run.directory for name, config in configs.items() if name not in failed]
     if len(finished) > 1:
         show_comparison(finished, folder / "comparison.html")
     for name, status in failed.items():
@@ -153,22 +154,43 @@ def _part(key: str, label: str, value: str) -> str:
     return f"{plain.strip('_')}.{hashlib.blake2b(text.encode(), digest_size=3).hexdigest()}"
 
 
-def _checked(args: argparse.Namespace, words: Sequence[str], name: str) -> Config:
-    """The configuration of a point, of which a dry run finds nothing wrong. Raises ConfigError naming the point."""
-    try:
-        base, _ = load_with_sources(args.config, words)
-        config, sources = load_with_sources(
-            args.config, [*words, f"run.root={json.dumps(str(base.run.directory))}", f"run.name={name}"]
-        )
-        job = Job(args.ranks, args.ranks if args.ranks > 1 else None)
-        findings: Findings = check_dry(config, sources, job, cuda=has_cuda_device(), gpu_gib=None)[0]
-        findings.raise_if_any()
-    except ConfigError as error:
-        raise ConfigError(
-            [replace(problem, message=f"{problem.message} [{name}]") for problem in error.problems]
-        ) from error
-    print_warnings(findings.warnings)
-    return config
+def _checked(
+    args: argparse.Namespace, common: Sequence[str], points: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[Config, list[str]]]:
+    """The configuration and all overrides of each point, once a dry run finds nothing wrong with any.
+
+    Raises ConfigError with what is wrong with all of them.
+    """
+    checked, job = {}, Job(args.ranks, args.ranks if args.ranks > 1 else None)
+    wrong, doubtful = list[tuple[str, Problem]](), list[tuple[str, Problem]]()
+    for name, own in points.items():
+        try:
+            base, _ = load_with_sources(args.config, [*common, *own])
+            fixed = (f"run.root={json.dumps(str(base.run.directory))}", f"run.name={name}", "run.resume=auto")
+            words = [*common, *own, *fixed]
+            config, sources = load_with_sources(args.config, words)
+            findings: Findings = check_dry(config, sources, job, cuda=has_cuda_device(), gpu_gib=None)[0]
+            findings.raise_if_any()
+        except ConfigError as error:
+            wrong += [(name, problem) for problem in error.problems]
+        else:
+            checked[name] = config, words
+            doubtful += [(name, problem) for problem in findings.warnings]
+    if wrong:
+        raise ConfigError(_by_points(wrong, len(points)))
+    print_warnings(_by_points(doubtful, len(points)))
+    return checked
+
+
+def _by_points(problems: Sequence[tuple[str, Problem]], count: int) -> list[Problem]:
+    """Each problem once, with the points that have it; with none where all `count` have it."""
+    named: dict[str, tuple[Problem, list[str]]] = {}
+    for name, problem in problems:
+        named.setdefault(str(problem), (problem, []))[1].append(name)
+    return [
+        problem if len(names) == count else replace(problem, message=f"{problem.message} [{', '.join(names)}]")
+        for problem, names in named.values()
+    ]
 
 
 def _shares_sft(grid: dict[str, list[str]], configs: dict[str, Config]) -> bool:
@@ -179,17 +201,26 @@ def _shares_sft(grid: dict[str, list[str]], configs: dict[str, Config]) -> bool:
 
 
 def _train(config: str, words: Sequence[str], ranks: int, grace_s: float) -> int:
-    """Run one point to its end; returns the exit status as a shell gives it. It ends with this process."""
+    """Run one point to its end, which comes with the end of this process; returns the exit status as a shell gives it.
+
+    What asks this process to stop is passed on, and is the status then, whatever the run's is: torchrun's is 1.
+    """
     start = [sys.executable, "-m", "ctpo_megatron.train"]
     if ranks > 1:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *start[1:]]
     end_with_us = partial(die_with_parent, os.getpid(), signal.SIGTERM)
     patient = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_s + _CLOSING_S:.0f}"}  # else 30 s
+    asked: list[int] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        asked.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        process.send_signal(asked[-1])
+
     with subprocess.Popen([*start, config, *words], env=patient, preexec_fn=end_with_us) as process:
-        signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
-        while True:
-            try:
-                status = process.wait()
-            except KeyboardInterrupt:  # the run has it, too, and saves its state
-                continue
-            return status if status >= 0 else 128 - status
+        before = {number: signal.signal(number, stop) for number in heeded()}
+        try:
+            status = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return 128 + asked[0] if asked else status if status >= 0 else 128 - status
