@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -17,7 +18,6 @@ from ctpo_megatron.cli import main
 from ctpo_megatron.data import PromptRules, read_prompts
 from ctpo_megatron.data.numbers import number_text
 from ctpo_megatron.data.prompts import _answer
-from ctpo_megatron.data.refine import COLUMNS, read_problems
 from ctpo_megatron.rewards import score_math
 
 
@@ -70,6 +70,13 @@ def _written(folder: Path, answers: pa.Array) -> Iterator[str]:
     yield from (str(folder / "a.parquet"), str(folder / "a.arrow"))
 
 
+def _prepared(collection: Path, *options: str) -> list[str]:
+    """Ground truths of the prompt file that is made of a collection."""
+    output = collection.with_name("prepared.parquet")
+    assert main(["data", "prepare", str(collection), "--output", str(output), "--overwrite", *options]) == 0
+    return [row["reward_model"]["ground_truth"] for row in pq.read_table(output).to_pylist()]
+
+
 LONG = str(Decimal(2**20000))
 """Python itself reads and writes whole numbers of 4,300 digits at most."""
 DOUBLES = [2.0**n for n in range(54)] + [2.0**n + 1 for n in range(53)] + [2.0**53 - 1, 281474976710657.0]
@@ -105,8 +112,7 @@ def test_a_column_of_whole_numbers_with_a_gap_from_pandas(tmp_path: Path) -> Non
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"problem": ["a", "b", "c"], "answer": [2**48, None, 7]})
     frame.to_parquet(tmp_path / "raw.parquet")
-    problems, _ = read_problems([str(tmp_path / "raw.parquet")], COLUMNS, "s", None)
-    assert [problem.answer for problem in problems] == [str(2**48), "7"]
+    assert _prepared(tmp_path / "raw.parquet") == [str(2**48), "7"]
 
 
 @pytest.mark.parametrize(
@@ -193,15 +199,15 @@ def test_a_collection_with_numbers_as_answers(tmp_path: Path) -> None:
     file = tmp_path / "raw.parquet"
     answers = [1e-05, 1e22, float("nan"), 0.5]
     pq.write_table(pa.table({"problem": [f"p{i}" for i in range(4)], "answer": answers}), file)
-    problems, dropped = read_problems([str(file)], COLUMNS, "s", None)
-    assert [problem.answer for problem in problems] == ["0.00001", "1" + 22 * "0", "0.5"]
-    assert [each.detail for each in dropped] == ["no answer"]
+    assert _prepared(file) == ["0.00001", "1" + 22 * "0", "0.5"]
+    report = json.loads((tmp_path / "prepared.report.json").read_text())
+    assert [row["detail"] for row in report["rows"]] == ["no answer"]
 
 
 def test_single_precision_keeps_its_own_digits(tmp_path: Path) -> None:
     file = tmp_path / "raw.parquet"
     pq.write_table(pa.table({"problem": ["p"], "answer": pa.array([0.1], pa.float32())}), file)
-    assert read_problems([str(file)], COLUMNS, "s", None)[0][0].answer == "0.1"
+    assert _prepared(file) == ["0.1"]
 
 
 def test_a_collection_warns_of_numbers_that_may_have_been_others(tmp_path: Path, capsys) -> None:
@@ -217,4 +223,4 @@ def test_a_mapped_column_has_its_own_type(tmp_path: Path) -> None:
     single, double = pa.array([0.1], pa.float32()), pa.array([float(np.float32(0.1))])
     pq.write_table(pa.table({"problem": ["p"], "final": single, "exact": double}), file)
     for column, text in (("final", "0.1"), ("exact", "0.10000000149011612")):
-        assert read_problems([str(file)], COLUMNS | {"answer": column}, "s", None)[0][0].answer == text
+        assert _prepared(file, "--map", f"answer={column}") == [text]
