@@ -15,7 +15,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.protocol import Message
-from tests.extend.examples import example
+from tests.extend.document_examples import example
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP = 0

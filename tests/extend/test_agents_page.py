@@ -15,7 +15,7 @@ from ctpo_megatron.preflight.check import RunContext
 from ctpo_megatron.preflight.configuration import SAMPLING, TRAINING
 from ctpo_megatron.preflight.engine import check_endpoint
 from tests.environments.test_endpoint import Engine, played, sampled, sequences
-from tests.extend.examples import DOCS, example
+from tests.extend.document_examples import DOCS, example
 from tests.extend.scripted import ROOT
 
 PAGE = DOCS / "agents.md"

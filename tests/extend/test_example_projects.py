@@ -11,7 +11,7 @@ import pytest
 
 from ctpo_megatron.preflight import check_extensions
 from tests.end_to_end.small_run import SMALL, Ctpo, records
-from tests.extend.examples import HOWTO
+from tests.extend.document_examples import HOWTO
 from tests.extend.scripted import project
 from tests.support import children
 from tests.support.deadlines import scaled

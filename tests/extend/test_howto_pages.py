@@ -27,7 +27,7 @@ import pytest
 from ctpo_megatron.cli import main, parse
 from ctpo_megatron.config import load_config
 from ctpo_megatron.config.sources import read_overrides
-from tests.extend.examples import DOCS, HOWTO, MOST_LINES, blocks
+from tests.extend.document_examples import DOCS, HOWTO, MOST_LINES, blocks
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 from tests.support.task import SMALL_TASK, task_folder

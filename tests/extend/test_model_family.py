@@ -16,7 +16,7 @@ from ctpo_megatron.export import resolve
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed, policy_gradient
 from ctpo_megatron.verify import batch, job, run
-from tests.extend.examples import example
+from tests.extend.document_examples import example
 from tests.support import ranks
 
 VOCAB = 300

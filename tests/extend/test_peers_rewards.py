@@ -13,7 +13,7 @@ from ctpo_megatron.config.schema import RewardConfig
 from ctpo_megatron.data import Group, Prompt, Trajectory
 from ctpo_megatron.preflight import check_extensions
 from ctpo_megatron.rewards import RewardPool, ScoreReport
-from tests.extend.examples import DOCS, example
+from tests.extend.document_examples import DOCS, example
 
 TRL = """
 import re

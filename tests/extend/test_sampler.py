@@ -15,7 +15,7 @@ from ctpo_megatron.data import Curriculum, Prompt, PromptSampler
 from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.rollouts import Rollouts, RolloutSettings
 from ctpo_megatron.tracking import Phases
-from tests.extend.examples import example
+from tests.extend.document_examples import example
 from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer
 
 PROMPTS = [

@@ -11,7 +11,7 @@ import pytest
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import load_config
 from ctpo_megatron.tracking import MetricsWriter, open_trackers, tracker_problem
-from tests.extend.examples import example
+from tests.extend.document_examples import example
 
 ROOT = Path(__file__).resolve().parents[2]
 

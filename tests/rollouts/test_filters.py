@@ -16,7 +16,7 @@ from ctpo_megatron.data.trajectory import FinishReason
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.objective import PRESETS, PolicyLossOutput, PolicyObjective, policy_loss
 from ctpo_megatron.rollouts import Filters, filter_problem
-from tests.extend.examples import example
+from tests.extend.document_examples import example
 
 PROMPT = Prompt("p", "test", (), "4", (1, 2))
 BOX = r"So \boxed{4}"
