@@ -137,8 +137,9 @@ def test_advice_is_for_the_kind_of_install(built: Path, tmp_path: Path) -> None:
     """A wheel has no checkout to install from; a checkout may be another folder than the current one."""
     for wheel in built.glob("*.whl"):
         zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    raw = tmp_path / "raw.jsonl"
-    raw.write_text('{"problem": "Expand it.", "answer": "x + 1"}\n')
+    task = task_folder(*SMALL_TASK)
+    sizes = ("data.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.engine.max_model_len=128")
+    evaluation = ["eval", task / "model", "--data", task / "heldout.parquet", *sizes]
     for path, folder, train, kernels, answers in (
         (str(tmp_path / "site"), tmp_path, "'ctpo-megatron[train]'", "ctpo_kernels-*.whl", "ctpo_answers-*.whl"),
         (str(ROOT), tmp_path, f"-e '{ROOT}[train]'", f"{ROOT}/kernels", f"{ROOT}/answers"),
@@ -147,7 +148,7 @@ def test_advice_is_for_the_kind_of_install(built: Path, tmp_path: Path) -> None:
         for hidden, advice, verb in (
             ("torch", train, ["verify"]),
             ("ctpo_kernels", f"--no-deps {kernels}", ["verify"]),
-            ("ctpo_answers", f"--no-deps {answers}", ["data", "prepare", raw, "--output", raw.with_suffix(".parquet")]),
+            ("ctpo_answers", f"--no-deps {answers}", evaluation),
         ):
             code = f"import sys; sys.path.insert(0, {path!r}); {WITHOUT}"
             said = run(sys.executable, "-c", code, hidden, *verb, cwd=folder, status=2)

@@ -18,7 +18,6 @@ VERBS = {
     "train": "train from a configuration file",
     "sweep": "train with every configuration of a grid",
     "eval": "evaluate a model on held-out prompts",
-    "data": "make prompt files from a collection of problems",
     "launch": "submit a job to a cluster",
     "report": "rebuild the report of a run, or write a page of chosen trajectories",
     "compare": "several runs on one page",

@@ -9,7 +9,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 
 from ctpo_megatron.base.files import FULL
 from ctpo_megatron.base.installed import SEPARATE, install_command, separate_command
@@ -65,14 +64,6 @@ _STDOUT = 1
 
 class UsageError(Exception):
     """Invalid arguments of a verb; the message says what to change."""
-
-
-def make_folder(folder: Path, option: str, what: str) -> None:
-    """Before any work, so that a wrong place is known at once. Raises UsageError, which names the option's value."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{option}: {error.strerror}: {error.filename}; name another {what}") from error
 
 
 def report_error(error: Exception, verb: str) -> int:

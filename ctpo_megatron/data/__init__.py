@@ -22,8 +22,9 @@ if TYPE_CHECKING:
         read_conversations,
     )
     from ctpo_megatron.data.curriculum import Curriculum, sampler_problem
-    from ctpo_megatron.data.data_files import resolved_files
+    from ctpo_megatron.data.data_files import data_stem, find_files, resolved_files
     from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, plain_messages, plain_tools
+    from ctpo_megatron.data.numbers import number_doubt, number_text
     from ctpo_megatron.data.packing import (
         PackedBatch,
         PackingRules,
@@ -34,29 +35,30 @@ if TYPE_CHECKING:
         token_sequences,
         with_turns,
     )
-    from ctpo_megatron.data.problems import DataError
+    from ctpo_megatron.data.problems import DataError, Problems
     from ctpo_megatron.data.prompts import PromptRules, PromptSet, read_prompts
     from ctpo_megatron.data.rows import Cell, RowSet, RowTokens, prompt_ids
     from ctpo_megatron.data.sampler import MixedFile, PromptMix, PromptSampler, PromptStream
     from ctpo_megatron.data.stored import StoredRows
-    from ctpo_megatron.data.tables import count_all_rows
+    from ctpo_megatron.data.tables import Table, count_all_rows, read_rows
     from ctpo_megatron.data.trajectory import Trajectory
 
 _MODULES = {
     "conversations": ("ConversationRules", "ConversationSet", "batch_order", "batches", "read_conversations"),
     "curriculum": ("Curriculum", "sampler_problem"),
-    "data_files": ("resolved_files",),
+    "data_files": ("data_stem", "find_files", "resolved_files"),
     "messages": ("ChatMessage", "check_messages", "check_tools", "plain_messages", "plain_tools"),
+    "numbers": ("number_doubt", "number_text"),
     "packing": (
         *("PackedBatch", "PackingRules", "TokenSequence", "micro_batch_count", "pack", "split_evenly"),
         *("token_sequences", "with_turns"),
     ),
-    "problems": ("DataError",),
+    "problems": ("DataError", "Problems"),
     "prompts": ("PromptRules", "PromptSet", "read_prompts"),
     "rows": ("Cell", "RowSet", "RowTokens", "prompt_ids"),
     "sampler": ("MixedFile", "PromptMix", "PromptSampler", "PromptStream"),
     "stored": ("StoredRows",),
-    "tables": ("count_all_rows",),
+    "tables": ("Table", "count_all_rows", "read_rows"),
     "trajectory": ("Trajectory",),
 }
 """Module -> the names that it has."""
@@ -83,6 +85,7 @@ __all__ = [
     "MixedFile",
     "PackedBatch",
     "PackingRules",
+    "Problems",
     "Prompt",
     "PromptMix",
     "PromptRules",
@@ -92,6 +95,7 @@ __all__ = [
     "RowSet",
     "RowTokens",
     "StoredRows",
+    "Table",
     "TokenSequence",
     "ToolCall",
     "Trajectory",
@@ -100,13 +104,18 @@ __all__ = [
     "check_messages",
     "check_tools",
     "count_all_rows",
+    "data_stem",
+    "find_files",
     "micro_batch_count",
+    "number_doubt",
+    "number_text",
     "pack",
     "plain_messages",
     "plain_tools",
     "prompt_ids",
     "read_conversations",
     "read_prompts",
+    "read_rows",
     "resolved_files",
     "sampler_problem",
     "split_evenly",

@@ -11,8 +11,6 @@ import pyarrow as pa
 
 from ctpo_megatron.data.data_files import JSON, data_kind, data_stem
 
-PROMPT_COLUMNS = ("data_source", "prompt", "reward_model")
-"""What a prompt file must have."""
 CONVERSATIONS = "messages"
 """The column that a file of conversations must have."""
 _QUESTIONS = ("prompt", "problem", "question", "query", "instruction", "input")
@@ -27,14 +25,12 @@ Cells = Sequence[Mapping[str, Any]]
 def conversion(file: Path, columns: Sequence[str], rows: Cells, required: Sequence[str], kept: Sequence[str]) -> str:
     """The lines, which need pyarrow alone; "" where no columns of the file have a question and its answer.
 
-    rows: the first ones. required: columns that a reader needs. kept: columns of the file that have our names.
+    rows: the first ones. required: columns of prompt files or conversations. kept: columns that have our names.
     """
     if tuple(required) == (CONVERSATIONS,):
         made, name = {CONVERSATIONS: _conversation(columns, rows)}, "conversations"
-    elif set(required) <= set(PROMPT_COLUMNS):
-        made, name = _prompt(data_stem(file), columns, rows, kept), "prompts"
     else:
-        return _mapping(columns, rows)
+        made, name = _prompt(data_stem(file), columns, rows, kept), "prompts"
     if None in made.values():
         return ""
     made = {**{column: f"row.get({column!r})" for column in kept}, **made}
@@ -50,13 +46,6 @@ def conversion(file: Path, columns: Sequence[str], rows: Cells, required: Sequen
         f"pq.write_table(pa.Table.from_pylist(made), {target!r})",
     ]
     return f"; these lines of Python write {target}, which has them:\n\n" + "\n".join(lines) + "\n"
-
-
-def _mapping(columns: Sequence[str], rows: Cells) -> str:
-    """What `ctpo data prepare` needs to be told."""
-    chosen = {"problem": _first(_QUESTIONS, columns, rows, _is_text), "answer": _answer_column(columns, rows)}
-    pairs = [f"{ours}={theirs}" for ours, theirs in chosen.items() if theirs and ours != theirs]
-    return f"; add --map {' '.join(pairs)}" if pairs and all(chosen.values()) else ""
 
 
 def _prompt(source: str, columns: Sequence[str], rows: Cells, kept: Sequence[str]) -> dict[str, str | None]:

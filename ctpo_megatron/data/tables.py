@@ -1,4 +1,4 @@
-"""Reads data files: parquet, JSON lines, folders of Hugging Face `datasets`. Writes prompt files, too."""
+"""Reads data files: parquet, JSON lines, folders of Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ctpo_megatron.data.conversion import conversion
+from ctpo_megatron.data.conversion import Cells, conversion
 from ctpo_megatron.data.data_files import JSON, data_kind, find_files
 from ctpo_megatron.data.numbers import FloatType, json_integer, json_number, precision_of
 from ctpo_megatron.data.problems import DataError, Problems
@@ -23,8 +23,8 @@ _BATCH = 1000
 _UNREADABLE = (DataError, pa.ArrowException, OSError, UnicodeDecodeError)
 _MEDIA = ("image", "video", "audio")
 _OTHERS = {".csv": "read_csv(FILE)", ".tsv": "read_csv(FILE, sep='\\t')", ".xlsx": "read_excel(FILE)"}
-MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-"""Type of a column of conversations."""
+Advise = Callable[[Path, Sequence[str], Cells, Sequence[str], Sequence[str]], str]
+"""From a file, its columns, its first rows, the columns wanted and the columns that it has of these: advice, or ""."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,17 @@ def read_rows(
     problems: Problems,
     limit: int | None = None,
     seen: Callable[[Path, Table], None] = lambda _, __: None,
+    advise: Advise = conversion,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row number, cells of the named columns that exist) of the first `limit` rows, or of all.
 
     Yields nothing when a required column is missing. In JSON lines, a row number is a line number. seen: called with
-    the file and its table, if it can be opened.
+    the file and its table, if it can be opened. advise: for a file that lacks required columns.
     """
     try:
         table = open_table(file)
         seen(file, table)
-        if not table.count or _lacks(file, table, required, optional, problems):
+        if not table.count or _lacks(file, table, required, optional, problems, advise):
             return
         wanted = [column for column in (*required, *optional) if column in table.columns]
         for row, cells in enumerate(islice(table.rows(wanted), limit)):
@@ -164,12 +165,14 @@ def _is_text(cell: Any) -> bool:
     return True
 
 
-def _lacks(file: Path, table: Table, required: Sequence[str], optional: Sequence[str], problems: Problems) -> bool:
+def _lacks(
+    file: Path, table: Table, required: Sequence[str], optional: Sequence[str], problems: Problems, advise: Advise
+) -> bool:
     missing = [column for column in required if column not in table.columns]
     if missing:
         known = ", ".join(table.columns) or f"none, since a row is no object; write each as {_object(required)}"
         names = f"column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
-        advice = _conversion(file, table, required, optional, problems) or _near(missing, table.columns)
+        advice = _advice(file, table, required, optional, problems, advise) or _near(missing, table.columns)
         problems.general(f"{file}: no {names}; the columns are {known}{advice}")
     return bool(missing)
 
@@ -184,39 +187,14 @@ def _near(missing: Sequence[str], columns: Sequence[str]) -> str:
     return f"; did you mean {', '.join(map(repr, dict.fromkeys(near)))}?" if near else ""
 
 
-def _conversion(file: Path, table: Table, required: Sequence[str], optional: Sequence[str], problems: Problems) -> str:
+def _advice(
+    file: Path, table: Table, required: Sequence[str], optional: Sequence[str], problems: Problems, advise: Advise
+) -> str:
     """How to make the columns from what the file has; in full for the first such file."""
     kept = [name for name in (*required, *optional) if name in table.columns]
     rows = [row for row in islice(table.rows(table.columns), _BATCH) if isinstance(row, dict)]
-    lines = conversion(file, table.columns, rows, required, kept)
+    lines = advise(file, table.columns, rows, required, kept)
     if lines and problems.converted:
         return "; convert it likewise"
     problems.converted |= bool(lines)
     return lines
-
-
-def prompt_row(
-    identity: str, data_source: str, question: str, ability: str, answer: str, extra: dict[str, Any]
-) -> dict[str, Any]:
-    """A row of a prompt file (docs/data.md): one question of a user."""
-    return {
-        "id": identity,
-        "data_source": data_source,
-        "prompt": [{"role": "user", "content": question}],
-        "ability": ability,
-        "reward_model": {"ground_truth": answer, "style": "rule"},
-        "extra_info": extra,
-    }
-
-
-def write_prompt_rows(rows: list[dict[str, Any]], extra: Sequence[tuple[str, pa.DataType]], file: Path) -> None:
-    """Write rows of `prompt_row` as parquet. extra: names and types in `extra_info`."""
-    columns = {
-        "id": pa.string(),
-        "data_source": pa.string(),
-        "prompt": MESSAGES,
-        "ability": pa.string(),
-        "reward_model": pa.struct([("ground_truth", pa.string()), ("style", pa.string())]),
-        "extra_info": pa.struct(extra),
-    }
-    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(columns)), file)

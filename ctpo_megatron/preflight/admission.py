@@ -250,7 +250,7 @@ def _read(report: DataCheck, admission: Admission) -> None:
 
 
 def check_prompt_file(file: Path, model: Path, max_tokens: int) -> list[Problem]:
-    """What `ctpo data prepare` says of a file that it wrote, for a model. Raises TokenizerError."""
+    """Return the problems of a prompt file for a model, whose prompts may have `max_tokens`. Raises TokenizerError."""
     from ctpo_megatron.data import PromptRules, read_prompts
     from ctpo_megatron.preflight import row_checks
 

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("eval", "data")
-"""Verbs of `ctpo` that are jobs of one node, besides training."""
+COMMANDS = ("eval",)
+"""Verbs of `ctpo` that are a job of one node, besides training."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ import yaml
 
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import Config, load_config, read_shapes
+from examples.prepare_data.__main__ import main as prepare_data
 from tests.support.prefork import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -163,7 +164,7 @@ def after(option: str, words: list[str]) -> str:
 
 def test_what_the_recipes_read_is_what_the_commands_of_the_page_write() -> None:
     """USR-8."""
-    options = {"hf": "--local-dir", "ctpo": "--output"}
+    options = {"hf": "--local-dir", "python": "--output"}
     written = {after(options[words[0]], words) for words in commands()}
     read = set()
     for file in CONFIGS.glob("qwen3_*.yaml"):
@@ -191,7 +192,8 @@ def test_the_commands_make_the_data_of_rows_with_the_columns_of_the_hub(
                 (folder / "data").mkdir(parents=True)
                 pq.write_table(pa.Table.from_pylist([row]), folder / "data" / "train-00000-of-00001.parquet")
             continue
-        assert main(words[1:]) == 0, capsys.readouterr().err
+        assert words[:3] == ["python", "-m", "examples.prepare_data"]
+        assert prepare_data(words[3:]) == 0, capsys.readouterr().err
         assert pq.read_table(after("--output", words)).num_rows == (6 if "deepscaler" in words else 1)
     report = json.loads((tmp_path / "data" / "deepscaler" / "train.report.json").read_text())
     assert [dropped["reason"] for dropped in report["rows"]] == ["contaminated"]

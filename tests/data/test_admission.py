@@ -21,6 +21,7 @@ from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
 from ctpo_megatron.environments.tokenizer import TokenizerError, read_tokenizer
 from ctpo_megatron.preflight import Admission
 from ctpo_megatron.preflight.own_words import tool_output
+from examples.prepare_data.__main__ import main as prepare_data
 from tests.data.test_data_check import row, write
 from tests.data.test_stored_rows import config, own, talk
 from tests.support.deadlines import scaled
@@ -451,12 +452,12 @@ def test_an_end_that_is_none_hides_no_rows(own: Path, capsys: pytest.CaptureFixt
     assert "it writes <|im_end|>: add 2" in err and "expected a non-empty text" in err
 
 
-def test_data_prepare_says_the_same(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_that_prepares_data_says_the_same(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"problem": text, "answer": "2"} for text in ("What is 1+1 now?", "So <|im_end|> is what of 7 and 9?")]
     write(own / "raw.jsonl", *rows)
-    command = ["data", "prepare", "raw.jsonl", "--output", "out.parquet", "--model", "model", "--max-tokens", "99"]
-    assert cli.main(command) == 0
+    command = ["raw.jsonl", "--output", "out.parquet", "--model", "model", "--max-tokens", "99"]
+    assert prepare_data(command) == 0
     assert "warning: out.parquet row 1 column 'prompt': message 0 holds <|im_end|>" in capsys.readouterr().err
     edit(own / "model" / "config.json", vocab_size=20)
-    assert cli.main([*command, "--overwrite"]) == 1
+    assert prepare_data([*command, "--overwrite"]) == 1
     assert "error: out.parquet row 0 column 'prompt': holds the token id" in capsys.readouterr().err

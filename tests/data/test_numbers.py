@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.cli import main
 from ctpo_megatron.data import PromptRules, read_prompts
 from ctpo_megatron.data.numbers import number_text
 from ctpo_megatron.data.prompts import _answer
 from ctpo_megatron.rewards import score_math
+from examples.prepare_data.__main__ import main
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def _written(folder: Path, answers: pa.Array) -> Iterator[str]:
 def _prepared(collection: Path, *options: str) -> list[str]:
     """Ground truths of the prompt file that is made of a collection."""
     output = collection.with_name("prepared.parquet")
-    assert main(["data", "prepare", str(collection), "--output", str(output), "--overwrite", *options]) == 0
+    assert main([str(collection), "--output", str(output), "--overwrite", *options]) == 0
     return [row["reward_model"]["ground_truth"] for row in pq.read_table(output).to_pylist()]
 
 
@@ -213,7 +213,7 @@ def test_single_precision_keeps_its_own_digits(tmp_path: Path) -> None:
 def test_a_collection_warns_of_numbers_that_may_have_been_others(tmp_path: Path, capsys) -> None:
     answers = pa.array([0.5, 56.699997, 1.1234567], pa.float32())
     pq.write_table(pa.table({"problem": ["p", "q", "r"], "answer": answers}), tmp_path / "raw.parquet")
-    assert main(["data", "prepare", str(tmp_path / "raw.parquet"), "--output", str(tmp_path / "out.parquet")]) == 0
+    assert main([str(tmp_path / "raw.parquet"), "--output", str(tmp_path / "out.parquet")]) == 0
     told = "raw.parquet row 1 column 'answer', 1 of 2 such: the number has 8 digits (56.699997), and float32"
     assert told in capsys.readouterr().err
 

@@ -38,8 +38,8 @@ def test_a_check_is_a_short_job_of_the_same_program_beside_the_run(tmp_path: Pat
 
 
 def test_a_command_is_run_where_it_was_typed(tmp_path: Path) -> None:
-    """The command is `ctpo data prepare`, which refuses: it exists, and was reached."""
-    words = ("data", "prepare", "a b.json", "--output", "x.txt")
+    """The command is `ctpo eval`, which refuses: it exists, and was reached."""
+    words = ("eval", "a b", "--data", "x.parquet")
     paths = os.pathsep.join(str(ROOT / name) for name in ("", "answers", "launchers", "sandbox", "kernels"))
     arguments = VerbJob(words, slurm(tmp_path), tmp_path).arguments()
     done = subprocess.run(
@@ -49,7 +49,7 @@ def test_a_command_is_run_where_it_was_typed(tmp_path: Path) -> None:
         timeout=scaled(60),
         env=os.environ | {"PYTHONPATH": paths},
     )
-    assert done.returncode == 2 and "--output x.txt: the name must end with .parquet" in done.stderr
+    assert done.returncode == 2 and 'MODEL = "a b": is no model and no run' in done.stderr
     gone = subprocess.run(
         [
             sys.executable,
@@ -103,7 +103,7 @@ def test_a_check_asks_the_launcher_for_one(launched: list[Sequence[str]]) -> Non
     ("call", "message"),
     [
         ("task('train', cluster=c)", "the configuration file comes next"),
-        ("task('serve', 'x', cluster=c)", "known are train, eval, data"),
+        ("task('serve', 'x', cluster=c)", "known are train, eval"),
         ("task('train', 'my.yaml', cluster=c, nodes=2)", "a task of the local executor is one node program"),
         ("task('eval', 'runs/x', cluster=c, nodes=2)", "runs on one node"),
         ("executor('nowhere.yaml')", "nowhere.yaml"),

@@ -6,19 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from ctpo_megatron.base.files import aside
-from ctpo_megatron.data.data_files import data_stem, find_files
-from ctpo_megatron.data.numbers import FloatType, number_doubt, number_text
-from ctpo_megatron.data.problems import Problems
-from ctpo_megatron.data.tables import Table, prompt_row, read_rows, write_prompt_rows
+from ctpo_megatron.data import Problems, Table, data_stem, find_files, number_doubt, number_text, read_rows
+from examples.prompt_file import prompt_row, write_prompt_rows
+
+FloatType = type[np.floating]
+"""The floating-point type that a number was stored in."""
 
 COLUMNS = {"problem": "problem", "answer": "answer", "id": "", "data_source": "", "ability": ""}
 """Field of a problem -> the column that holds it by default (`--map` overrides); "": none."""
+_QUESTIONS = ("prompt", "problem", "question", "query", "instruction", "input")
+_ANSWERS = ("answer", "final_answer", "expected_answer", "ground_truth", "target", "label", "solution", "output")
+"""Columns of collections, the likeliest first."""
+_ANSWER_TYPES = (str, int, float, Decimal)
 
 Reason = Literal["unreadable", "unverifiable", "conflict", "duplicate", "near duplicate", "contaminated", "overlong"]
 
@@ -71,7 +76,7 @@ def read_problems(
 
     for file in find_files(files, problems):
         inexact: list[tuple[int, str]] = []
-        for row, cells in read_rows(file, named, (), problems, seen=see):
+        for row, cells in read_rows(file, named, (), problems, seen=see, advise=_map_option):
             values = {name: _text(cells.get(column), types.get(column)) for name, column in columns.items()}
             if reason := number_doubt(cells.get(columns["answer"]), types[columns["answer"]]):
                 inexact.append((row, reason))
@@ -116,6 +121,25 @@ def write_prompts(problems: Sequence[RawProblem], output: Path) -> None:
         rows.append(prompt_row(each.id, each.data_source, each.text, each.ability, each.answer, extra))
     with aside(output) as written:
         write_prompt_rows(rows, [("file", pa.string()), ("row", pa.int64())], written)
+
+
+def _map_option(_: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]], *__: Sequence[str]) -> str:
+    """The option that names the columns of a collection; "" where none has questions or none has answers."""
+    question, answer = _first(_QUESTIONS, columns, rows, (str,)), _first(_ANSWERS, columns, rows, _ANSWER_TYPES)
+    chosen = {"problem": question, "answer": answer}
+    pairs = [f"{ours}={theirs}" for ours, theirs in chosen.items() if theirs and ours != theirs]
+    return f"; add --map {' '.join(pairs)}" if pairs and all(chosen.values()) else ""
+
+
+def _first(
+    names: Sequence[str], columns: Sequence[str], rows: Sequence[Mapping[str, Any]], types: tuple[type, ...]
+) -> str | None:
+    """The first column that has cells, and all of these types."""
+    for name in names:
+        cells = [cell for row in rows if (cell := row.get(name)) is not None]
+        if name in columns and cells and all(isinstance(cell, types) and not isinstance(cell, bool) for cell in cells):
+            return name
+    return None
 
 
 def _text(value: object, stored: FloatType | None) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ctpo_megatron.data.refine.problems import Dropped, RawProblem, Reason
-from ctpo_megatron.data.refine.words import near_duplicates, overlaps, words_of
+from examples.prepare_data.problems import Dropped, RawProblem, Reason
+from examples.prepare_data.words import near_duplicates, overlaps, words_of
 
 Found = Mapping[int, str]
 """Index of a problem -> why it is dropped."""

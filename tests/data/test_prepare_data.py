@@ -1,4 +1,4 @@
-"""`ctpo data prepare`: what is planted in a collection is found, and nothing else goes."""
+"""examples/prepare_data: what is planted in a collection is found, and nothing else goes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from ctpo_megatron import cli
 from ctpo_megatron.data import PromptRules
-from ctpo_megatron.data.refine.words import near_duplicates, overlaps, words_of
+from examples.prepare_data.__main__ import main
+from examples.prepare_data.words import near_duplicates, overlaps, words_of
 from tests.support.prompts import load_prompts
 
 THINGS = ("apples", "marbles", "tiles", "coins", "lamps", "boats", "cards", "stamps", "pages", "seats", "rods", "keys")
@@ -64,8 +64,8 @@ def collection(tmp_path: Path) -> list[str]:
 
 def test_what_is_planted_goes_and_nothing_else(tmp_path: Path, toolmath: Path, tokenizer, collection, capsys) -> None:
     output = tmp_path / "out" / "train.parquet"
-    arguments = ["data", "prepare", *collection, "--output", str(output), "--source", "deepscaler"]
-    assert cli.main([*arguments, "--model", str(toolmath / "model"), "--max-tokens", "400"]) == 0
+    arguments = [*collection, "--output", str(output), "--source", "deepscaler"]
+    assert main([*arguments, "--model", str(toolmath / "model"), "--max-tokens", "400"]) == 0
     said = capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "train.report.json").read_text())
     assert {row["id"]: row["reason"] for row in report["rows"]} == {
@@ -89,7 +89,7 @@ def test_what_is_planted_goes_and_nothing_else(tmp_path: Path, toolmath: Path, t
     assert len(prompts) == 23
     assert (prompts[0].id, prompts[0].data_source, prompts[0].answer) == ("deep/0", "deepscaler", problem(0)["answer"])
     # Done already: nothing is replaced unasked.
-    assert cli.main(arguments) == 2
+    assert main(arguments) == 2
     assert "add --overwrite" in capsys.readouterr().err
 
 
@@ -99,18 +99,8 @@ def test_columns_are_mapped_and_the_answer_is_cut_out(tmp_path: Path, tokenizer)
     mapping.write_text("problem: question\nid: uid\n")
     for given in (["problem=question", "id=uid"], [str(mapping)]):
         output = tmp_path / "g.parquet"
-        arguments = [
-            "data",
-            "prepare",
-            source,
-            "--output",
-            str(output),
-            "--overwrite",
-            "--answer-after",
-            "####",
-            "--map",
-        ]
-        assert cli.main([*arguments, *given]) == 0
+        arguments = [source, "--output", str(output), "--overwrite", "--answer-after", "####", "--map"]
+        assert main([*arguments, *given]) == 0
         (prompt,) = load_prompts([str(output)], tokenizer, PromptRules(64))
         assert (prompt.id, prompt.answer, prompt.data_source) == ("7", "2", "g")
 
@@ -143,18 +133,18 @@ def test_a_wrong_request_is_one_message(tmp_path: Path, monkeypatch, capsys, arg
     source = write(tmp_path / "a.jsonl", [{"problem": "1+1?", "answer": "2"}])
     (tmp_path / "no_text.yaml").write_bytes(b"\xff\xfe")
     (tmp_path / "folder.parquet").mkdir()
-    assert cli.main(["data", "prepare", source, *arguments]) == 2
+    assert main([source, *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out.parquet").exists()
 
 
 def test_other_columns_are_refused_with_their_map(tmp_path: Path, capsys) -> None:
     source = write(tmp_path / "a.jsonl", [{"question": "1+1?", "final_answer": "2"}])
-    assert cli.main(["data", "prepare", source, "--output", str(tmp_path / "out.parquet")]) == 2
+    assert main([source, "--output", str(tmp_path / "out.parquet")]) == 2
     error = capsys.readouterr().err
     assert "no columns 'problem', 'answer'; the columns are question, final_answer; add --map " in error
     words = error.strip().partition("; add ")[2].split()
-    assert cli.main(["data", "prepare", source, "--output", str(tmp_path / "out.parquet"), *words]) == 0
+    assert main([source, "--output", str(tmp_path / "out.parquet"), *words]) == 0
 
 
 def test_answers_that_are_words_are_listed(tmp_path: Path, capsys) -> None:
@@ -163,13 +153,13 @@ def test_answers_that_are_words_are_listed(tmp_path: Path, capsys) -> None:
         for n, a in enumerate(("Ann Lee", "ann lee", "7"))
     ]
     source = write(tmp_path / "raw.jsonl", rows)
-    assert cli.main(["data", "prepare", source, "--output", str(tmp_path / "o.parquet")]) == 0
+    assert main([source, "--output", str(tmp_path / "o.parquet")]) == 0
     assert "answers that are words: 'ann lee' 2;" in capsys.readouterr().out
 
 
 def test_nothing_left_is_a_failure(tmp_path: Path, capsys) -> None:
     source = write(tmp_path / "a.jsonl", [{"problem": "1+1?", "answer": ""}])
-    assert cli.main(["data", "prepare", source, "--output", str(tmp_path / "o.parquet")]) == 1
+    assert main([source, "--output", str(tmp_path / "o.parquet")]) == 1
     assert "nothing remains" in capsys.readouterr().out
     assert not (tmp_path / "o.parquet").exists()
 
