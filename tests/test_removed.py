@@ -10,6 +10,7 @@ import yaml
 from ctpo_megatron import cli
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_megatron.config.removed import KEYS, OPTIONS, VALUES, VERBS
+from tests.support.prefork import ROOT
 
 MINIMAL = {
     "run": {"name": "first", "steps": 4},
@@ -48,6 +49,15 @@ def test_a_removed_key_is_refused_by_file_and_line(key: str, value: object, tmp_
     (problem,) = map(str, caught.value.problems)
     assert problem.startswith("mine.yaml:") or "mine.yaml:" in problem
     assert f"{key}: removed; {KEYS[key]}" in problem
+
+
+def test_the_changelog_has_the_same_table() -> None:
+    rows = dict(KEYS)
+    rows |= {f"{key}: {value}": text for (key, value), text in VALUES.items()}
+    rows |= {f"ctpo {verb}": text for verb, text in VERBS.items()}
+    rows |= {f"ctpo {verb} {option}": text for (verb, option), text in OPTIONS.items()}
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert not [row for row in (f"| `{name}` | {instead} |" for name, instead in rows.items()) if row not in text]
 
 
 @pytest.mark.parametrize(("key", "value"), VALUES)

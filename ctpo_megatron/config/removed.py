@@ -14,8 +14,7 @@ KEYS: dict[str, str] = {
     "prepare": "`python -m examples.toolmath DIRECTORY` writes the task: name its files in model, data and sft",
     "sft.export": "every run with SFT keeps the model in sft_model/: remove the key",
     "sft.from": "give model.path=RUN/sft_model and sft=null",
-    "tracking.python": "trackers run in the trainer's environment: install there what they need, e.g. "
-    "`pip install -e '.[mlflow]'`, and remove the key",
+    "tracking.python": "trackers share the trainer's environment: `pip install -e '.[mlflow]'`, and remove the key",
     "tracking.trajectory_format": "dumps are parquet: remove the key",
 }
 """Dotted key of a section or a leaf -> what takes its place. Passed over in the configuration that a run has stored."""
@@ -31,18 +30,14 @@ VERBS: dict[str, str] = {
     "data": "`python -m examples.prepare_data RAW --output FILE`, from the root of a checkout, makes prompt files",
     "watch": "`ctpo report RUN`, also of a run that goes on; with `--steps 20-24` it writes a page of trajectories",
     "theory": "docs/notebooks/theory.ipynb has its tables and figures",
-    "trajectories": "`ctpo report RUN --steps 20-24` writes a page of trajectories, and `pandas.read_parquet` reads "
-    "trajectories/step_*.parquet",
+    "trajectories": "`ctpo report RUN --steps 20-24` writes a page; `pandas.read_parquet` reads trajectories/*.parquet",
 }
 """Verb of `ctpo` -> what takes its place."""
 
 _MEASURE = "the dry run gives no hours; `ctpo train CONFIG run.steps=2` shows the time of a step"
 
 OPTIONS: dict[tuple[str, str], str] = {
-    (
-        "sweep",
-        "--sft",
-    ): "to share an SFT, give model.path=RUN/sft_model sft=null; else each run does its own",
+    ("sweep", "--sft"): "to share an SFT, give model.path=RUN/sft_model sft=null",
     **{("train", option): _MEASURE for option in ("--mfu", "--decode", "--peak-tflops")},
     ("doctor", "--nodes"): "`ctpo launch CONFIG --nodes N --check` checks every node of a job",
 }
