@@ -25,10 +25,8 @@ VALUES: dict[tuple[str, str], str] = {
 """Dotted key and a value that it no longer has -> what takes its place. Passed over as `KEYS` are."""
 
 VERBS: dict[str, str] = {
-    "watch": "`ctpo report RUN` makes the report again, also while the run continues, and with filters such as "
-    "`--steps 20-24 --text lcm` a page of trajectories",
     "data": "`python -m examples.prepare_data RAW --output FILE`, from the root of a checkout, makes prompt files",
-    "watch": "`ctpo report RUN`, also of a run that goes on; with `--steps 20-24` it writes a page of trajectories",
+    "watch": "`ctpo report RUN`, also of a running one; with `--steps 20-24` it writes a page of trajectories",
     "theory": "docs/notebooks/theory.ipynb has its tables and figures",
     "trajectories": "`ctpo report RUN --steps 20-24` writes a page; `pandas.read_parquet` reads trajectories/*.parquet",
 }

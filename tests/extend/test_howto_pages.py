@@ -151,6 +151,7 @@ def checkout(tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / shipped).symlink_to(ROOT / shipped)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "toolmath").symlink_to(task_folder(*SMALL_TASK))
+    shutil.copytree(task_folder(*SMALL_TASK) / "model", tmp_path / "runs" / "quickstart" / "sft_model")
     (tmp_path / "mine.yaml").write_text("defaults: configs/quickstart.yaml\nrun: {name: mine}\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from ctpo_launchers import LaunchError
 from ctpo_launchers.clusters import Cluster, load_cluster
 from ctpo_megatron.config import Config, Job, engine_count
-from ctpo_megatron.preflight import RunContext
+from ctpo_megatron.preflight import RunContext, settled
 from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
 from docs.site.sizing import MODELS
 from tests.config.test_placement import merged, readme
@@ -130,7 +130,7 @@ def test_the_overlays_fit_what_they_say(nodes: int, model: str, engines: int) ->
     config = TypeAdapter(Config).validate_python(merged(readme().model_dump(mode="json"), overlay))
     job = Job(4 * nodes, 4, 8)
     assert engine_count(config) == engines and config.cluster.nodes == nodes
-    context = RunContext(config, MODELS[model], job, cuda=True, gpu_gib=80)
+    context = RunContext(settled(config, job, MODELS[model], 80), MODELS[model], job, cuda=True, gpu_gib=80)
     problems = [*check_placement(context), *check_gpu_memory(context)]
     assert [str(problem) for problem in problems] == []
 

@@ -10,6 +10,7 @@ import pytest
 from ctpo_launchers import environment
 from ctpo_megatron import cli
 from tests.support.prefork import ROOT
+from tests.support.task import SMALL_TASK, sft_file, task_files, task_folder
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
@@ -68,12 +69,13 @@ def test_questions_check_no_configuration(launched: list[Sequence[str]], cluster
 def test_gpus_of_a_node_are_those_of_the_cluster_file(
     launched: list[Sequence[str]], cluster: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The quickstart's model is not there yet; its layout is checked all the same."""
+    task = task_folder(*SMALL_TASK)
+    files = [*task_files(task), sft_file(task)]
     of_gpus = ["placement={trainer_gpus: 6, engine_gpus: 4}", "rollout.engines=auto"]
-    assert cli.main(["launch", QUICKSTART, *of_gpus, "--cluster", cluster]) == 2
+    assert cli.main(["launch", QUICKSTART, *files, *of_gpus, "--cluster", cluster]) == 2
     assert "needs 10 GPUs, 6 for the trainer and 4 for the engines, and this node shows 8" in capsys.readouterr().err
     Path(cluster).write_text(Path(cluster).read_text().replace("gpus_per_node: 8\ngpu_gib: 80\n", ""))
-    assert cli.main(["launch", QUICKSTART, "--cluster", cluster]) == 0  # a cluster without GPUs
+    assert cli.main(["launch", QUICKSTART, *files, "--cluster", cluster]) == 0  # a cluster without GPUs
     assert len(launched) == 1
 
 
