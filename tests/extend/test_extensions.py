@@ -16,6 +16,7 @@ from ctpo_megatron.config import Config, ConfigError, load_config, named_extensi
 from ctpo_megatron.preflight import check_extensions
 from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
 from tests.support import ranks
+from tests.support.task import SMALL_TASK, task_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +26,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a configuration file; modules from it are forgotten afterwards."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "run.yaml").write_text(f"defaults: {ROOT / 'configs' / 'quickstart.yaml'}\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "toolmath").symlink_to(task_folder(*SMALL_TASK))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for name, module in list(sys.modules.items()):

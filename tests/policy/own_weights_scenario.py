@@ -33,7 +33,7 @@ class Receiver:
     """Takes weights as the engines of an update do, and keeps them."""
 
     def __init__(self, engines: int = 1) -> None:
-        self.nodes = [f"node {number}" for number in range(engines)]
+        self.engines = [f"engine {number}" for number in range(engines)]
         self.messages: list[dict[str, Any]] = []
 
     def tell(self, message: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:

@@ -194,19 +194,17 @@ def test_long_labels_are_short_and_unique() -> None:
     assert max(map(len, labels)) <= 100
 
 
-def test_other_machines_code_and_stages_are_said() -> None:
+def test_other_machines_and_code_are_said() -> None:
     commits = ["a" * 40, "a" * 40 + "+changes"]
     environments = [
         {"commit": commit, "devices": [f"GPU {n}"], "packages": {"torch": f"2.{n}"}} for n, commit in enumerate(commits)
     ]
-    sft = {"data": ["x"], "steps": 1}
-    runs = [run("a", 0, environments[0], sft=sft), run("b", 1, environments[1], sft=sft | {"from": "runs/a"})]
+    runs = [run(name, number, environments[number]) for number, name in enumerate("ab")]
     notes = notes_of(groups_of(runs))
     assert "Other commit: aaaaaaaa (a), aaaaaaaa with changes (b)." in notes
     assert "Other devices: [GPU 0] (a), [GPU 1] (b)." in notes
     assert "Other torch: 2.0 (a), 2.1 (b)." in notes
     assert "Code with changes that no commit has: b. Whether it was the same is unknown." in notes
-    assert "The runs start from other supervised stages (sft.from): their own (a), runs/a (b)." in notes
 
 
 def test_what_is_not_compared_is_in_the_schema() -> None:

@@ -17,8 +17,8 @@ WAITING = (
     "rewards/test_rewards_pool.py",
     "run/",
     "sandbox/",
-    "sweep/",
     "test_http_servers.py",
+    "test_sweep_command.py",
 )
 """How the names of files begin whose tests mostly wait: for limits, for servers, for processes to end."""
 
