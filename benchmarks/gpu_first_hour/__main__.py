@@ -1,9 +1,9 @@
 """`make gpu-first-hour`, or `python -m benchmarks.gpu_first_hour [--device cuda|cpu] [--only STAGE ...] ...`.
 
 Runs the stages of `stages.py` one after another, each in a process group of its own with a limit of its own. After
-each stage its record is printed as one line of JSON and added to DEVICE.jsonl, and the page DEVICE.md is written anew,
-so nothing is lost when the machine is taken away or Ctrl-C is pressed. The next call goes on with the stages that have
-not passed with these sources.
+each stage its record is printed as one line of JSON and added to DEVICE.jsonl, and the page DEVICE.md is rewritten,
+so nothing is lost when the machine is taken away or Ctrl-C is pressed. The next call continues with the stages that
+have not passed with these sources.
 
 Exit status 1 if a stage failed, 130 after Ctrl-C.
 """
