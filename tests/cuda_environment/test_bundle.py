@@ -23,6 +23,7 @@ from benchmarks.gpu_bundle.__main__ import HERE
 from benchmarks.gpu_bundle.contents import Contents
 from tests.cuda_environment.install import ROOT, build_driver
 from tests.support import children
+from tests.support.task import SMALL_TASK, sft_file, task_files, task_folder
 
 pytestmark = [pytest.mark.cuda_environment, pytest.mark.xdist_group("bundle"), pytest.mark.timeout(3600)]
 
@@ -164,7 +165,9 @@ def test_vllm_takes_the_arguments_of_our_engines(machine: Machine, runner: str) 
 
 
 def test_the_command_line_lacks_a_gpu_and_figures_alone(machine: Machine) -> None:
-    done = machine.run("-m", "ctpo_megatron.cli", "train", "configs/quickstart.yaml", "--dry-run", "--cuda")
+    task = task_folder(*SMALL_TASK)
+    settings = [*task_files(task), sft_file(task), "--dry-run", "--cuda"]
+    done = machine.run("-m", "ctpo_megatron.cli", "train", "configs/quickstart.yaml", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     done = machine.run("-m", "ctpo_megatron.cli", "doctor", "--deep")
     assert "not ready: 2 to mend: vl-convert-python, vllm\n" in done.stdout, done.stdout
@@ -174,7 +177,10 @@ def test_the_command_line_lacks_a_gpu_and_figures_alone(machine: Machine) -> Non
 
 def test_the_ring_runs_as_far_as_the_device_of_the_engine(machine: Machine, tmp_path: Path) -> None:
     """Data, sandbox, Ray, scorers and supervised steps come before it."""
-    settings = [f"run.root={tmp_path}", "run.steps=1", "sft.steps=10", "tracking.report=false"]
+    task = tmp_path / "toolmath"
+    assert machine.run("-m", "examples.toolmath", str(task), *SMALL_TASK).returncode == 0
+    settings = [*task_files(task), sft_file(task), "sft.steps=10"]
+    settings += [f"run.root={tmp_path}", "run.steps=1", "tracking.report=false"]
     done = machine.run("-m", "ctpo_megatron.cli", "train", "configs/quickstart.yaml", *settings)
     log = (tmp_path / "quickstart" / "logs" / "train.log").read_text()
     assert "[sft] 10/10" in log and "[rl] started" in log, done.stdout + done.stderr
