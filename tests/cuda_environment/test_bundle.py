@@ -105,7 +105,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[M
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "warning" not in done.stderr, done.stderr
     build_driver(folder / "driver", next((folder / "venv").glob("lib/python*/site-packages")))
-    paths = [ROOT, *(ROOT / name for name in ("kernels", "sandbox", "launchers")), target]
+    paths = [ROOT, *(ROOT / name for name in ("answers", "kernels", "sandbox", "launchers")), target]
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "LD_LIBRARY_PATH": str(folder / "driver")}
     yield Machine(python, bundle, target, environment)
     shutil.rmtree(folder)
