@@ -74,9 +74,7 @@ class RolloutEngine:
 
     async def seat(self) -> EngineSeat:
         """Where this engine is; answers before the model loads."""
-        import ray
-
-        return EngineSeat(ray.get_runtime_context().get_node_id(), _node_address(), str(self._log))
+        return EngineSeat(_node_address(), str(self._log))
 
     async def start(self) -> tuple[int, EngineFacts]:
         """Load users' extensions, the model and the tokenizer. Returns the process id and what a transport needs."""

@@ -54,9 +54,8 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineSeat:
-    """Where an engine runs: Ray's node, its address, and the log as that node names it."""
+    """Where an engine runs: the address of its node, and the log as that node names it."""
 
-    node_id: str
     address: str
     log_path: str
 

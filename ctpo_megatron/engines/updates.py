@@ -188,9 +188,8 @@ class WeightClient:
         ]
         self._call("init_weight_transfer", infos)
         if self._update.failed:
-            engines = list(self._update.failed)
-            names, logs = (", ".join(texts) for texts in zip(*((e.name, e.log_path) for e in engines), strict=True))
-            raise EngineError(f"{names} did not join the weight transport; logs: {logs}")
+            engines = ", ".join(f"{engine.name} (log: {engine.log_path})" for engine in self._update.failed)
+            raise EngineError(f"did not join the weight transport: {engines}")
 
     def start_weight_update(self) -> None:
         """All engines freeze their requests."""
