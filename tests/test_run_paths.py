@@ -64,7 +64,7 @@ def test_the_documented_table_has_what_lies_in_folders() -> None:
 def test_a_run_writes_the_names_that_no_export_may_have() -> None:
     """The names that were listed by hand before: one that is forgotten would be deleted by an export."""
     listed = "config.yaml config.previous.yaml data.json environment.json extensions extensions.json figures logs wandb"
-    rows = "rendered positions.jsonl discarded_positions.jsonl sft_model sft_model.json profile trajectories.html"
+    rows = "rendering.json positions.jsonl discarded_positions.jsonl sft_model sft_model.json profile trajectories.html"
     others = "extensions.previous heartbeat.json metrics.jsonl owner.lock sft.jsonl stages.json stalls report.html"
     folders = "trajectories evaluation checkpoints tensorboard trackers discarded_metrics.jsonl discarded_sft.jsonl"
     assert RunPaths.names() == set(f"{listed} {rows} {others} {folders}".split())

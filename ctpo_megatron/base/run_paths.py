@@ -16,7 +16,7 @@ REPORT = "report.html"
 """Also the page of `ctpo eval`."""
 LOGS = "logs"
 """Also of `ctpo eval`."""
-ROWS = "rendered"
+RENDERING = "rendering.json"
 """Also of `ctpo eval`."""
 SFT_CHECKPOINTS = "sft"
 """Folder of the supervised stage's checkpoints, within the folder of RL checkpoints."""
@@ -120,8 +120,8 @@ class RunPaths:
     """The lock of the process that writes into the directory."""
     data = _Entry("data.json")
     """Rows of the training files, and which were left out."""
-    rows = _Entry(ROWS)
-    """Folder of the rendered rows that the run was begun with."""
+    rendering = _Entry(RENDERING)
+    """Digests of the rows and of what they were rendered with when the run was begun."""
     extensions = _Entry("extensions")
     """Copies of the source files of users' parts."""
     previous_extensions = _Entry("extensions.previous")
@@ -174,10 +174,6 @@ class RunPaths:
     """The page of trajectories that `ctpo report` chose last."""
     figures = _Entry("figures")
     """The figures of the report."""
-
-    def rows_of(self, kind: str) -> Path:
-        """Rendered rows of `train`, `eval` or `sft`."""
-        return self.rows / f"{kind}.parquet"
 
     def stacks(self, rank: int) -> Path:
         """Python stacks of a rank."""

@@ -64,8 +64,7 @@ class DataConfig(Section):
     )
     rerender: bool = Field(
         default=False,
-        description="on a resume, render all rows again instead of using the tokens that the run directory keeps "
-        "(docs/data.md)",
+        description="on a resume, continue although rows, tokenizer or chat template have changed (docs/data.md)",
     )
 
     @property

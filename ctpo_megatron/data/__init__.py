@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     )
     from ctpo_megatron.data.problems import DataError, Problems
     from ctpo_megatron.data.prompts import PromptRules, PromptSet, read_prompts
-    from ctpo_megatron.data.rows import Cell, RowSet, RowTokens, prompt_ids
+    from ctpo_megatron.data.rows import Cell, RowSet, prompt_ids
     from ctpo_megatron.data.sampler import MixedFile, PromptMix, PromptSampler, PromptStream
-    from ctpo_megatron.data.stored import StoredRows
     from ctpo_megatron.data.tables import Table, count_all_rows, read_rows
     from ctpo_megatron.data.trajectory import Trajectory
 
@@ -55,9 +54,8 @@ _MODULES = {
     ),
     "problems": ("DataError", "Problems"),
     "prompts": ("PromptRules", "PromptSet", "read_prompts"),
-    "rows": ("Cell", "RowSet", "RowTokens", "prompt_ids"),
+    "rows": ("Cell", "RowSet", "prompt_ids"),
     "sampler": ("MixedFile", "PromptMix", "PromptSampler", "PromptStream"),
-    "stored": ("StoredRows",),
     "tables": ("Table", "count_all_rows", "read_rows"),
     "trajectory": ("Trajectory",),
 }
@@ -93,8 +91,6 @@ __all__ = [
     "PromptSet",
     "PromptStream",
     "RowSet",
-    "RowTokens",
-    "StoredRows",
     "Table",
     "TokenSequence",
     "ToolCall",

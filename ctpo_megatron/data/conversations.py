@@ -15,7 +15,7 @@ from ctpo_megatron.base.chat_template import rfind_token, unmarked
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.data.data_files import data_stem
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, dropped_calls
-from ctpo_megatron.data.rows import Cell, Offered, RowRules, RowSet, RowTokens, encode, render
+from ctpo_megatron.data.rows import Cell, Offered, RowRules, RowSet, encode, render
 from ctpo_megatron.data.tokens import records
 from ctpo_megatron.data.trajectory import Trajectory
 
@@ -50,6 +50,11 @@ class ConversationSet(RowSet):
         """`<file stem>/<row>`."""
         file, row = self.places[index]
         return printable(f"{data_stem(file)}/{row}")
+
+    def tokens(self, index: int) -> Sequence[int]:
+        """The token ids of a conversation."""
+        ids: list[int] = self.conversations[index].tokens["token_ids"].tolist()
+        return ids
 
     def keep(self, indices: Sequence[int]) -> None:
         super().keep(indices)
@@ -141,36 +146,34 @@ def _endless_batches(conversations: Sequence[Trajectory], per_step: int, rng: Ra
 def _tokenize(
     found: ConversationSet, tools: Sequence[Offered], tokenizer: PreTrainedTokenizerBase, rules: ConversationRules
 ) -> None:
-    new = found.new(rules.stored)
     found.conversations = [Trajectory(found.name(index), 0, 0) for index in range(len(found.places))]
-    found.take(_encode(found, new, _segments(found, new, tools, tokenizer, rules), tokenizer), rules.stored)
-    for conversation, key in zip(found.conversations, found.keys, strict=True):
-        conversation.tokens = _records(found.made[key])
+    cut = _segments(found, tools, tokenizer, rules)
+    # Each text once: questions, tool outputs and the template's own texts repeat often.
+    texts = list(dict.fromkeys(text for segments in cut for text, _ in segments))
+    token_ids = dict(zip(texts, encode(texts, tokenizer), strict=True))
+    for conversation, segments in zip(found.conversations, cut, strict=True):
+        conversation.tokens = _records([token_ids[text] for text, _ in segments])
 
 
 def _segments(
-    found: ConversationSet,
-    new: Sequence[int],
-    tools: Sequence[Offered],
-    tokenizer: PreTrainedTokenizerBase,
-    rules: ConversationRules,
+    found: ConversationSet, tools: Sequence[Offered], tokenizer: PreTrainedTokenizerBase, rules: ConversationRules
 ) -> list[list[Segment]]:
-    """Each new conversation's text, split where the assistant starts and after it ends its turn."""
+    """Each conversation's text, split where the assistant starts and after it ends its turn."""
     turns = [
         (index, at)
-        for index in new
-        for at, message in enumerate(found.messages[index])
+        for index, messages in enumerate(found.messages)
+        for at, message in enumerate(messages)
         if message["role"] == "assistant"
     ]
-    offers, kwargs = [tools[index] for index, _ in turns], rules.chat_template_kwargs
+    offers, options = [tools[index] for index, _ in turns], rules.template_options
     asked = [found.messages[index][:at] for index, at in turns]
     after = [found.messages[index][: at + 1] for index, at in turns]
-    before, refused_before = render(asked, offers, tokenizer, {"add_generation_prompt": True, **kwargs})
-    whole, refused_after = render(after, offers, tokenizer, {"add_generation_prompt": False, **kwargs})
+    before, refused_before = render(asked, offers, tokenizer, {"add_generation_prompt": True, **options})
+    whole, refused_after = render(after, offers, tokenizer, {"add_generation_prompt": False, **options})
     ends = tuple(rules.end_tokens) or (str(tokenizer.eos_token),)
-    cut: dict[int, list[Segment]] = {index: [] for index in new}
+    cut: list[list[Segment]] = [[] for _ in found.messages]
     refused: dict[int, Cell] = {}
-    done = dict.fromkeys(new, 0)
+    done = [0] * len(cut)
     for place, (index, at) in enumerate(turns):
         if index in refused:
             continue
@@ -190,7 +193,7 @@ def _segments(
         done[index], found.texts[index] = end, text
     found.texts = [*map(unmarked, found.texts)]
     found.exclude(refused)
-    return list(cut.values())
+    return cut
 
 
 def _end_of_turn(text: str, start: int, ends: Sequence[str]) -> int | None:
@@ -207,26 +210,9 @@ _NOT_A_PREFIX = (
 )
 
 
-def _encode(
-    found: ConversationSet,
-    new: Sequence[int],
-    cut: Sequence[Sequence[Segment]],
-    tokenizer: PreTrainedTokenizerBase,
-) -> dict[int, RowTokens]:
-    # Each text once: questions, tool outputs and the template's own texts repeat often.
-    texts = list(dict.fromkeys(text for segments in cut for text, _ in segments))
-    token_ids = dict(zip(texts, encode(texts, tokenizer), strict=True))
-    made: dict[int, RowTokens] = {}
-    for index, segments in zip(new, cut, strict=True):
-        parts = [token_ids[text] for text, _ in segments]
-        ids, lengths = tuple(token for part in parts for token in part), tuple(map(len, parts))
-        made[index] = RowTokens(found.places[index], ids, lengths)
-    return made
-
-
-def _records(made: RowTokens) -> NDArray[np.void]:
-    """Pieces in turn: context, then what the assistant says."""
-    numbers = np.arange(len(made.pieces))
-    mask, turn = np.repeat(numbers % 2, made.pieces), np.repeat((numbers + 1) // 2, made.pieces)
-    ids = made.token_ids
+def _records(pieces: Sequence[Sequence[int]]) -> NDArray[np.void]:
+    """Token ids of context and of what the assistant says, in turn."""
+    ids, lengths = [token for piece in pieces for token in piece], [len(piece) for piece in pieces]
+    numbers = np.arange(len(pieces))
+    mask, turn = np.repeat(numbers % 2, lengths), np.repeat((numbers + 1) // 2, lengths)
     return records(len(ids), token_ids=ids, turn=turn, weight_version=mask - 1, response_mask=mask, loss_mask=mask)

@@ -22,7 +22,6 @@ from ctpo_megatron.data.rows import (
     Offered,
     RowRules,
     RowSet,
-    RowTokens,
     Rule,
     calls_problem,
     encode,
@@ -57,6 +56,10 @@ class PromptSet(RowSet):
     def name(self, index: int) -> str:
         """The prompt's id."""
         return self.prompts[index].id
+
+    def tokens(self, index: int) -> Sequence[int]:
+        """The token ids of a prompt."""
+        return self.prompts[index].token_ids
 
     def mix(self, entries: Sequence[str]) -> list[list[Prompt]]:
         """The prompts of each entry, which is a path, a folder or a pattern that these prompts were read from."""
@@ -196,22 +199,16 @@ def _refuse_twins(found: PromptSet) -> None:
 
 def _render(found: PromptSet, tools: Sequence[Offered], tokenizer: PreTrainedTokenizerBase, rules: PromptRules) -> None:
     """Text and token ids of every prompt; a template's refusal is a problem of its row."""
-    new = found.new(rules.stored)
-    messages = [found.messages[index] for index in new]
-    options = {"add_generation_prompt": True, **rules.chat_template_kwargs}
-    texts, reasons = render(messages, [tools[index] for index in new], tokenizer, options)
+    options = {"add_generation_prompt": True, **rules.template_options}
+    texts, reasons = render(found.messages, tools, tokenizer, options)
+    found.texts = [*map(unmarked, texts)]
     refused: dict[int, Cell] = {}
-    for place, (index, said, text) in enumerate(zip(new, messages, texts, strict=True)):
-        found.texts[index] = unmarked(text)
-        if reason := reasons.get(place) or calls_problem(said, text):
+    for index, (said, text) in enumerate(zip(found.messages, texts, strict=True)):
+        if reason := reasons.get(index) or calls_problem(said, text):
             refused[index] = ("prompt", list(said), reason)
     found.exclude(refused)
-    ids = zip(new, encode(texts, tokenizer), strict=True)
-    found.take({index: RowTokens(found.places[index], tuple(row)) for index, row in ids}, rules.stored)
-    found.prompts = [
-        replace(prompt, token_ids=found.made[key].token_ids)
-        for prompt, key in zip(found.prompts, found.keys, strict=True)
-    ]
+    ids = encode(texts, tokenizer)
+    found.prompts = [replace(prompt, token_ids=tuple(row)) for prompt, row in zip(found.prompts, ids, strict=True)]
     overlong = dict(_overlong(found.prompts, rules.max_prompt_tokens))
     found.exclude(overlong, "" if rules.held_out else "data.overlong", rules.overlong)
 

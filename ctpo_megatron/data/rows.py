@@ -1,11 +1,12 @@
-"""Rows of data files: where each stands, its digest, its rendered text, and what is wrong with it."""
+"""Rows of data files: where each stands, its rendered text, and what is wrong with it."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -20,8 +21,6 @@ from ctpo_megatron.data.tables import Table, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from ctpo_megatron.data.stored import StoredRows
 
 _EXAMPLES = 5
 _AT_ONCE = 1000
@@ -41,15 +40,20 @@ class RowRules:
     """How the rows of files are read and rendered.
 
     tool_schemas: passed to the chat template for rows without their own `tools`. system_prompt: becomes part of the
-    messages of every row. limit: rows to read from each file. stored: rows that were rendered before, and are not
-    rendered again.
+    messages of every row. limit: rows to read from each file. began: the date that a chat template writes; None: now.
     """
 
     tool_schemas: Sequence[Mapping[str, Any]] = ()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: SystemPrompt = SystemPrompt()  # noqa: RUF009 - it is immutable
     limit: int | None = None
-    stored: StoredRows | None = None
+    began: datetime | None = None
+
+    @cached_property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is called with."""
+        clock = {"strftime_now": self.began.strftime} if self.began else {}
+        return {**clock, **self.chat_template_kwargs}
 
     @cached_property
     def _offered(self) -> Offered:
@@ -78,41 +82,26 @@ class LeftOut:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RowTokens:
-    """What one row became. pieces: lengths of what the model does not say and what it says, in turn; of a prompt: none.
-
-    verdict: why its ground truth cannot be scored; empty if it can, None if it was not asked.
-    """
-
-    place: Location
-    token_ids: tuple[int, ...]
-    pieces: tuple[int, ...] = ()
-    verdict: str | None = None
-
-
 @dataclass
 class RowSet(ABC):
     """The usable rows of some files, in their order; what is made of them is in a subclass.
 
-    rows: number of rows of each file, read or not. keys: `row_key` of each. messages: as the chat template gets them.
-    texts: rendered; empty where the tokens were stored. made: of every row that was rendered, also of those left out,
-    by its key. problems: what refuses the data; doubts: what deserves a warning. ignored: columns of a file that would
-    change what the rows mean.
+    rows: number of rows of each file, read or not. messages: as the chat template gets them. texts: rendered; empty
+    where the template refused. problems: what refuses the data; doubts: what deserves a warning. ignored: columns of a
+    file that would change what the rows mean.
     """
 
     called: ClassVar[str] = "rows"
 
     places: list[Location] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
     messages: list[tuple[ChatMessage, ...]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    made: dict[bytes, RowTokens] = field(default_factory=dict)
     rows: dict[Path, int] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
     doubts: Problems = field(default_factory=Problems)
     left_out: list[LeftOut] = field(default_factory=list)
     ignored: dict[Path, list[str]] = field(default_factory=dict)
+    _contents: dict[Path, blake2b] = field(default_factory=dict)
 
     def read(
         self, files: Sequence[str], required: Sequence[str], optional: Sequence[str], limit: int | None
@@ -120,8 +109,11 @@ class RowSet(ABC):
         """Place and cells of every row; the caller gives those that it can use to `add`. Notes what is wrong."""
         for file in find_files(files, self.problems):
             self.rows[file] = 0
+            self._contents[file] = blake2b(digest_size=16)
             for row, cells in read_rows(file, required, optional, self.problems, limit, self._see):
                 yield (file, row), cells
+            if limit is not None and self.rows[file] > limit:
+                del self._contents[file]
         if not self.places and not self.problems.lines:
             self.problems.general(f"no {self.called} in {', '.join(files)}")
 
@@ -129,12 +121,13 @@ class RowSet(ABC):
         """Add a row that can be used, with its messages."""
         self.messages.append(said)
         self.places.append(place)
-        self.keys.append(row_key(cells))
         self.texts.append("")
+        plain = {name: cell for name, cell in cells.items() if cell is not None}
+        self._contents[place[0]].update(json.dumps(plain, sort_keys=True, default=str).encode())
 
-    def new(self, stored: StoredRows | None) -> list[int]:
-        """The rows that were not rendered before."""
-        return [index for index, key in enumerate(self.keys) if stored is None or key not in stored.rows]
+    def digests(self) -> dict[Path, str]:
+        """blake2b-128, in hexadecimal, of each file that was read whole, whatever its format."""
+        return {file: content.hexdigest() for file, content in self._contents.items()}
 
     def _see(self, file: Path, table: Table) -> None:
         self.rows[file] = table.count
@@ -169,16 +162,9 @@ class RowSet(ABC):
     def name(self, index: int) -> str:
         """The id of a row."""
 
+    @abstractmethod
     def tokens(self, index: int) -> Sequence[int]:
-        """The token ids of a row that was rendered."""
-        return self.made[self.keys[index]].token_ids
-
-    def take(self, made: Mapping[int, RowTokens], stored: StoredRows | None) -> None:
-        """Set `made`, of new rows by index and stored ones by key."""
-        known = {} if stored is None else stored.rows
-        for index, (key, place) in enumerate(zip(self.keys, self.places, strict=True)):
-            row = made.get(index) or known[key]
-            self.made[key] = row if row.place == place else replace(row, place=place)
+        """The token ids of a row."""
 
     def said(self, index: int) -> Sequence[ChatMessage]:
         """The messages of a row, as the chat template gets them."""
@@ -187,20 +173,12 @@ class RowSet(ABC):
     def keep(self, indices: Sequence[int]) -> None:
         """Forget all other rows."""
         self.places = [self.places[index] for index in indices]
-        self.keys = [self.keys[index] for index in indices]
         self.messages = [self.messages[index] for index in indices]
         self.texts = [self.texts[index] for index in indices]
 
 
 def _more(count: int) -> str:
     return f"{count:,} more row{'s' * (count > 1)}"
-
-
-def row_key(cells: Mapping[str, Any]) -> bytes:
-    """blake2b-128 of what a row holds in the columns that are read, whatever file format it came from."""
-    plain = {name: cell for name, cell in cells.items() if cell is not None}
-    text = json.dumps(plain, sort_keys=True, default=str, separators=(",", ":"))
-    return blake2b(text.encode(), digest_size=16).digest()
 
 
 def render(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from importlib.metadata import version
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron import __version__
 from ctpo_megatron.base.files import write_json
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, ModelConfig, RewardConfig
-from ctpo_megatron.data import Cell, Prompt, PromptRules, PromptSet, RowSet, StoredRows, read_prompts
+from ctpo_megatron.data import Cell, Prompt, PromptRules, PromptSet, RowSet, read_prompts
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
 from ctpo_megatron.environments.protocol import Schema
 from ctpo_megatron.environments.tokenizer import check_chat_template, read_tokenizer, use_chat_template
@@ -39,14 +37,15 @@ def chat_tokenizer(model: ModelConfig, offered: Sequence[Schema]) -> PreTrainedT
 
 
 def training_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, stored: StoredRows | None = None
+    config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, began: datetime | None = None
 ) -> PromptSet:
-    """The prompts of `data.train`, and the rows that `data.overlong` and `data.unverifiable` leave out."""
+    """The prompts of `data.train`, and the rows that `data.overlong` and `data.unverifiable` leave out.
+
+    began: the date that a chat template writes; None: now.
+    """
     data = config.data
-    found = read_prompts(
-        data.train_files, tokenizer, _rules(config, overlong=data.overlong, limit=limit, stored=stored)
-    )
-    found.exclude(_ground_truths(found, config.reward, stored), "data.unverifiable", data.unverifiable)
+    found = read_prompts(data.train_files, tokenizer, _rules(config, overlong=data.overlong, limit=limit, began=began))
+    found.exclude(_ground_truths(found, config.reward), "data.unverifiable", data.unverifiable)
     if not found.prompts and not found.problems.lines:
         found.problems.general(f"every prompt was left out; the first: {found.left_out[0].reason}")
     if (weights := data.train_weights) and not found.problems.lines:
@@ -57,14 +56,15 @@ def training_prompts(
 
 
 def held_out_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, stored: StoredRows | None = None
+    config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, began: datetime | None = None
 ) -> PromptSet:
     """All prompts of `data.eval`: without some of its rows it would be another benchmark.
 
-    If `data.unverifiable` is `drop`, prompts that no answer can match are kept, score 0, and are logged.
+    If `data.unverifiable` is `drop`, prompts that no answer can match are kept, score 0, and are logged. began:
+    the date that a chat template writes; None: now.
     """
-    found = read_prompts(config.data.eval, tokenizer, _rules(config, held_out=True, limit=limit, stored=stored))
-    cells = _ground_truths(found, config.reward, stored)
+    found = read_prompts(config.data.eval, tokenizer, _rules(config, held_out=True, limit=limit, began=began))
+    cells = _ground_truths(found, config.reward)
     if config.data.unverifiable == "refuse":
         found.exclude(cells, "data.unverifiable")
     elif cells:
@@ -108,24 +108,11 @@ def _rules(config: Config, **rules: Any) -> PromptRules:
     )
 
 
-def scorer_of(reward: RewardConfig) -> str:
-    """What a verdict on a ground truth depends on besides it, as a text to compare."""
-    settings = reward.model_dump(mode="json", include={"function", "by_source", "timeout_s"})
-    return json.dumps([settings, __version__, version("math-verify")], sort_keys=True)
-
-
-def _ground_truths(found: PromptSet, reward: RewardConfig, stored: StoredRows | None) -> dict[int, Cell]:
-    """Prompts that no answer can match. Every verdict is kept in `found.made`, and one that is stored is not asked."""
-    known = found.made if stored and stored.scorer == scorer_of(reward) else {}
-    asked = [index for index, key in enumerate(found.keys) if key not in known or known[key].verdict is None]
-    reasons = unverifiable([found.prompts[index] for index in asked], reward)
-    for place, index in enumerate(asked):
-        key = found.keys[index]
-        found.made[key] = replace(found.made[key], verdict=reasons.get(place, ""))
+def _ground_truths(found: PromptSet, reward: RewardConfig) -> dict[int, Cell]:
+    """Prompts that no answer can match."""
     return {
-        index: ("reward_model", found.prompts[index].answer, f"the ground truth {verdict}")
-        for index, key in enumerate(found.keys)
-        if (verdict := found.made[key].verdict)
+        index: ("reward_model", found.prompts[index].answer, f"the ground truth {reason}")
+        for index, reason in unverifiable(found.prompts, reward).items()
     }
 
 

@@ -1,6 +1,7 @@
 """Admission of data: one pass over every row, shared by dry run, training and `ctpo eval`; without torch.
 
-Rows are rendered once, or taken from where a run keeps them, and checked (`row_checks`). Errors refuse, doubts warn.
+Rows are rendered, compared with what the run was begun with (`rendering`), and checked (`row_checks`). Errors refuse,
+doubts warn.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from ctpo_sandbox.libraries import absent
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ctpo_megatron.data import ConversationSet, Prompt, PromptSet, RowSet, StoredRows
-    from ctpo_megatron.preflight.stored import Kind, RowStore
+    from ctpo_megatron.data import ConversationSet, Prompt, PromptSet, RowSet
+    from ctpo_megatron.preflight.rendering import Kind, Rendering
 
 RowsT = TypeVar("RowsT", bound="RowSet")
 
@@ -58,23 +59,25 @@ class DataCheck:
 class Admission:
     """Reads every row of a configuration, and says what is wrong with it.
 
-    spec: of the model; None: ids and lengths are not compared with it. store: where rendered rows are kept. taught: SFT
-    shows the model how to call tools and to answer, so that prompts need not. limit: rows to read from each file.
+    spec: of the model; None: ids and lengths are not compared with it. rendering: of the run. taught: SFT shows the
+    model how to call tools and to answer, so that prompts need not. limit: rows to read from each file. writes: keep
+    what rows were rendered with.
     """
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
     spec: ModelSpec | None
-    store: RowStore
+    rendering: Rendering
     taught: bool
     limit: int | None = None
+    writes: bool = True
 
     @classmethod
     def of(cls, config: Config, directory: Path, *, taught: bool | None = None) -> Admission:
-        """Of a run, or of `ctpo eval`, that keeps its rows in `directory`.
+        """Of a run, or of `ctpo eval`, in `directory`.
 
         taught: None: if there is a supervised stage. Raises TokenizerError for a chat template or a tokenizer that
-        cannot be used.
+        cannot be used, DamagedFileError for `rendering.json`.
         """
         admission = cls._of(config, directory, taught=config.sft is not None if taught is None else taught)
         if problem := admission.problem():
@@ -83,9 +86,9 @@ class Admission:
 
     @classmethod
     def planned(cls, config: Config, limit: int | None) -> Admission:
-        """Of a dry run, which stores nothing; where a run would be resumed, with its stored rows.
+        """Of a dry run, which writes nothing. A run that would be resumed is compared with what it was begun with.
 
-        Raises TokenizerError for a chat template that cannot render.
+        Raises TokenizerError for a chat template that cannot render, DamagedFileError for `rendering.json`.
         """
         directory = config.run.directory if config.run.resume else None
         return cls._of(config, directory, taught=config.sft is not None, limit=limit, writes=False)
@@ -95,14 +98,14 @@ class Admission:
         cls, config: Config, directory: Path | None, *, taught: bool, limit: int | None = None, writes: bool = True
     ) -> Admission:
         from ctpo_megatron.environments.prompts import chat_tokenizer
-        from ctpo_megatron.preflight.stored import RowStore
+        from ctpo_megatron.preflight.rendering import Rendering
 
         tokenizer = chat_tokenizer(config.model, offered_schemas(config.data, config.rollout))
-        store = RowStore.of(config, tokenizer, directory, writes=writes)
-        return cls(config, tokenizer, _spec(config), store, taught, limit)
+        rendering = Rendering.of(config, tokenizer, directory)
+        return cls(config, tokenizer, _spec(config), rendering, taught, limit, writes)
 
     def training(self) -> PromptSet:
-        """The prompts of `data.train`. Raises DamagedFileError for stored rows that are damaged; so do the others."""
+        """The prompts of `data.train`."""
         from ctpo_megatron.environments.prompts import training_prompts
 
         return self._prompts("train", training_prompts)
@@ -122,14 +125,14 @@ class Admission:
         from ctpo_megatron.data import ConversationRules, read_conversations
         from ctpo_megatron.preflight import row_checks
 
-        config, stored = self.config, self.store.read("sft")
+        config = self.config
         rules = ConversationRules(
             tool_schemas=offered_schemas(config.data, config.rollout),
             chat_template_kwargs=config.model.chat_template_kwargs,
             system_prompt=system_prompt(config.data, config.rollout),
             end_tokens=end_tokens(self.tokenizer, config.model.path),
             limit=self.limit,
-            stored=self._used(stored),
+            began=self.rendering.began,
         )
         with _uncollected():
             found = read_conversations(config.sft.data if config.sft else (), self.tokenizer, rules)
@@ -137,7 +140,7 @@ class Admission:
         row_checks.check_own_words(found)
         row_checks.check_lengths(found, config, self.spec)
         row_checks.check_count(found, config)
-        return self._admitted("sft", found, stored)
+        return self._admitted("sft", found)
 
     def problem(self) -> str:
         """Why no row could be used: end tokens or calls that would not be recognized; or ""."""
@@ -165,23 +168,18 @@ class Admission:
             stops = hasattr(make_parser(self.config.rollout), "stop")  # which vLLM looks for in what it decodes
             (found.problems if stops else found.doubts).general(f"the tokenizer of {path}: {difference}")
 
-    def _used(self, stored: StoredRows | None) -> StoredRows | None:
-        return None if self.store.rerender else stored
-
     def _prompts(self, kind: Kind, read: Callable[..., PromptSet]) -> PromptSet:
         from ctpo_megatron.preflight import row_checks
 
         config = self.config
         with _uncollected():
-            stored = self.store.read(kind)
-            found = read(config, self.tokenizer, self.limit, self._used(stored))
-        if self._used(stored) is None:
-            self._compare_readers(found)
+            found = read(config, self.tokenizer, self.limit, self.rendering.began)
+        self._compare_readers(found)
         self._rows("prompt", found, ("system", "user", "tool"))
         if not self.taught:
             row_checks.check_answer_form(found, config.reward)
             row_checks.check_call_form(found, config.rollout)
-        return self._admitted(kind, found, stored)
+        return self._admitted(kind, found)
 
     def _rows(self, column: str, found: RowSet, roles: Sequence[str]) -> None:
         from ctpo_megatron.preflight import row_checks
@@ -190,13 +188,10 @@ class Admission:
         if needs_sandbox(self.config.rollout):
             row_checks.check_libraries(found, column, absent())
 
-    def _admitted(self, kind: Kind, found: RowsT, stored: StoredRows | None) -> RowsT:
-        if used := self._used(stored):
-            found.doubts.lines = list(dict.fromkeys([*used.warnings, *found.doubts.lines]))
-        self.store.compare(kind, found, stored, whole=self.limit is None)
-        if not found.problems.lines:
-            self.store.write(kind, found, stored)
-        found.doubts.lines += self.store.differences(kind, stored)
+    def _admitted(self, kind: Kind, found: RowsT) -> RowsT:
+        self.rendering.compare(kind, found)
+        if self.writes and not found.problems.lines:
+            self.rendering.write(kind, found)
         return found
 
 
@@ -228,7 +223,7 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
         report.not_checked = "the tokenizer cannot render prompts"
     except DamagedFileError as error:
         report.problems.append(Problem("run.resume", str(error)))
-        report.not_checked = "stored rows are damaged"
+        report.not_checked = "what the run was begun with is unknown"
     return report
 
 
@@ -239,7 +234,7 @@ def _read(report: DataCheck, admission: Admission) -> None:
     _add_words(report, found, config.reward)
     report.problems += check_prompts(config.rollout, sum(found.rows.values()) or None)
     if found.places:
-        report.first_prompt = found.texts[0] or str(admission.tokenizer.decode(list(found.tokens(0))))
+        report.first_prompt = found.texts[0]
         report.first = admission.tokenizer, found.prompts[0]
     if config.data.eval:
         held_out = admission.held_out(found)

@@ -55,7 +55,7 @@ def check_ids(found: RowSet, column: str, spec: ModelSpec | None) -> None:
 
 def check_round_trip(found: RowSet, column: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Decoded tokens are the text again, but for the tokenizer's own normal form and the number of blanks."""
-    rendered = [index for index, text in enumerate(found.texts) if text]
+    rendered = [*_rendered(found)]
     special, cells = special_tokens(tokenizer), dict[int, Cell]()
     for start in range(0, len(rendered), _AT_ONCE):
         some = rendered[start : start + _AT_ONCE]
@@ -149,7 +149,7 @@ def check_control_tokens(found: RowSet, column: str, tokenizer: PreTrainedTokeni
     if (special := special_tokens(tokenizer)) is None:
         return
     cells: dict[int, Cell] = {}
-    for index in _new(found):
+    for index in _rendered(found):
         for at, message in enumerate(found.said(index)):
             if hit := special.search(json.dumps(message, ensure_ascii=False)):
                 reason = (
@@ -164,7 +164,7 @@ def check_control_tokens(found: RowSet, column: str, tokenizer: PreTrainedTokeni
 def check_shown(found: RowSet, column: str, roles: Sequence[str]) -> None:
     """The rendered text holds the text of every message of these roles, blanks and JSON's escapes aside."""
     cells: dict[int, Cell] = {}
-    for index in _new(found):
+    for index in _rendered(found):
         text = _without_blanks(found.texts[index])
         for at, message in enumerate(found.said(index)):
             if message["role"] in roles and (lost := _lost(message, text)):
@@ -190,15 +190,15 @@ def _without_blanks(text: str) -> str:
     return "".join(text.split())
 
 
-def _new(found: RowSet) -> Iterable[int]:
-    """Rows that were rendered now."""
+def _rendered(found: RowSet) -> Iterable[int]:
+    """Rows that the chat template did not refuse."""
     return (index for index, text in enumerate(found.texts) if text)
 
 
 def check_own_words(found: ConversationSet) -> None:
     """No assistant message holds the output of a tool, which would be trained on as the model's words."""
     cells: dict[int, Cell] = {}
-    for index in _new(found):
+    for index in _rendered(found):
         for at, message in enumerate(found.said(index)):
             if message["role"] == "assistant" and (notation := _tool_output(message)):
                 reason = (
@@ -217,7 +217,7 @@ def _tool_output(message: Mapping[str, Any]) -> str:
 def check_answer_form(found: PromptSet, reward: RewardConfig) -> None:
     """The rendered prompt names a box where math_verify reads one."""
     cells: dict[int, Cell] = {}
-    for index in _new(found):
+    for index in _rendered(found):
         scorer = reward.by_source.get(found.prompts[index].data_source, reward.function)
         if scorer.name == "math_verify" and not _BOX.search(found.texts[index]):
             reason = (
@@ -254,7 +254,7 @@ def check_call_form(found: PromptSet, rollout: RolloutConfig) -> None:
     parser, cells = make_parser(rollout), dict[int, Cell]()
     if not rollout.tools or rollout.max_turns < 2 or not hasattr(parser, "example"):
         return
-    for index in _new(found):
+    for index in _rendered(found):
         if not parser.mentions_call(found.texts[index]):
             name = rollout.tool_parser.name
             reason = (
@@ -269,7 +269,7 @@ def check_call_form(found: PromptSet, rollout: RolloutConfig) -> None:
 def check_media(found: RowSet, column: str) -> None:
     """No row needs an image, a video or a sound, which are not read."""
     cells: dict[int, Cell] = {}
-    for index in _new(found):
+    for index in _rendered(found):
         for message in found.said(index):
             if hit := _MEDIA.search(message["content"]):
                 cells[index] = (column, message["content"], f"names {hit[0]}: {_BLIND}")
@@ -288,7 +288,7 @@ def check_libraries(found: RowSet, column: str, lacking: Sequence[str]) -> None:
     if not lacking:
         return
     names, cells = re.compile(rf"\b({'|'.join(lacking)})\b"), dict[int, Cell]()
-    for index in _new(found):
+    for index in _rendered(found):
         for message in found.said(index):
             if message["role"] == "system" and (hit := names.search(message["content"])):
                 reason = (

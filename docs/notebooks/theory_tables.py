@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import vl_convert
 
 from ctpo_megatron.report.charts import Axis, Chart, Curve, Spec, curves, for_file, points
 from theory_tree import (
@@ -279,6 +278,8 @@ class Figure:
 
     def _repr_svg_(self) -> str:
         """Twice the size of a figure in a column of a paper."""
+        import vl_convert
+
         svg = vl_convert.vegalite_to_svg(self.spec)
         return re.sub(r'(width|height)="(\d+)"', lambda size: f'{size[1]}="{2 * int(size[2])}"', svg, count=2)
 

@@ -23,7 +23,7 @@ from ctpo_megatron.preflight import Admission
 from ctpo_megatron.preflight.own_words import tool_output
 from examples.prepare_data.__main__ import main as prepare_data
 from tests.data.test_data_check import row, write
-from tests.data.test_stored_rows import config, own, talk
+from tests.data.test_rendering import config, own, talk
 from tests.support.deadlines import scaled
 
 __all__ = ["own"]
@@ -55,7 +55,7 @@ def test_usual_rows_pass_clean(own: Path) -> None:
     for kind in ("train", "eval", "sft"):
         found = admit(own, kind)
         assert (found.problems.lines, found.doubts.lines) == ([], [])
-    found = admit(own, "train", "sft=null", SAYS_ALL)
+    found = admit(own, "train", "sft=null", SAYS_ALL, "data.rerender=true")
     assert (found.problems.lines, found.doubts.lines) == ([], [])
 
 
@@ -417,7 +417,7 @@ def test_rows_that_are_lists(own: Path) -> None:
     )
 
 
-def test_a_dry_run_of_a_resume_looks_at_the_stored_rows(
+def test_a_dry_run_of_a_resume_compares_the_rows(
     own: Path, sandbox_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def dry_run(*overrides: str) -> tuple[int, str]:
@@ -428,17 +428,13 @@ def test_a_dry_run_of_a_resume_looks_at_the_stored_rows(
     given = ["run.resume=true", "rollout.engine.dtype=float32", f"sandbox.url={sandbox_url}"]
     first = Admission.of(config(own), own / "run").training()
     assert dry_run(*given)[0] == 0
-    template = own / "model" / "chat_template.jinja"
-    template.write_text("other" + template.read_text())
-    status, err = dry_run(*given)
-    assert (status, "train: the stored tokens are used, although the chat template has changed" in err) == (0, True)
     lines = (own / "train.jsonl").read_text().splitlines()
     (own / "train.jsonl").write_text("\n".join([lines[0].replace("?", "!"), *lines[1:]]))
     status, err = dry_run(*given)
-    assert (status, "train.jsonl row 0 has changed since" in err) == (2, True)
-    RunPaths(own / "run").rows_of("train").write_bytes(b"PAR1")
+    assert (status, "was begun: train.jsonl. Restore" in err) == (2, True)
+    RunPaths(own / "run").rendering.write_text("[]")
     status, err = dry_run(*given)
-    assert (status, "does not hold the rows of this run" in err) == (2, True)
+    assert (status, "does not hold what the rows of this run were rendered with" in err) == (2, True)
     assert first.places
 
 
