@@ -106,7 +106,7 @@ class EnginePool:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = None if self._placement is None else self._placement.engine_devices(visible)
         cpus, limit = self._count * self.settings.engine.threads, self.settings.start_timeout_s
-        self._runtime = RayRuntime(cpus, self._launch, gpus, self._cluster, limit, self._stop.ask)
+        self._runtime = RayRuntime(cpus, self._launch, gpus, self._cluster, limit)
 
     def _launch(self, gpus: float) -> None:
         device: Device = "cuda" if gpus > 0 else "cpu"

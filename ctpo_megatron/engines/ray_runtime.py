@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -24,13 +24,12 @@ from ray.exceptions import RayError
 
 from ctpo_megatron.base.addresses import is_own
 from ctpo_megatron.base.cuda_environment import of_this_rank
-from ctpo_megatron.base.processes import end_all
+from ctpo_megatron.base.processes import end_all, runs
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN, TOKEN_FILE
 from ctpo_megatron.base.ray_orphans import PARENT, PREFIX
 from ctpo_megatron.base.signals import action_kept, children_spared
 from ctpo_megatron.base.stop import Cancelled, NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig
-from ctpo_megatron.engines.ray_daemons import OF_DRIVER, OF_PRIVATE, RayDaemons
 from ctpo_megatron.engines.tasks import EngineError
 from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, KILLED_S, NODE_POLL_S, RAY_CLOSE_S
 from ctpo_sandbox import temporary
@@ -38,8 +37,19 @@ from ctpo_sandbox import temporary
 _LAST_PORT = 65535
 _OBJECT_STORE_BYTES = 256 << 20
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_INLINE_BYTES = str(256 << 20)
 _OF_CLUSTER = {**QUIET, AUTH_MODE: "disabled"}
-_OF_PRIVATE = {**QUIET, **OF_PRIVATE}
+_OF_PRIVATE = {
+    **QUIET,
+    "RAY_health_check_failure_threshold": "100000",  # otherwise engines end seconds after a raylet that died
+    # Objects of any usual size go past the store, which is a part of the raylet.
+    "RAY_max_direct_call_object_size": _INLINE_BYTES,
+    "RAY_task_rpc_inlined_bytes_limit": _INLINE_BYTES,
+}
+_RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+"""Without its GCS Ray ends a process, by `_exit`, after this time in seconds: a minute by its default, in which the run
+could not save. Agents of a killed run stay for as long, or until the next start (`ray_orphans`)."""
+_DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +93,7 @@ def _token(directory: Path) -> dict[str, str | None]:
     return {AUTH_MODE: None, TOKEN_FILE: str(file)}
 
 
-def _shut_down(daemons: RayDaemons) -> None:
+def _shut_down() -> None:
     """Shut Ray down by SIGKILL. Ray itself sends SIGTERM to one process after another, and waits a second for each.
 
     Processes that started within `children_spared` ignore SIGTERM.
@@ -93,9 +103,7 @@ def _shut_down(daemons: RayDaemons) -> None:
     for kind in node.all_processes.values():
         for each in kind:
             each.process.terminate = each.process.kill
-    below = daemons.below()
     ray.shutdown()
-    _end(below)
 
 
 def _end(processes: Iterable[psutil.Process]) -> None:
@@ -166,7 +174,7 @@ def join(cluster: ClusterConfig, deadline: float) -> None:
     address = os.environ[ADDRESS]
     await_head(address, deadline)
     try:
-        with _variables(OF_DRIVER):
+        with _variables(_RECONNECT):
             ray.init(
                 address=address,
                 log_to_driver=False,
@@ -197,19 +205,18 @@ class RayRuntime:
         gpus: str | None = None,
         cluster: ClusterConfig | None = None,
         timeout_s: float = 60.0,
-        head_lost: Callable[[str], None] = lambda why: None,
     ) -> None:
         """gpus: what a private Ray sees, as in `CUDA_VISIBLE_DEVICES`; None: all GPUs of this process.
 
         cluster: the cluster of RAY_ADDRESS, to be joined within `timeout_s`; None starts a private Ray.
-        head_lost: called with the reason, by a thread, once Ray's GCS is gone, or its raylet before Ray is up. See
-        `lost` for a raylet that is gone later.
         """
         self._cpus, self._then, self._gpus = cpus, then, gpus
         self._cluster, self._deadline = cluster, time.monotonic() + timeout_s
         self._temp: Path | None = None
         self._error: BaseException | None = None
-        self._daemons = None if ray.is_initialized() else RayDaemons(head_lost)
+        self._ours = not ray.is_initialized()
+        self._daemons: dict[str, psutil.Process] = {}
+        self._agents: list[psutil.Process] = []
         self._up, self._closing = threading.Event(), threading.Event()
         self._keeper = threading.Thread(target=self._run, name="ray-keeper", daemon=True)
         self._keeper.start()
@@ -228,7 +235,7 @@ class RayRuntime:
         """
         deadline, stop = time.monotonic() + timeout_s, stop or NeverStop()
         while not self._up.wait(stop_poll(deadline, stop, "Ray to start")):
-            if lost := self.head_lost:
+            if lost := self.lost:
                 raise Cancelled(lost) if stop.is_set() else EngineError(lost)
             if time.monotonic() < deadline:
                 continue
@@ -241,22 +248,33 @@ class RayRuntime:
 
     @property
     def lost(self) -> str:
-        """Why Ray cannot start another engine any more; "" while it can."""
-        return "" if self._daemons is None else self._daemons.lost
+        """Why a private Ray cannot start another engine any more; "" while it can, and of a cluster."""
+        return self.head_lost or self._died("raylet")
 
     @property
     def head_lost(self) -> str:
-        """Why the engines cannot continue; "" while they can."""
-        return "" if self._daemons is None else self._daemons.head
+        """Why no loss of an engine would be noticed any more; "" while it would, and of a cluster."""
+        return self._died("gcs_server")
+
+    def _died(self, name: str) -> str:
+        self._find_daemons()
+        process = self._daemons.get(name)
+        return "" if process is None or runs(process) else f"Ray's {_DAEMONS[name]} (process {process.pid}) died"
+
+    def _find_daemons(self) -> None:
+        """Note the GCS and the raylet as Ray starts them; it waits for ever for one that dies meanwhile."""
+        if self._ours and self._cluster is None and not self._up.is_set():
+            for child in psutil.Process().children():
+                with suppress(psutil.NoSuchProcess):
+                    if (name := child.name()) in _DAEMONS:
+                        self._daemons.setdefault(name, child)
 
     def close(self) -> None:
         """Shut Ray down if this object started or joined it. Idempotent."""
-        if not self._closing.is_set():
-            self._closing.set()
-            if self._daemons is not None:
-                self._daemons.close()
-        if self.head_lost and not self._up.is_set():  # the thread may wait for Ray's processes for ever
-            self._end_processes()
+        self._closing.set()
+        if self.lost and not self._up.is_set():  # the thread may wait for Ray's processes for ever
+            _end([*self._daemons.values(), *self._below()])
+            self._remove_folder()
         else:
             self._keeper.join(RAY_CLOSE_S)
 
@@ -264,8 +282,8 @@ class RayRuntime:
         try:
             with action_kept(signal.SIGTERM):  # Ray would print a trace of C++ before the run's own message
                 self._connect()
-            if self._daemons is not None:
-                self._daemons.connected()
+            self._find_daemons()
+            self._agents = self._below()
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             self._then(float(resources.get("GPU", 0.0)))
         except BaseException as error:  # raised by `wait` and `is_up`
@@ -279,7 +297,7 @@ class RayRuntime:
         for name, value in defaults.items():
             os.environ.setdefault(name, value)
         logging.getLogger("ray").setLevel(logging.ERROR)
-        if self._daemons is None:
+        if not self._ours:
             return
         if self._cluster is not None:
             join(self._cluster, self._deadline)
@@ -288,9 +306,9 @@ class RayRuntime:
         self._temp = temporary.new_folder(PREFIX, PARENT)
         count = None if self._gpus is None else len(self._gpus.split(","))
         # Only Ray's processes see the change: this one read CUDA_VISIBLE_DEVICES when it initialized CUDA.
-        changes = {_VISIBLE: self._gpus, **_token(self._temp), **OF_DRIVER}
+        changes = {_VISIBLE: self._gpus, **_token(self._temp), **_RECONNECT}
         # A signal to the process group must spare Ray's head: the trainer needs it until it has saved its state.
-        with _variables(changes, without=of_this_rank()), children_spared(), self._daemons.starting():
+        with _variables(changes, without=of_this_rank()), children_spared():
             ray.init(
                 address="local",
                 num_cpus=self._cpus,
@@ -303,18 +321,22 @@ class RayRuntime:
             )
 
     def _disconnect(self) -> None:
-        if self._daemons is not None and ray.is_initialized():
+        if self._ours and ray.is_initialized():
             if self._temp is None:  # the processes of a cluster are not ours to stop
                 ray.shutdown()
             else:
-                _shut_down(self._daemons)
+                below = self._below()
+                _shut_down()
+                _end(below)
         self._remove_folder()
 
-    def _end_processes(self) -> None:
-        """Of a Ray that does not come up any more."""
-        assert self._daemons is not None
-        _end([*self._daemons.started, *self._daemons.below()])
-        self._remove_folder()
+    def _below(self) -> list[psutil.Process]:
+        """What Ray's processes have started, also where they are gone. Nothing else ends it for over a minute."""
+        found = {*self._agents}
+        for process in self._daemons.values():
+            with suppress(psutil.NoSuchProcess):
+                found |= {*process.children(recursive=True)}
+        return [*found]
 
     def _remove_folder(self) -> None:
         for _ in range(20):  # for a second: Ray's last processes may still write to it

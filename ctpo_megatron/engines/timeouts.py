@@ -6,10 +6,6 @@ NODE_POLL_S = 0.5
 """How often a missing Ray head or node is looked for."""
 HEAD_CONNECT_S = 5.0
 """One attempt to connect to Ray's head."""
-HEAD_POLL_S = 1.0
-"""Between two checks whether the head of a cluster accepts connections."""
-HEAD_LOST_S = 60.0
-"""A head of a cluster that accepts none for this long is gone: Ray's own limit."""
 
 RAY_CLOSE_S = 30.0
 """Shutdown of a private Ray, which runs in a thread of its own."""
