@@ -45,7 +45,6 @@ def test_a_run_goes_on_the_next_day_bit_for_bit(tmp_path: Path) -> None:
     assert "step 3/3" not in today.train_until("step 2/3", "run.name=midnight", *settings)
     resumed = tomorrow.train("run.name=midnight", "run.resume=true", *settings)
     assert resumed.returncode == 0, resumed.stderr[-4000:]
-    assert "the stored tokens are used, although the chat template writes the date" in resumed.stdout + resumed.stderr
     status, said = compare(tmp_path / "runs" / "whole", tmp_path / "runs" / "midnight")
     assert status == 0, said
     other = tomorrow.train("run.name=other_day", *settings)

@@ -21,7 +21,6 @@ from vllm.v1.engine import async_llm
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ctpo_megatron.engines.cpu.output_batching import Gathered
 from ctpo_megatron.engines.cpu.router_choices import RouterChoices
 from ctpo_megatron.engines.timeouts import CORE_SHUTDOWN_S
 
@@ -32,26 +31,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def in_process_engine(
-    arguments: AsyncEngineArgs, threads: int, *, gather: bool = True, router_choices: bool = False
-) -> async_llm.AsyncLLM:
+def in_process_engine(arguments: AsyncEngineArgs, threads: int, *, router_choices: bool = False) -> async_llm.AsyncLLM:
     """An AsyncLLM whose core runs in a thread of this process; to be used in one event loop.
 
-    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. gather: hold outputs back
-    until a request has ended (`output_batching`); False delivers the outputs of every step, as vLLM does.
-    router_choices: final outputs have `routed_experts`, of a mixture of experts.
+    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. router_choices: final
+    outputs have `routed_experts`, of a mixture of experts.
     """
     torch.set_num_threads(threads)
-    with _cores_made_here(gather=gather, router_choices=router_choices):
+    with _cores_made_here(router_choices):
         return async_llm.AsyncLLM.from_engine_args(arguments)
 
 
 @contextmanager
-def _cores_made_here(*, gather: bool, router_choices: bool = False) -> Iterator[None]:
+def _cores_made_here(router_choices: bool) -> Iterator[None]:
     # AsyncLLM accepts no client, and vLLM's own client for one process has no asyncio interface.
     factory: Any = async_llm.EngineCoreClient
     original = factory.make_async_mp_client
-    factory.make_async_mp_client = partial(InProcessCore.make, gather, router_choices)
+    factory.make_async_mp_client = partial(InProcessCore.make, router_choices)
     try:
         yield
     finally:
@@ -75,31 +71,27 @@ class InProcessCore:
 
     engine_ranks_managed = (0,)
 
-    def __init__(
-        self, vllm_config: Any, executor_class: Any, log_stats: bool, gather: bool, router_choices: bool
-    ) -> None:
+    def __init__(self, vllm_config: Any, executor_class: Any, log_stats: bool, router_choices: bool) -> None:
         self._thread = ThreadPoolExecutor(1, "engine-core", torch.set_num_threads, (torch.get_num_threads(),))
         self.core = self._thread.submit(EngineCore, vllm_config, executor_class, log_stats).result()
         self.resources = SimpleNamespace(engine_dead=False)
         self._loop = asyncio.get_running_loop()
         self._work = asyncio.Event()
         self._closed = False
-        self._gathered = Gathered() if gather and not log_stats else None  # statistics are of single steps
         self._ready: deque[EngineCoreOutputs] = deque()
         self._choices = self._thread.submit(RouterChoices, self.core).result() if router_choices else None
 
     @classmethod
     def make(
         cls,
-        gather: bool,
         router_choices: bool,
         vllm_config: Any,
         executor_class: Any,
         log_stats: bool,
         **_of_processes: Any,
     ) -> InProcessCore:
-        """Takes what `EngineCoreClient.make_async_mp_client` takes, after `gather` and `router_choices`."""
-        return cls(vllm_config, executor_class, log_stats, gather, router_choices)
+        """Takes what `EngineCoreClient.make_async_mp_client` takes, after `router_choices`."""
+        return cls(vllm_config, executor_class, log_stats, router_choices)
 
     async def in_turn(self, function: Callable[[], Any]) -> Any:
         """Call a function in the thread, after all earlier calls. Raises EngineDeadError after a failed step."""
@@ -137,20 +129,15 @@ class InProcessCore:
             return [], executed
         if self._choices is not None:
             self._choices.give_to(mine.outputs)
-        return [mine] if self._gathered is None else self._gathered.take(mine), executed
+        return [mine], executed
 
     def _add(self, request: EngineCoreRequest) -> None:
         self.core.add_request(*self.core.preprocess_add_request(request))
-        if self._gathered is not None:
-            self._gathered.expect(request)
 
     def _ask(self, name: str, *arguments: Any, **named: Any) -> Any:
         if self._choices is not None and name == "pause_scheduler":
             self._choices.keep()  # a pause may drop the cache, to which their places belong
-        answer = getattr(self.core, name)(*arguments, **named)
-        if self._gathered is not None:
-            self._gathered.keep_only(self.core.scheduler.requests.keys())
-        return answer
+        return getattr(self.core, name)(*arguments, **named)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Queue a request."""

@@ -63,17 +63,14 @@ class CpuSetup(EngineSetup):
 
         router_choices: outputs have `routed_experts`. Raises ValueError for several workers.
         """
-        return apply(arguments, engine, router_choices=router_choices)(arguments)
+        return apply(engine, router_choices=router_choices)(arguments)
 
 
-def apply(
-    arguments: AsyncEngineArgs, engine: EngineConfig, *, router_choices: bool = False
-) -> Callable[[AsyncEngineArgs], AsyncLLMEngine]:
-    """Patch vLLM in this process permanently, and return the function that makes an engine of `arguments`.
+def apply(engine: EngineConfig, *, router_choices: bool = False) -> Callable[[AsyncEngineArgs], AsyncLLMEngine]:
+    """Patch vLLM in this process permanently, and return the function that makes an engine.
 
-    arguments: changed in place; its `kernel_config` names the kernels. engine: whose `tensor_parallel_size` above 1
-    leaves vLLM as it is. Its workers are processes of their own then, which no patch in this process reaches.
-    router_choices: see `CpuSetup.make`.
+    engine: whose `tensor_parallel_size` above 1 leaves vLLM as it is. Its workers are processes of their own then,
+    which no patch in this process reaches. router_choices: see `CpuSetup.make`.
     """
     # Here, so that environment variables can be set between the import of this module and the import of vLLM.
     from vllm.engine.async_llm_engine import AsyncLLMEngine
@@ -86,14 +83,8 @@ def apply(
 
     from ctpo_megatron.engines.cpu.core_client import in_process_engine
     from ctpo_megatron.engines.cpu.gemm import pad_small_products
-    from ctpo_megatron.engines.cpu.output_batching import take_log_probs_of_many_tokens
-    from ctpo_megatron.engines.cpu.rmsnorm import use_kernel_for_norms
-    from ctpo_megatron.engines.cpu.sampler_seeds import draw_ahead
 
     pad_small_products()
-    use_kernel_for_norms(arguments)
-    draw_ahead()
-    take_log_probs_of_many_tokens()
     return partial(in_process_engine, threads=engine.threads, router_choices=router_choices)
 
 
