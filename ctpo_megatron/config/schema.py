@@ -209,6 +209,11 @@ class PolicyConfig(Section):
     mini_batch_prompts: PositiveInt = Field(
         default=4, description="prompts (groups) per optimizer step, over all ranks"
     )
+    passes_per_batch: PositiveInt = Field(
+        default=1,
+        description="how often a batch is trained on; later passes draw an order of its mini-batches; old log-probs "
+        "stay those before the first update (docs/policy.md)",
+    )
     micro_batch_tokens: PositiveInt | Literal["auto"] = Field(
         default="auto",
         description="most tokens packed into one forward pass, on one context-parallel rank; auto: on CUDA by the "

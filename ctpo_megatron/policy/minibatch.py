@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,6 +79,24 @@ class MiniBatch:
 def all_micro_batches(mini_batches: Iterable[MiniBatch]) -> list[PackedBatch]:
     """This rank's micro-batches of all optimizer steps, in their order."""
     return [micro for mini in mini_batches for micro in mini.micro_batches]
+
+
+def in_turn(mini_batches: Sequence[MiniBatch], passes: int, seed: str) -> Iterator[MiniBatch]:
+    """The mini-batch of each optimizer step of a batch, every one of them once a pass.
+
+    The first pass keeps the order given. Later ones draw theirs from `seed` and their number, the same on every rank;
+    the last of all is again the last mini-batch. Later passes share the old log-probs, which have to be there when they
+    begin, and have log-probs of their own.
+    """
+    yield from mini_batches
+    for number in range(2, passes + 1):
+        order = [*mini_batches]
+        last = [order.pop()] if number == passes else []  # for dumps and curves of the same trajectories
+        Random(f"{seed}/{number}").shuffle(order)
+        for mini in order + last:
+            copies = [[replace(micro) for micro in part] for part in (mini.micro_batches, mini.skipped_micro_batches)]
+            work = replace(mini.work, packing_s=0.0)  # nothing is packed again
+            yield MiniBatch(copies[0], mini.denominators, work, mini.skipped, copies[1])
 
 
 def old_log_probs_of(micro: PackedBatch) -> torch.Tensor:

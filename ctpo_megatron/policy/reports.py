@@ -181,8 +181,10 @@ def _joined(parts: Sequence[dict[str, Any]], turns: Sequence[NDArray[np.int16]])
 _OF_SEQUENCE = ("advantage", "turn_advantages")
 
 
-def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
+def summarize_updates(updates: Sequence[Update], passes: int = 1) -> dict[str, float]:
     """Metrics of all optimizer steps of one batch: exact over tokens, mean loss, mean and largest gradient norm, cost.
+
+    passes: how often each trajectory of the batch is in them.
 
     `pg_update/first_log_ratio_abs_max` is of the first step, where it shows whether the pass for old log-probs and the
     training pass agree. `pg_update/is_ratio/*` is of the last step, where the ratio has moved furthest. Skipped steps
@@ -207,19 +209,19 @@ def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
     metrics["actor/bad_steps"] = float(outcomes.count(StepOutcome.BAD))
     if (scale := updates[-1].loss_scale) is not None:
         metrics |= {"actor/overflow_steps": float(outcomes.count(StepOutcome.OVERFLOW)), "actor/loss_scale": scale}
-    return metrics | {"actor/lr": updates[-1].learning_rate} | cost_metrics([update.cost for update in updates])
+    return metrics | {"actor/lr": updates[-1].learning_rate} | cost_metrics([update.cost for update in updates], passes)
 
 
-def cost_metrics(costs: Sequence[Cost]) -> dict[str, float]:
-    """Metrics of all optimizer steps of one batch; see docs/reference/metrics.md."""
+def cost_metrics(costs: Sequence[Cost], passes: int) -> dict[str, float]:
+    """Metrics of all optimizer steps of one batch; see docs/reference/metrics.md. Sizes of the batch count once."""
     trained, flops = sum(c.work.trained_tokens for c in costs), sum(c.work.trained_flops for c in costs)
     replicas = [report for cost in costs for report in cost.replicas]
     peaks = [report.peak_mib for report in costs[-1].ranks]
     shapes = max(report.attention_shapes for report in costs[-1].ranks)
     return {
-        "tokens/total": float(sum(cost.work.tokens for cost in costs)),
+        "tokens/total": float(sum(cost.work.tokens for cost in costs) / passes),
         "tokens/trained": float(trained),
-        "tokens/forward_tflop": sum(cost.work.flops for cost in costs) / 1e12,
+        "tokens/forward_tflop": sum(cost.work.flops for cost in costs) / passes / 1e12,
         "tokens/trained_forward_tflop": flops / 1e12,
         "packing/useful_token_fraction": trained / sum(report.computed_tokens for report in replicas),
         "packing/micro_batches": float(sum(report.micro_batches for report in replicas)),

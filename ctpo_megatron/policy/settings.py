@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 class TrainSettings:
     """The RL phase of a run; the same on every rank.
 
-    batches: of the run. updates_per_batch: optimizer steps of a full batch. mini_batch_size: trajectories of one
-    optimizer step, over all ranks. skip_zero_advantage: trajectories of advantage 0 stay out of the passes.
-    mismatch_limit, max_response_tokens: see `check_mismatch`. sampler_dtype: `Config.engine_dtype`. diagnostics:
-    whether `TrainResult` has them. dump_every: of `is_dumped`.
+    batches: of the run. updates_per_batch: optimizer steps of a full batch, in all its `passes`. mini_batch_size:
+    trajectories of one optimizer step, over all ranks. seed: of the run. skip_zero_advantage: trajectories of advantage
+    0 stay out of the model's passes. mismatch_limit, max_response_tokens: see `check_mismatch`. sampler_dtype:
+    `Config.engine_dtype`. diagnostics: whether `TrainResult` has them. dump_every: of `is_dumped`.
     """
 
     objective: ObjectiveConfig
     batches: int
     updates_per_batch: int
     mini_batch_size: int
+    passes: int
+    seed: int
     skip_zero_advantage: bool
     mismatch_limit: float | None
     max_response_tokens: int
@@ -53,6 +55,7 @@ class TrainSettings:
         rollout: RolloutConfig,
         *,
         batches: int,
+        seed: int,
         skip_zero_advantage: bool,
         sampler_dtype: str,
         diagnostics: bool,
@@ -62,8 +65,10 @@ class TrainSettings:
         return cls(
             objective,
             batches,
-            updates_per_batch=rollout.prompts_per_step // policy.mini_batch_prompts,
+            updates_per_batch=rollout.prompts_per_step // policy.mini_batch_prompts * policy.passes_per_batch,
             mini_batch_size=policy.mini_batch_prompts * rollout.samples_per_prompt,
+            passes=policy.passes_per_batch,
+            seed=seed,
             skip_zero_advantage=skip_zero_advantage,
             mismatch_limit=rollout.mismatch_limit,
             max_response_tokens=rollout.max_response_tokens,

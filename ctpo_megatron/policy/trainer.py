@@ -29,7 +29,14 @@ from ctpo_megatron.objective import (
 from ctpo_megatron.policy import checkpoint, device, hf, hf_share
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.hf_directory import write_directory
-from ctpo_megatron.policy.minibatch import MiniBatch, checked_sequences, largest, make_mini_batches, share_sizes
+from ctpo_megatron.policy.minibatch import (
+    MiniBatch,
+    checked_sequences,
+    in_turn,
+    largest,
+    make_mini_batches,
+    share_sizes,
+)
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards
 from ctpo_megatron.policy.old_log_probs import OldLogProbs, check_mismatch, start_metrics
 from ctpo_megatron.policy.optimizer import BadSteps, OptimizerSteps
@@ -139,7 +146,8 @@ class Trainer:
             metrics = old_log_probs.before_updates(mini_batches)  # of the passes so far, also over what is skipped
         with rl.phases.phase("update"):
             updates: list[Update] = []
-            for mini_batch in mini_batches:
+            trained: list[MiniBatch] = []
+            for mini_batch in in_turn(mini_batches, settings.passes, f"{settings.seed}/mini-batches/{self.version}"):
                 if updates and mini_batch.skipped_micro_batches:  # before the first update they are the old log-probs
                     self._passes.score(mini_batch.skipped_micro_batches)
                 gradient = steps.gradient(mini_batch, rl.loss)
@@ -149,17 +157,18 @@ class Trainer:
                     dtypes = self.config.dtype, settings.sampler_dtype
                     check_mismatch(metrics, settings.mismatch_limit, settings.max_response_tokens, dtypes)
                 updates.append(steps.apply(gradient))
+                trained.append(mini_batch)
             steps.skip(settings.updates_per_batch - len(updates))
-            metrics |= summarize_updates(updates)
+            metrics |= summarize_updates(updates, settings.passes)
         with rl.phases.phase("token_diagnostics"):
             anchor = settings.objective.anchor
-            applied = [mini for mini, update in zip(mini_batches, updates, strict=True) if update.applied]
+            applied = [mini for mini, update in zip(trained, updates, strict=True) if update.applied]
             positions = gather_positions(applied, rl.ratio, anchor, self.layout)
             metrics |= positions.metrics() if positions else {}
             judged = zip(batch.trajectories, advantages, strict=True)
             lengths = [each.sequence_model_tokens for each, value in judged if value is not None]
             metrics |= window_metrics([*itertools.chain.from_iterable(lengths)], rl.ratio)
-            shown = mini_batches if dumped else mini_batches[-1:]
+            shown = trained[-len(mini_batches) :] if dumped else trained[-1:]
             diagnostics: Diagnostics = {}
             for mini_batch in shown if settings.diagnostics else ():
                 diagnostics |= self.token_diagnostics(mini_batch, rl.objective, anchor)

@@ -214,16 +214,20 @@ def check_batch(context: RunContext) -> Iterator[Problem]:
         if config.sft and config.sft.conversations_per_step % data_parallel:
             fix = f"make it a multiple of the {data_parallel} data-parallel ranks"
             yield context.error("sft.conversations_per_step", "cannot be shared evenly", fix)
-    if rollout.prompts_per_step == mini and config.objective.anchor != "behaviour":
+    if rollout.prompts_per_step == mini and policy.passes_per_batch == 1 and config.objective.anchor != "behaviour":
         message = "makes exactly one update per batch: the ratio is identically 1 and the clip never acts"
-        fix = f"use a smaller divisor of rollout.prompts_per_step ({rollout.prompts_per_step}), or anchor: behaviour"
+        fix = (
+            f"use a smaller divisor of rollout.prompts_per_step ({rollout.prompts_per_step}), more "
+            "policy.passes_per_batch, or anchor: behaviour"
+        )
         yield context.warning("policy.mini_batch_prompts", message, fix)
 
 
 def check_schedules(context: RunContext) -> Iterator[Problem]:
     config = context.config
-    updates = config.run.steps * max(1, config.rollout.prompts_per_step // config.policy.mini_batch_prompts)
-    yield from _schedule(context, "policy.optimizer", config.policy.optimizer, updates)
+    policy = config.policy
+    updates = max(1, config.rollout.prompts_per_step // policy.mini_batch_prompts) * policy.passes_per_batch
+    yield from _schedule(context, "policy.optimizer", policy.optimizer, config.run.steps * updates)
     if (sft := config.sft) is not None:
         yield from _schedule(context, "sft.optimizer", sft.optimizer, sft.steps)
 

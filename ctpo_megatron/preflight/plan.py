@@ -26,8 +26,10 @@ def plan_tables(config: Config, world_size: int) -> dict[str, list[TableRow]]:
     split = Split.of(policy, world_size)
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
     mini_batches = max(1, prompts // policy.mini_batch_prompts)
+    passes = policy.passes_per_batch
     sequences = prompts * samples
     in_mini_batch = sequences // mini_batches
+    repeated = f" x {passes} passes" if passes > 1 else ""
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     sft_steps = config.sft.steps if config.sft else 0
     parallel = [
@@ -44,7 +46,7 @@ def plan_tables(config: Config, world_size: int) -> dict[str, list[TableRow]]:
         ("mini-batches per batch", f"{mini_batches}", "prompts_per_step / mini_batch_prompts"),
         ("sequences per mini-batch", f"{in_mini_batch:,}", "one optimizer step, over all ranks"),
         ("  on one data-parallel rank", f"{in_mini_batch // split.data:,}", f"/ {split.data}"),
-        ("optimizer steps", f"{steps * mini_batches:,}", f"{steps} batches x {mini_batches}"),
+        ("optimizer steps", f"{steps * mini_batches * passes:,}", f"{steps} batches x {mini_batches}{repeated}"),
         ("sft steps", f"{sft_steps:,}", "supervised, before the first batch"),
         ("evaluations", f"{evaluations(config)}", "eval.before_training, every eval.every, at the end"),
     ]

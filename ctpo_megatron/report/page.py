@@ -183,6 +183,7 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
     prompts, samples, mini = (
         get(key, "?") for key in ("rollout.prompts_per_step", "rollout.samples_per_prompt", "policy.mini_batch_prompts")
     )
+    passes = f", {many} passes" if (many := get("policy.passes_per_batch", 1)) != 1 else ""
     yield "Objective", _objective(run)
     yield "Anchor", f"{get('objective.anchor', '?')}, correction: {get('objective.correction.level', '?')}"
     yield "Model", str(get("model.path", "?"))
@@ -193,7 +194,7 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
     yield "Training data", ", ".join(files or ("?",))
     if get("data.eval"):
         yield "Evaluation data", ", ".join(get("data.eval"))
-    yield "Batch", f"{prompts} prompts × {samples} samples, mini-batches of {mini} prompts"
+    yield "Batch", f"{prompts} prompts × {samples} samples, mini-batches of {mini} prompts{passes}"
     yield "Learning rate", f"{get('policy.optimizer.lr', '?')} ({get('policy.optimizer.schedule', '?')})"
     yield "Sampling", f"temperature {get('rollout.temperature', '?')}, up to {get('rollout.max_turns', '?')} turns"
     if epoch := run.series("sft/epoch"):

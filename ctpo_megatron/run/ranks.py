@@ -244,6 +244,7 @@ class TrainerGroup:
             config.policy,
             config.rollout,
             batches=config.run.steps,
+            seed=config.run.seed,
             skip_zero_advantage=config.leaves_out_zero_advantage,
             sampler_dtype=config.engine_dtype,
             diagnostics=config.tracking.trajectories != "none",

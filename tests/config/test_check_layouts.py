@@ -31,6 +31,8 @@ def test_layout_arithmetic(config_with: Make) -> None:
     assert [value for _, value, _ in batch] == ["256", "8", "32", "8", "32", "0", "3"]
     assert evaluations(config) == 3  # before the first step, after step 3, after the last (4)
     assert [value for _, value, _ in tokens] == ["240", "61,440", "245,760"]
+    twice = plan_tables(config_with("policy.passes_per_batch=2"), 8)["Batch arithmetic"]
+    assert ("optimizer steps", "64", "4 batches x 8 x 2 passes") in twice
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,7 @@ def test_files_that_are_not_there(config_with: Make) -> None:
         (["eval.samples=4"], "greedy decoding gives the same answer every time"),
         (["eval.prompts=4"], "eval.prompts = 4: has no effect without data.eval"),
         (["policy.optimizer.warmup_steps=32"], "never reaches the full lr: there are 32 optimizer steps"),
+        (["policy.optimizer.warmup_steps=96", "policy.passes_per_batch=3"], "there are 96 optimizer steps"),
         (
             ["rollout.max_turns=1"],
             "rollout.max_turns = 1: is the last turn, which may not call: the tools (python)",
@@ -261,6 +262,8 @@ def test_warnings(config_with: Make, overrides: list[str], expected: str) -> Non
 
 def test_no_false_alarms(config_with: Make) -> None:
     assert found(config_with("policy.mini_batch_prompts=32", "objective.anchor=behaviour")) == []
+    assert found(config_with("policy.mini_batch_prompts=32", "policy.passes_per_batch=2")) == []
+    assert found(config_with("policy.optimizer.warmup_steps=32", "policy.passes_per_batch=2")) == []
     assert found(config_with("rollout.samples_per_prompt=1", "objective.advantage.kind=mean_baseline")) == []
     assert found(config_with("rollout.engine.kv_cache_mb=null", "rollout.engine.block_size=16"), cuda=True) == []
     assert found(config_with("rollout.engine.extra={max_num_batched_tokens: 512}")) == []

@@ -215,6 +215,7 @@ WRONG_VALUES = [
     ("data.train=[]", "data.train = []: wrong number of items; give at least 1"),
     ("data.overlong=skip", 'data.overlong = "skip": must be one of refuse, drop'),
     ("data.unverifiable=ignore", 'data.unverifiable = "ignore": must be one of refuse, drop'),
+    ("policy.passes_per_batch=0", "policy.passes_per_batch = 0: must be greater than 0"),
     ("data.max_prompt_tokens=0", "data.max_prompt_tokens = 0: must be greater than 0"),
     ("eval=null", "eval = null: a section must be a mapping; write its keys below it, or remove it to take"),
     ("model=null", "model = null: a section must be a mapping"),

@@ -33,6 +33,7 @@ from ctpo_megatron.data import (
 from ctpo_megatron.rollouts.buffer import UniformGroups
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
+from tests import compare_runs
 from tests.end_to_end import killed_train
 from tests.end_to_end.small_run import ROOT, Ctpo, records, repeatable
 from tests.support import children, ranks
@@ -288,6 +289,23 @@ def test_a_killed_run_without_uniform_groups_goes_on_bit_for_bit(folder: Path, m
         "tracking/nonfinite" in line for line in whole
     )  # though some optimizer step has no token in its loss
     assert [line["actor/lr"] for line in whole[1:]] == sorted((line["actor/lr"] for line in whole[1:]), reverse=True)
+
+
+@pytest.mark.slow  # of the order alone: tests/policy/test_several_passes.py
+def test_a_killed_run_of_two_passes_goes_on_bit_for_bit(folder: Path) -> None:
+    """In the second pass of its second step, whose order is drawn again."""
+    settings = ["policy.passes_per_batch=2", "policy.mini_batch_prompts=1", "policy.optimizer.schedule=linear"]
+    settings.append("export.enabled=true")
+    done = train(folder, *settings, "run.name=passes")
+    assert done.returncode == 0, done.stderr[-4000:]
+    killed = train(folder, *settings, "run.name=passes-killed", kill_at=("update", 15))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    resumed = train(folder, *settings, "run.name=passes-killed", "run.resume=true")
+    assert resumed.returncode == 0 and "continuing after step 1" in resumed.stdout, resumed.stderr[-4000:]
+    whole, again = (folder / "runs" / name for name in ("passes", "passes-killed"))
+    assert compare_runs.compare(whole, again, ("trajectories", "metrics", "positions", "tensors"))[0] == 0
+    rates = [line["actor/lr"] for line in records(whole)[1:]]
+    assert rates == pytest.approx([rates[0] * left / 17 for left in (17, 9, 1)])  # 24 optimizer steps
 
 
 @pytest.mark.slow  # of the stream alone: tests/data/test_mix.py

@@ -14,12 +14,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.config import ObjectiveConfig, PolicyConfig
 from ctpo_megatron.data import DataError, Trajectory
 from ctpo_megatron.data.tokens import ROUTER_CHOICES
 from ctpo_megatron.policy import Layout, MiniBatch, Trainer, destroy_distributed, init_distributed
 from ctpo_megatron.policy.router_replay import Choices, ReplayedRouter
 from tests.policy import models
+from tests.policy.test_train import Run, a_batch
 from tests.support.experts import taken
 
 AGREEMENT, UNRECORDED = "mismatch/router_agreement", "mismatch/router_unrecorded"
@@ -97,6 +98,22 @@ def test_other_choices_are_taken_and_counted(
     assert metrics[UNRECORDED] == 1.0 and AGREEMENT not in metrics
     live, _ = scored(folder, layout, models.trajectories())
     assert torch.equal(log_probs(unrecorded), log_probs(live)) and torch.equal(log_probs(without), log_probs(live))
+
+
+def test_a_second_pass_over_a_batch_takes_them_and_compares_nothing(
+    model: tuple[Path, PreTrainedModel], layout: Layout
+) -> None:
+    """Its log-probs are not the old ones."""
+    folder, of_transformers = model
+    found = []
+    for repeats in (1, 2):
+        batch = a_batch()
+        record(batch.trajectories, of_transformers)
+        run = Run(folder, layout, ObjectiveConfig(), 8, repeats=repeats, router_replay=True)
+        metrics = run.train(batch).metrics
+        found.append({name: value for name, value in metrics.items() if name.startswith("mismatch/")})
+        assert metrics[AGREEMENT] > 0.99 and run.trainer._passes.router_metrics() == {}  # nothing left to the next step
+    assert found[0] == found[1]
 
 
 def test_choices_of_another_model_are_refused(model: tuple[Path, PreTrainedModel], layout: Layout) -> None:

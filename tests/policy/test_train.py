@@ -79,6 +79,8 @@ class Run:
         planned: int | None = None,
         batches: int = 2,
         skip: bool = False,
+        repeats: int = 1,
+        seed: int = 0,
         **config: Any,
     ) -> None:
         optimizer = OptimizerConfig(lr=1e-3, schedule="linear")
@@ -90,8 +92,10 @@ class Run:
             TrainSettings(
                 objective,
                 batches=batches,
-                updates_per_batch=planned or 16 // size,
+                updates_per_batch=planned or 16 // size * repeats,
                 mini_batch_size=size,
+                passes=repeats,
+                seed=seed,
                 skip_zero_advantage=skip,
                 mismatch_limit=mismatch_limit,
                 max_response_tokens=0,
@@ -210,6 +214,7 @@ def test_the_steps_that_are_dumped(every: int, dumped: list[int]) -> None:
         policy,
         rollout,
         batches=5,
+        seed=0,
         skip_zero_advantage=True,
         sampler_dtype="float32",
         diagnostics=True,

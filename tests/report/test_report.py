@@ -311,6 +311,9 @@ def test_the_settings_have_the_objective_in_numbers_as_the_run_recorded_it(demo_
         == f"Objective: {dict(facts(replace(run, environment={'objective': objective})))['Objective']}"
     )
     assert dict(facts(run))["Anchor"] == "proximal, correction: none"
+    assert dict(facts(run))["Batch"].endswith(" prompts")
+    twice = replace(run, config=run.config | {"policy": run.config["policy"] | {"passes_per_batch": 2}})
+    assert dict(facts(twice))["Batch"].endswith(" prompts, 2 passes")
     for older in ({}, {"objective": None}, {"objective": {"preset": "grpo"}}):
         assert dict(facts(replace(run, environment=older)))["Objective"] == "ctpo"
 
