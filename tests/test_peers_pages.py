@@ -134,7 +134,7 @@ def test_messages_say_of_a_key_what_the_pages_say() -> None:
 
 
 def test_what_the_pages_say_is_not_here_has_a_reason() -> None:
-    for name in ("beta", "num_iterations", "actor.ppo_epochs", "reward.reward_model", "peft_config", "critic"):
+    for name in ("beta", "reward.reward_model", "peft_config", "critic"):
         found = answer(name)
         assert found is not None and not found.keys and found.note, name
 

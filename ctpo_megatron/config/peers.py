@@ -17,7 +17,6 @@ _ALL_WEIGHTS = "no adapters are trained: every update is of all weights"
 _NO_KL = "there is no KL term: the published objective has none, its clip window bounds what an update changes"
 _NO_TEACHER = "no second model is loaded: sample from the teacher, and train on its answers (sft.data)"
 _NO_CRITIC = "there is no critic: the baseline of a prompt is the mean reward of its samples"
-_ONE_PASS = "; a batch is passed over once: policy.mini_batch_prompts decides how many optimizer steps that makes"
 _OWN_ENGINES = "; a run starts its own engines: with placement.mode: disaggregated they have GPUs of their own"
 _MEGATRON = "; Megatron-Core shards the model: policy.tensor_model_parallel_size and the other sizes"
 _COLUMNS = "; the columns have fixed names (docs/data.md)"
@@ -41,7 +40,7 @@ TRL = {
     "generation_batch_size": "rollout.prompts_per_step; prompts, not completions: divide by num_generations",
     "steps_per_generation": f"policy.mini_batch_prompts; {_STEPS}",
     "gradient_accumulation_steps": f"policy.mini_batch_prompts; {_STEPS}",
-    "num_iterations": _ONE_PASS,
+    "num_iterations": "policy.passes_per_batch",
     "per_device_train_batch_size": "policy.micro_batch_tokens; tokens, packed without padding",
     "per_device_eval_batch_size": "rollout.engine.max_num_seqs; engines evaluate as they sample",
     "max_prompt_length": "data.max_prompt_tokens",
@@ -133,7 +132,7 @@ VERL = {
     "actor.ppo_micro_batch_size_per_gpu": "policy.micro_batch_tokens; tokens, packed without padding",
     "actor.ppo_max_token_len_per_gpu": "policy.micro_batch_tokens",
     "actor.use_dynamic_bsz": "policy.micro_batch_tokens; always by tokens",
-    "actor.ppo_epochs": _ONE_PASS,
+    "actor.ppo_epochs": "policy.passes_per_batch",
     "actor.strategy": _MEGATRON,
     "actor.fsdp_config": _MEGATRON,
     "actor.optim.lr": "policy.optimizer.lr",

@@ -23,7 +23,8 @@ ANSWERS = [
     ("policy.lora={rank: 8}", "no adapters are trained: every update is of all weights; remove the key"),
     ("model.lora_rank=8", "no adapters are trained"),
     ("objective.teacher=x", "no second model is loaded"),
-    ("policy.ppo_epochs=2", "a batch is passed over once"),
+    ("policy.ppo_epochs=2", "unknown key; verl's name for policy.passes_per_batch"),
+    ("num_iterations=2", "unknown key; TRL's name for policy.passes_per_batch"),
     ("run.push_to_hub=true", "nothing is uploaded: `hf upload` takes the folder model/ of a run; remove the key"),
     (
         "actor_rollout_ref={rollout: {n: 8, mode: async}, actor: {use_kl_loss: true}}",
