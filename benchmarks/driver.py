@@ -34,13 +34,13 @@ from ctpo_megatron.data.packing import split_evenly
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
 from ctpo_megatron.engines.tasks import GroupOutcome
 from ctpo_megatron.models import FAMILIES, ModelSpec
 from ctpo_megatron.objective import batch_advantages
 from ctpo_megatron.policy.minibatch import checked_sequences, make_mini_batches, share_of
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.rewards import RewardPool
-from ctpo_megatron.rollouts.ahead import encode_ahead, read_ahead
 from ctpo_megatron.rollouts.buffer import OpenBatch, UniformGroups
 from ctpo_megatron.rollouts.filters import Filters
 from ctpo_megatron.rollouts.metrics import rollout_metrics, staleness_metrics

@@ -54,6 +54,7 @@ SIDE_DOORS = (
     "ctpo_megatron.data.tokens",
     "ctpo_megatron.data.tool_call",
     "ctpo_megatron.data.trajectory",
+    "ctpo_megatron.data.trajectory_file",
     "ctpo_megatron.data.verdict",
     "ctpo_megatron.config.extension",
     "ctpo_megatron.config.schema",

@@ -23,7 +23,8 @@ SFT_CHECKPOINTS = "sft"
 MARKER = "COMPLETE.json"
 """In a checkpoint that was written whole."""
 AHEAD, AHEAD_JSON = "ahead.parquet", "ahead.json.gz"
-"""In a checkpoint of a run that samples ahead: the groups that were sampled and not trained on."""
+"""In a checkpoint of a run that samples ahead: the groups that were sampled and not trained on. Earlier versions wrote
+the second."""
 
 _OWNER = "owner.lock"
 _DISCARDED = "discarded_"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import total_ordering
 from types import MappingProxyType
@@ -115,55 +114,6 @@ def filled(tokens: NDArray[np.void], start: int, columns: Mapping[str, NDArray[A
             raise ValueError(f"{len(values)} of {name} from token {start} on, of {len(made)} tokens")
         made[name][start : start + len(values)] = values
     return made
-
-
-def to_text(columns: Mapping[str, NDArray[Any]]) -> dict[str, dict[str, Any]]:
-    """Further columns as JSON has them: numpy's name of the type, the shape of a token's value, the bytes in base64."""
-    return {
-        name: {
-            "type": values.dtype.str,
-            "shape": list(values.shape[1:]),
-            "data": base64.b64encode(values.tobytes()).decode(),
-        }
-        for name, values in columns.items()
-    }
-
-
-def of_text(columns: Mapping[str, Mapping[str, Any]], length: int) -> dict[str, NDArray[Any]]:
-    """Inverse of `to_text` for `length` tokens. Raises ValueError, TypeError and KeyError for anything else."""
-    return {
-        name: np.frombuffer(base64.b64decode(each["data"]), np.dtype(each["type"])).reshape(length, *each["shape"])
-        for name, each in columns.items()
-    }
-
-
-def checked(columns: Mapping[str, Sequence[Any]]) -> NDArray[np.void]:
-    """Tokens from lists of numbers, one for each column of `TOKEN`, as dumps and older checkpoints have them.
-
-    Log-probs are rounded to float32, as which engines report them. Raises ValueError for lists that differ in length,
-    for integers that the column's type cannot hold, and for log-probs that are not finite in float32.
-    """
-    lengths = {name: len(columns[name]) for name in COLUMNS}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"its lists differ in length: {lengths}")
-    made = np.zeros(lengths["token_ids"], TOKEN)
-    for name in COLUMNS:
-        given, kind = columns[name], TOKEN[name].kind
-        # A list of one number type alone becomes an array of it: True, "1" and null do not pass for numbers.
-        if given and (strange := [value for value in given if type(value) not in _NUMBERS[kind]]):
-            raise ValueError(f"{name} holds {strange[0]!r}")
-        values = np.asarray(given, np.float64 if kind == "f" else np.int64)
-        with np.errstate(over="ignore"):  # checked next
-            made[name] = values
-        changed = ~np.isfinite(made[name]) if kind == "f" else made[name] != values
-        if name.endswith("_mask"):
-            changed |= values > 1
-        if changed.any():
-            raise ValueError(f"{name} holds {given[int(changed.argmax())]!r}")
-    return made
-
-
-_NUMBERS = {"i": (int,), "u": (int,), "f": (float, int)}
 
 
 @total_ordering

@@ -10,18 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ctpo_megatron.data.tokens import (
-    COLUMNS,
-    NO_COLUMNS,
-    Column,
-    checked,
-    filled,
-    further,
-    joined,
-    of_text,
-    records,
-    to_text,
-)
+from ctpo_megatron.data.tokens import NO_COLUMNS, Column, filled, joined, records
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.verdict import NoVerdict
 
@@ -232,22 +221,6 @@ class Trajectory:
                 "no_verdict": None if missing is None else NoVerdict(**missing),
             }
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain-JSON form that `from_json` restores exactly: lists of numbers for the columns of `TOKEN`, and further
-        columns, if any, as `more` (`to_text`)."""
-        names = ("prompt_id", "sample_index", "seed")
-        columns = {name: self.tokens[name].tolist() for name in COLUMNS}
-        more = further(self.tokens)
-        rest = {"more": to_text(more)} if more else {}
-        return {name: getattr(self, name) for name in names} | columns | self.facts() | rest
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Trajectory:
-        """Inverse of `to_json`. Raises ValueError and KeyError for columns that cannot be what they say."""
-        tokens = checked(record)
-        more = of_text(record.get("more") or {}, len(tokens))
-        return cls.of_facts(record, filled(tokens, 0, more) if more else tokens)
 
 
 _WHERE_KNOWN = ("turn_rewards", "scored_at")

@@ -31,10 +31,7 @@ from ctpo_megatron.rollouts.samples import (
 from ctpo_megatron.rollouts.scoring import Scorer
 
 if TYPE_CHECKING:
-    from ctpo_megatron.rollouts.ahead import encode_ahead, read_ahead
     from ctpo_megatron.rollouts.scheduler import Scheduler
-
-_MODULES = {"Scheduler": "scheduler", "encode_ahead": "ahead", "read_ahead": "ahead"}
 
 __all__ = [
     "LEVEL",
@@ -59,9 +56,7 @@ __all__ = [
     "by_problem",
     "by_source",
     "conduct",
-    "encode_ahead",
     "filter_problem",
-    "read_ahead",
     "rollout_metrics",
     "ticks",
     "unjudged",
@@ -70,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import lazily what needs Ray or pyarrow."""
-    if name not in _MODULES:
+    """Import lazily what needs Ray."""
+    if name != "Scheduler":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return import_module(f"{__name__}.scheduler").Scheduler

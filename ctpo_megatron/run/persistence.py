@@ -15,6 +15,7 @@ from ctpo_megatron.base.files import FULL_PAUSE_S, FULL_S, DamagedFileError
 from ctpo_megatron.base.run_paths import AHEAD, RunPaths, step_in
 from ctpo_megatron.base.run_paths import SFT_CHECKPOINTS as _SFT
 from ctpo_megatron.config import Config, SftConfig
+from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
 from ctpo_megatron.policy import (
     CheckpointError,
     CheckpointWriteError,
@@ -22,7 +23,7 @@ from ctpo_megatron.policy import (
     latest_checkpoint,
     read_checkpoint_marker,
 )
-from ctpo_megatron.rollouts import Rollouts, encode_ahead, read_ahead
+from ctpo_megatron.rollouts import Rollouts
 from ctpo_megatron.run.directory import finished_steps, take_over, written_by_another_version
 from ctpo_megatron.run.ranks import TrainerGroup
 from ctpo_megatron.run.reporter import Reporter

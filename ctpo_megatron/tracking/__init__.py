@@ -7,14 +7,20 @@
     write_trajectories(directory, step, groups, decode)     trajectories/step_%06d.parquet; `DumpWriter`: in a thread
 
 Training code calls these and ignores their results. Every metric is defined in docs/reference/metrics.md.
+What reads and writes dumps is imported on first use: it needs numpy and pyarrow.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.tracking.display import Display
 from ctpo_megatron.tracking.display_view import PHASES, duration
 from ctpo_megatron.tracking.dump_writer import FAILURES as DUMP_FAILURES
 from ctpo_megatron.tracking.dump_writer import DumpWriter
 from ctpo_megatron.tracking.metrics import MetricsWriter, PositionsWriter, read_metrics, read_positions
-from ctpo_megatron.tracking.records import TRACES, Head, Record
+from ctpo_megatron.tracking.records import TRACES, Decode, Head, Record
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
 from ctpo_megatron.tracking.timing import (
     Heartbeat,
@@ -27,19 +33,19 @@ from ctpo_megatron.tracking.timing import (
 )
 from ctpo_megatron.tracking.trackers import PROMETHEUS_ADDRESS, open_trackers, tracker_problem
 from ctpo_megatron.tracking.train_log import TrainLog
-from ctpo_megatron.tracking.trajectories import (
-    Decode,
-    discard_dumps,
-    read_heads,
-    read_scores,
-    read_texts,
-    read_trajectories,
-    recorded_trajectories,
-    records_at,
-    trajectory_files,
-    trajectory_of,
-    write_trajectories,
-)
+
+if TYPE_CHECKING:
+    from ctpo_megatron.tracking.trajectories import (
+        discard_dumps,
+        read_heads,
+        read_scores,
+        read_texts,
+        read_trajectories,
+        recorded_trajectories,
+        records_at,
+        trajectory_files,
+        write_trajectories,
+    )
 
 __all__ = [
     "DUMP_FAILURES",
@@ -77,6 +83,12 @@ __all__ = [
     "throughput_metrics",
     "tracker_problem",
     "trajectory_files",
-    "trajectory_of",
     "write_trajectories",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what reads and writes dumps."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.trajectories"), name)

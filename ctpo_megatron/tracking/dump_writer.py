@@ -29,8 +29,7 @@ class DumpWriter:
 
     def __init__(self) -> None:
         # Now and by the caller: an import in the thread would keep others from the interpreter's lock.
-        import ctpo_megatron.tracking.parquet_dump
-        import ctpo_megatron.tracking.segments  # noqa: F401
+        import ctpo_megatron.tracking.trajectories  # noqa: F401
 
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dumps")
         self._pending: deque[tuple[str, Future[Path]]] = deque()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 TRACES = ("log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
 """Numbers of each token that a pass of the update gives, the last where the objective's ratio is not cumulative."""
 Record = dict[str, Any]
-"""A trajectory as `Trajectory.to_json` has it, and the fields that `write_trajectories` adds."""
+"""A trajectory as a dump has it, in Python's numbers, lists and texts."""
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens kept (`lambda ids: tokenizer.decode(ids, skip_special_tokens=False)`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +32,6 @@ class Head:
     tools: str
     model_tokens: int
     traced: bool
-
-
-def statuses(found: Iterable[str]) -> str:
-    """`Head.tools` of the statuses of calls."""
-    return " ".join(sorted(set(found)))
-
-
-OF_TEXTS = ("segments.text", "tool_calls.output")
-"""The fields that `texts_in` needs."""
-
-
-def texts_in(record: Record) -> list[str]:
-    """Its texts that are searched: prompt, turns and observations, then outputs of tools."""
-    return [*(part["text"] for part in record["segments"]), *(call["output"] for call in record["tool_calls"])]
 
 
 AT_ONCE = 4_096

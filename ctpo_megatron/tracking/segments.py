@@ -5,16 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ctpo_megatron.tracking.records import AT_ONCE, GiveWay, Record
-
-if TYPE_CHECKING:
-    from ctpo_megatron.tracking.trajectories import Decode
-
+from ctpo_megatron.tracking.records import AT_ONCE, Decode, GiveWay, Record
 
 _LEFT = 4
 """Tokens before a part that is decoded with it: some tokenizers look at the neighbour, none further back."""

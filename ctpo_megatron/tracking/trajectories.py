@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from ctpo_megatron.base.files import DamagedFileError, aside
 from ctpo_megatron.base.run_paths import EVALUATION, TRAJECTORIES, RunPaths, discarded, step_in
-from ctpo_megatron.tracking.records import OF_TEXTS, TRACES, Head, Record, texts_in
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.trajectory_file import SCHEMA, read_table, records_in, row_of, trajectories_in, write_table
+from ctpo_megatron.tracking.records import TRACES, Decode, GiveWay, Head, Record
+from ctpo_megatron.tracking.segments import texts_of
 
-if TYPE_CHECKING:
-    from ctpo_megatron.data.batch import Group
-    from ctpo_megatron.data.trajectory import Trajectory
-
-
-T = TypeVar("T")
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens kept (`lambda ids: tokenizer.decode(ids, skip_special_tokens=False)`)."""
-
-_ADDED = ("answer", "data_source", "segments", "advantage", "turn_advantages", "dropped", *TRACES)
-"""Fields of a record that no trajectory has."""
+_SEGMENT = pa.struct(
+    [("turn", pa.int32()), ("kind", pa.string()), ("text", pa.string()), ("token_chars", pa.list_(pa.int32()))]
+)
+_ADDED = [
+    pa.field("data_source", pa.string()),
+    pa.field("answer", pa.string()),
+    pa.field("advantage", pa.float64()),
+    pa.field("turn_advantages", pa.list_(pa.float64())),
+    pa.field("dropped", pa.bool_()),
+    *(pa.field(name, pa.list_(pa.float32())) for name in TRACES),
+    pa.field("segments", pa.list_(_SEGMENT)),
+]
+"""Columns that no trajectory has."""
+_OF_HEADS = {
+    *("prompt_id", "sample_index", "reward", "finish_reason", "response_mask", "log_ratio"),
+    *("no_verdict.cause", "tool_calls.status"),
+}
 
 
 def write_trajectories(
@@ -34,45 +47,80 @@ def write_trajectories(
 ) -> Path:
     """Write `<folder>/step_%06d.parquet`, one trajectory a row, and return its path.
 
-    A record is `Trajectory.to_json()` plus `answer`, `data_source` and `segments` (`Texts.segments`). `extra` adds
-    fields by the trajectory's index: `dropped` if it was not trained on. The report draws `advantage` and the per-token
-    `log_ratio`, `clip_low` and `clip_high`, lists or arrays of the length of `token_ids`. docs/reference/dumps.md
-    has all.
+    A row has the trajectory, `answer`, `data_source` and `segments` (`Texts.segments`). `extra` adds fields by the
+    trajectory's index: `dropped` if it was not trained on. The report draws `advantage` and the per-token `log_ratio`,
+    `clip_low` and `clip_high`, lists or arrays of the length of `token_ids`. docs/reference/dumps.md has all.
 
     For use in a thread: it lets other threads have the interpreter's lock every few milliseconds.
     """
-    from ctpo_megatron.tracking.parquet_dump import write_table
-
     path = RunPaths(Path(run_dir)).dump(step, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = _rows(groups, decode, extra or {})
     if folder != TRAJECTORIES:  # nothing else is trained on
-        rows = ({name: value for name, value in row.items() if name != "more"} for row in rows)
+        rows = (row | {"more": None} for row in rows)
     with aside(path) as written:
-        write_table(written, rows)
+        write_table(written, rows, _ADDED, after=GiveWay().after)
     return path
 
 
-def each_record(path: Path, without: Sequence[str] = ()) -> Iterator[Record]:
-    """The records of one dump, few in memory at a time. Raises DamagedFileError.
-
-    without: fields that need not be read.
-    """
-    from ctpo_megatron.tracking.parquet_dump import read_table
-
-    return read_table(path, without)
+def _rows(groups: Iterable[Group], decode: Decode, extra: Mapping[int, Mapping[str, Any]]) -> Iterator[Record]:
+    texts = texts_of(decode)
+    pairs = ((group.prompt, trajectory) for group in groups for trajectory in group.trajectories)
+    for place, (prompt, trajectory) in enumerate(pairs):
+        own = row_of(trajectory)
+        yield own | {
+            "answer": prompt.answer,
+            "data_source": prompt.data_source,
+            "segments": texts.segments(own["token_ids"], own["turn"], own["response_mask"]),
+            "dropped": False,
+            **extra.get(place, {}),
+        }
 
 
 def read_trajectories(path: Path) -> list[Record]:
-    """The records of one dump; `trajectory_of` turns one into a Trajectory. Raises DamagedFileError."""
-    return [*each_record(path)]
+    """The records of one dump. Raises DamagedFileError."""
+    return [*read_table(path, records_in)]
+
+
+def records_at(path: Path, places: Sequence[int]) -> list[Record]:
+    """The records at places of one dump, in this order. Raises DamagedFileError."""
+
+    def take(batch: pa.RecordBatch, first: int) -> Iterator[tuple[int, Record]]:
+        for place in {*places} & {*range(first, first + batch.num_rows)}:
+            yield from ((place, record) for record in records_in(batch.slice(place - first, 1)))
+
+    found = dict(read_table(path, take, places=places))
+    return [found[place] for place in places]
 
 
 def read_heads(path: Path) -> list[Head]:
     """What the records of one dump are chosen by. Raises DamagedFileError."""
-    from ctpo_megatron.tracking.parquet_dump import heads_of_table
+    return [*read_table(path, _heads, _OF_HEADS)]
 
-    return [*heads_of_table(path)]
+
+def _heads(batch: pa.RecordBatch, first: int) -> Iterator[Head]:
+    rows = batch.drop_columns(["response_mask", "log_ratio"]).to_pylist()
+    traced, sizes = batch["log_ratio"].is_valid().to_pylist(), _sums(batch["response_mask"])
+    for place, (row, has, size) in enumerate(zip(rows, traced, sizes, strict=True), start=first):
+        yield Head(
+            place,
+            row["prompt_id"],
+            row["sample_index"],
+            row["reward"],
+            (row.get("no_verdict") or {}).get("cause") or "",
+            row["finish_reason"] or "",
+            " ".join(sorted({call["status"] for call in row["tool_calls"]})),
+            size,
+            has,
+        )
+
+
+def _sums(column: pa.ListArray) -> list[int]:
+    """The sum of each list of small numbers."""
+    sums = np.concatenate([[0], np.cumsum(column.values.to_numpy(zero_copy_only=False), dtype=np.int64)])
+    ends = column.offsets.to_numpy()
+    found: list[int] = (sums[ends[1:]] - sums[ends[:-1]]).tolist()
+    return found
 
 
 def read_texts(path: Path) -> Iterator[list[str]]:
@@ -80,48 +128,31 @@ def read_texts(path: Path) -> Iterator[list[str]]:
 
     Raises DamagedFileError.
     """
-    return _parts(path, OF_TEXTS, texts_in)
+    return read_table(path, lambda batch, _: map(_texts, batch.to_pylist()), ("segments.text", "tool_calls.output"))
 
 
-def _parts(path: Path, fields: Collection[str], take: Callable[[Record], T]) -> Iterator[T]:
-    """What `take` makes of these fields of each record of one dump. Raises DamagedFileError."""
-    from ctpo_megatron.tracking.parquet_dump import parts_of_table
-
-    return parts_of_table(path, fields, take)
-
-
-def records_at(path: Path, places: Sequence[int]) -> list[Record]:
-    """The records at places of one dump, in this order. Raises DamagedFileError."""
-    from ctpo_megatron.tracking.parquet_dump import read_rows
-
-    found = read_rows(path, set(places))
-    return [found[place] for place in places]
-
-
-def trajectory_of(record: Mapping[str, Any]) -> Trajectory:
-    """The trajectory of a record of a dump."""
-    # Imported here: the report reads dumps on machines without the training stack.
-    from ctpo_megatron.data.trajectory import Trajectory
-
-    return Trajectory.from_json(record)
+def _texts(record: Record) -> list[str]:
+    return [*(part["text"] for part in record["segments"]), *(call["output"] for call in record["tool_calls"])]
 
 
 def recorded_trajectories(path: Path) -> list[Trajectory]:
     """The trajectories of one dump, for training. Raises DamagedFileError, also for an invalid edit."""
-    found = []
-    for number, record in enumerate(each_record(path, without=_ADDED), start=1):
-        try:
-            _check(record)
-            found.append(trajectory_of(record))
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise DamagedFileError(f"{path}, trajectory {number}, cannot be trained on ({error})") from error
+    found = [*read_table(path, trajectories_in, SCHEMA.names)]
+    for number, trajectory in enumerate(found, start=1):
+        if why := _unfit(trajectory):
+            raise DamagedFileError(f"{path} is damaged (trajectory {number}: {why})")
     return found
 
 
-def _check(record: Record) -> None:
-    """Raises TypeError for what a trajectory would silently accept."""
-    if not isinstance(record["final_text"], str):
-        raise TypeError(f"final_text is {record['final_text']!r}")
+def _unfit(trajectory: Trajectory) -> str:
+    """What a trajectory silently accepts, and no update can use; empty without."""
+    log_probs = trajectory.tokens["rollout_log_probs"]
+    if not np.isfinite(log_probs).all():
+        return f"rollout_log_probs holds {log_probs[np.isfinite(log_probs).argmin()]}"
+    for name in ("response_mask", "loss_mask"):
+        if (trajectory.tokens[name] > 1).any():
+            return f"{name} holds {trajectory.tokens[name].max()}"
+    return "" if isinstance(trajectory.final_text, str) else f"final_text is {trajectory.final_text!r}"
 
 
 def trajectory_files(run_dir: Path, folder: str = TRAJECTORIES) -> dict[int, Path]:
@@ -142,29 +173,6 @@ def discard_dumps(run_dir: Path, after: int) -> None:
                 path.replace(discarded(path))
 
 
-def _rows(groups: Iterable[Group], decode: Decode, extra: Mapping[int, Mapping[str, Any]]) -> Iterator[Record]:
-    from ctpo_megatron.tracking.segments import texts_of
-
-    texts = texts_of(decode)
-    pairs = ((group.prompt, trajectory) for group in groups for trajectory in group.trajectories)
-    for place, (prompt, trajectory) in enumerate(pairs):
-        own = _as_columns(trajectory)
-        yield own | {
-            "answer": prompt.answer,
-            "data_source": prompt.data_source,
-            "segments": texts.segments(own["token_ids"], own["turn"], own["response_mask"]),
-            **extra.get(place, {}),
-        }
-
-
-def _as_columns(trajectory: Trajectory) -> Record:
-    """Its fields, numbers of tokens as arrays."""
-    from ctpo_megatron.data.tokens import COLUMNS, further
-
-    columns = {name: trajectory.tokens[name] for name in COLUMNS}
-    return {"no_verdict": None} | trajectory.facts() | columns | {"more": further(trajectory.tokens)}
-
-
 _COLUMNS = ("prompt_id", "data_source", "answer", "reward")
 
 
@@ -180,4 +188,8 @@ class ScoredAnswer:
 
 def read_scores(path: Path) -> list[ScoredAnswer]:
     """The scores of one dump, in its order. Raises DamagedFileError."""
-    return [*_parts(path, _COLUMNS, lambda record: ScoredAnswer(*(record[name] for name in _COLUMNS)))]
+
+    def take(batch: pa.RecordBatch, _: int) -> Iterator[ScoredAnswer]:
+        return (ScoredAnswer(*(row[name] for name in _COLUMNS)) for row in batch.to_pylist())
+
+    return [*read_table(path, take, _COLUMNS)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.rollouts import read_ahead
+from ctpo_megatron.data.trajectory_file import read_ahead
 from ctpo_megatron.tracking import read_trajectories, trajectory_files
 
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
-from ctpo_megatron.base.run_paths import AHEAD, AHEAD_JSON
 from ctpo_megatron.data import PackingRules, Trajectory, pack, token_sequences
 from ctpo_megatron.data.tokens import ROUTER_CHOICES, TOKEN, common_type, recorded
-from ctpo_megatron.rollouts import encode_ahead, read_ahead
 
 COLUMNS = {
     "token_ids": [1, 2, 3, 4, 5, 6],
@@ -71,10 +65,8 @@ def test_only_the_loss_mask_is_given_anew() -> None:
         trajectory.token_ids = [1]  # type: ignore[misc]
 
 
-def test_every_form_is_restored_exactly() -> None:
+def test_a_pickle_is_restored_exactly() -> None:
     trajectory = made()
-    assert {name: trajectory.to_json()[name] for name in COLUMNS} == COLUMNS
-    assert Trajectory.from_json(json.loads(json.dumps(trajectory.to_json()))) == trajectory
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(trajectory, protocol=5, buffer_callback=buffers.append)
     assert pickle.loads(pickled, buffers=buffers) == trajectory
@@ -82,20 +74,6 @@ def test_every_form_is_restored_exactly() -> None:
     other = made()
     other.tokens["turn"][0] = 1
     assert other != trajectory and trajectory != made(scores=np.ones(3, np.float16))
-
-
-@pytest.mark.parametrize(("name", "values"), [("token_ids", [1, 2**31]), ("turn", [0, 2**15]), ("loss_mask", [0, -1])])
-def test_numbers_that_a_column_cannot_hold_are_refused(name: str, values: list[int]) -> None:
-    record = {**made().to_json(), **{each: [0, 0] for each in COLUMNS}, name: values}
-    with pytest.raises(ValueError, match=f"{name} holds {values[1]}"):
-        Trajectory.from_json(record)
-
-
-def test_a_log_prob_beyond_float32_is_refused() -> None:
-    record = made().to_json()
-    record["rollout_log_probs"][3] = -1e39
-    with pytest.raises(ValueError, match=r"rollout_log_probs holds -1e\+39"):
-        Trajectory.from_json(record)
 
 
 @pytest.mark.parametrize("name", ["turn", "current"])
@@ -146,17 +124,6 @@ def test_columns_of_tokens_that_the_engine_read_are_filled_in() -> None:
         trajectory.fill(0, {"experts": experts().astype(np.uint16)})
 
 
-@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
-def test_further_columns_are_in_the_json_form(kind: Any) -> None:
-    trajectory = made(experts=experts().astype(kind), scores=np.array([1, 2, 3], np.float16))
-    record = json.loads(json.dumps(trajectory.to_json()))
-    assert Trajectory.from_json(record) == trajectory
-    record["more"]["experts"]["shape"] = [2, 4]
-    with pytest.raises(ValueError, match="cannot reshape"):
-        Trajectory.from_json(record)
-    assert "more" not in made().to_json()
-
-
 def test_a_token_without_a_record_is_none_of_its_experts() -> None:
     choices = np.array([[[3, 1], [0, 2]], [[0, 0], [0, 0]], [[0, 5], [5, 0]]], np.uint8)
     assert recorded(choices).tolist() == [True, False, True]
@@ -171,87 +138,3 @@ def test_router_choices_take_a_byte_each_and_stay_in_host_memory() -> None:
     meta = torch.device("meta")
     assert packed.to(meta).more[ROUTER_CHOICES] is packed.more[ROUTER_CHOICES]
     assert packed.to(meta).token_ids.device == scored.to(meta).more["scores"].device == meta
-
-
-def ahead(*trajectories: Trajectory) -> dict[str, Any]:
-    waiting = {"prompt": "q", "occurrence": 1}
-    group = {"prompt": "p", "trajectories": list(trajectories), "report": {"seconds": 0.5}}
-    return {"shape": [1, 2], "settled": {"trained": 3}, "batches": [{"step": 4, "groups": [waiting, group]}]}
-
-
-@pytest.mark.parametrize("more", [{}, {"experts": experts(), "scores": np.array([1, 2, 3], np.float16)}])
-def test_what_is_sampled_ahead_survives_a_checkpoint(tmp_path: Path, more: dict[str, Any]) -> None:
-    first, second = made(**more), made()
-    second.tokens["token_ids"] += 10
-    second.final_text, second.reward, second.reward_components = "\\boxed{2}", 0.1, {"a": 1.0}
-    second.turn_rewards = [0.1, 1e-17]
-    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(first, second)))
-    found = read_ahead(tmp_path)
-    assert found is not None
-    [kept, restored] = found["batches"][0]["groups"][1].pop("trajectories")
-    assert found == {**ahead(), "batches": [{"step": 4, "groups": [{"prompt": "q", "occurrence": 1}, {
-        "prompt": "p", "report": {"seconds": 0.5}}]}]}  # fmt: skip
-    assert kept == first
-    assert restored.to_json() | {"more": {}} == second.to_json() | {"more": {}}  # a column that one lacks is 0
-
-
-def test_nothing_is_sampled_ahead(tmp_path: Path) -> None:
-    assert read_ahead(tmp_path) is None
-    empty = {**ahead(), "batches": []}
-    (tmp_path / AHEAD).write_bytes(encode_ahead(empty))
-    assert read_ahead(tmp_path) == empty
-
-
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made()))[:-30])
-    with pytest.raises(ValueError, match=r"ahead\.parquet does not hold what was sampled ahead"):
-        read_ahead(tmp_path)
-
-
-HOSTILE: dict[str, dict[str, Any]] = {
-    "objects": {"type": '[["token_ids", "|O"]]'},
-    "a type that is none": {"type": '[["token_ids", "import os"]]'},
-    "deep": {"state": "[" * 100_000},
-    "a list": {"state": "[]"},
-    "huge": {"length": [2**31 - 1] * 3000},
-    "negative": {"length": [-5]},
-    "fewer": {"length": [], "facts": []},
-    "facts that are none": {"facts": ["[]"]},
-    "no column": {"drop": "token_ids"},
-}
-
-
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_file_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
-    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made())))
-    table = pq.read_table(tmp_path / AHEAD)
-    metadata = table.schema.metadata | {key.encode(): change[key] for key in ("type", "state") if key in change}
-    columns = {name: table[name] for name in table.column_names if name != change.get("drop")}
-    lengths = pa.array(change.get("length", [6]), pa.int32())
-    columns = {name: pa.concat_arrays(columns[name].chunks * len(lengths)) for name in columns if len(lengths)} or {
-        name: column.slice(0, 0).combine_chunks() for name, column in columns.items()
-    }
-    columns |= {"length": lengths} | {key: pa.array(change[key], pa.string()) for key in ("facts",) if key in change}
-    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), tmp_path / AHEAD)
-    with pytest.raises(ValueError, match=r"ahead\.parquet does not hold what was sampled ahead"):
-        read_ahead(tmp_path)
-
-
-def test_a_machine_without_memory_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise MemoryError
-
-    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made())))
-    monkeypatch.setattr("ctpo_megatron.rollouts.ahead.pq.read_table", full)
-    with pytest.raises(MemoryError):
-        read_ahead(tmp_path)
-
-
-def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
-    import gzip
-
-    trajectory = made()
-    older = ahead()
-    older["batches"][0]["groups"][1]["trajectories"] = [trajectory.to_json()]
-    (tmp_path / AHEAD_JSON).write_bytes(gzip.compress(json.dumps(older).encode()))
-    assert read_ahead(tmp_path) == ahead(trajectory)

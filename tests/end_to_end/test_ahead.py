@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.rollouts import read_ahead
+from ctpo_megatron.data.trajectory_file import read_ahead
 from ctpo_megatron.tracking import read_trajectories, trajectory_files
 from tests.end_to_end.small_run import Ctpo, records
 

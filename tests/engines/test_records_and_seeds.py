@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from pathlib import Path
@@ -20,6 +19,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.weights.file import FileOffer, WeightSnapshot, checkpoint_names
 from ctpo_megatron.environments.seeds import trajectory_seed, turn_seed
 from ctpo_megatron.rollouts.metrics import rollout_metrics
+from tests.support.recorded import through_a_file
 
 
 def test_seed_values_never_change() -> None:
@@ -120,7 +120,7 @@ def test_waiting_and_running_of_tool_calls_are_told_apart_where_the_tool_knows()
 
 def test_a_record_restores_exactly() -> None:
     made = trajectory(0, 3, 2, "answer", [ToolCall(1, "add", {"a": 1, "b": [2.5]}, "success", "3", 0.25, 0.125)])
-    assert Trajectory.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert through_a_file([made]) == [made]
 
 
 def test_snapshot_has_a_name_only_while_published() -> None:

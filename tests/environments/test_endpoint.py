@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +37,7 @@ from tests.environments.endpoint_stand import (
     text_of,
 )
 from tests.support.deadlines import scaled
+from tests.support.recorded import through_a_file
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -104,7 +104,7 @@ def test_another_history_is_another_sequence_and_the_longest_match_is_extended()
     assert sampled(trajectory) == [f"{said}<|im_end|>" for said in ("one", "aid", "two", "aids", "three", "four")]
     assert trajectory.model_tokens == sum(trajectory.loss_mask) == sum(map(len, map(ids_of, sampled(trajectory))))
     assert trajectory.final_text == "four"
-    assert Trajectory.from_json(json.loads(json.dumps(trajectory.to_json()))) == trajectory
+    assert through_a_file([trajectory]) == [trajectory]
 
 
 def test_two_answers_to_one_history_are_in_one_loss_each() -> None:

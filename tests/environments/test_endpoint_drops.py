@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
 import socket
@@ -326,7 +327,7 @@ def test_a_tool_that_ends_after_its_agent_changes_nothing() -> None:
         stand = Stand(Engine("one"), agent, tool=tool)
         try:
             trajectory = await stand.trajectory()
-            before = trajectory.to_json()
+            before = copy.deepcopy(trajectory)
             await asyncio.wait_for(asyncio.gather(*tasks), scaled(20))
             return trajectory, before
         finally:
@@ -334,7 +335,7 @@ def test_a_tool_that_ends_after_its_agent_changes_nothing() -> None:
 
     trajectory, before = asyncio.run(run())
     assert (tool.begun, tool.ended) == (1, 1)
-    assert trajectory.to_json() == before and trajectory.tool_calls == []
+    assert trajectory == before and trajectory.tool_calls == []
     assert [str(error) for error in errors] == [
         "environment: the episode is finished; nothing is run or recorded after its end"
     ] * 2

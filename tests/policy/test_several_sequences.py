@@ -19,6 +19,7 @@ from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.reports import of_trajectories
 from tests.policy import models
 from tests.policy.test_train import Run
+from tests.support.recorded import through_a_file
 
 
 def as_one(parts: list[Trajectory]) -> Trajectory:
@@ -41,12 +42,12 @@ def test_sequences_begin_where_they_say() -> None:
     whole = as_one(parts)
     assert [len(sequence) for sequence in token_sequences([whole])] == [len(part) for part in parts]
     assert [s.trajectory for s in token_sequences([parts[0], whole])] == [0, 1, 1, 1]
-    assert Trajectory.from_json(whole.to_json()) == whole
+    assert through_a_file([whole]) == [whole]
     assert whole.sequence_model_tokens == [part.model_tokens for part in parts]
-    assert "sequence_starts" not in parts[0].to_json()
+    assert "sequence_starts" not in parts[0].facts()
     for starts in ([0], [5, 5], [len(whole)]):
         with pytest.raises(ValueError, match="sequence_starts is"):
-            Trajectory.from_json(whole.to_json() | {"sequence_starts": starts})
+            Trajectory.of_facts(whole.facts() | {"sequence_starts": starts}, whole.tokens)
 
 
 @pytest.mark.parametrize("ratio", ["ctpo", "cispo"])

@@ -20,8 +20,8 @@ from ctpo_megatron.tracking import (
     read_scores,
     read_texts,
     read_trajectories,
+    recorded_trajectories,
     trajectory_files,
-    trajectory_of,
 )
 from tests.releases.make import FOLDER, LARGEST, NAME, train
 from tests.report.test_paper_figures import drawn
@@ -60,7 +60,9 @@ def test_a_stored_run_is_small_and_whole(archive: Path, tmp_path: Path) -> None:
         records = read_trajectories(dump)
         assert [head.prompt_id for head in read_heads(dump)] == [record["prompt_id"] for record in records] != []
         assert len([*read_texts(dump)]) == len([*read_scores(dump)]) == len(records)
-        assert [trajectory_of(record).reward for record in records] == [record["reward"] for record in records]
+        assert [trajectory.reward for trajectory in recorded_trajectories(dump)] == [
+            record["reward"] for record in records
+        ]
 
 
 BASE_INSTALL = """

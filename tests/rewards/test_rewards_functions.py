@@ -15,6 +15,7 @@ from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.rewards import RewardPool, ScoreReport
 from tests.support.deadlines import scaled
+from tests.support.recorded import through_a_file
 
 FUNCTIONS = """
     import asyncio
@@ -94,7 +95,7 @@ def test_a_reward_sees_trajectory_and_prompt_and_names_its_parts(folder: Path) -
     ]
     means = {"right": 0.5, "short": pytest.approx(sum(shares) / 4), "calls": 1.0, "tokens": 3.5}
     assert report == ScoreReport(4, {}, {**means, "silent": 1.0})  # a flag is counted
-    assert Trajectory.from_json(scored[0].to_json()) == scored[0]
+    assert through_a_file(scored) == scored
 
 
 def test_a_reward_for_text_only_gets_no_token_lists_and_the_trajectory_keeps_them(folder: Path) -> None:

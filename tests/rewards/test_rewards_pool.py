@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import signal
@@ -30,6 +29,7 @@ from ctpo_megatron.rewards import RewardPool, RewardWorkersLost, ScoreReport
 from tests.rewards.misbehaving_reward import RAISED
 from tests.support.deadlines import scaled
 from tests.support.kills import with_word
+from tests.support.recorded import through_a_file
 
 HERE = Path(__file__).parent
 
@@ -174,7 +174,7 @@ def test_what_is_no_verdict_is_counted_by_cause_and_named(
     assert line.isprintable()
     (bad,) = groups[1].trajectories
     assert bad.no_verdict is not None and shown in bad.no_verdict.reason
-    assert Trajectory.from_json(json.loads(json.dumps(bad.to_json()))) == bad
+    assert through_a_file([bad]) == [bad]
 
 
 @pytest.mark.parametrize("how", ["fork", "fork and exit"])

@@ -17,8 +17,9 @@ import pytest
 from ctpo_megatron.base.run_paths import AHEAD
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
+from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
 from ctpo_megatron.engines import EngineError
-from ctpo_megatron.rollouts import Rollouts, RolloutSettings, encode_ahead, read_ahead
+from ctpo_megatron.rollouts import Rollouts, RolloutSettings
 from ctpo_megatron.rollouts.ledger import AccountingError
 from ctpo_megatron.tracking import Phases
 from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer

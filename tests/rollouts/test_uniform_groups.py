@@ -17,10 +17,8 @@ from ctpo_megatron.rollouts import Generator, Replay, ReplayError, Rollouts, Rol
 from ctpo_megatron.rollouts.buffer import UniformGroups
 from ctpo_megatron.tracking import (
     Phases,
-    read_trajectories,
     recorded_trajectories,
     trajectory_files,
-    trajectory_of,
     write_trajectories,
 )
 from tests.rollouts.scripted import UNJUDGED, ScriptedGenerator, ScriptedScorer, Stops
@@ -157,7 +155,7 @@ def record(folder: Path, batch: Batch, step: int) -> None:
 
 def replayed(folder: Path, **settings: Any) -> Replay:
     files = trajectory_files(folder)
-    read = lambda step: [trajectory_of(found) for found in read_trajectories(files[step])]  # noqa: E731
+    read = lambda step: recorded_trajectories(files[step])  # noqa: E731
     return Replay(read, max_quarantined=4, **settings)
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.data import Group, Prompt, Trajectory
 from ctpo_megatron.tracking import read_trajectories, write_trajectories
-from ctpo_megatron.tracking.parquet_dump import write_table
 from tests.objective.test_position_law import authors_fit
 from tests.support.deadlines import scaled
 
@@ -98,13 +99,17 @@ def test_the_notebook_has_the_spread_by_position(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: str
 ) -> None:
     """S_t, whatever the objective's ratio is."""
-    records = [r for r in read_trajectories(run / "trajectories" / "step_000007.parquet") if r.get("log_ratio")]
+    trained = run / "trajectories" / "step_000007.parquet"
+    records = [r for r in read_trajectories(trained) if r.get("log_ratio")]
     curves = [np.compress(record["response_mask"], record["log_ratio"]) for record in records]
     if ratio == "token":
         dump, run = RunPaths(tmp_path).dump(7), tmp_path
         dump.parent.mkdir()
-        nothing = [{"log_ratio": [0.0] * len(r["log_ratio"]), "prefix_log_ratio": r["log_ratio"]} for r in records]
-        write_table(dump, (record | other for record, other in zip(records, nothing, strict=True)))
+        table = pq.read_table(trained)
+        rows = [row for row in table.to_pylist() if row["log_ratio"]]
+        nothing = [{"log_ratio": [0.0] * len(r["log_ratio"]), "prefix_log_ratio": r["log_ratio"]} for r in rows]
+        rows = [row | other for row, other in zip(rows, nothing, strict=True)]
+        pq.write_table(pa.Table.from_pylist(rows, table.schema), dump)
     found, lines = notebook("ratios.ipynb", monkeypatch, run)
     assert lines <= 10
     table = found["table"]

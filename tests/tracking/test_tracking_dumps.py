@@ -26,6 +26,7 @@ from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tokens import COLUMNS
 from ctpo_megatron.data.trajectory import NoVerdict, Trajectory
+from ctpo_megatron.data.trajectory_file import SCHEMA
 from ctpo_megatron.tracking import (
     DumpWriter,
     PhaseTimer,
@@ -33,11 +34,9 @@ from ctpo_megatron.tracking import (
     read_trajectories,
     recorded_trajectories,
     trajectory_files,
-    trajectory_of,
     write_trajectories,
 )
 from ctpo_megatron.tracking.dump_writer import WAITING
-from ctpo_megatron.tracking.parquet_dump import SCHEMA
 from ctpo_megatron.tracking.records import AT_ONCE, Head
 from ctpo_megatron.tracking.segments import Texts
 from ctpo_megatron.tracking.timing import read_stages
@@ -52,7 +51,7 @@ def test_dump_restores_trajectories_and_adds_readable_text(tmp_path):
     assert path.name == "step_000007.parquet"
     assert trajectory_files(tmp_path) == {7: path}
     records = read_trajectories(path)
-    assert [trajectory_of(record) for record in records] == [t for group in groups for t in group.trajectories]
+    assert recorded_trajectories(path) == [t for group in groups for t in group.trajectories]
     assert records[1]["advantage"] == -0.5
     for record in records:
         assert record["answer"] == "2"
@@ -71,11 +70,11 @@ def test_a_dump_holds_the_trajectories_and_what_is_known_of_them(tmp_path: Path)
     count = len(groups[0].trajectories[1])
     ratios = {name: np.linspace(-0.5, 0.5, count, dtype=np.float32) for name in ("log_ratio", "clip_low", "clip_high")}
     extra = {1: {"advantage": -0.5, **ratios}, 2: {"dropped": True}}
-    rows = read_trajectories(write_trajectories(tmp_path, 7, groups, decode, extra=extra))
-    assert [trajectory_of(row) for row in rows] == [t for group in groups for t in group.trajectories]
-    assert trajectory_files(tmp_path) == {7: tmp_path / "trajectories/step_000007.parquet"}
+    path = write_trajectories(tmp_path, 7, groups, decode, extra=extra)
+    rows = read_trajectories(path)
+    assert recorded_trajectories(path) == [t for group in groups for t in group.trajectories]
     assert {name: rows[1][name] for name in ratios} == {name: values.tolist() for name, values in ratios.items()}
-    assert (rows[1]["advantage"], rows[2]["dropped"]) == (-0.5, True) and "dropped" not in rows[0]
+    assert (rows[1]["advantage"], rows[2]["dropped"]) == (-0.5, True) and not rows[0]["dropped"]
 
 
 def test_a_dump_is_a_recording_as_it_was_written(tmp_path: Path) -> None:
@@ -94,6 +93,8 @@ def test_a_dump_is_a_recording_as_it_was_written(tmp_path: Path) -> None:
         ("response_mask", lambda values: [2 * value for value in values], "response_mask holds 2"),
         ("rollout_log_probs", lambda values: [*values[:-1], float("nan")], "rollout_log_probs holds nan"),
         ("rollout_log_probs", lambda values: [*values[:-1], None], "rollout_log_probs holds None"),
+        ("loss_mask", lambda values: [*values[:-1], -1], "loss_mask holds -1"),
+        ("turn", lambda values: [*values[:-1], 2**15], "turn holds 32768"),
         ("final_text", lambda text: None, "final_text is None"),
     ],
 )
@@ -105,14 +106,13 @@ def test_a_recording_that_was_edited_badly_is_named(
     table = pq.read_table(path)
     first, second = table.to_pylist()
     pq.write_table(pa.Table.from_pylist([first, second | {name: change(second[name])}], table.schema), path)
-    with pytest.raises(DamagedFileError, match=rf"step_000001\.parquet, \w+ 2, .*{said}"):
+    with pytest.raises(DamagedFileError, match=rf"step_000001\.parquet is damaged \(.*trajectory 2: {said}"):
         recorded_trajectories(path)
 
 
 def test_every_row_group_holds_whole_trajectories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers get the heads of all, and the rows that they choose, from any of them."""
-    monkeypatch.setattr("ctpo_megatron.tracking.parquet_dump._GROUP_TOKENS", 400)
-    monkeypatch.setattr("ctpo_megatron.tracking.parquet_dump._READ_ROWS", 1)
+    monkeypatch.setattr("ctpo_megatron.data.trajectory_file._GROUP_TOKENS", 400)
     groups = make_groups(random.Random(0), prompts=5, samples=3, share_right=0.5)
     groups[3].trajectories[1].reward = None
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -128,8 +128,8 @@ def test_every_row_group_holds_whole_trajectories(tmp_path: Path, monkeypatch: p
     ]
     assert read_heads(path) == heads
     records = read_trajectories(path)
-    assert [trajectory_of(record) for record in records] == trajectories
-    assert all("token_chars" in segment for record in records for segment in record["segments"][1::2])
+    assert recorded_trajectories(path) == trajectories
+    assert all(segment["token_chars"] for record in records for segment in record["segments"][1::2])
     for places in ([14, 0, 7, 8], [3], []):
         assert records_at(path, places) == [records[place] for place in places]
 
@@ -147,7 +147,7 @@ def test_a_dump_gives_way_to_other_threads_every_few_thousand_tokens(
 def test_every_field_of_a_trajectory_has_a_column() -> None:
     judged = Trajectory("p", 0, 0, no_verdict=NoVerdict("timeout", "late"))
     with_turns = Trajectory("p", 0, 0, reward=1.0, turn_rewards=[0.5, 0.5])
-    assert judged.to_json().keys() | with_turns.to_json().keys() <= set(SCHEMA.names)
+    assert judged.facts().keys() | with_turns.facts().keys() <= set(SCHEMA.names)
 
 
 def test_what_turns_earned_is_kept_exactly_and_only_where_it_is_known(tmp_path: Path) -> None:
@@ -171,7 +171,9 @@ def test_a_field_without_a_column_and_half_a_character_are_written(tmp_path: Pat
     (group,) = make_groups(random.Random(0), prompts=1, samples=1, share_right=1.0)
     call = group.trajectories[0].tool_calls[0]
     call.output, call.arguments = "half \ud83d", {"code": "\ud83d"}
-    (record,) = read_trajectories(write_trajectories(tmp_path, 1, [group], decode, extra={0: {"noted": [1, "a"]}}))
+    path = write_trajectories(tmp_path, 1, [group], decode, extra={0: {"noted": [1, "a"]}})
+    (record,) = read_trajectories(path)
+    assert recorded_trajectories(path) == group.trajectories
     assert record["noted"] == [1, "a"]
     assert record["tool_calls"][0]["output"] == "half ?" and record["tool_calls"][0]["arguments"] == {"code": "\ud83d"}
 
@@ -311,7 +313,7 @@ def test_a_long_text_is_decoded_in_parts_without_a_trace(monkeypatch: pytest.Mon
 
 def test_a_decoder_that_depends_on_neighbours_leaves_the_token_lengths_out(tmp_path):
     path = write_trajectories(tmp_path, 0, [one_turn(encode("ab"))], lambda ids: decode(ids).strip() + str(len(ids)))
-    assert "token_chars" not in read_trajectories(path)[0]["segments"][0]
+    assert read_trajectories(path)[0]["segments"][0]["token_chars"] is None
 
 
 def test_phases_accumulate_within_a_step_and_start_anew():
