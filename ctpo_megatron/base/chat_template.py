@@ -56,21 +56,27 @@ def apply_chat_template(tokenizer: Any, conversations: Sequence[Any], **options:
 def _ended_after(seconds: float) -> Iterator[None]:
     """Raise _Late in this thread, whichever it is, between two instructions of Python after this time."""
     thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), threading.Event()
-    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    raise_in, raised = ctypes.pythonapi.PyThreadState_SetAsyncExc, False
 
     def end() -> None:
+        nonlocal raised
         if not over.wait(seconds):
             with lock:
                 if not over.is_set():
+                    raised = True
                     raise_in(thread, ctypes.py_object(_Late))
 
     threading.Thread(target=end, name="chat template", daemon=True).start()
     try:
         yield
+    except _Late:
+        raised = False  # it has arrived
+        raise
     finally:
         with lock:
             over.set()
-        raise_in(thread, None)  # one that was raised, and has not arrived yet
+        if raised:  # only then: after this call Python 3.11 checks for interrupts for ever, and hangs under a profiler
+            raise_in(thread, None)
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -59,6 +61,24 @@ def test_what_renders_in_time_is_not_disturbed() -> None:
     assert apply_chat_template(tokenizer, [TALK] * 3) == ["Q"] * 3
     time.sleep(0.5)  # past the deadline: nothing is raised here any more
     assert not [thread for thread in threading.enumerate() if thread.name == "chat template"]
+
+
+PROFILED = """
+import sys
+from ctpo_megatron.base.chat_template import apply_chat_template
+class Tokenizer:
+    def apply_chat_template(self, conversations, **options): return "Q"
+def called(): print("called")
+apply_chat_template(Tokenizer(), [])
+sys.setprofile(lambda *_: None)
+called()
+"""
+
+
+def test_a_program_that_rendered_can_be_profiled() -> None:
+    """Python 3.11 never leaves a profiled function's first instruction once a pending exception was withdrawn."""
+    run = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=scaled(20))
+    assert run.stdout == "called\n", run.stderr
 
 
 @pytest.mark.timeout(60)
