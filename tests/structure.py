@@ -1,8 +1,7 @@
 """Figures to steer by: python -m tests.structure [ROOT]. They are a compass and no test: never write for a number.
 
-Works on any checkout of the repository; packages below the four product folders may have any names. A walk is the list
-of files that are read to follow one flow: edit `WALKS` when code moves. What it lists and is not there is printed, and
-the exit status is 1.
+Works on any checkout of the repository; packages below the four product folders may have any names. With `--trace` it
+runs one step of the small quickstart of this checkout, a minute, and lists the files that a row and a weight enter.
 """
 
 from __future__ import annotations
@@ -10,17 +9,20 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
 import re
 import sys
+import tempfile
 import tokenize
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from tests.prose.__main__ import ROOT, count, of_markdown, sentences
+from tests.walk import Walks, merged, trace
 
 CORE = "ctpo_megatron"
 PRODUCT = (CORE, "answers/ctpo_answers", "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
@@ -31,32 +33,6 @@ GENERATED = tuple(
 LOOP = ("train.py", "reinforce")
 ARGUMENTS, WORDS = 6, 30
 """Most arguments of a constructor; most words of a sentence."""
-
-WALKS = {
-    "row -> loss": """
-        train.py environments/prompts.py data/prompts.py data/sampler.py data/prompt.py
-        data/trajectory.py data/batch.py run/services.py run/controller.py run/ranks.py rollouts/rollouts.py
-        rollouts/request.py rollouts/scoring.py rollouts/buffer.py rollouts/ledger.py rollouts/filters.py
-        rollouts/scheduler.py engines/pool.py engines/handle.py engines/tasks.py
-        engines/engine.py environments/episode.py environments/template.py environments/toolbox.py
-        environments/protocol.py rewards/pool.py rewards/workers.py rewards/worker.py policy/trainer.py
-        policy/minibatch.py policy/old_log_probs.py policy/optimizer.py policy/passes.py policy/predictions.py
-        data/packing.py
-        objective/advantages.py objective/function.py objective/policy_loss.py objective/ratios.py
-        objective/surrogate.py objective/trust_region.py objective/aggregation.py objective/fused.py
-    """,
-    "weights -> engines": """
-        policy/trainer.py policy/hf.py policy/hf_share.py base/tensor_rows.py
-        run/ranks.py run/controller.py rollouts/rollouts.py engines/pool.py
-        engines/updates.py engines/handle.py engines/engine.py engines/weights/offer.py
-        engines/weights/file.py base/tensor_file.py engines/weights/tcp.py engines/weights/tcp_transport.py
-        engines/weights/buckets.py
-        engines/weights/checksums.py engines/weights/engine_checksums.py engines/weights/vllm.py
-        engines/weights/receiver.py
-        engines/cpu/packed_weights.py
-    """,
-}
-"""Flow -> files of the core, those of helpers included."""
 
 TIME = re.compile(r"(^|_)(S|SECONDS|RETRIES|ATTEMPTS|TRIES|RESTARTS|BACKOFF|TIMEOUT|DEADLINE|GRACE|WAIT|POLL)(_|$)")
 """In the name of a constant of seconds or retries."""
@@ -214,18 +190,10 @@ def words(paths: Iterable[Path]) -> int:
     return sum(any(map(str.isalnum, word)) for text in texts for word in text.split())
 
 
-def walk(root: Path, listed: str) -> tuple[str, list[str]]:
-    """Files and lines, and which of the list are not there."""
-    paths = {name: root / CORE / name for name in listed.split()}
-    there = [module(path) for path in paths.values() if path.exists()]
-    return size(there), [name for name, path in paths.items() if not path.exists()]
-
-
-def figures(root: Path) -> tuple[list[Row], list[str]]:
-    """The rows of the table, and which files of the walks are not there."""
+def figures(root: Path) -> list[Row]:
+    """The rows of the table."""
     core = modules(root / CORE)
     every = [module for folder in PRODUCT for module in modules(root / folder)]
-    walks = {name: walk(root, listed) for name, listed in WALKS.items()}
     documents = [path for path in sorted(root.glob("docs/**/*.md")) if str(path.relative_to(root)) not in GENERATED]
     explained = [path for path in documents if path.parent != root / "docs" / "reference"]
     pages = [*documents, root / "README.md", root / "CONTRIBUTING.md"]
@@ -233,10 +201,9 @@ def figures(root: Path) -> tuple[list[Row], list[str]]:
     lengths = [count(sentence) for text in prose for sentence in sentences(text.words)]
     takers = [node for module in core for node in module.functions if takes_config(node)]
     amount, nested = comprehensions(core)
-    rows: list[Row] = [
+    return [
         ("core (ctpo_megatron)", size(core)),
         ("all product packages", size(every)),
-        *((f"walk {name}", found) for name, (found, _) in walks.items()),
         ("Protocols", str(sum("Protocol" in bases(node) for node in classes(every)))),
         ("exception classes", str(len(exceptions(every)))),
         ("public names", f"{public_names(every):,} (core {public_names(core):,})"),
@@ -254,7 +221,6 @@ def figures(root: Path) -> tuple[list[Row], list[str]]:
         ("words of docs without the reference", f"{words(explained):,}"),
         (f"sentences of documents over {WORDS} words", f"{sum(n > WORDS for n in lengths)} of {len(lengths):,}"),
     ]
-    return rows, [f"{name}: {path}" for name, (_, missing) in walks.items() for path in missing]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -268,14 +234,63 @@ def packages(root: Path) -> dict[str, list[Module]]:
     return {str(folder.relative_to(root)): modules(folder) for folder in folders if folder.exists()}
 
 
+def traced(root: Path) -> Walks:
+    """What a row and a weight enter in one step. Raises RuntimeError and ValueError as `tests.walk`."""
+    with tempfile.TemporaryDirectory(prefix="ctpo_walk_") as folder:
+        trace(Path(folder), [root / package for package in PRODUCT])
+        return merged(Path(folder), root)
+
+
+def listing(root: Path, name: str, files: Iterable[str]) -> list[str]:
+    """The sum, and under each product package its own and its files, with their lines."""
+    found = {file: module(root / file) for file in files}
+    lines = [f"{name}: {_sum(found.values())}"]
+    for package in PRODUCT:
+        inside = {file: each for file, each in found.items() if Path(file).is_relative_to(package)}
+        lines += [f"  {package}: {_sum(inside.values())}"] if inside else []
+        lines += [f"  {each.lines:>7,}  {file}" for file, each in inside.items()]
+    return lines
+
+
+def _sum(found: Collection[Module]) -> str:
+    return f"{len(found)} files, {total(found):,} lines"
+
+
+def as_json(root: Path, walks: Walks) -> str:
+    """Of each walk: the number of files and of lines, and of each file its lines and the functions that were called."""
+    lines = {file: module(root / file).lines for files in walks.values() for file in files}
+    return json.dumps(
+        {
+            name: {
+                "files": len(files),
+                "lines": sum(lines[file] for file in files),
+                "entered": {file: {"lines": lines[file], "functions": called} for file, called in files.items()},
+            }
+            for name, files in walks.items()
+        },
+        indent=1,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.structure", description=__doc__)
-    parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="a checkout; default: this one")
-    rows, missing = figures(parser.parse_args(argv).root)
+    parser.add_argument("root", nargs="?", type=Path, help="a checkout; default: this one")
+    parser.add_argument("--trace", action="store_true", help="list the files that a row and a weight enter in one step")
+    parser.add_argument("--json", action="store_true", help="the lists as JSON, with the functions that were called")
+    arguments = parser.parse_args(argv)
+    if arguments.trace and arguments.root:
+        parser.error("--trace runs this checkout: call it from the other one")
+    if arguments.json and not arguments.trace:
+        parser.error("--json is a form of the lists: add --trace")
+    if arguments.trace:
+        walks = traced(ROOT)
+        lists = [line for name, files in walks.items() for line in listing(ROOT, name, files)]
+        print(as_json(ROOT, walks) if arguments.json else "\n".join(lists))
+        return 0
+    rows = figures(arguments.root or ROOT)
     width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    print(*lines, *(f"not there, edit WALKS of tests/structure.py: {each}" for each in missing), sep="\n")
-    return 1 if missing else 0
+    print(*(f"{name:<{width}}  {value}" for name, value in rows), sep="\n")
+    return 0
 
 
 if __name__ == "__main__":

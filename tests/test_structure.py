@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import structure
+from tests.walk import HOOK, merged
+from tests.walk.hook.sitecustomize import DOOR, DOORS, FLAGS, FOLDER, PACKAGES, ROW, WEIGHTS
 
 CORE = '''\
 """A module."""
@@ -48,14 +54,10 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_figures(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structure, "WALKS", {"here": "train.py part/gone.py"})
-    rows, missing = structure.figures(tree)
-    assert missing == ["here: part/gone.py"]
-    assert dict(rows) == {
+def test_figures(tree: Path) -> None:
+    assert dict(structure.figures(tree)) == {
         "core (ctpo_megatron)": "22 lines in 2 files",
         "all product packages": "23 lines in 3 files",
-        "walk here": "18 lines in 1 files",
         "Protocols": "1",
         "exception classes": "2",
         "public names": "9 (core 8)",
@@ -76,11 +78,136 @@ def test_figures(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_the_command_names_what_is_not_there(
-    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(structure, "WALKS", {"here": "train.py"})
+def test_the_command_prints_the_figures(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert structure.main([str(tree)]) == 0
-    monkeypatch.setattr(structure, "WALKS", {"here": "part/gone.py"})
-    assert structure.main([str(tree)]) == 1
-    assert capsys.readouterr().out.endswith("not there, edit WALKS of tests/structure.py: here: part/gone.py\n")
+    assert "core (ctpo_megatron)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        structure.main([str(tree), "--trace"])
+    assert "call it from the other one" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        structure.main(["--json"])
+    assert "add --trace" in capsys.readouterr().err
+
+
+def record(folder: Path, process: int, entries: list[tuple[str, str, str]]) -> None:
+    (folder / f"{process}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def test_processes_are_merged(tree: Path) -> None:
+    folder = tree / "walk"
+    folder.mkdir()
+    train, tool = str(tree / "ctpo_megatron/train.py"), str(tree / "sandbox/ctpo_sandbox/a.py")
+    doors = [(DOOR, "", name) for name in DOORS]
+    record(folder, 1, [*doors[:-1], (ROW, train, "reinforce"), (WEIGHTS, train, "takes")])
+    record(folder, 2, [doors[-1], (ROW, train, "reinforce"), (ROW, train, "Wide._hidden"), (ROW, tool, "f")])
+    walks = merged(folder, tree)
+    assert walks == {
+        "row": {"ctpo_megatron/train.py": ["Wide._hidden", "reinforce"], "sandbox/ctpo_sandbox/a.py": ["f"]},
+        "weights": {"ctpo_megatron/train.py": ["takes"]},
+    }
+    assert structure.listing(tree, "row", walks["row"]) == [
+        "row: 2 files, 19 lines",
+        "  ctpo_megatron: 1 files, 18 lines",
+        "       18  ctpo_megatron/train.py",
+        "  sandbox/ctpo_sandbox: 1 files, 1 lines",
+        "        1  sandbox/ctpo_sandbox/a.py",
+    ]
+    assert json.loads(structure.as_json(tree, walks))["weights"] == {
+        "files": 1,
+        "lines": 18,
+        "entered": {"ctpo_megatron/train.py": {"lines": 18, "functions": ["takes"]}},
+    }
+
+
+def test_a_door_that_no_process_passed_is_named(tmp_path: Path) -> None:
+    record(tmp_path, 1, [(DOOR, "", name) for name in DOORS if name != "Rollouts.publish"])
+    with pytest.raises(ValueError, match=r"no process called Rollouts\.publish: .* DOORS of tests/walk/hook"):
+        merged(tmp_path, structure.ROOT)
+
+
+RING = """\
+import asyncio, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+pool, loop = ThreadPoolExecutor(1), asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+@dataclass
+class Row:
+    x: int
+class EnginePool:
+    def finish_update(self): reported()
+class RolloutEngine:
+    async def run_group(self): await asyncio.create_task(task())
+    async def update_weights(self): await asyncio.get_running_loop().run_in_executor(pool, loaded)
+class Rollouts:
+    def next_batch(self):
+        EnginePool().finish_update()
+        import lazy
+        pool.submit(pooled).result()
+        asyncio.run_coroutine_threadsafe(elsewhere(), loop).result()
+        go.set(), came.wait()
+    def publish(self): offered()
+class Trainer:
+    def train(self): Row(1)
+def through(trainer): trainer.train()
+def reinforce(rollouts, trainer):
+    rollouts.publish()
+    rollouts.next_batch()
+    between()
+    through(trainer)
+    rollouts.publish()
+def main():
+    threading.Thread(target=bystander, daemon=True).start()
+    reinforce(Rollouts(), Trainer())
+    asyncio.run(both())
+    between()
+async def both(): await asyncio.gather(RolloutEngine().run_group(), RolloutEngine().update_weights())
+go, came = threading.Event(), threading.Event()
+def bystander():
+    go.wait()
+    between()
+    came.set()
+async def task(): pass
+async def elsewhere(): pass
+def pooled(): pass
+def loaded(): pass
+def reported(): pass
+def offered(): pass
+def between(): pass
+main()
+"""
+
+
+def test_a_process_records_what_its_doors_cause(tmp_path: Path) -> None:
+    package = tmp_path / "ours"
+    package.mkdir()
+    (package / "ring.py").write_text(RING)
+    (package / "lazy.py").write_text("def helper(): ...\nhelper()\n")
+    (tmp_path / FLAGS).write_bytes(bytes(2))
+    variables = {FOLDER: str(tmp_path), PACKAGES: f"{package}/", "PYTHONPATH": f"{HOOK}:{package}"}
+    subprocess.run([sys.executable, package / "ring.py"], env=os.environ | variables, check=True, timeout=60)
+    assert merged(tmp_path, tmp_path) == {
+        "row": {
+            "ours/ring.py": [
+                "RolloutEngine.run_group",
+                "Rollouts.next_batch",
+                "Trainer.train",
+                "__create_fn__.<locals>.__init__",
+                "elsewhere",
+                "pooled",
+                "reinforce",
+                "task",
+                "through",
+            ]
+        },
+        "weights": {
+            "ours/ring.py": [
+                "EnginePool.finish_update",
+                "RolloutEngine.update_weights",
+                "Rollouts.publish",
+                "loaded",
+                "offered",
+                "reported",
+            ]
+        },
+    }
