@@ -8,6 +8,7 @@ process of its own. CPU seconds of the calling thread and its process; the stage
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import io
 import json
@@ -40,10 +41,10 @@ from ctpo_megatron.models import FAMILIES, ModelSpec
 from ctpo_megatron.objective import batch_advantages
 from ctpo_megatron.policy.minibatch import checked_sequences, make_mini_batches, share_of
 from ctpo_megatron.policy.parallel import Layout
-from ctpo_megatron.rewards import RewardPool
-from ctpo_megatron.rollouts.buffer import OpenBatch, UniformGroups
+from ctpo_megatron.rewards import RewardPool, ScoreReport
 from ctpo_megatron.rollouts.filters import Filters
 from ctpo_megatron.rollouts.metrics import rollout_metrics, staleness_metrics
+from ctpo_megatron.rollouts.open_batch import OpenBatch, UniformGroups
 from ctpo_megatron.rollouts.scoring import Scorer
 from ctpo_megatron.tracking import write_trajectories
 
@@ -145,9 +146,9 @@ def measure(count: int) -> dict[str, Any]:
     with RewardPool(RewardConfig(workers=2)) as pool:
         scorer = Scorer(pool)
         with stage(SCORE):
-            reports = [pending.result() for pending in [scorer.begin([group]) for group in groups]]
+            reports = asyncio.run(all_scored(scorer, groups))
         opened = OpenBatch(5, UniformGroups(config, MINI_BATCH))
-        opened.drawn = count
+        opened.drawn += prompts
         for place, (group, scored) in enumerate(zip(groups, reports, strict=True)):
             opened.add(place, group, scored)
         with stage(METRICS):
@@ -166,10 +167,14 @@ def measure(count: int) -> dict[str, Any]:
     }
 
 
+async def all_scored(scorer: Scorer, groups: Sequence[Group]) -> list[ScoreReport]:
+    return await asyncio.gather(*(scorer.score([group]) for group in groups))
+
+
 def save(opened: OpenBatch, scorer: Scorer, prompts: Sequence[Prompt], stage: Stages) -> None:
     """What a checkpoint keeps of a batch ahead, and the way back."""
     with stage(STATE):
-        ahead = {"batches": [opened.state_dict({}, scorer.report_record)]}
+        ahead = {"batches": [opened.state_dict(scorer.report_record)]}
     with tempfile.TemporaryDirectory() as folder:
         with stage(ENCODE):
             (Path(folder) / "ahead.parquet").write_bytes(encode_ahead(ahead))
@@ -177,7 +182,7 @@ def save(opened: OpenBatch, scorer: Scorer, prompts: Sequence[Prompt], stage: St
             found = read_ahead(Path(folder))
             again = OpenBatch(5, opened.uniform)
             again.load_groups((found or {})["batches"][0], {p.id: p for p in prompts}, scorer.report_of)
-    assert [group.trajectories for group in again.groups] == [group.trajectories for group in opened.groups]
+    assert [group.trajectories for group in again.complete] == [group.trajectories for group in opened.complete]
 
 
 def distribute(trajectories: list[Trajectory], rewards: list[list[float | None]], stage: Stages) -> None:

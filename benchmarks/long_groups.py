@@ -22,7 +22,6 @@ import statistics
 import string
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -39,12 +38,13 @@ from benchmarks.measured import spread
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.engines import Sampling
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.engines import GroupTask, Sampling
 from ctpo_megatron.engines.open import open_engines
 from ctpo_megatron.environments.episode import Episode
 from ctpo_megatron.environments.protocol import Message, Schema, ToolCallRequest, ToolResult, ToolUnavailable
 from ctpo_megatron.evaluate import find_target, read_config
-from ctpo_megatron.rollouts import Request, Scheduler, ticks
+from ctpo_megatron.rollouts import Sampler
 from examples.toolmath import Task, TinyModel, write_task
 
 SAMPLES, PLACES = 4, 16
@@ -143,15 +143,18 @@ def of_round(prompt: Prompt, number: int, side: str) -> Prompt:
     return replace(prompt, id=id_, extra={"turns": turns, "play": f"{side}, {number}, {prompt.id}"})
 
 
-def play(scheduler: Scheduler, prompts: list[Prompt], number: int, side: str) -> tuple[float, list[int]]:
+def play(sampler: Sampler, prompts: list[Prompt], number: int, side: str) -> tuple[float, list[int]]:
     """Seconds of one batch, and the tokens of its answers."""
     prompts = [of_round(prompt, number, side) for prompt in prompts]
     began = time.perf_counter()
-    request = Request(number, SAMPLES, Sampling(1.0, 1.0, 0))
-    answered = ticks(scheduler, prompts, request, threading.Event())
-    groups = [group for answers in answered for _, group in answers.groups]
+    tasks = [GroupTask(prompt, number, tuple(range(SAMPLES)), Sampling(1.0, 1.0, 0)) for prompt in prompts]
+
+    async def sampled() -> list[list[Trajectory]]:
+        return await asyncio.gather(*map(sampler.sample, tasks))
+
+    groups = asyncio.run(sampled())
     took = time.perf_counter() - began
-    return took, [each.response_tokens for group in groups for each in group.trajectories]
+    return took, [each.response_tokens for group in groups for each in group]
 
 
 def measure(groups: int, rounds: int, latency_s: float) -> Figures:
@@ -163,11 +166,12 @@ def measure(groups: int, rounds: int, latency_s: float) -> Figures:
         config = configuration(Path(name) / "task", latency_s)
         prompts = batch(config, groups)
         with open_engines(config, Path(name) / "logs", placement=None) as pool:
-            scheduler = Scheduler.of(pool)
-            play(scheduler, prompts, 0, LONGEST)  # what is known in the first round
+            sampler = Sampler(pool, config.rollout)
+            pool.wait_ready()
+            play(sampler, prompts, 0, LONGEST)  # what is known in the first round
             for number in range(1, rounds + 1):
                 for side in list(seconds)[:: -1 if number % 2 else 1]:
-                    took, found = play(scheduler, prompts, number, side)
+                    took, found = play(sampler, prompts, number, side)
                     seconds[side].append(took)
                     tokens[side].append(sum(found))
                     lengths += found if side == LONGEST else []

@@ -21,7 +21,7 @@ CONCEPTS = (
     "Objective",
     "Trainer",
     "EnginePool",
-    "Scheduler",
+    "Sampler",
     "Rollouts",
     "Run",
 )

@@ -14,7 +14,7 @@ from ctpo_kernels import fused_linear_ctpo
 from ctpo_kernels.tiles import TILE
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.config.rollout_schema import Transport
-from ctpo_megatron.rollouts.ledger import Ledger
+from ctpo_megatron.rollouts.rollouts import SETTLED
 from ctpo_sandbox.records import LEVELS
 from tests.kernels.heads import random_head, sweep, watched
 
@@ -128,8 +128,8 @@ def test_the_architecture_names_what_there_is() -> None:
     assert all(f"`{package}/`" in page or f"`{package}`" in page for package in PACKAGES.values())
 
 
-def test_a_trajectory_ends_as_the_ledger_counts_it() -> None:
-    ends = {state.capitalize() for state in Ledger(None).state_dict()}
+def test_a_trajectory_ends_as_it_is_accounted_for() -> None:
+    ends = {state.capitalize() for state in SETTLED}
     assert ends == {"Trained", "Dropped", "Quarantined"} == ends & set(titles("rollout"))
     fields, shown = RolloutConfig.model_fields, " ".join(words("rollout"))
     assert "continue" in get_args(fields["partial"].annotation) and "(continue):" in shown

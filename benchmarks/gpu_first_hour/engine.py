@@ -6,9 +6,9 @@ A tiny model in the run's dtype; the truth is transformers in float32 on the CPU
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +18,11 @@ import torch
 
 from benchmarks.gpu_first_hour import reference
 from ctpo_megatron.config import Config
-from ctpo_megatron.engines import EnginePool, Sampling
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.engines import EnginePool, GroupTask, Sampling
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport
-from ctpo_megatron.rollouts import Request, Scheduler, ticks
+from ctpo_megatron.rollouts import Sampler
 
 
 def main() -> None:
@@ -56,15 +58,20 @@ def measure(config: Config, device: str) -> dict[str, float]:
                 pool.finish_update()
                 figures["sync_s"] = time.perf_counter() - clock
             clock = time.perf_counter()
-            request = Request(version, reference.SAMPLES, Sampling())
-            answered = ticks(Scheduler.of(pool), prompts, request, threading.Event())
-            trajectories = reference.trajectories_of([group for answers in answered for _, group in answers.groups])
+            trajectories = asyncio.run(sampled(Sampler(pool, config.rollout), prompts, version))
             seconds = time.perf_counter() - clock
             figures[f"tokens_per_s_{version}"] = reference.sampled_tokens(trajectories) / seconds
             figures |= reference.accuracy(model, trajectories, version)
     finally:
         pool.close()
     return figures
+
+
+async def sampled(sampler: Sampler, prompts: Sequence[Prompt], version: int) -> list[Trajectory]:
+    """The trajectories of all prompts, with seeds of a step of this number."""
+    samples = tuple(range(reference.SAMPLES))
+    tasks = [GroupTask(prompt, version, samples, Sampling()) for prompt in prompts]
+    return [trajectory for group in await asyncio.gather(*map(sampler.sample, tasks)) for trajectory in group]
 
 
 class _Trainer(reference.OneRank):

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from benchmarks.gpu_first_hour.overrides import on_device
 from ctpo_megatron.base.tensor_rows import TensorRows
 from ctpo_megatron.config import Config, load_config
-from ctpo_megatron.data import Group, Prompt, PromptRules, Trajectory, read_prompts
+from ctpo_megatron.data import Prompt, PromptRules, Trajectory, read_prompts
 from examples.toolmath import Task, write_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,11 +81,6 @@ def accuracy(model: PreTrainedModel, trajectories: Sequence[Trajectory], version
         errors.append((log_probs - torch.tensor(trajectory.rollout_log_probs[1:]))[sampled].abs())
     every = torch.cat(errors)
     return {f"log_prob_abs_max_{version}": float(every.max()), f"log_prob_abs_mean_{version}": float(every.mean())}
-
-
-def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
-    """Of all groups."""
-    return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:

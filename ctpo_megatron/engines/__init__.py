@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.engines.stats import pool_stats
-from ctpo_megatron.engines.tasks import EngineError, GroupFailed, GroupOutcome, GroupTask, Sampling
+from ctpo_megatron.engines.tasks import EngineError, GroupFailed, GroupLost, GroupOutcome, GroupTask, Sampling
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines.handle import EngineHandle, engine_died
@@ -29,6 +29,7 @@ __all__ = [
     "EngineHandle",
     "EnginePool",
     "GroupFailed",
+    "GroupLost",
     "GroupOutcome",
     "GroupTask",
     "Sampling",

@@ -70,7 +70,6 @@ class RolloutEngine:
         self._version, self._updated = INITIAL_VERSION, asyncio.Condition()
         self._turns = TurnScheduler(self._setup.concurrent_turns(spec.config.rollout.engine))
         self._asleep = False
-        self._finished: list[list[Trajectory]] = []
 
     async def seat(self) -> EngineSeat:
         """Where this engine is; answers before the model loads."""
@@ -126,13 +125,10 @@ class RolloutEngine:
             Trajectory(prompt_id, i, trajectory_seed(run_seed, task.step, prompt_id, i, task.occurrence))
             for i in task.samples
         ]
-        finished: list[Trajectory] = []
-        if task.early:
-            self._finished.append(finished)
 
         async def play_one(episode: Episode) -> None:
             with self._turns.trajectory(task.step):
-                finished.append(await play(self._environment, episode))
+                await play(self._environment, episode)
 
         generate = self._turn_generator(task.sampling, task.step)
         limits = replace(self._limits, sampling=task.sampling)
@@ -148,18 +144,7 @@ class RolloutEngine:
                 raise _root_error(errors) from None
             calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
             return GroupOutcome(None, str(failures[0]), calls)
-        finally:
-            # By identity: groups with equal samples, such as none yet, are equal lists.
-            self._finished = [of_group for of_group in self._finished if of_group is not finished]
         return GroupOutcome(trajectories)
-
-    async def take_finished(self) -> list[Trajectory]:
-        """Samples that have finished since the last call, of groups that are still being generated."""
-        taken: list[Trajectory] = []
-        for of_group in self._finished:
-            taken += of_group
-            of_group.clear()  # emptied, not replaced: `run_group` finds its list by identity
-        return taken
 
     async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:
         """Load the offered weights, drop the prefix cache and set the weight version to `version`.

@@ -10,7 +10,6 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.cluster import EngineGroup, described, listed, living_nodes
 from ctpo_megatron.engines.engine import RolloutEngine
 from ctpo_megatron.engines.tasks import (
@@ -107,7 +106,6 @@ class EngineHandle:
             max_concurrency=4096,
             **({} if self._group is None else self._group.options(self.index)),
         ).remote(self.index, self._spec)
-        self._asked: Any = None
         self._seat_ref = self._actor.seat.remote()
         self.ready_ref = self._actor.start.remote()
         if self._group is not None:
@@ -168,23 +166,6 @@ class EngineHandle:
     def submit(self, task: GroupTask) -> Any:
         """Begin a group, with weights as new as it is to take; the object reference of its GroupOutcome."""
         return self._actor.run_group.remote(replace(task, version=self.version))
-
-    def take_finished(self) -> list[Trajectory]:
-        """Samples of unfinished groups that were finished at the last call, which requested them; never waits."""
-        asked, self._asked = self._asked, None
-        if asked is not None and not ray.wait([asked], timeout=0)[0]:
-            self._asked = asked
-            return []
-        if self.live:
-            self._asked = self._actor.take_finished.remote()
-        try:
-            return [] if asked is None else list(ray.get(asked, timeout=PING_TIMEOUT_S))
-        except RayError:  # its groups fail as well, and the scheduler restarts it
-            return []
-
-    def forget_finished(self) -> None:
-        """Drop the requests of an earlier call, whose samples may be of the same prompts."""
-        self._asked = None
 
     def begin_sleep(self, level: int) -> Any:
         """Begin to sleep; see `RolloutEngine.sleep`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import ray
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from ctpo_megatron.base.run_paths import LogPaths, RunPaths
 from ctpo_megatron.base.stop import Cancelled, NeverStop, StopRequest, stop_poll
@@ -28,12 +30,13 @@ from ctpo_megatron.config import (
     spec_for,
 )
 from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.cluster import EngineGroup
-from ctpo_megatron.engines.handle import EngineHandle
+from ctpo_megatron.engines.handle import EngineHandle, engine_died
 from ctpo_megatron.engines.ray_runtime import RayRuntime
 from ctpo_megatron.engines.sleep import CACHE, WEIGHTS, SleepState
 from ctpo_megatron.engines.stats import UPDATES_BY, Occupancy, pool_stats
-from ctpo_megatron.engines.tasks import EngineError, EngineSpec
+from ctpo_megatron.engines.tasks import EngineError, EngineSpec, GroupFailed, GroupOutcome, GroupTask
 from ctpo_megatron.engines.timeouts import POOL_CLOSE_S, SEND_ATTEMPTS, SLEEP_AT_STOP_S, START_MARGIN_S
 from ctpo_megatron.engines.traces import Traces
 from ctpo_megatron.engines.updates import PendingUpdate, ReadBack, UpdateResult, check_complete
@@ -43,11 +46,10 @@ log = logging.getLogger(__name__)
 
 
 class EnginePool:
-    """All engines of a run. One thread starts and closes it; several may sample, each by a `Scheduler` of its own.
+    """All engines of a run. One thread starts and closes it and sends weights; a `Sampler` samples, on an event loop.
 
-    lock: re-entrant; while it is held nothing is submitted, and no engine is replaced or registered.
-    settings: section `rollout`. load: groups in flight by engine, of all schedulers. counts: of what `stats` reports.
-    occupancy: trajectories in flight over time. The four are used under the lock.
+    lock: re-entrant; while it is held no engine is replaced or registered. settings: section `rollout`. counts: of what
+    `stats` reports. occupancy: trajectories in flight over time.
 
     config: the whole run configuration. The engines start from `model.path`, whose weights are version 0; `run.seed` is
     part of every sampling seed.
@@ -90,7 +92,6 @@ class EnginePool:
         self._traces = Traces()
         self.counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
-        self.load: Counter[int] = Counter()
         self.occupancy = Occupancy(LogPaths(log_dir).occupancy)
         self.lock = threading.RLock()
 
@@ -161,6 +162,74 @@ class EnginePool:
             with self.lock:
                 self.register_started()
 
+    async def sample(self, engine: EngineHandle, task: GroupTask) -> list[Trajectory]:
+        """Sample a group on an engine; one that died is replaced. A cancelled group ends in the engine, too.
+
+        Raises GroupFailed, whose message says why, and EngineError when the engine cannot be replaced.
+        """
+        launch, reference = engine.launches, engine.submit(task)
+        died = f"{engine.name} died; its log: {engine.log_path}"
+        try:
+            outcome: GroupOutcome = await reference
+        except asyncio.CancelledError:
+            ray.cancel(reference, force=False)
+            raise
+        except RayError as error:
+            raise GroupFailed(await asyncio.to_thread(self._cause, engine, launch, error) or died) from error
+        # A replaced process may still have finished a group, perhaps with half of its new weights.
+        if launch != engine.launches:
+            raise GroupFailed(died)
+        if outcome.trajectories is None:
+            self.counts.update(f"lost_{call.status}" for call in outcome.tool_calls)
+            raise GroupFailed(outcome.failure)
+        return outcome.trajectories
+
+    def _cause(self, engine: EngineHandle, launch: int, error: RayError) -> str:
+        """Why a call failed; "" when the engine died, which is restarted then."""
+        if not engine_died(error):
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            what = str(cause) if isinstance(cause, GroupFailed) else repr(cause)
+            return f"{what} on {engine.name}; its log: {engine.log_path}"
+        with self.lock:
+            if not engine.live or engine.launches != launch:
+                return ""
+            if isinstance(error, ActorUnavailableError) and engine.responds():
+                return f"the connection to {engine.name} broke"
+            self.restart(engine)
+        return ""
+
+    async def check(self, engine: EngineHandle) -> None:
+        """Replace an engine that no longer answers, after a group that was late."""
+        await asyncio.to_thread(self._check, engine)
+
+    def _check(self, engine: EngineHandle) -> None:
+        with self.lock:
+            if engine.live and not engine.responds():
+                self.restart(engine)
+
+    async def tend(self) -> None:
+        """Finish an update that is over, and let engines serve that are up again.
+
+        Raises EngineError when an engine failed or is late, Ray's GCS is gone, or no engine gets weights any more; and
+        as `finish_update`.
+        """
+        await asyncio.to_thread(self._tend)
+
+    def _tend(self) -> None:
+        with self.lock:
+            if all(engine.parked for engine in self._engines):
+                raise EngineError(
+                    "all engines died and were replaced, and get weights only with the next update "
+                    f"(rollout.weights.transport: {self.settings.weights.transport}): restart the run with "
+                    "run.resume=auto"
+                )
+            self.register_started()
+            self.occupancy.note(len(self._engines))
+
+    def note_load(self, index: int, samples: int) -> None:
+        """Record that an engine samples more trajectories, or fewer."""
+        self.occupancy.add(index, samples)
+
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises ValueError when `prompt` leaves the model no room to answer."""
         limit = self.settings.engine.max_model_len
@@ -223,7 +292,7 @@ class EnginePool:
         """Return when all engines have the weights of the last `update`: whether none had to be replaced.
 
         A new engine is given a kept offer when it is up, which is not waited for here; it waits for the next offer
-        where nothing is kept. Schedulers call this as soon as there is nothing to wait for. Raises EngineError when an
+        where nothing is kept. `tend` calls this as soon as there is nothing to wait for. Raises EngineError when an
         engine reports another version or other values, or cannot be replaced; Cancelled.
         """
         with self.lock:
@@ -311,10 +380,6 @@ class EnginePool:
     def end_trace(self) -> None:
         """Have the engines write what was recorded since `begin_trace`; likewise."""
         self._traces.end()
-
-    def note_occupancy(self) -> None:
-        """Record what the engines have in flight, if it has changed."""
-        self.occupancy.note(len(self._engines))
 
     def stats(self) -> dict[str, float]:
         """Counts and seconds since the last call, then reset; of updates that were over by then.

@@ -64,15 +64,14 @@ class EngineSeat:
 class GroupTask:
     """One prompt to be sampled once for each index in `samples`.
 
-    early: finished samples can be fetched before the group is complete (`RolloutEngine.take_finished`). version: of the
-    weights that its engine is to take before: older ones sample none of it. occurrence: as in `trajectory_seed`.
+    version: of the weights that its engine is to take before: older ones sample none of it. occurrence: as in
+    `trajectory_seed`.
     """
 
     prompt: Prompt
     step: int
     samples: tuple[int, ...]
     sampling: Sampling
-    early: bool = False
     version: int = INITIAL_VERSION
     occurrence: int = 0
 
@@ -102,6 +101,10 @@ class GroupFailed(RuntimeError):
 
     There its methods would run, and it may not be loadable.
     """
+
+
+class GroupLost(GroupFailed):
+    """Another attempt would fail as well."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.run_paths import LogPaths
-from ctpo_megatron.config import Config, EvalConfig, Extension, RewardConfig
+from ctpo_megatron.config import Config, Extension, RewardConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import Sampling, open_engines
+from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling, open_engines
 from ctpo_megatron.evaluate.store import SampleStore
-from ctpo_megatron.rewards import REFERENCE, PendingScores, RewardPool
-from ctpo_megatron.rollouts import Generator, Request, Sample, Scheduler, ticks
+from ctpo_megatron.rewards import REFERENCE, RewardPool
+from ctpo_megatron.rollouts import Sample, Sampler
 from ctpo_megatron.tracking import Display
 
 if TYPE_CHECKING:
@@ -27,12 +26,14 @@ if TYPE_CHECKING:
 
 _STEP = 0
 """Step in every seed: an evaluation has the seeds of the evaluation before the first step of a run."""
+GATHER_S = 0.2
+"""How long finished samples wait for others that are scored with them."""
 _AT_ONCE = 256
 """Samples scored between two updates of the display."""
 
 
 class ScoredAnswers:
-    """Takes trajectories from engines, scores them while others are sampled, and adds them to a store.
+    """Scores samples while others are sampled, and adds them to a store.
 
     decode: token ids to text without special tokens. finished: called with the samples that were added.
     """
@@ -46,27 +47,31 @@ class ScoredAnswers:
     ) -> None:
         self._pool, self._store, self._decode, self._finished = pool, store, decode, finished
         self._taken: list[Group] = []
-        self._scoring: deque[tuple[Sequence[Group], PendingScores]] = deque()
+        self._scoring: set[asyncio.Task[None]] = set()
 
-    def take(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """Take samples of a prompt, for the next `keep`."""
-        self._taken.append(Group(prompt, list(trajectories)))
+    def take(self, prompt: Prompt, trajectory: Trajectory) -> None:
+        """Take a sample of a prompt, which is scored in the background. Raises what scoring has raised.
 
-    def keep(self, *, wait: bool = False) -> None:
-        """Start scoring the taken samples, and add scored ones to the store; with `wait` all of them.
-
-        Samples since the last call are scored together, because an async reward awaits them concurrently. Raises what
-        `RewardPool.score` raises.
+        Samples that come soon after are scored together, as an async reward awaits them concurrently.
         """
-        if self._taken:
-            self._scoring.append((self._taken, self._pool.begin(self._taken)))
-            self._taken = []
-        while self._scoring and (wait or self._scoring[0][1].done):
-            groups, scoring = self._scoring.popleft()
-            scoring.result()
-            samples = [Sample.of(group.prompt, t, self._text(t)) for group in groups for t in group.trajectories]
-            self._store.add(samples)
-            self._finished(samples)
+        for task in [each for each in self._scoring if each.done()]:
+            self._scoring.discard(task)
+            task.result()
+        if not self._taken:
+            self._scoring.add(asyncio.create_task(self._keep()))
+        self._taken.append(Group(prompt, [trajectory]))
+
+    async def kept(self) -> None:
+        """Return when all samples are in the store."""
+        await asyncio.gather(*self._scoring)
+
+    async def _keep(self) -> None:
+        await asyncio.sleep(GATHER_S)
+        groups, self._taken = self._taken, []
+        await self._pool.score(groups)
+        samples = [Sample.of(group.prompt, t, self._text(t)) for group in groups for t in group.trajectories]
+        self._store.add(samples)
+        self._finished(samples)
 
     def _text(self, trajectory: Trajectory) -> str:
         return self._decode(trajectory.tokens["token_ids"][trajectory.tokens["turn"] > 0].tolist())
@@ -80,7 +85,7 @@ def answer(
     logs: Path,
     display: Display,
 ) -> None:
-    """Generate the samples missing in the store. Raises what `ticks` and `RewardPool.score` raise."""
+    """Generate the samples missing in the store. Raises as `Sampler.sample` and `RewardPool.score`."""
     samples = config.eval.samples
     lacking = [prompt for prompt in prompts if not store.complete(prompt.id, samples)]
     total = sum(samples - sum(index < samples for index in store.played.get(prompt.id, ())) for prompt in lacking)
@@ -102,24 +107,36 @@ def answer(
         pool = stack.enter_context(RewardPool(config.reward, config.extensions.path, LogPaths(logs).rewards))
         engines.wait_ready()
         display.stage("evaluation")
-        scheduler = Scheduler.of(engines)
-        play(config.eval, lacking, store, scheduler, ScoredAnswers(pool, store, _decoder(tokenizer), finished))
-        for prompt in scheduler.quarantined:
+        sampler = Sampler(engines, config.rollout)
+        answers = ScoredAnswers(pool, store, _decoder(tokenizer), finished)
+        asyncio.run(play(config, lacking, store, sampler, answers))
+        for prompt in sampler.quarantine.records:
             display.note(f"[evaluation] prompt {prompt.prompt_id} was discarded: {prompt.cause}")
 
 
-def play(
-    settings: EvalConfig, prompts: Sequence[Prompt], store: SampleStore, generator: Generator, answers: ScoredAnswers
+async def play(
+    config: Config, prompts: Sequence[Prompt], store: SampleStore, sampler: Sampler, answers: ScoredAnswers
 ) -> None:
-    """Sample with running engines as section `eval` specifies, and score and store the answers."""
+    """Sample with running engines as section `eval` specifies, and score and store the answers, one by one."""
+    settings = config.eval
     sampling = Sampling(settings.temperature, settings.top_p, 0)
-    request = Request(_STEP, settings.samples, sampling, early=True, done=store.played)
-    # The event is never set: an exception ends `ctpo eval`, and finished samples are in the store by then.
-    for answered in ticks(generator, prompts, request, threading.Event()):
-        for prompt, trajectories in answered.samples:
-            answers.take(prompt, trajectories)
-        answers.keep()
-    answers.keep(wait=True)
+    indices = {prompt.id: set(range(settings.samples)) - {*store.played.get(prompt.id, ())} for prompt in prompts}
+    lacking = ((prompt, index) for prompt in prompts for index in sorted(indices[prompt.id]))
+
+    async def work() -> None:
+        for prompt, index in lacking:
+            if prompt in sampler.quarantine:
+                continue
+            try:
+                (trajectory,) = await sampler.sample(GroupTask(prompt, _STEP, (index,), sampling))
+            except GroupFailed as error:
+                sampler.lose(prompt, _STEP, error)
+            else:
+                answers.take(prompt, trajectory)
+
+    places = len(sampler.engines.engines) * (config.rollout.engine.max_num_seqs + 1)
+    await asyncio.gather(*(work() for _ in range(places)))
+    await answers.kept()
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
@@ -143,7 +160,7 @@ def reference_scores(
     with RewardPool(reward, search_path) as pool:
         for start in range(0, len(samples), _AT_ONCE):
             groups = [_response(by_id[sample.prompt_id], sample) for sample in samples[start : start + _AT_ONCE]]
-            pool.score(groups)
+            asyncio.run(pool.score(groups))
             scores |= {(g.prompt.id, t.sample_index): g.rewards[0] for g in groups for t in g.trajectories}
             display.progress(len(scores), len(samples))
     return scores

@@ -182,7 +182,7 @@ def _score(config: Config, prompt: Prompt, trajectory: Trajectory, found: FirstT
     blank = replace(trajectory, sample_index=1, final_text=_NO_ANSWER, tool_calls=[])
     settings = config.reward.model_copy(update={"workers": 1})
     with RewardPool(settings, config.extensions.path or ()) as pool:
-        pool.score([Group(prompt, [trajectory, blank])])
+        asyncio.run(pool.score([Group(prompt, [trajectory, blank])]))
     right, without = trajectory.reward, blank.reward
     found.parts.append(("reward", f"{right} for the ground truth in a box, {without} for no answer"))
     special = settings.by_source.get(prompt.data_source)

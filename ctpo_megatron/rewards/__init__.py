@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.rewards.overlong import OVERLONG, OverlongPenalty
-from ctpo_megatron.rewards.pool import PendingScores, RewardPool, ScoreReport, reward_metrics
+from ctpo_megatron.rewards.pool import RewardPool, ScoreReport, reward_metrics
 from ctpo_megatron.rewards.protocol import (
     REFERENCE,
     RESERVED,
@@ -25,7 +25,6 @@ __all__ = [
     "RESERVED",
     "WORDS",
     "OverlongPenalty",
-    "PendingScores",
     "Reward",
     "RewardFunction",
     "RewardPool",

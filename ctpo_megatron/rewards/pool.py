@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import statistics
@@ -11,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,14 @@ from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.protocol import COUNTS, Reward
 from ctpo_megatron.rewards.worker import Pair, Routes, Scored
-from ctpo_megatron.rewards.workers import START_TIMEOUT_S, WORKERS_RETRIES, RewardWorkersLost, Workers, awaited
+from ctpo_megatron.rewards.workers import (
+    START_TIMEOUT_S,
+    WORKERS_POLL_S,
+    WORKERS_RETRIES,
+    RewardWorkersLost,
+    Workers,
+    awaited,
+)
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import Extension, RewardConfig
@@ -138,23 +147,6 @@ class _Task:
         return awaited(self.future, self.workers, self.patience_s)  # a worker has a deadline
 
 
-@dataclass(frozen=True, slots=True)
-class PendingScores:
-    """Scoring started by `RewardPool.begin`."""
-
-    _pool: RewardPool
-    _tasks: Sequence[_Task]
-
-    @property
-    def done(self) -> bool:
-        """Whether `result` need not wait, unless something has to be scored again."""
-        return all(task.settled for task in self._tasks)
-
-    def result(self) -> ScoreReport:
-        """Wait for the scores and set the rewards; see `RewardPool.score`."""
-        return self._pool._collect(self._tasks)
-
-
 class RewardPool:
     """Worker processes for the configured reward functions, with a hard deadline for every trajectory.
 
@@ -212,7 +204,7 @@ class RewardPool:
             renewals += 1
             self._renew()
 
-    def score(self, groups: Sequence[Group]) -> ScoreReport:
+    async def score(self, groups: Sequence[Group]) -> ScoreReport:
         """Set `reward` and `reward_components` of every trajectory, and count the outcomes.
 
         Timeouts, exceptions, crashes, None, figures that are not finite and names that cannot be metrics are no verdict
@@ -220,11 +212,20 @@ class RewardPool:
         have killed the process.
         Raises RewardWorkersLost when all workers die repeatedly.
         """
-        return self.begin(groups).result()
+        tasks = [self._schedule(chunk) for chunk in self._chunks(groups)]
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
-    def begin(self, groups: Sequence[Group]) -> PendingScores:
-        """Start `score` in the background and return at once."""
-        return PendingScores(self, [self._schedule(chunk) for chunk in self._chunks(groups)])
+        def wake(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(ended.set)
+
+        for task in tasks:
+            task.future.add_done_callback(wake)
+        while not all(task.settled for task in tasks):
+            ended.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), WORKERS_POLL_S)
+        return await asyncio.to_thread(self._collect, tasks)  # what failed is scored again
 
     def _collect(self, tasks: Sequence[_Task]) -> ScoreReport:
         rewards: list[Reward] = []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import threading
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -14,30 +12,46 @@ from ctpo_megatron.base.stop import Cancelled, Stop
 from ctpo_megatron.config.schema import EvalConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.engines import Sampling
-from ctpo_megatron.rollouts.request import Generator, Request, ticks
+from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
+from ctpo_megatron.rollouts.event_loop import EventLoop, Work, end
+from ctpo_megatron.rollouts.sampler import Sampler
 from ctpo_megatron.rollouts.samples import Sample, validation_metrics
-from ctpo_megatron.rollouts.scoring import PendingScoring, Scorer
-from ctpo_megatron.rollouts.timeouts import JOIN_TIMEOUT_S
+from ctpo_megatron.rollouts.scoring import Scorer
 from ctpo_megatron.tracking import Phases
 
-log = logging.getLogger(__name__)
+_BEHIND = "time/eval_behind"
 
 
-def answer(
-    generator: Generator, scorer: Scorer, prompts: Sequence[Prompt], request: Request, stop: Stop, phases: Phases
+async def answer(
+    sampler: Sampler,
+    scorer: Scorer,
+    prompts: Sequence[Prompt],
+    task: Callable[[Prompt], GroupTask],
+    advance: Callable[[], None],
 ) -> list[Group]:
-    """Scored groups of the prompts, in their order, without quarantined prompts. Raises as `ticks`."""
-    groups: dict[int, Group] = {}
-    scoring: list[PendingScoring] = []
-    for answers in ticks(generator, prompts, request, stop):
-        for slot, group in answers.groups:
-            phases.advance()
-            groups[slot] = group
-            scoring.append(scorer.begin([group]))
-    for pending in scoring:
-        pending.result()
-    return [groups[slot] for slot in sorted(groups)]
+    """Return scored groups of the prompts, in their order, without quarantined ones.
+
+    task: what an engine samples of a prompt. advance: called with every complete group. Raises as `Sampler.sample` and
+    `RewardPool.score`.
+    """
+
+    async def answered(prompt: Prompt) -> Group | None:
+        if prompt in sampler.quarantine:
+            return None
+        try:
+            group = Group(prompt, await sampler.sample(task(prompt), urgent=True))
+        except GroupFailed as error:
+            sampler.lose(prompt, task(prompt).step, error)
+            return None
+        advance()
+        await scorer.score([group])
+        return group
+
+    tasks = [asyncio.create_task(answered(prompt)) for prompt in prompts]
+    try:
+        return [group for group in await asyncio.gather(*tasks) if group is not None]
+    finally:
+        await end(tasks)
 
 
 @dataclass(frozen=True)
@@ -51,38 +65,39 @@ class Evaluated:
 
 
 class Evaluation:
-    """Answers held-out prompts with the weights published last. A context manager that ends its thread."""
+    """Answers held-out prompts with the weights published last. A context manager that ends what is under way."""
 
     def __init__(
         self,
         config: EvalConfig,
-        generator: Generator,
+        loop: EventLoop,
+        sampler: Sampler,
         scorer: Scorer,
         prompts: Sequence[Prompt],
         stop: Stop,
         phases: Phases,
     ) -> None:
-        """prompts: empty where there is nothing to evaluate. stop: may be checked by another thread."""
-        self._config, self._generator, self._scorer = config, generator, scorer
+        """prompts: empty where there is nothing to evaluate."""
+        self._config, self._loop, self._sampler, self._scorer = config, loop, sampler, scorer
         self._prompts, self._stop, self._phases = prompts[: config.prompts], stop, phases
-        self._closed = False
-        self._under_way: tuple[int, Future[tuple[list[Group], float]]] | None = None
+        self._under_way: tuple[int, Work[tuple[list[Group], float]] | None] | None = None
+        self._sampled = 0
 
     def run(self, step: int) -> Evaluated:
         """Answer and score now."""
-        if not self._prompts:
-            return Evaluated(step)
-        with self._phases.phase("eval"):
-            try:
-                return self._evaluated(step, self._answers(step))
-            except Cancelled as cancelled:
-                return Evaluated(step, missing=str(cancelled))
+        self.begin(step)
+        evaluated = self.end()
+        assert evaluated is not None
+        evaluated.metrics.pop(_BEHIND, None)
+        return evaluated
 
     def begin(self, step: int) -> None:
-        """Begin what `run` does, in a thread; `end` comes before the next weights, or the answers would be of two."""
-        answers: Future[tuple[list[Group], float]] = Future()
-        self._under_way = (step, answers)
-        threading.Thread(target=self._work, args=(step, answers), name="evaluation", daemon=True).start()
+        """Begin what `run` does; `end` comes before the next weights, or the answers would be of two."""
+        work, self._sampled = None, 0
+        if self._prompts:
+            self._sampler.engines.wait_ready()
+            work = self._loop.begin(self._answers(step))
+        self._under_way = (step, work)
 
     def end(self) -> Evaluated | None:
         """Wait for what `begin` began, if anything. Raises what sampling and scoring raise.
@@ -91,45 +106,45 @@ class Evaluation:
         """
         if self._under_way is None:
             return None
-        (step, answers), self._under_way = self._under_way, None
-        if not self._prompts:
+        (step, work), self._under_way = self._under_way, None
+        if work is None:
             return Evaluated(step)
         with self._phases.phase("eval"):
             try:
-                groups, seconds = answers.result()
-            except Cancelled as cancelled:
-                return Evaluated(step, missing=str(cancelled))
+                groups, seconds = work.wait(self._stop)
+            except Cancelled:
+                count = len(self._prompts)
+                return Evaluated(step, missing=f"{count - self._sampled} of {count} groups were not sampled")
         evaluated = self._evaluated(step, groups)
-        evaluated.metrics["time/eval_behind"] = seconds
+        evaluated.metrics[_BEHIND] = seconds
         return evaluated
 
     def lacks(self, record: Mapping[str, object]) -> bool:
         """Whether the metrics of a step hold no evaluation though there are prompts."""
         return bool(self._prompts) and not any(name.startswith("val/") for name in record)
 
-    def is_set(self) -> bool:
-        """Whether to stop answering: a `Stop`."""
-        return self._closed or self._stop.is_set()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed = True
-        if self._under_way is not None and not wait([self._under_way[1]], JOIN_TIMEOUT_S).done:
-            log.warning("the evaluation thread has not ended after %g s, and is left behind", JOIN_TIMEOUT_S)
+        if self._under_way is not None and (work := self._under_way[1]) is not None:
+            work.cancel()
 
-    def _work(self, step: int, answers: Future[tuple[list[Group], float]]) -> None:
-        began = time.monotonic()
-        try:
-            answers.set_result((self._answers(step), time.monotonic() - began))
-        except BaseException as error:  # whatever it is, `end` raises it
-            answers.set_exception(error)
+    async def _answers(self, step: int) -> tuple[list[Group], float]:
+        config, began = self._config, time.monotonic()
+        sampling, samples = Sampling(config.temperature, config.top_p, 0), tuple(range(config.samples))
+        groups = await answer(
+            self._sampler,
+            self._scorer,
+            self._prompts,
+            lambda prompt: GroupTask(prompt, step, samples, sampling),
+            self._advance,
+        )
+        return groups, time.monotonic() - began
 
-    def _answers(self, step: int) -> list[Group]:
-        config = self._config
-        request = Request(step, config.samples, Sampling(config.temperature, config.top_p, 0))
-        return answer(self._generator, self._scorer, self._prompts, request, self, self._phases)
+    def _advance(self) -> None:
+        self._sampled += 1
+        self._phases.advance()
 
     def _evaluated(self, step: int, groups: list[Group]) -> Evaluated:
         left_out = len(self._prompts) - len(groups)  # quarantined: a benchmark without them is marked as such

@@ -6,41 +6,15 @@ import functools
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import reduce
 from operator import add
 from typing import Any
 
 from ctpo_megatron.data import Group
-from ctpo_megatron.rewards import OVERLONG, OverlongPenalty, PendingScores, RewardPool, ScoreReport, reward_metrics
+from ctpo_megatron.rewards import OVERLONG, OverlongPenalty, RewardPool, ScoreReport, reward_metrics
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PendingScoring:
-    """Rewards and their shaping that have begun to be computed."""
-
-    groups: Sequence[Group]
-    scores: PendingScores
-    penalty: OverlongPenalty | None
-    by_turn: bool = False
-
-    @property
-    def done(self) -> bool:
-        """Whether `result` has nothing to wait for."""
-        return self.scores.done
-
-    def result(self) -> ScoreReport:
-        """Set the rewards; see `RewardPool.score` for what is raised."""
-        report = self.scores.result()
-        if self.penalty is not None:
-            self.penalty.apply(self.groups)
-        if self.by_turn:
-            for group in self.groups:
-                if any(t.reward is not None and t.turn_rewards is None for t in group.trajectories):
-                    _say_without_turns(group.prompt.data_source)
-        return report
 
 
 @functools.cache
@@ -53,7 +27,7 @@ def _say_without_turns(data_source: str) -> None:
 
 
 class Scorer:
-    """Scores groups in the background, by reward processes. penalty: for training batches; an evaluation has none.
+    """Scores groups by reward processes. penalty: for training batches; an evaluation has none.
 
     by_turn: whether the rewards of turns are trained on (`objective.credit`).
     """
@@ -61,9 +35,16 @@ class Scorer:
     def __init__(self, pool: RewardPool, penalty: OverlongPenalty | None = None, *, by_turn: bool = False) -> None:
         self._pool, self._penalty, self._by_turn = pool, penalty, by_turn
 
-    def begin(self, groups: Sequence[Group]) -> PendingScoring:
-        """Begin to give every trajectory its reward, shaping included, and return at once."""
-        return PendingScoring(groups, self._pool.begin(groups), self._penalty, self._by_turn)
+    async def score(self, groups: Sequence[Group]) -> ScoreReport:
+        """Give every trajectory its reward, shaping included; see `RewardPool.score` for what is raised."""
+        report = await self._pool.score(groups)
+        if self._penalty is not None:
+            self._penalty.apply(groups)
+        if self._by_turn:
+            for group in groups:
+                if any(t.reward is not None and t.turn_rewards is None for t in group.trajectories):
+                    _say_without_turns(group.prompt.data_source)
+        return report
 
     def report_record(self, report: ScoreReport) -> dict[str, Any]:
         """A report as JSON has it."""

@@ -17,7 +17,7 @@ from ctpo_megatron.environments.prompts import usable, write_record
 from ctpo_megatron.policy import capabilities
 from ctpo_megatron.preflight import Admission
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
-from ctpo_megatron.rollouts import Evaluation, Generator, Replay, Rollouts, RolloutSettings, Scorer
+from ctpo_megatron.rollouts import Evaluation, EventLoop, Replay, Rollouts, RolloutSettings, Sampler, Scorer
 from ctpo_megatron.tracking import Phases, recorded_trajectories, trajectory_files
 
 if TYPE_CHECKING:
@@ -60,21 +60,16 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
         usable(train)
         held_out = [] if replayed or not config.data.eval else usable(admission.held_out(train))
         prompts = _stream(train, config.data, config.run.seed)
-        if pool is None:
-            training = evaluating = _replay(config.rollout)
-        else:  # training yields to the other where it samples ahead
-            from ctpo_megatron.rollouts import Scheduler
-
-            training = Scheduler.of(pool, background=pool.settings.max_staleness > 0)
-            evaluating = training.another()
+        sampler = Sampler(_replay(config.rollout) if pool is None else pool, config.rollout)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path, logs.rewards))
         penalty = None
         if (overlong := config.reward.overlong_penalty) is not None:
             penalty = OverlongPenalty(overlong.buffer, overlong.penalty, config.rollout.max_response_tokens)
         scoring = Scorer(scorers, penalty, by_turn=config.objective.by_turn)
         settings = RolloutSettings.of(config)
-        rollouts = Rollouts(settings, training, scoring, prompts, stop, phases)
-        evaluation = Evaluation(config.eval, evaluating, Scorer(scorers), held_out, stop, phases)
+        loop = stack.enter_context(EventLoop())
+        rollouts = Rollouts(settings, loop, sampler, scoring, prompts, stop, phases)
+        evaluation = Evaluation(config.eval, loop, sampler, Scorer(scorers), held_out, stop, phases)
         record = partial(write_record, train, directory)
         yield Services(stack.enter_context(rollouts), stack.enter_context(evaluation), pool, record)
 
@@ -88,11 +83,7 @@ def _stream(train: PromptSet, data: DataConfig, seed: int) -> PromptStream:
     return PromptMix([MixedFile(*part) for part in parts], seed, data.shuffle, rerendered=data.rerender)
 
 
-def _replay(rollout: RolloutConfig) -> Generator:
+def _replay(rollout: RolloutConfig) -> Replay:
     assert rollout.replay is not None  # or there would be engines
     recorded = trajectory_files(Path(rollout.replay))
-    return Replay(
-        lambda step: recorded_trajectories(recorded[step]),
-        rollout.max_quarantined,
-        refills=rollout.uniform_groups == "refill",
-    )
+    return Replay(lambda step: recorded_trajectories(recorded[step]), rollout)

@@ -55,7 +55,7 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
 
     return {
         "sample": (Replay, "wait_ready", None),
-        "score": (RewardPool, "begin", None),
+        "score": (RewardPool, "score", None),
         "update": (OptimizerSteps, "apply", None),
         "write": (FileSystemWriterAsync, "write_preloaded_data", half_a_file),
         "writer": (FileSystemWriterAsync, "write_preloaded_data", killed_alone),

@@ -30,7 +30,7 @@ from ctpo_megatron.data import (
     PromptStream,
     Trajectory,
 )
-from ctpo_megatron.rollouts.buffer import UniformGroups
+from ctpo_megatron.rollouts.open_batch import UniformGroups
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
 from tests import compare_runs

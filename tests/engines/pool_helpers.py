@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,9 +21,10 @@ from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import EnginePool, Sampling
+from ctpo_megatron.engines import EnginePool, GroupFailed, GroupTask, Sampling
 from ctpo_megatron.engines.weights import TransportSettings, WeightOffer, WeightTransport, open_transport
-from ctpo_megatron.rollouts import Request, Scheduler, ticks
+from ctpo_megatron.rollouts import EventLoop, Sampler
+from ctpo_megatron.rollouts.event_loop import Work
 from tests.engines.tiny_model import CALL, build_tiny_model
 
 T = TypeVar("T")
@@ -122,7 +123,7 @@ class Stage:
         self.config = make_config(self.path, root, **rollout)
         cluster = self.config.cluster if os.environ.get("RAY_ADDRESS") else None
         self.fleet = EnginePool(self.config, sandbox_url, cluster=cluster)
-        self.scheduler = Scheduler.of(self.fleet)
+        self.loop, self.sampler = EventLoop(), Sampler(self.fleet, self.config.rollout)
         self.fleet.start()
         self._sender: Sender | None = None
 
@@ -178,25 +179,36 @@ class Stage:
         finally:
             self.sender.change = former
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        step: int = 0,
-        samples: int = 4,
-        replacements: Iterator[Prompt] | None = None,
-        **sampling: Any,
-    ) -> list[Group]:
-        return groups_of(self.scheduler.another(), prompts, Request(step, samples, Sampling(**sampling), replacements))
+    def generate(self, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **sampling: Any) -> list[Group]:
+        return groups_of(self, prompts, step, samples, **sampling)
+
+    def begin(self, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **settings: Any) -> Work[list[Group]]:
+        """Sample groups in the background."""
+        return self.loop.begin(sampled(self.sampler, prompts, step, samples, **settings))
 
 
-def groups_of(scheduler: Scheduler, prompts: Sequence[Prompt], request: Request) -> list[Group]:
-    """Complete groups in the order of their prompts."""
-    found = {
-        slot: group
-        for answers in ticks(scheduler, prompts, request, threading.Event())
-        for slot, group in answers.groups
-    }
-    return [found[slot] for slot in sorted(found)]
+async def sampled(
+    sampler: Sampler, prompts: Sequence[Prompt], step: int, samples: int, *, urgent: bool = False, **sampling: Any
+) -> list[Group]:
+    """Complete groups in the order of their prompts, without quarantined ones."""
+    shape = step, tuple(range(samples)), Sampling(**sampling)
+    draws = [[each.id for each in prompts[:place]].count(prompt.id) for place, prompt in enumerate(prompts)]
+
+    async def one(prompt: Prompt, draw: int) -> Group | None:
+        if prompt in sampler.quarantine:
+            return None
+        try:
+            return Group(prompt, await sampler.sample(GroupTask(prompt, *shape, occurrence=draw), urgent=urgent))
+        except GroupFailed as error:
+            sampler.lose(prompt, step, error)
+            return None
+
+    return [group for group in await asyncio.gather(*map(one, prompts, draws)) if group is not None]
+
+
+def groups_of(stage: Stage, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **sampling: Any) -> list[Group]:
+    stage.fleet.wait_ready()
+    return stage.loop.call(sampled(stage.sampler, prompts, step, samples, urgent=True, **sampling))
 
 
 def trajectories(groups: Sequence[Group]) -> list[Trajectory]:

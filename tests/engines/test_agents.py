@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from ctpo_megatron.base.stop import NeverStop
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import Sampling
-from ctpo_megatron.rollouts import Request, Scheduler, rollout_metrics
-from ctpo_megatron.rollouts.request import tick
+from ctpo_megatron.rollouts import rollout_metrics
 from tests.engines.pool_helpers import Stage, trajectories, versions
-from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -86,18 +84,12 @@ def test_a_helper_has_a_sequence_of_its_own_in_the_same_trajectory(stage: Stage)
 def test_a_call_in_flight_during_an_update_takes_longer(stage: Stage) -> None:
     stage.sync(0.0)
     models, original = {stage.version: copy.deepcopy(stage.model)}, copy.deepcopy(stage.model.state_dict())
-    scheduler, done = Scheduler.of(stage.fleet, background=True), {}
-    for slot, prompt in enumerate(prompts(stage, 8, "agent", helper=True)):
-        scheduler.add(slot, prompt, Request(2, 4, Sampling()))
-    deadline = time.monotonic() + scaled(120)
+    turns = stage.begin(prompts(stage, 8, "agent", helper=True), step=2)
     for _ in range(3):
-        done |= dict(tick(scheduler, 0.1).groups)
-        with stage.fleet.lock:
-            stage.sync(0.02)
+        time.sleep(0.1)
+        stage.sync(0.02)
         models[stage.version] = copy.deepcopy(stage.model)
-    while scheduler.pending and time.monotonic() < deadline:
-        done |= dict(tick(scheduler, 0.2).groups)
-    groups = [done[slot] for slot in range(8)]
+    groups = turns.wait(NeverStop())
     stage.model.load_state_dict(original)
     stage.sync(0.0)
     assert len(versions(groups)) > 1 and versions(groups) <= set(models)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from itertools import count
 from pathlib import Path
 
 import psutil
@@ -14,17 +13,15 @@ import torch
 
 from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.base.stop import Cancelled
-from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import EngineError, Sampling
-from ctpo_megatron.rollouts import Quarantined, Request, TooManyQuarantined, rollout_metrics, ticks
+from ctpo_megatron.engines import EngineError, GroupTask, Sampling
+from ctpo_megatron.rollouts import Quarantined, TooManyQuarantined, rollout_metrics
 from tests.engines.pool_helpers import (
     MAX_RESPONSE,
     MAX_TURN,
     Stage,
     engine_processes,
-    groups_of,
     largest_log_prob_error,
     tokens,
     versions,
@@ -110,34 +107,23 @@ def test_same_seed_same_tokens_and_other_step_other_tokens(stage: Stage) -> None
 
 
 def test_a_prompt_that_is_drawn_twice_is_sampled_twice(stage: Stage) -> None:
-    [prompt], draws = stage.prompts(1), count()
+    [prompt] = stage.prompts(1)
     once = stage.generate([prompt], step=7)
-    request = Request(7, 4, Sampling(), occurrence=lambda _: next(draws))
-    first, second = groups_of(stage.scheduler.another(), [prompt] * 2, request)
+    first, second = stage.generate([prompt] * 2, step=7)
     assert tokens([first]) == tokens(once) and not {*map(tuple, tokens([second]))} & {*map(tuple, tokens(once))}
 
 
-def test_samples_are_handed_over_as_they_finish_and_others_are_not_played(stage: Stage) -> None:
-    prompts = stage.prompts(3)
-    whole = {(t.prompt_id, t.sample_index): t.token_ids for g in stage.generate(prompts) for t in g.trajectories}
-    batches: list[list[Trajectory]] = []
+def test_a_sample_is_the_same_whatever_others_of_its_prompt_are_sampled(stage: Stage) -> None:
+    """`ctpo eval` samples one by one what its store lacks."""
+    [prompt] = stage.prompts(1)
+    [group] = stage.generate([prompt])
 
-    stage.flag.write_text("hang")  # what calls the tool cannot finish before the first sample is reported
-    played = {"p0": [0, 2], "p2": range(4)}
-    request, groups = Request(0, 4, Sampling(), early=True, done=played), dict[int, Group]()
-    for answers in ticks(stage.scheduler.another(), prompts, request, threading.Event()):
-        groups |= dict(answers.groups)
-        for prompt, trajectories in answers.samples:
-            assert {t.prompt_id for t in trajectories} <= {prompt.id}
-            batches.append(trajectories)
-            stage.flag.unlink(missing_ok=True)
-    kept = [trajectory for batch in batches for trajectory in batch]
-    assert {(t.prompt_id, t.sample_index): t.token_ids for t in kept} == {
-        key: ids for key, ids in whole.items() if key[1] not in played.get(key[0], ())
-    }
-    assert len(kept) == 6 and len(batches[0]) == 1
-    found = [(groups[slot].prompt.id, groups[slot].trajectories) for slot in sorted(groups)]
-    assert found == [("p0", []), ("p1", []), ("p2", [])]
+    async def alone(index: int) -> list[Trajectory]:
+        return await stage.sampler.sample(GroupTask(prompt, 0, (index,), Sampling()))
+
+    found = [stage.loop.call(alone(index))[0] for index in (3, 1)]
+    assert [t.token_ids for t in found] == [group.trajectories[n].token_ids for n in (3, 1)]
+    assert [t.seed for t in found] == [group.trajectories[n].seed for n in (3, 1)]
 
 
 def test_sync_changes_what_is_sampled_and_forgets_cached_prefixes(stage: Stage) -> None:
@@ -163,12 +149,13 @@ def test_prompt_without_room_is_named(stage: Stage) -> None:
         stage.generate(stage.prompts(1, length=320))
 
 
-def test_sampling_can_be_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctpo_megatron.rollouts.request.TICK_S", 0.001)  # sooner than the first token
-    prompts, request = stage.prompts(2), Request(10, 2, Sampling())
-    with pytest.raises(Cancelled, match="2 of 2 groups were not sampled"):
-        list(ticks(stage.scheduler.another(), prompts, request, Stops(False, False, True)))
-    assert not +stage.fleet.load
+def test_sampling_can_be_given_up(stage: Stage) -> None:
+    prompts = stage.prompts(2)
+    stage.flag.write_text("hang")
+    with pytest.raises(Cancelled, match="stop requested"):
+        stage.begin(prompts, step=10).wait(Stops(False, True))
+    stage.flag.write_text("0")
+    assert not stage.sampler.in_flight
     assert [len(group.trajectories) for group in stage.generate(prompts, step=10)] == [4, 4]
 
 
@@ -182,20 +169,6 @@ def test_unavailable_tool_means_retry_not_reward(stage: Stage) -> None:
     assert (stats["group_retries"], stats["lost_infrastructure_error"]) == (1, 1)
 
 
-class Spares:
-    """A stream of prompts that take the place of others; with the last one the tool works again."""
-
-    def __init__(self, stage: Stage, *names: str) -> None:
-        self.stage, self.names, self.drawn = stage, list(names), 0
-
-    def __next__(self) -> Prompt:
-        self.drawn += 1
-        name = self.names.pop(0)
-        if not self.names:
-            self.stage.flag.write_text("0")
-        return Prompt(name, "test", (), "", tuple(range(40)))
-
-
 @pytest.mark.parametrize(
     ("failure", "cause"),
     [
@@ -205,29 +178,23 @@ class Spares:
         ("stray task", "a task of users' code raised KeyboardInterrupt: in a task of a tool on rollout engine "),
     ],
 )
-def test_a_prompt_that_fails_too_often_is_replaced_and_never_played_again(
+def test_a_prompt_that_fails_too_often_is_never_played_again(
     stage: Stage, failure: str, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     [prompt] = stage.prompts(1)
     want = tokens(stage.generate([prompt], step=6))
     stage.fleet.stats()
     stage.flag.write_text(failure)
-    spares = Spares(stage, "spare")
     lost = Prompt(f"lost {failure}", "test", (), "", prompt.token_ids)
-    groups = stage.generate([lost], step=6, replacements=spares)
-    assert [group.prompt.id for group in groups] == ["spare"]
-    assert [len(group.trajectories) for group in groups] == [4]
-    record = stage.scheduler.quarantined[-1]
+    assert stage.generate([lost], step=6) == []
+    stage.flag.write_text("0")
+    record = stage.sampler.quarantine.records[-1]
     assert (record.prompt_id, record.step) == (lost.id, 6)
     assert "failed 3 times" in record.cause
     assert cause in record.cause
     assert f"prompt {lost.id!r} (step 6)" in caplog.text
     stats = stage.fleet.stats()
     assert (stats["quarantined"], stats["group_retries"]) == (1, 2)
-    # From now on it is passed over, also when it is the replacement, and left out where nothing replaces it.
-    spares = Spares(stage, lost.id, "other")
-    groups = stage.generate([lost, prompt], step=6, replacements=spares)
-    assert [group.prompt.id for group in groups] == ["other", "p0"]
     groups = stage.generate([lost, prompt], step=6)
     assert [group.prompt.id for group in groups] == ["p0"]
     assert tokens(groups) == want
@@ -240,14 +207,15 @@ def test_a_group_without_replacement_is_left_out(stage: Stage) -> None:
     lost = [Prompt(f"held out {i}", "test", (), "", prompt.token_ids) for i, prompt in enumerate(stage.prompts(2))]
     assert stage.generate(lost, step=6) == []
     stage.flag.write_text("0")
-    assert {record.prompt_id for record in stage.scheduler.quarantined[-2:]} == {"held out 0", "held out 1"}
+    assert {record.prompt_id for record in stage.sampler.quarantine.records[-2:]} == {"held out 0", "held out 1"}
     assert stage.fleet.stats()["quarantined"] == 2
 
 
 def test_a_run_that_loses_too_many_prompts_stops_and_names_them(stage: Stage) -> None:
-    before = list(stage.scheduler.quarantined)
+    records = stage.sampler.quarantine.records
+    before = list(records)
     room = stage.config.rollout.max_quarantined - len(before)
-    stage.scheduler.quarantined.extend(Quarantined(f"earlier {i}", 1, "of the run before") for i in range(room))
+    records.extend(Quarantined(f"earlier {i}", 1, "of the run before") for i in range(room))
     stage.flag.write_text("1000000")
     prompt = Prompt("one too many", "test", (), "", tuple(range(40)))
     try:
@@ -257,7 +225,7 @@ def test_a_run_that_loses_too_many_prompts_stops_and_names_them(stage: Stage) ->
             stage.generate([prompt], step=7)
     finally:
         stage.flag.write_text("0")
-        stage.scheduler.quarantined[:] = before
+        records[:] = before
     assert [len(group.trajectories) for group in stage.generate([prompt], step=7)] == [4]
 
 

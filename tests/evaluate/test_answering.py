@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from ctpo_megatron.config import RewardConfig
@@ -28,20 +29,29 @@ async def judge(trajectory, prompt):
 """
 
 
-def test_answers_between_two_looks_are_awaited_together(tmp_path: Path) -> None:
+def answered(index: int) -> Trajectory:
+    trajectory = Trajectory("p", index, seed=index)
+    trajectory.append_context([1, 2], turn=0)
+    trajectory.append_model([3 + index], [-0.5], [0], turn=1)
+    trajectory.finish_reason = "answer"
+    return trajectory
+
+
+def test_answers_that_come_soon_after_another_are_awaited_together(tmp_path: Path) -> None:
     (tmp_path / "remote_judge.py").write_text(JUDGE, encoding="utf-8")
     config = RewardConfig.model_validate({"function": "remote_judge:judge", "workers": 1, "timeout_s": scaled(20.0)})
     kept: list[Sample] = []
     with RewardPool(config, [str(tmp_path)]) as pool:
         store = SampleStore(tmp_path / "samples", {})
         answers = ScoredAnswers(pool, store, lambda ids: " ".join(map(str, ids)), kept.extend)
-        for index in range(3):
-            trajectory = Trajectory("p", index, seed=index)
-            trajectory.append_context([1, 2], turn=0)
-            trajectory.append_model([3 + index], [-0.5], [0], turn=1)
-            trajectory.finish_reason = "answer"
-            answers.take(Prompt("p", "test", (), "", (1, 2)), [trajectory])
-        answers.keep(wait=True)
+
+        async def answer() -> None:
+            for index in range(3):
+                await asyncio.sleep(0.01)
+                answers.take(Prompt("p", "test", (), "", (1, 2)), answered(index))
+            await answers.kept()
+
+        asyncio.run(answer())
         assert [(sample.index, sample.score) for sample in kept] == [(0, 0.0), (1, 1.0), (2, 2.0)]
         assert store.complete("p", 3)
         store.close()

@@ -5,6 +5,7 @@ The fast tests have all of it but engines: what stands for them answers from the
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -12,12 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +26,10 @@ from rich.console import Console
 from ctpo_megatron import cli
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Prompt, Trajectory
+from ctpo_megatron.engines import GroupLost, GroupTask
 from ctpo_megatron.environments.prompts import held_out_prompts
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.evaluate import Outcome, answering, evaluate, find_target, read_config
-from ctpo_megatron.rollouts import Answers, Quarantined, Request
 from ctpo_megatron.tracking import Display
 from tests.end_to_end.small_run import ROOT, Ctpo
 from tests.support.deadlines import scaled
@@ -59,47 +59,35 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Scripted:
-    """Answers instead of a scheduler on engines; ends the process when it has answered `stop_after` samples."""
+    """Answers instead of engines; ends the process when it has answered `stop_after` samples."""
+
+    name, index, live = "scripted", 0, True
 
     def __init__(self, tokenizer: Any, stop_after: int | None = None, lost: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop_after, self.lost = tokenizer, stop_after, lost
         self.played: list[tuple[str, int]] = []
-        self.stopping = False
-        self.quarantined: list[Quarantined] = []
-
-        self.lock, self._queue = threading.RLock(), list[tuple[Prompt, int, Request]]()
+        self.engines, self.counts = [self], Counter[str]()
 
     def wait_ready(self) -> None:
         """There is nothing to wait for."""
 
-    def add(self, slot: int, prompt: Prompt, request: Request) -> None:
-        if prompt.id in self.lost:
-            self.quarantined.append(Quarantined(prompt.id, request.step, "it hung"))
-            return
-        done = request.done.get(prompt.id, ())
-        self._queue += [(prompt, index, request) for index in range(request.samples) if index not in done]
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Every prompt has room."""
 
-    @property
-    def pending(self) -> dict[int, Prompt]:
-        return dict(enumerate(prompt for prompt, _, _ in self._queue))
+    async def tend(self) -> None:
+        """It never dies."""
 
-    def wait(self, timeout_s: float) -> None:
-        """One sample a tick."""
+    def note_load(self, index: int, samples: int) -> None:
+        """Nobody asks."""
 
-    def collect(self) -> Answers:
+    async def sample(self, _: Any, task: GroupTask) -> list[Trajectory]:
+        if task.prompt.id in self.lost:
+            raise GroupLost("it hung")
         if len(self.played) == self.stop_after:
-            if self.stopping:
-                raise SystemExit(143)
-            time.sleep(0.2)  # what was begun is scored meanwhile
-            self.stopping = True
-            return Answers()
-        prompt, index, request = self._queue.pop(0)
-        self.played.append((prompt.id, index))
-        trajectory = self.answer(prompt, index, trajectory_seed(0, request.step, prompt.id, index))
-        return Answers(samples=[(prompt, [trajectory])])
-
-    def cancel(self) -> None:
-        self._queue.clear()
+            await asyncio.sleep(4 * answering.GATHER_S)  # what was begun is scored meanwhile
+            raise SystemExit(143)
+        self.played += [(task.prompt.id, index) for index in task.samples]
+        return [self.answer(task.prompt, n, trajectory_seed(0, task.step, task.prompt.id, n)) for n in task.samples]
 
     def answer(self, prompt: Prompt, index: int, seed: int) -> Trajectory:
         trajectory = Trajectory(prompt.id, index, seed)
@@ -126,7 +114,6 @@ def run(task: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
             yield engines
 
         monkeypatch.setattr(answering, "open_engines", open_engines)
-        monkeypatch.setattr(answering, "Scheduler", SimpleNamespace(of=lambda scripted: scripted))
         data = f'data.eval=["{task}/heldout.parquet"]'
         config, _ = read_config(find_target(task / "model", None), [*SETTINGS, data, *overrides], 0)
         with Display("plain", 0, Console(file=io.StringIO())) as display:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ def judged(url: str, deadline_s: float) -> tuple[list[float | None], ScoreReport
     prompt = Prompt("p", "source", ({"role": "user", "content": "2 + 2?"},), "4", ())
     group = Group(prompt, [Trajectory("p", number, 0, final_text=text) for number, text in enumerate(ANSWERS)])
     with RewardPool(config.reward, config.extensions.path or ()) as pool:
-        report = pool.score([group])
+        report = asyncio.run(pool.score([group]))
     return [trajectory.reward for trajectory in group.trajectories], report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def adapter(name: str, folder: Path) -> RewardConfig:
 
 def scored(config: RewardConfig, folder: Path, *groups: Group) -> ScoreReport:
     with RewardPool(config, [str(folder)]) as pool:
-        return pool.score(groups)
+        return asyncio.run(pool.score(groups))
 
 
 def answered(text: str, source: str = "mine", answer: str = "42", question: str = "6 * 7?") -> Group:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from ctpo_megatron.data.batch import Group
@@ -29,7 +31,7 @@ def test_right_answers_are_paid_and_short_ones_more() -> None:
         answered(r"\boxed{\frac{8}{2}}", 64, source="openai/gsm8k"),
     ]
     with RewardPool(config.reward, config.extensions.path) as pool:
-        report = pool.score(groups)
+        report = asyncio.run(pool.score(groups))
     assert [group.trajectories[0].reward for group in groups] == [pytest.approx(1.05), 0.0, 1.0]
     assert groups[0].trajectories[0].reward_components == {"right": 1.0, "short": 0.5}
     assert report == ScoreReport(3, {}, {"right": 0.5, "short": 0.625, "failed_tools": 1.0, "no_box": 0.0})

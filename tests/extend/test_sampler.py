@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from ctpo_megatron.config import ConfigError, Extension, RolloutConfig, load_con
 from ctpo_megatron.data import Curriculum, Prompt, PromptSampler
 from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.rollouts import Rollouts, RolloutSettings
-from ctpo_megatron.tracking import Phases
 from tests.extend.document_examples import example
-from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer
+from tests.rollouts import scripted
+from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
 
 PROMPTS = [
     Prompt(f"p{n}", "source", ({"role": "user", "content": "x"},), "1", (n,), {"level": 9 - n}) for n in range(10)
@@ -39,7 +38,7 @@ def rollouts(prompts: Any, reward: float, ahead: int = 0) -> Rollouts:
     config = RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_staleness=ahead, group_timeout_s=20)
     settings = RolloutSettings(config, 20)
     scorer = ScriptedScorer(lambda prompt, sample: reward)
-    return Rollouts(settings, ScriptedGenerator(), scorer, prompts, threading.Event(), Phases())
+    return scripted.rollouts(settings, ScriptedEngines(), scorer, prompts)
 
 
 def train(source: Rollouts, *steps: int) -> list[list[str]]:

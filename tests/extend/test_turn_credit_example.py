@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_each_turn_earns_what_it_did() -> None:
     config = load_config(FILES[0], [str(FILES[1])])
     groups = [answered(*case[:4]) for case in CASES]
     with RewardPool(config.reward, [str(FILES[1].parent)]) as pool:
-        report = pool.score(groups)
+        report = asyncio.run(pool.score(groups))
     assert report.scored == len(CASES)
     for group, (question, *_, points) in zip(groups, CASES, strict=True):
         share = 1 / 3 if question == TWO else 1 / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def folder(tmp_path: Path) -> Path:
 def score(folder: Path, groups: list[Group], **settings: Any) -> ScoreReport:
     config = RewardConfig.model_validate({"timeout_s": scaled(20.0), **settings})
     with RewardPool(config, [str(folder)]) as pool:
-        return pool.score(groups)
+        return asyncio.run(pool.score(groups))
 
 
 def test_a_reward_sees_trajectory_and_prompt_and_names_its_parts(folder: Path) -> None:

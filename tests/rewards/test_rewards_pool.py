@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
@@ -74,26 +75,20 @@ def unruly() -> Iterator[RewardPool]:
 def test_math_scores_in_order_with_counts() -> None:
     groups = [group(r"\boxed{2}", r"\boxed{3}", "2", r"\boxed{\frac{4}{2}}") for _ in range(64)]
     with RewardPool(RewardConfig(workers=2)) as pool:
-        assert pool.score([]) == ScoreReport(0)
-        report = pool.score(groups)
+        assert asyncio.run(pool.score([])) == ScoreReport(0)
+        report = asyncio.run(pool.score(groups))
     assert report == ScoreReport(scored=256, metrics={"no_box": 64.0})
     assert rewards(groups) == [1.0, 0.0, 0.0, 1.0] * 64
 
 
 def test_a_trajectory_says_when_it_was_scored(unruly: RewardPool) -> None:
-    """Also one without a verdict. Its end is not the time at which somebody asked."""
+    """Also one without a verdict."""
     groups = [group("2"), group("raise")]
     before = time.time()
-    pending = unruly.begin(groups)
-    deadline = time.monotonic() + scaled(60)
-    while not pending.done and time.monotonic() < deadline:
-        time.sleep(0.01)
-    ended = time.time()
-    time.sleep(0.2)
-    pending.result()
+    asyncio.run(unruly.score(groups))
     for one in groups:
         assert (times := one.trajectories[0].scored_at) is not None
-        assert before <= times[0] <= times[1] <= ended + 0.1 < time.time()
+        assert before <= times[0] <= times[1] <= time.time()
 
 
 def test_tool_output_and_earlier_turns_do_not_count() -> None:
@@ -101,7 +96,7 @@ def test_tool_output_and_earlier_turns_do_not_count() -> None:
     call = ToolCall(1, "code_interpreter", {"code": "print(2)"}, "success", r"\boxed{2}", 0.0)
     silent.trajectories[0].tool_calls.append(call)
     with RewardPool(RewardConfig()) as pool:
-        assert pool.score([silent]) == ScoreReport(1, {}, {"no_box": 1.0})
+        assert asyncio.run(pool.score([silent])) == ScoreReport(1, {}, {"no_box": 1.0})
     assert rewards([silent]) == [0.0]
 
 
@@ -110,7 +105,7 @@ def test_what_cannot_be_computed_is_wrong_and_counted() -> None:
     endless = r"\boxed{\int_0^1 \frac{\sin(x^3)e^{x^2}}{1+x^5}dx}"
     groups = [group(r"\boxed{9^{9^{9}}}", endless, r"\boxed{2}")]
     with RewardPool(RewardConfig(timeout_s=scaled(20))) as pool:
-        report = pool.score(groups)
+        report = asyncio.run(pool.score(groups))
     assert report == ScoreReport(3, {}, {"no_box": 0.0, "uncomputable": 1.0})
     assert rewards(groups) == [0.0, 0.0, 1.0]
 
@@ -120,9 +115,9 @@ def test_a_hang_is_killed_and_costs_only_itself(
     unruly: RewardPool, hang: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     groups = [group("2"), group(hang, name="slow"), group("2", "5")]
-    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1) as thread:
+    with caplog.at_level(logging.WARNING):
         # The hang itself would take an hour; the deadline here is far beyond what a busy machine needs.
-        report = thread.submit(unruly.score, groups).result(timeout=scaled(60))
+        report = asyncio.run(asyncio.wait_for(unruly.score(groups), scaled(60)))
     assert report == ScoreReport(3, {"timeout": 1})
     assert rewards(groups) == [1.0, None, 1.0, 0.0]
     assert causes(groups) == ["", "timeout", "", ""]
@@ -165,7 +160,7 @@ def test_what_is_no_verdict_is_counted_by_cause_and_named(
 ) -> None:
     groups = [group("2"), group(how, name="bad"), group("2")]
     with caplog.at_level(logging.WARNING):
-        report = unruly.score(groups)
+        report = asyncio.run(unruly.score(groups))
     assert report == ScoreReport(2, {cause: 1})
     assert rewards(groups) == [1.0, None, 1.0]
     assert causes(groups) == ["", cause, ""]
@@ -181,15 +176,15 @@ def test_what_is_no_verdict_is_counted_by_cause_and_named(
 def test_a_copy_of_a_worker_ends_where_it_leaves_the_reward(unruly: RewardPool, how: str) -> None:
     """Two workers would take each other's tasks, and answer one twice."""
     groups = [group("2"), group(how), group("2", "5")]
-    assert unruly.score(groups) == ScoreReport(4)
+    assert asyncio.run(unruly.score(groups)) == ScoreReport(4)
     assert rewards(groups) == [1.0, 1.0, 1.0, 0.0]
-    assert unruly.score([group("2", "5") for _ in range(20)]).scored == 40
+    assert asyncio.run(unruly.score([group("2", "5") for _ in range(20)])).scored == 40
 
 
 def test_what_a_reward_prints_goes_to_its_log_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = RewardConfig(function={"name": "misbehaving_reward:misbehaving"}, timeout_s=scaled(5))
     with RewardPool(config, [str(HERE)], tmp_path / "logs" / "rewards.log") as pool:
-        assert pool.score([group("print")]).scored == 1
+        assert asyncio.run(pool.score([group("print")])).scored == 1
     assert capfd.readouterr() == ("", "")
     assert (tmp_path / "logs" / "rewards.log").read_bytes() == b"\x1b]0;title\x07\n\x1b[2J"
 
@@ -197,18 +192,18 @@ def test_what_a_reward_prints_goes_to_its_log_alone(tmp_path: Path, capfd: pytes
 def test_a_sample_that_is_judged_later_has_its_verdict(unruly: RewardPool) -> None:
     """A recording is scored anew when it is replayed."""
     again = group("raise")
-    unruly.score([again])
+    asyncio.run(unruly.score([again]))
     again.trajectories[0].final_text = "2"
-    unruly.score([again])
+    asyncio.run(unruly.score([again]))
     assert again.rewards == [1.0] and causes([again]) == [""]
     again.trajectories[0].final_text = "raise"
-    unruly.score([again])
+    asyncio.run(unruly.score([again]))
     assert again.rewards == [None] and again.verdicts == []
 
 
 def test_no_secret_of_an_exception_is_kept(unruly: RewardPool, caplog: pytest.LogCaptureFixture) -> None:
     groups = [group("login")]
-    unruly.score(groups)
+    asyncio.run(unruly.score(groups))
     (found,) = groups[0].trajectories
     assert found.no_verdict is not None and "http://***@judge" in found.no_verdict.reason
     assert "hunter2" not in found.no_verdict.reason + caplog.text
@@ -216,7 +211,7 @@ def test_no_secret_of_an_exception_is_kept(unruly: RewardPool, caplog: pytest.Lo
 
 def test_a_reason_is_one_line_of_bounded_length(unruly: RewardPool) -> None:
     groups = [group("long")]
-    unruly.score(groups)
+    asyncio.run(unruly.score(groups))
     (found,) = groups[0].trajectories
     assert found.no_verdict is not None and "\n" not in found.no_verdict.reason
     assert 500 < len(found.no_verdict.reason) <= 1000
@@ -224,7 +219,7 @@ def test_a_reason_is_one_line_of_bounded_length(unruly: RewardPool) -> None:
 
 def test_an_unreadable_ground_truth_is_a_failure_not_a_wrong_answer(caplog: pytest.LogCaptureFixture) -> None:
     with RewardPool(RewardConfig()) as pool:
-        assert pool.score([group(r"\boxed{1}", answer="")]) == ScoreReport(0, {"exception": 1})
+        assert asyncio.run(pool.score([group(r"\boxed{1}", answer="")])) == ScoreReport(0, {"exception": 1})
     assert "cannot read the ground truth" in caplog.text
 
 
@@ -232,10 +227,10 @@ def test_async_rewards_that_wait_are_given_up_one_by_one(caplog: pytest.LogCaptu
     groups = [group("2", "wait for ever", "5", "raise", "refuse to be cancelled", "2")]
     with misbehaving("misbehaving_async") as pool:
         children = psutil.Process().children(recursive=True)
-        assert pool.score(groups) == ScoreReport(3, {"timeout": 2, "exception": 1})
+        assert asyncio.run(pool.score(groups)) == ScoreReport(3, {"timeout": 2, "exception": 1})
         assert rewards(groups) == [1.0, None, 0.0, None, None, 1.0]
         assert psutil.Process().children(recursive=True) == children  # no worker had to be killed
-        assert pool.score([group("2", "2")]).scored == 2
+        assert asyncio.run(pool.score([group("2", "2")])).scored == 2
     assert "prompt p sample 5: the scorer was killed" in caplog.text
     assert "prompt p sample 8: the scorer was killed" in caplog.text
 
@@ -245,25 +240,25 @@ def test_async_rewards_that_wait_are_given_up_one_by_one(caplog: pytest.LogCaptu
 def test_an_async_reward_that_raises_what_is_no_exception_is_counted(how: str, together: bool) -> None:
     groups = [group("2", how, "5", "2") if together else group(how)]
     with misbehaving("misbehaving_async", 5.0) as pool:
-        assert pool.score(groups) == ScoreReport(3 if together else 0, {"exception": 1})
+        assert asyncio.run(pool.score(groups)) == ScoreReport(3 if together else 0, {"exception": 1})
         assert rewards(groups) == ([1.0, None, 0.0, 1.0] if together else [None])
-        assert pool.score([group("2", "2")]).scored == 2
+        assert asyncio.run(pool.score([group("2", "2")])).scored == 2
 
 
 @pytest.mark.parametrize("how", ["close the loop", "interrupt from a task"])
 def test_an_async_reward_that_stops_the_loop_of_its_worker_costs_only_itself(how: str) -> None:
     groups = [group("2", how, "5", "2")]
     with misbehaving("misbehaving_async", 5.0) as pool:
-        assert pool.score(groups) == ScoreReport(3, {"exception": 1})
+        assert asyncio.run(pool.score(groups)) == ScoreReport(3, {"exception": 1})
         assert rewards(groups) == [1.0, None, 0.0, 1.0]
-        assert pool.score([group("2", "2")]).scored == 2
+        assert asyncio.run(pool.score([group("2", "2")])).scored == 2
 
 
 @pytest.mark.parametrize(("how", "cost"), [("sleep", "timeout"), ("die", "crash")])
 def test_an_async_reward_that_blocks_or_kills_its_worker_costs_only_itself(how: str, cost: MissingCause) -> None:
     groups = [group("2", how, "2", "5", "2")]
     with misbehaving("misbehaving_async") as pool:
-        assert pool.score(groups) == ScoreReport(4, {cost: 1})
+        assert asyncio.run(pool.score(groups)) == ScoreReport(4, {cost: 1})
     assert rewards(groups) == [1.0, None, 1.0, 0.0, 1.0]
 
 
@@ -292,7 +287,7 @@ def test_a_sigterm_to_all_processes_of_the_job_costs_no_verdict(tmp_path: Path) 
         workers = [process for process in server.children() if process not in others]
         assert len(workers) == 2
         with ThreadPoolExecutor(1) as thread:
-            scoring = thread.submit(pool.score, groups)
+            scoring = thread.submit(asyncio.run, pool.score(groups))
             for process in (server, *workers):
                 process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
@@ -312,19 +307,19 @@ def test_a_fork_server_that_replaces_a_killed_one_is_spared_as_well() -> None:
         deadline = time.monotonic() + scaled(10)
         while killed.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:  # multiprocessing reaps it
             time.sleep(0.01)
-        assert pool.score([group("2", "5")]) == ScoreReport(2)
+        assert asyncio.run(pool.score([group("2", "5")])) == ScoreReport(2)
         server = fork_server()
         assert server != killed
         server.send_signal(signal.SIGTERM)
         time.sleep(0.3)
-        assert pool.score([group("2")]) == ScoreReport(1)
+        assert asyncio.run(pool.score([group("2")])) == ScoreReport(1)
         assert fork_server() == server
 
 
 def test_a_worker_killed_by_somebody_else_costs_no_verdict(tmp_path: Path) -> None:
     groups = [group(f"die unless {tmp_path / 'died before'}", "2")]
     with misbehaving(timeout_s=30) as pool:
-        assert pool.score(groups) == ScoreReport(2)
+        assert asyncio.run(pool.score(groups)) == ScoreReport(2)
     assert rewards(groups) == [1.0, 1.0]
 
 
@@ -342,17 +337,18 @@ def idle_worker(others: Sequence[psutil.Process]) -> psutil.Process:
 def test_a_worker_killed_while_it_had_nothing_to_do_costs_no_verdict(
     workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    async def scored() -> tuple[ScoreReport, ScoreReport]:
+        first = asyncio.create_task(pool.score([group("2", "5")]))  # pebble may not have seen it yet
+        await asyncio.sleep(0.3)
+        async with asyncio.timeout(scaled(60)):
+            return await first, await pool.score([group("2")])
+
     others = psutil.Process().children(recursive=True)
-    with misbehaving(timeout_s=30, workers=workers) as pool, ThreadPoolExecutor(1) as thread:
+    with misbehaving(timeout_s=30, workers=workers) as pool:
         for _ in range(2):
             others.append(idle_worker(others))
             others[-1].kill()
-            pending = [pool.begin([group("2", "5")])]  # pebble may not have seen it yet
-            time.sleep(0.3)
-            pending.append(pool.begin([group("2")]))
-            for scores, scored in zip(pending, (2, 1), strict=True):
-                report = thread.submit(scores.result).result(timeout=scaled(30))
-                assert report == ScoreReport(scored)
+            assert asyncio.run(scored()) == (ScoreReport(2), ScoreReport(1))
     assert "the reward workers are gone, was one of them killed?" in caplog.text
 
 
@@ -363,7 +359,7 @@ def test_workers_that_somebody_kills_again_and_again_end_the_run(monkeypatch: py
     with misbehaving(timeout_s=30) as pool:
         monkeypatch.setattr("ctpo_megatron.rewards.pool._Task.result", gone)
         with pytest.raises(RewardWorkersLost, match=r"were gone 4 times .*is something killing them\?"):
-            pool.score([group("2")])
+            asyncio.run(pool.score([group("2")]))
 
 
 def workers_that_do_not_start(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +379,7 @@ def test_new_workers_that_are_killed_while_they_start_cost_no_verdict(monkeypatc
         for idle in fork_server().children():
             idle.kill()
         workers_that_do_not_start(3, monkeypatch)
-        assert pool.score([group("2")]) == ScoreReport(1)
+        assert asyncio.run(pool.score([group("2")])) == ScoreReport(1)
 
 
 def test_workers_that_are_killed_while_they_first_start_are_started_again(
@@ -391,7 +387,7 @@ def test_workers_that_are_killed_while_they_first_start_are_started_again(
 ) -> None:
     workers_that_do_not_start(3, monkeypatch)
     with misbehaving(timeout_s=30) as pool:
-        assert pool.score([group("2")]) == ScoreReport(1)
+        assert asyncio.run(pool.score([group("2")])) == ScoreReport(1)
     assert caplog.text.count("are gone, was one of them killed?") == 3
 
 
@@ -415,7 +411,7 @@ def test_new_workers_that_never_start_end_the_run(monkeypatch: pytest.MonkeyPatc
         pool._workers.pool.stop()
         workers_that_do_not_start(math.inf, monkeypatch)
         with pytest.raises(RewardWorkersLost, match=r"did not start, 3 times .*is something killing them\?"):
-            pool.score([group("2")])
+            asyncio.run(pool.score([group("2")]))
 
 
 def test_a_worker_frozen_while_it_had_nothing_to_do_costs_no_verdict(
@@ -423,25 +419,10 @@ def test_a_worker_frozen_while_it_had_nothing_to_do_costs_no_verdict(
 ) -> None:
     monkeypatch.setattr("ctpo_megatron.rewards.pool.START_MARGIN_S", 0.0)
     others = psutil.Process().children(recursive=True)
-    with misbehaving(workers=2) as pool, ThreadPoolExecutor(1) as thread:
+    with misbehaving(workers=2) as pool:
         frozen = [process for process in fork_server().children() if process not in others]
         for process in frozen:
             process.suspend()
-        pending = pool.begin([group("2", "5")])
-        assert thread.submit(pending.result).result(timeout=scaled(60)) == ScoreReport(2)
+        assert asyncio.run(asyncio.wait_for(pool.score([group("2", "5")]), scaled(60))) == ScoreReport(2)
     assert "was one of them frozen? They are replaced" in caplog.text
     assert not any(process.is_running() for process in frozen)
-
-
-def test_who_only_looks_notices_that_no_worker_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler fetches scores that are done, and waits for no others."""
-    monkeypatch.setattr("ctpo_megatron.rewards.pool.START_MARGIN_S", 0.0)
-    others = psutil.Process().children(recursive=True)
-    with misbehaving(workers=1) as pool:
-        (frozen,) = [process for process in fork_server().children() if process not in others]
-        frozen.suspend()
-        pending = pool.begin([group("2")])
-        deadline = time.monotonic() + scaled(60)
-        while not pending.done and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert pending.done and pending.result() == ScoreReport(1)

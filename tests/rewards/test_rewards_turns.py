@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -50,7 +51,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
 
 def test_rewards_of_turns_arrive_as_exactly_as_the_value(pool: RewardPool) -> None:
     group = answers({"turns": [THIRD, 1e-17]}, {"turns": [0.1, 0.2], "value": 0.3}, 2.5)
-    assert pool.score([group]).scored == 3
+    assert asyncio.run(pool.score([group])).scored == 3
     first, second, third = group.trajectories
     assert (first.reward, first.turn_rewards) == (math.fsum([THIRD, 1e-17]), [THIRD, 1e-17])
     assert (second.reward, second.turn_rewards) == (0.3, [0.1, 0.2])
@@ -76,7 +77,7 @@ def test_rewards_of_turns_arrive_as_exactly_as_the_value(pool: RewardPool) -> No
 )
 def test_what_is_no_verdict_is_counted_and_named(pool: RewardPool, given: object, cause: str, reason: str) -> None:
     group = answers(given, {"turns": [0.0, 1.0]})
-    assert pool.score([group]).missing == {cause: 1}
+    assert asyncio.run(pool.score([group])).missing == {cause: 1}
     bad, good = group.trajectories
     assert bad.no_verdict is not None and reason in bad.no_verdict.reason and bad.turn_rewards is None
     assert good.turn_rewards == [0.0, 1.0] and group.returns == [None, [1.0, 1.0]]
@@ -84,15 +85,15 @@ def test_what_is_no_verdict_is_counted_and_named(pool: RewardPool, given: object
 
 def test_a_second_judgement_leaves_nothing_of_the_first(pool: RewardPool) -> None:
     group = answers({"turns": [1.0, 2.0]})
-    pool.score([group])
+    asyncio.run(pool.score([group]))
     group.trajectories[0].final_text = "0.5"
-    pool.score([group])
+    asyncio.run(pool.score([group]))
     assert (group.trajectories[0].reward, group.trajectories[0].turn_rewards) == (0.5, None)
 
 
 def test_the_last_turn_bears_the_penalty_of_length(pool: RewardPool) -> None:
     group = answers({"turns": [1.0, 2.0]}, 1.0)
-    Scorer(pool, OverlongPenalty(buffer=4, penalty=1.0, budget=8)).begin([group]).result()
+    asyncio.run(Scorer(pool, OverlongPenalty(buffer=4, penalty=1.0, budget=8)).score([group]))
     with_turns, without = group.trajectories
     assert (with_turns.reward, with_turns.turn_rewards) == (2.5, [1.0, 1.5])  # six of eight tokens
     assert (without.reward, without.turn_rewards) == (0.5, None)
@@ -101,7 +102,7 @@ def test_the_last_turn_bears_the_penalty_of_length(pool: RewardPool) -> None:
 def test_the_mean_reward_of_each_turn_is_a_metric(pool: RewardPool) -> None:
     groups = [answers({"turns": [1.0, 4.0]}, {"turns": [0.0, 1.0]}, 7.0), answers({"turns": [5.0]}, turns=1)]
     scoring = Scorer(pool)
-    metrics = scoring.metrics(groups, [scoring.begin(groups).result()])
+    metrics = scoring.metrics(groups, [asyncio.run(scoring.score(groups))])
     found = {name: value for name, value in metrics.items() if name.startswith("reward/turn/")}
     assert found == {"reward/turn/1": 2.0, "reward/turn/2": 2.5}
 
@@ -110,9 +111,9 @@ def test_a_group_of_equal_totals_has_a_signal_by_turn(pool: RewardPool) -> None:
     groups = [answers({"turns": [1.0, 0.0]}, {"turns": [0.0, 1.0]}), answers({"turns": [1.0, 1.0]}, 2.0)]
     for by_turn, share in ((False, 0.0), (True, 1.0)):
         scoring = Scorer(pool, by_turn=by_turn)
-        assert scoring.metrics(groups, [scoring.begin(groups).result()])["reward/groups_mixed"] == share
+        assert scoring.metrics(groups, [asyncio.run(scoring.score(groups))])["reward/groups_mixed"] == share
     (alike,) = [answers({"turns": [1.0, 1.0]}, {"turns": [1.0, 1.0]})]
-    pool.score([alike])
+    asyncio.run(pool.score([alike]))
     assert not alike.is_mixed(by_turn=True)
 
 
@@ -129,7 +130,7 @@ def test_missing_turns_are_said_once(pool: RewardPool, caplog: pytest.LogCapture
     _say_without_turns.cache_clear()
     with caplog.at_level(logging.WARNING):
         for by_turn in (False, True, True):
-            Scorer(pool, by_turn=by_turn).begin([answers(1.0, {"turns": [1.0, 2.0]})]).result()
+            asyncio.run(Scorer(pool, by_turn=by_turn).score([answers(1.0, {"turns": [1.0, 2.0]})]))
     said = [record.message for record in caplog.records]
     assert len(said) == 1 and "the reward function of 'mine' gives no rewards of turns" in said[0]
 

@@ -2,86 +2,78 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from ctpo_megatron.base.stop import Stop
+from ctpo_megatron.data import PromptStream
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
-from ctpo_megatron.engines import pool_stats
+from ctpo_megatron.engines import GroupLost, GroupTask, pool_stats
 from ctpo_megatron.environments.seeds import trajectory_seed
-from ctpo_megatron.rollouts import Answers, Quarantined, Request
+from ctpo_megatron.rollouts import EventLoop, Quarantined, Rollouts, RolloutSettings, Sampler
+from ctpo_megatron.tracking import Phases
+
+LONGEST_S = 0.004
+"""Of an episode."""
 
 
-class ScriptedGenerator:
-    """Samples made-up episodes, a few groups a tick: a `Generator`.
+@dataclass
+class ScriptedEngine:
+    """One of `ScriptedEngines`."""
+
+    index: int
+    live: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"scripted engine {self.index}"
+
+
+class ScriptedEngines:
+    """Samples made-up episodes: what a `Sampler` uses in place of an `EnginePool`.
 
     Of each trajectory one token is sampled when it begins and one when it ends. lost: prompts that always fail. stuck:
-    slots that do not end until they are taken out of it. version: of the weights.
+    groups, by step and place among those of the step that have begun, which do not end until they are taken out of it.
+    version: of the weights. begun: step and place -> version. tasks: all, in the order in which they began.
     """
 
     def __init__(self, seed: float = 0, lost: Iterable[str] = (), stuck: Iterable[tuple[int, int]] = ()) -> None:
-        self.lock = threading.RLock()
-        self.on_hold = False
-        self.version = 0
-        self.quarantined: list[Quarantined] = []
-        self.begun: dict[Hashable, int] = {}  # slot -> version
-        self.requests: list[Request] = []
+        self.engines = [ScriptedEngine(0), ScriptedEngine(1)]
+        self.version, self.in_update = 0, 0
+        self.begun: dict[tuple[int, int], int] = {}
+        self._places: Counter[int] = Counter()
+        self.tasks: list[GroupTask] = []
         self.lost, self.stuck = set(lost), set(stuck)
         self.rng = random.Random(seed)
-        self.in_update = 0
         self.counts: Counter[str] = Counter()
-        self._queue: list[tuple[Hashable, Prompt, Request, int]] = []
-        self._sampling: dict[Hashable, tuple[Prompt, Request, int, int]] = {}
+        self.in_flight = self.cancelled = 0
 
-    def update(self, trainer: Any, version: int) -> None:
-        """Also while trajectories are in flight."""
-        self.in_update, self.version = self.in_flight, version
-
-    def wait_ready(self) -> None:
-        """Always ready."""
-
-    def stats(self) -> dict[str, float]:
-        counts, self.counts = self.counts, Counter()
-        return pool_stats(counts)
-
-    def add(self, slot: Hashable, prompt: Prompt, request: Request) -> None:
-        self.requests.append(request)
-        while prompt.id in self.lost:
-            if prompt.id not in {record.prompt_id for record in self.quarantined}:
-                self.quarantined.append(Quarantined(prompt.id, request.step, "made up"))
-                self.counts["quarantined"] += 1
-            if request.replacements is None:
-                return
-            prompt = next(request.replacements)
-        occurrence = request.occurrence(prompt) if request.occurrence is not None else 0
-        self._queue.append((slot, prompt, request, occurrence))
-
-    def submit(self) -> None:
-        while self._queue and not self.on_hold:
-            slot, prompt, request, occurrence = self._queue.pop(0)
-            self.begun[slot] = self.version
-            self._sampling[slot] = (prompt, request, self.version, occurrence)
-
-    def wait(self, timeout_s: float) -> None:
-        time.sleep(0.0005)
-        with self.lock:
-            self.submit()
-
-    def collect(self) -> Answers:
-        able = [slot for slot in self._sampling if slot not in self.stuck]
-        answers = Answers()
-        for slot in self.rng.sample(able, min(3, len(able))):
-            prompt, request, version, occurrence = self._sampling.pop(slot)
-            seeds = [trajectory_seed(0, request.step, prompt.id, n, occurrence) for n in range(request.samples)]
-            group = [self.play(prompt, n, seed, version) for n, seed in enumerate(seeds)]
-            answers.groups.append((slot, Group(prompt, group)))
-        return answers
+    async def sample(self, engine: ScriptedEngine, task: GroupTask) -> list[Trajectory]:
+        self.tasks.append(task)
+        if task.prompt.id in self.lost:
+            raise GroupLost("made up")
+        place = task.step, self._places[task.step]
+        self._places[task.step] += 1
+        self.begun[place], began = self.version, self.version
+        self.in_flight += 1
+        try:
+            await asyncio.sleep(self.rng.random() * LONGEST_S)
+            while place in self.stuck:
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.in_flight -= 1
+        seeds = [trajectory_seed(0, task.step, task.prompt.id, n, task.occurrence) for n in task.samples]
+        return [self.play(task.prompt, n, seed, began) for n, seed in zip(task.samples, seeds, strict=True)]
 
     def play(self, prompt: Prompt, sample: int, seed: int, began: int) -> Trajectory:
         result = Trajectory(prompt.id, sample, seed, finish_reason="answer")
@@ -89,56 +81,48 @@ class ScriptedGenerator:
         result.append_model([7, 8 + sample], [-0.5, -0.25], [began, self.version], turn=1)
         return result
 
-    @property
-    def pending(self) -> Mapping[Any, Prompt]:
-        queued = {slot: prompt for slot, prompt, _, _ in self._queue}
-        return queued | {slot: prompt for slot, (prompt, *_) in self._sampling.items()}
+    def send(self, trainer: Any, version: int) -> None:
+        """Also while trajectories are in flight."""
+        self.in_update, self.version = self.in_flight, version
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._sampling)
+    def wait_ready(self) -> None:
+        """Always ready."""
 
-    def discard(self, slots: Collection[Hashable]) -> None:
-        self._queue = [job for job in self._queue if job[0] not in slots]
-        self._sampling = {slot: job for slot, job in self._sampling.items() if slot not in slots}
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Every prompt has room."""
 
-    def cancel(self) -> None:
-        with self.lock:
-            self.discard(self.pending)
+    async def check(self, engine: ScriptedEngine) -> None:
+        """It always answers."""
+
+    async def tend(self) -> None:
+        """None of them dies."""
+
+    def note_load(self, index: int, samples: int) -> None:
+        """Nobody asks."""
+
+    def stats(self) -> dict[str, float]:
+        counts, self.counts = self.counts, Counter()
+        return pool_stats(counts)
 
 
 UNJUDGED = NoVerdict("exception", "the script has no reward for it")
 
 
-class Scored:
-    """Scores that are there at the second check. The report counts groups."""
-
-    def __init__(self, groups: Sequence[Group], reward: Callable[[str, int], float | None]) -> None:
-        self._groups, self._reward, self._checks = groups, reward, 0
-
-    @property
-    def done(self) -> bool:
-        self._checks += 1
-        return self._checks > 1
-
-    def result(self) -> int:
-        for group in self._groups:
-            for trajectory in group.trajectories:
-                trajectory.reward = self._reward(group.prompt.id, trajectory.sample_index)
-                trajectory.no_verdict = UNJUDGED if trajectory.reward is None else None
-        return len(self._groups)
-
-
 class ScriptedScorer:
-    """A `Scorer` by a function of prompt id and sample index; keeps the ids that it was given."""
+    """A `Scorer` by a function of prompt id and sample index. begun: the ids that it was given. A report is a count."""
 
     def __init__(self, reward: Callable[[str, int], float | None] = lambda _, sample: float(sample)) -> None:
         self._reward = reward
         self.begun: list[str] = []
 
-    def begin(self, groups: Sequence[Group]) -> Scored:
+    async def score(self, groups: Sequence[Group]) -> int:
         self.begun += [group.prompt.id for group in groups]
-        return Scored(groups, self._reward)
+        await asyncio.sleep(0.0005)
+        for group in groups:
+            for trajectory in group.trajectories:
+                trajectory.reward = self._reward(group.prompt.id, trajectory.sample_index)
+                trajectory.no_verdict = UNJUDGED if trajectory.reward is None else None
+        return len(groups)
 
     def metrics(self, groups: Sequence[Group], reports: Sequence[int]) -> dict[str, float]:
         assert len(groups) == sum(reports)
@@ -149,6 +133,23 @@ class ScriptedScorer:
         return report
 
     report_of = report_record
+
+
+def rollouts(
+    settings: RolloutSettings,
+    engines: Any,
+    scorer: Any,
+    prompts: PromptStream,
+    stop: Stop | None = None,
+    phases: Phases | None = None,
+) -> Rollouts:
+    """Rollouts on a loop of their own."""
+    sampler = Sampler(engines, settings.rollout)
+    return Rollouts(settings, EventLoop(), sampler, scorer, prompts, stop or Stops(), phases or Phases())
+
+
+def quarantined(source: Rollouts) -> list[Quarantined]:
+    return source._sampler.quarantine.records
 
 
 class Stops:

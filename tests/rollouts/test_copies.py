@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -14,19 +13,19 @@ from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.rollouts import Rollouts, RolloutSettings
-from ctpo_megatron.tracking import Phases
-from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer
+from tests.rollouts import scripted
+from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
 
 SAMPLES = 2
 
 
-def rollouts(engines: ScriptedGenerator, prompts: int, **settings: Any) -> Rollouts:
+def rollouts(engines: ScriptedEngines, prompts: int, **settings: Any) -> Rollouts:
     """Batches of 8 prompts. One prompt of two has both outcomes."""
     data = [Prompt(f"p{n}", "test", (), str(n), (1, n + 3)) for n in range(prompts)]
     config = RolloutConfig(**{"prompts_per_step": 8, "samples_per_prompt": SAMPLES, "group_timeout_s": 20} | settings)
     scorer = ScriptedScorer(lambda prompt, sample: float(sample * (int(prompt[1:]) % 2)))
     sampler = PromptSampler(data, seed=0)
-    return Rollouts(RolloutSettings(config, 100, 4), engines, scorer, sampler, threading.Event(), Phases())
+    return scripted.rollouts(RolloutSettings(config, 100, 4), engines, scorer, sampler)
 
 
 def seeds(batch: Batch, step: int) -> dict[str, list[int]]:
@@ -42,7 +41,7 @@ def seeds(batch: Batch, step: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("count", [1, 3, 7, 8, 10, 13])
 def test_groups_of_one_prompt_have_seeds_of_their_own(count: int, ahead: int) -> None:
-    engines = ScriptedGenerator()
+    engines = ScriptedEngines()
     with rollouts(engines, count, max_staleness=ahead) as source:
         repeated = 0
         for step in range(1, 7):
@@ -57,7 +56,7 @@ def test_groups_of_one_prompt_have_seeds_of_their_own(count: int, ahead: int) ->
 
 @pytest.mark.parametrize("lost", [(), ("p1", "p4")])
 def test_refills_and_replacements_have_seeds_of_their_own(lost: Iterable[str]) -> None:
-    engines = ScriptedGenerator(lost=lost)
+    engines = ScriptedEngines(lost=lost)
     source, most = rollouts(engines, 6, uniform_groups="refill"), 0
     for step in range(1, 5):
         batch = source.next_batch(step)
@@ -69,7 +68,7 @@ def test_refills_and_replacements_have_seeds_of_their_own(lost: Iterable[str]) -
 
 
 def test_a_group_that_came_too_late_keeps_its_number() -> None:
-    engines = ScriptedGenerator(stuck=[(1, 0)])  # the only first draw of its prompt
+    engines = ScriptedEngines(stuck=[(1, 0)])  # the only first draw of its prompt
     source = rollouts(engines, 10, oversample=4, uniform_groups="refill", max_refills=2)
     batch = source.next_batch(1)
     assert batch is not None and batch.metrics["rollout/late_groups"] >= 1
@@ -83,7 +82,7 @@ def test_a_resumed_run_samples_what_was_in_flight_with_the_same_seeds(stuck: Ite
         assert batch is not None
         return [(trajectory.prompt_id, trajectory.seed) for trajectory in batch.trajectories]
 
-    engines = ScriptedGenerator(stuck=[(2, place) for place in stuck])
+    engines = ScriptedEngines(stuck=[(2, place) for place in stuck])
     with rollouts(engines, 5, max_staleness=1) as source:
         source.publish(None, 1)  # type: ignore[arg-type]
         assert source.next_batch(1) is not None
@@ -91,7 +90,7 @@ def test_a_resumed_run_samples_what_was_in_flight_with_the_same_seeds(stuck: Ite
         engines.stuck.clear()
         source.publish(None, 2)  # type: ignore[arg-type]
         whole = [told(source.next_batch(step)) for step in (2, 3)]
-    again = rollouts(ScriptedGenerator(seed=9), 5, max_staleness=1)
+    again = rollouts(ScriptedEngines(seed=9), 5, max_staleness=1)
     again.load_state_dict(state)
     with again:
         again.publish(None, 2)  # type: ignore[arg-type]

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
 import pytest
 
+from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import EnginePool, Sampling
-from ctpo_megatron.rollouts import Quarantined, Replay, ReplayError, Request, ticks
+from ctpo_megatron.engines import EnginePool, GroupLost, GroupTask, Sampling
+from ctpo_megatron.rollouts import Replay, ReplayError
 
 SAMPLING = Sampling(1.0, 1.0, 0)
 
 
-def generate(replay: Replay, prompts: list[Prompt], replacements: Stream | None = None) -> list[Group]:
-    """What the recording has for step 3."""
-    return answer(replay, prompts, Request(3, 2, SAMPLING, replacements))
+def answer(replay: Replay, prompts: list[Prompt], step: int = 3, samples: int = 2) -> list[Group]:
+    """What the recording has for the prompts."""
 
+    async def sampled() -> list[Group]:
+        draws = [prompts[:place].count(each) for place, each in enumerate(prompts)]
+        shape = step, tuple(range(samples)), SAMPLING
+        tasks = [GroupTask(each, *shape, occurrence=draw) for each, draw in zip(prompts, draws, strict=True)]
+        return [Group(task.prompt, await replay.sample(replay, task)) for task in tasks]
 
-def answer(replay: Replay, prompts: list[Prompt], request: Request) -> list[Group]:
-    return [group for answers in ticks(replay, prompts, request, threading.Event()) for _, group in answers.groups]
+    return asyncio.run(sampled())
 
 
 def prompt(name: str) -> Prompt:
@@ -41,83 +46,55 @@ def recording(names: Iterable[str]) -> Callable[[int], list[Trajectory]]:
     return lambda step: [trajectory(name, sample) for name in names for sample in (0, 1)] if step == 3 else []
 
 
-def replay(*names: str) -> Replay:
-    return Replay(recording(names))
+def replay(*names: str, prompts: int | None = None, lost: int = 0) -> Replay:
+    """Of a run with so many prompts a step, that may have lost some."""
+    shape = {"prompts_per_step": len(names) if prompts is None else prompts, "samples_per_prompt": 2}
+    return Replay(recording(names), RolloutConfig(**shape, max_quarantined=lost))
 
 
 def test_groups_come_back_as_recorded_even_when_a_prompt_is_drawn_twice() -> None:
     drawn = [prompt("a"), prompt("b"), prompt("a")]
-    groups = generate(replay("a", "b", "a"), drawn)
+    groups = answer(replay("a", "b", "a"), drawn)
     assert [group.prompt.id for group in groups] == ["a", "b", "a"]
     assert [[t.token_ids[-1] for t in group.trajectories] for group in groups] == [[8, 9]] * 3
 
 
 @pytest.mark.parametrize(
-    ("drawn", "step", "message"),
+    ("drawn", "shape", "message"),
     [
-        (["a", "c"], 3, r"step 3, prompt 2 of the batch, sample 0: the run draws prompt 'c', .* has prompt 'b'"),
-        (["a"], 3, r"step 3: 4 trajectories were recorded, 1 prompts x 2 samples"),
-        (["a", "b"], 4, r"step 4: 0 trajectories were recorded, 2 prompts x 2 samples"),
+        ("ac", {}, r"step 3: the run draws prompt 'c', the recording has 'b': give data.train, data.shuffle"),
+        ("a", {"prompts": 1}, r"step 3: 4 trajectories were recorded, 1 prompts x 2 samples"),
+        ("a", {"step": 4}, r"step 4: 0 trajectories were recorded, 2 prompts x 2 samples"),
+        ("a", {"samples": 1}, r"step 3, prompt 'a': 2 trajectories were recorded, 1 samples are needed"),
     ],
 )
-def test_another_draw_is_refused(drawn: list[str], step: int, message: str) -> None:
+def test_another_draw_is_refused(drawn: str, shape: dict[str, int], message: str) -> None:
+    recorded = replay("a", "b", prompts=shape.pop("prompts", 2))
     with pytest.raises(ReplayError, match=message):
-        answer(replay("a", "b"), [prompt(n) for n in drawn], Request(step, 2, SAMPLING))
+        answer(recorded, [prompt(n) for n in drawn], **shape)
+
+
+def test_a_prompt_that_the_recorded_run_lost_is_lost() -> None:
+    recorded = replay("a", "d", lost=2)
+    assert [group.prompt.id for group in answer(recorded, [prompt("a")])] == ["a"]
+    with pytest.raises(GroupLost, match="the run draws prompt 'b', the recording has 'd'"):
+        answer(recorded, [prompt("b")])
+    assert [group.prompt.id for group in answer(recorded, [prompt("d")])] == ["d"]
+    with pytest.raises(ReplayError, match="the run draws prompt 'c', the recording has no more"):
+        answer(recorded, [prompt("c")])
+
+
+def test_what_is_not_requested_is_an_error() -> None:
+    recorded = replay("a", "b")
+    answer(recorded, [prompt("a")])
+    with pytest.raises(ReplayError, match="step 3: 1 more groups were recorded than this run asks for"):
+        recorded.stats()
 
 
 def test_a_prompt_of_other_tokens_is_refused() -> None:
     other = Prompt("a", "source", (), "1", (5, 9))
     with pytest.raises(ReplayError, match="prompt 'a' was recorded with other tokens"):
-        generate(replay("a"), [other])
-
-
-class Stream:
-    """The endless stream of a small data set from prompt number `first` on; counts what was drawn."""
-
-    def __init__(self, names: str, first: int) -> None:
-        self.names, self.drawn, self.first = names, 0, first
-
-    def __next__(self) -> Prompt:
-        self.drawn += 1
-        return prompt(self.names[(self.first + self.drawn - 1) % len(self.names)])
-
-
-@pytest.mark.parametrize(
-    ("recorded", "lost", "draws"),
-    [
-        ("abc", "", 0),
-        ("adc", "b", 1),
-        ("aec", "bd", 2),  # what took b's place failed as well
-        ("edc", "ab", 2),  # a failed after b did, and got the later draw
-        ("dbe", "ac", 2),
-    ],
-)
-def test_a_prompt_that_the_recorded_run_lost_is_replaced_as_there(recorded: str, lost: str, draws: int) -> None:
-    stream, found = Stream("abcdefgh", 3), Replay(recording(recorded), max_quarantined=2)
-    drawn = [prompt(name) for name in "abc"]
-    groups = generate(found, drawn, stream)
-    assert [group.prompt.id for group in groups] == list(recorded)
-    assert stream.drawn == draws
-    assert "".join(record.prompt_id for record in found.quarantined) == lost
-    assert found.stats()["quarantined"] == len(lost)
-
-
-def test_a_prompt_lost_before_counts_once_and_is_passed_over_when_drawn_again() -> None:
-    found = Replay(recording("fgd"), max_quarantined=1)
-    found.quarantined.append(Quarantined("e", 1, "of the run before"))
-    stream = Stream("efghd", 0)
-    groups = generate(found, [prompt(n) for n in "eed"], stream)
-    assert [group.prompt.id for group in groups] == ["f", "g", "d"]
-    assert stream.drawn == 3
-    assert len(found.quarantined) == 1
-
-
-@pytest.mark.parametrize("limit", [0, 1, 5])
-def test_a_recording_that_lost_prompts_do_not_explain_is_refused(limit: int) -> None:
-    found = Replay(recording("xyz"), max_quarantined=limit)
-    with pytest.raises(ReplayError, match=r"step 3, prompt 1 of the batch.*draws prompt 'a', the recording has .*'x'"):
-        generate(found, [prompt(n) for n in "abc"], Stream("abcdefgh", 3))
-    assert found.quarantined == []
+        answer(replay("a"), [other])
 
 
 def test_the_counts_have_the_names_of_the_pool() -> None:

@@ -18,11 +18,9 @@ from ctpo_megatron.base.run_paths import AHEAD
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
 from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
-from ctpo_megatron.engines import EngineError
-from ctpo_megatron.rollouts import Rollouts, RolloutSettings
-from ctpo_megatron.rollouts.ledger import AccountingError
+from ctpo_megatron.rollouts import AccountingError, EventLoop, Rollouts, RolloutSettings, Sampler
 from ctpo_megatron.tracking import Phases
-from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer
+from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(50)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(200)]
@@ -39,20 +37,23 @@ class Run:
 
     def __init__(
         self,
-        engines: ScriptedGenerator | None = None,
+        engines: ScriptedEngines | None = None,
         *,
         steps: int = STEPS,
         stop: threading.Event | None = None,
+        prompts: PromptSampler | None = None,
         **settings: Any,
     ) -> None:
-        self.engines = engines or ScriptedGenerator()
+        self.engines = engines or ScriptedEngines()
         config = RolloutConfig(
             **{"prompts_per_step": 4, "samples_per_prompt": 2, "max_staleness": 1, "group_timeout_s": 20} | settings
         )
-        self.prompts = PromptSampler(PROMPTS, seed=0)
+        self.prompts = prompts or PromptSampler(PROMPTS, seed=0)
+        self.loop = EventLoop()
         self.source = Rollouts(
             RolloutSettings(config, steps, mini_batch_prompts=2),
-            self.engines,
+            self.loop,
+            Sampler(self.engines, config),
             ScriptedScorer(reward),
             self.prompts,
             stop or threading.Event(),
@@ -64,7 +65,7 @@ class Run:
     @contextmanager
     def going(self) -> Iterator[Run]:
         """It samples, with the weights of the steps done."""
-        with self.source:
+        with self.loop, self.source:
             self.publish()
             yield self
 
@@ -112,7 +113,7 @@ def lags(run: Run) -> dict[int, set[int]]:
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_batches_come_in_prompt_order_and_are_at_most_so_stale(ahead: int, partial: str) -> None:
     for seed in range(3):
-        with Run(ScriptedGenerator(seed), max_staleness=ahead, partial=partial).going() as run:
+        with Run(ScriptedEngines(seed), max_staleness=ahead, partial=partial).going() as run:
             run.train()
         assert run.ids == ORDER[: 4 * STEPS]
         assert all(min(lag) >= 0 and max(lag) <= ahead for lag in lags(run).values())
@@ -131,15 +132,15 @@ def test_a_batch_is_the_one_of_the_synchronous_order_when_nothing_is_stale() -> 
     assert set(batch.metrics) - stale == set(expected.metrics)
 
 
-def test_no_thread_works_between_batches_that_are_not_sampled_ahead() -> None:
+def test_nothing_is_sampled_between_batches_that_are_not_sampled_ahead() -> None:
     with Run(max_staleness=0).going() as run:
         run.train(until=2)
-        assert not run.source._thread.is_alive() and not run.engines.pending
-        assert max(step for step, _ in run.engines.begun) == 2
+        time.sleep(0.05)
+        assert run.engines.in_flight == 0 and max(step for step, _ in run.engines.begun) == 2
 
 
 def test_the_next_batch_is_begun_while_stragglers_are_in_flight() -> None:
-    with Run(ScriptedGenerator(stuck=[(1, 2)])).going() as run:
+    with Run(ScriptedEngines(stuck=[(1, 2)])).going() as run:
         deadline = time.monotonic() + 10
         while run.engines.in_flight > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -149,7 +150,7 @@ def test_the_next_batch_is_begun_while_stragglers_are_in_flight() -> None:
 
 
 def test_an_update_finds_in_flight_what_goes_on_with_it() -> None:
-    with Run(ScriptedGenerator(stuck=[(2, 1)])).going() as run:
+    with Run(ScriptedEngines(stuck=[(2, 1)])).going() as run:
         run.train(until=1)
         assert run.engines.in_update >= 1
         run.engines.stuck.clear()
@@ -163,7 +164,7 @@ def test_an_update_finds_in_flight_what_goes_on_with_it() -> None:
 
 
 def test_an_update_waits_for_what_is_in_flight_where_it_is_to_finish() -> None:
-    with Run(ScriptedGenerator(stuck=[(2, 1)]), partial="finish").going() as run:
+    with Run(ScriptedEngines(stuck=[(2, 1)]), partial="finish").going() as run:
         timer = threading.Timer(0.2, run.engines.stuck.clear)
         timer.start()
         run.train()
@@ -176,7 +177,7 @@ def test_an_update_waits_for_what_is_in_flight_where_it_is_to_finish() -> None:
 @pytest.mark.parametrize("partial", ["continue", "finish"])
 def test_a_run_that_is_asked_to_end_does_not_wait_for_stragglers(partial: str) -> None:
     stop = threading.Event()
-    with Run(ScriptedGenerator(stuck=[(2, 1)]), partial=partial, stop=stop).going() as run:
+    with Run(ScriptedEngines(stuck=[(2, 1)]), partial=partial, stop=stop).going() as run:
         assert run.source.next_batch(1) is not None
         run.done = 1
         stop.set()
@@ -202,7 +203,7 @@ def test_a_killed_run_goes_on_with_every_prompt_accounted_for(seed: int, uniform
     settings = {"uniform_groups": uniform, "max_staleness": 2}
     done, state, trained, settled = 0, None, list[Batch](), list[str]()
     while done < STEPS:
-        engines = ScriptedGenerator(rng.random(), lost, stuck=[(done + 2, rng.randrange(4))])
+        engines = ScriptedEngines(rng.random(), lost, stuck=[(done + 2, rng.randrange(4))])
         run = Run(engines, **settings)
         run.done = done
         if state is not None:
@@ -237,7 +238,7 @@ def test_a_killed_run_goes_on_with_every_prompt_accounted_for(seed: int, uniform
 
 def test_quarantined_prompts_are_replaced_and_counted() -> None:
     lost = {ORDER[2], ORDER[9]}
-    with Run(ScriptedGenerator(lost=lost)).going() as run:
+    with Run(ScriptedEngines(lost=lost)).going() as run:
         run.train()
         state = run.state()
     assert state["ahead"]["settled"] == {"trained": 24, "dropped": 0, "quarantined": 2}
@@ -246,29 +247,43 @@ def test_quarantined_prompts_are_replaced_and_counted() -> None:
 
 
 def test_a_prompt_that_is_nowhere_ends_the_run() -> None:
-    with Run(ScriptedGenerator(stuck=[(2, 0)])).going() as run:
-        assert run.source.next_batch(1) is not None
-        with run.engines.lock:
-            del run.engines._sampling[2, 0]
-        run.done = 1
-        run.engines.begun.clear()
-        with pytest.raises(AccountingError, match=rf"8 prompts were consumed, but .* = 7; missing: \['{ORDER[4]}'\]"):
-            run.source._check()
+    class Forgets(PromptSampler):
+        def take(self, count: int) -> list[Prompt]:
+            return super().take(count + 1)[1:]
+
+    with Run(prompts=Forgets(PROMPTS, seed=0)).going() as run:
+        named = rf"10 prompts were consumed, but 4 trained .* \+ 4 in open batches = 8; open: \['{ORDER[6]}'"
+        with pytest.raises(AccountingError, match=named):
+            run.train()
 
 
-def test_what_ends_the_thread_ends_whoever_waits() -> None:
-    class Broken(ScriptedGenerator):
-        def wait(self, timeout_s: float) -> None:
+def test_what_ends_the_engines_ends_whoever_waits() -> None:
+    class Broken(ScriptedEngines):
+        async def tend(self) -> None:
             raise RuntimeError("all engines are gone")
 
-    with Run(Broken()).going() as run, pytest.raises(RuntimeError, match="all engines are gone"):
-        run.train()
+    for ahead in (0, 1):
+        engines = Broken(stuck=[(1, 1)])
+        with (
+            Run(engines, max_staleness=ahead).going() as run,
+            pytest.raises(RuntimeError, match="all engines are gone"),
+        ):
+            run.train()
+        assert engines.in_flight == 0
+
+
+def test_a_group_that_is_late_is_sampled_again_with_the_same_seeds() -> None:
+    with Run(ScriptedEngines(stuck=[(1, 1)]), max_staleness=0, group_timeout_s=0.1).going() as run:
+        batch = run.train(until=1).trained[0]
+    again = [task for task in run.engines.tasks if task.prompt.id == ORDER[1]]
+    assert len(again) == 2 and again[0] == again[1] and run.engines.cancelled == 1
+    assert run.ids == ORDER[:4] and batch.metrics["rollout/group_retries"] == 1
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_batch_that_draws_more_than_it_needs_is_complete_without_the_late_ones(seed: int) -> None:
     stuck = [(1, 2), (3, 0), (3, 5)]
-    with Run(ScriptedGenerator(seed, stuck=stuck), oversample=2).going() as run:
+    with Run(ScriptedEngines(seed, stuck=stuck), oversample=2).going() as run:
         run.train()
         state = run.state()
     assert state["ahead"]["settled"] == {"trained": 24, "dropped": 12, "quarantined": 0} and run.prompts.taken == 36
@@ -296,9 +311,9 @@ def test_a_batch_that_was_drawn_by_other_settings_has_the_size_that_is_set_now(
     before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     stuck = [(3, place) for place in range(3)] if "uniform_groups" not in before else []
-    with Run(ScriptedGenerator(stuck=stuck), **before).going() as run:
+    with Run(ScriptedEngines(stuck=stuck), **before).going() as run:
         run.train(until=2)
-        while not stuck and not all(opened.batch for opened in run.source._open):
+        while not stuck and not all(opened.done for opened in run.source._open):
             time.sleep(0.01)
         state = run.state()
     resumed = Run(**after)
@@ -311,22 +326,8 @@ def test_a_batch_that_was_drawn_by_other_settings_has_the_size_that_is_set_now(
     assert sizes == [4] * 4 if after.get("uniform_groups", "keep") == "keep" else max(sizes) <= 4
 
 
-def test_a_thread_that_stands_still_is_named() -> None:
-    go_on = threading.Event()
-
-    class Blocked(ScriptedGenerator):
-        def wait(self, timeout_s: float) -> None:
-            go_on.wait()
-
-    with Run(Blocked(), start_timeout_s=0.1, weights={"timeout_s": 0.1}).going() as run:
-        late = "step 1 waits for the rollout thread, which has not ended its tick within 0.2 s; it has 8 groups"
-        with pytest.raises(EngineError, match=late):
-            run.train()
-        go_on.set()
-
-
 def test_other_settings_cannot_take_over_what_was_sampled_ahead() -> None:
-    with Run(ScriptedGenerator(stuck=[(2, 1)])).going() as run:
+    with Run(ScriptedEngines(stuck=[(2, 1)])).going() as run:
         run.train(until=1)
         state = run.state()
     with pytest.raises(ValueError, match=r"samples_per_prompt \[4, 2\], this run has \[4, 3\]"):

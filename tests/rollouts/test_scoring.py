@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,11 +69,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
 def test_the_penalty_is_a_component_of_the_reward_in_training_alone(pool: RewardPool) -> None:
     groups = [answers("4", "5", tokens=10), answers("4", "5", tokens=18)]
     plain = Scorer(pool)
-    reports = [plain.begin(groups).result()]
+    reports = [asyncio.run(plain.score(groups))]
     assert [group.rewards for group in groups] == [[1.0, 0.0], [1.0, 0.0]]
     assert "reward/overlong_penalty" not in plain.metrics(groups, reports)
     shaped = Scorer(pool, OverlongPenalty(buffer=8, penalty=0.4, budget=20))
-    reports = [shaped.begin(groups).result()]
+    reports = [asyncio.run(shaped.score(groups))]
     assert [group.rewards for group in groups] == [[1.0, 0.0], [pytest.approx(0.7), pytest.approx(-0.3)]]
     assert groups[1].trajectories[1].reward_components == {"right": 0.0, "overlong_penalty": pytest.approx(-0.3)}
     metrics = shaped.metrics(groups, reports)
@@ -83,8 +84,8 @@ def test_the_penalty_is_a_component_of_the_reward_in_training_alone(pool: Reward
 def test_rounds_are_reported_as_one_batch(pool: RewardPool) -> None:
     groups = [answers("4", "5"), answers("", "?"), answers("4", "4", "4")]
     scoring = Scorer(pool)
-    rounds = scoring.metrics(groups, [scoring.begin(part).result() for part in (groups[:1], groups[1:])])
-    assert rounds == scoring.metrics(groups, [scoring.begin(groups).result()])
+    rounds = scoring.metrics(groups, [asyncio.run(scoring.score(part)) for part in (groups[:1], groups[1:])])
+    assert rounds == scoring.metrics(groups, [asyncio.run(scoring.score(groups))])
     assert rounds["reward/empty"] == 1.0 and rounds["reward/failures"] == 1.0
     assert rounds["reward/right"] == pytest.approx(4 / 6) and rounds["reward/no_verdict"] == pytest.approx(1 / 7)
 
@@ -92,20 +93,20 @@ def test_rounds_are_reported_as_one_batch(pool: RewardPool) -> None:
 def test_the_penalty_is_of_judged_answers_alone(pool: RewardPool) -> None:
     groups = [answers("4", "?", "5", tokens=18), answers("?", tokens=18)]
     shaped = Scorer(pool, OverlongPenalty(buffer=8, penalty=0.4, budget=20))
-    report = shaped.begin(groups).result()
+    report = asyncio.run(shaped.score(groups))
     assert groups[0].rewards == [pytest.approx(0.7), None, pytest.approx(-0.3)] and groups[1].rewards == [None]
     assert groups[0].trajectories[1].reward_components == {}
     metrics = shaped.metrics(groups, [report])
     assert metrics["reward/overlong_penalty"] == pytest.approx(-0.3)
     assert (metrics["reward/mean"], metrics["reward/no_verdict"]) == (pytest.approx(0.2), 0.5)
-    nothing = shaped.metrics(groups[1:], [shaped.begin(groups[1:]).result()])
+    nothing = shaped.metrics(groups[1:], [asyncio.run(shaped.score(groups[1:]))])
     assert "reward/overlong_penalty" not in nothing and "reward/mean" not in nothing
 
 
 def test_a_checkpoint_keeps_what_was_missing(pool: RewardPool) -> None:
     """A batch that is sampled ahead is counted after the resume."""
     scoring = Scorer(pool)
-    report = scoring.begin([answers("4", "?", "?")]).result()
+    report = asyncio.run(scoring.score([answers("4", "?", "?")]))
     again = scoring.report_of(json.loads(json.dumps(scoring.report_record(report))))
     assert again == report and (again + report).missing == {"exception": 4}
 

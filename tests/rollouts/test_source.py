@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config.rollout_schema import RolloutConfig
 from ctpo_megatron.data import Prompt, PromptSampler, Trajectory
-from ctpo_megatron.rollouts import Answers, Quarantined, Replay, Rollouts, RolloutSettings
+from ctpo_megatron.engines import GroupTask
+from ctpo_megatron.rollouts import Quarantined, Replay, RolloutSettings
 from ctpo_megatron.tracking import Phases
-from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer, Stops
+from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer, quarantined, rollouts
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(10)]
 CONFIG = RolloutConfig(prompts_per_step=2, samples_per_prompt=2)
@@ -52,10 +55,10 @@ class Run:
 
     def __init__(self, stop: Stop | None = None) -> None:
         self.phases, self.scorer = RecordedPhases(), ScriptedScorer()
-        self.engines = Replay(recorded, max_quarantined=2)
+        self.engines = Replay(recorded, CONFIG)
         prompts = PromptSampler(PROMPTS, seed=0, shuffle=False)
         settings = RolloutSettings(CONFIG, steps=10)
-        self.source = Rollouts(settings, self.engines, self.scorer, prompts, stop or Stops(), self.phases)
+        self.source = rollouts(settings, self.engines, self.scorer, prompts, stop, self.phases)
 
 
 def test_a_batch_is_scored_and_says_where_it_comes_from() -> None:
@@ -74,32 +77,39 @@ def test_a_batch_is_scored_and_says_where_it_comes_from() -> None:
 def test_groups_are_scored_while_others_are_sampled() -> None:
     scorer, begun = ScriptedScorer(), list[int]()
 
-    class Watched(ScriptedGenerator):
-        def collect(self) -> Answers:
-            begun.append(len(scorer.begun))
-            return super().collect()
+    class Watched(ScriptedEngines):
+        async def sample(self, engine: Any, task: GroupTask) -> list[Trajectory]:
+            try:
+                return await super().sample(engine, task)
+            finally:
+                begun.append(len(scorer.begun))
 
     settings = RolloutSettings(CONFIG.model_copy(update={"prompts_per_step": 8}), steps=10)
-    source = Rollouts(settings, Watched(), scorer, PromptSampler(PROMPTS, seed=0), Stops(), Phases())
+    source = rollouts(settings, Watched(), scorer, PromptSampler(PROMPTS, seed=0))
     batch = source.next_batch(1)
     assert batch is not None and [group.rewards for group in batch.groups] == [[0.0, 1.0]] * 8
-    assert begun == [0, 3, 6]
+    assert begun[0] == 0 and begun[-1] >= 4
 
 
 def test_a_cancelled_batch_consumes_nothing() -> None:
-    run = Run(Stops(False, True, False))
-    first = run.source.next_batch(1)
-    assert first is not None and run.source.next_batch(2) is None
-    assert run.source.state_dict()["prompts"]["consumed"] == ["p0", "p1"]
-    again = run.source.next_batch(2)
+    stop, engines = threading.Event(), ScriptedEngines(stuck=[(2, 1)])
+    prompts = PromptSampler(PROMPTS, seed=0, shuffle=False)
+    source = rollouts(RolloutSettings(CONFIG, steps=10), engines, ScriptedScorer(), prompts, stop)
+    assert source.next_batch(1) is not None
+    threading.Timer(0.1, stop.set).start()
+    assert source.next_batch(2) is None and engines.in_flight == 0
+    assert source.state_dict()["prompts"]["consumed"] == ["p0", "p1"]
+    stop.clear()
+    engines.stuck.clear()
+    again = source.next_batch(2)
     assert again is not None and [group.prompt.id for group in again.groups] == ["p2", "p3"]
 
 
 def test_a_resumed_source_goes_on_and_remembers_its_quarantine() -> None:
     before, after = Run(), Run()
     before.source.next_batch(1)
-    before.engines.quarantined.append(Quarantined("p9", 1, "it hung"))
+    quarantined(before.source).append(Quarantined("p9", 1, "it hung"))
     after.source.load_state_dict(before.source.state_dict())
-    assert after.engines.quarantined == [Quarantined("p9", 1, "it hung")]
+    assert quarantined(after.source) == [Quarantined("p9", 1, "it hung")]
     batch = after.source.next_batch(2)
     assert batch is not None and [group.prompt.id for group in batch.groups] == ["p2", "p3"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,14 @@ from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler, Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
-from ctpo_megatron.rollouts import Generator, Replay, ReplayError, Rollouts, RolloutSettings
-from ctpo_megatron.rollouts.buffer import UniformGroups
+from ctpo_megatron.rollouts import Replay, ReplayError, Rollouts, RolloutSettings
+from ctpo_megatron.rollouts.open_batch import UniformGroups
 from ctpo_megatron.tracking import (
-    Phases,
     recorded_trajectories,
     trajectory_files,
     write_trajectories,
 )
-from tests.rollouts.scripted import UNJUDGED, ScriptedGenerator, ScriptedScorer, Stops
+from tests.rollouts.scripted import UNJUDGED, ScriptedEngines, ScriptedScorer, quarantined, rollouts
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(40)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(120)]
@@ -40,7 +39,7 @@ def reward(prompt_id: str, sample: int) -> float:
 
 
 def source(
-    engines: Generator | None = None,
+    engines: Any | None = None,
     *,
     mini: int = 2,
     prompts: Sequence[Prompt] = PROMPTS,
@@ -49,11 +48,11 @@ def source(
 ) -> Rollouts:
     config = RolloutSettings(CONFIG.model_copy(update=settings), steps=100, mini_batch_prompts=mini)
     sampler = PromptSampler(prompts, seed=0)
-    return Rollouts(config, engines or ScriptedGenerator(), ScriptedScorer(reward), sampler, stop or Stops(), Phases())
+    return rollouts(config, engines or ScriptedEngines(), ScriptedScorer(reward), sampler, stop)
 
 
-def batches(rollouts: Rollouts, steps: Iterable[int]) -> list[Batch]:
-    return [batch for step in steps if (batch := rollouts.next_batch(step)) is not None]
+def batches(sampled: Rollouts, steps: Iterable[int]) -> list[Batch]:
+    return [batch for step in steps if (batch := sampled.next_batch(step)) is not None]
 
 
 def ids(groups: Iterable[Group]) -> list[str]:
@@ -109,28 +108,27 @@ def test_refills_are_bounded_and_then_the_batch_is_smaller() -> None:
 
 def test_a_batch_without_any_mixed_group_still_makes_one_optimizer_step() -> None:
     uniform = [prompt for prompt in PROMPTS if not is_mixed(prompt.id)]
-    rollouts = source(prompts=uniform, uniform_groups="refill", max_refills=3)
-    (batch,) = batches(rollouts, [1])
+    (batch,) = batches(source(prompts=uniform, uniform_groups="refill", max_refills=3), [1])
     assert len(batch.groups) == 16 and len(batch.trained) == 2
     assert batch.metrics["rollout/groups_uniform"] == 1.0 and batch.metrics["rollout/refills"] == 3.0
 
 
 @pytest.mark.parametrize("mode", ["keep", "drop", "refill"])
 def test_every_consumed_prompt_is_trained_on_dropped_or_quarantined(mode: str) -> None:
-    engines = ScriptedGenerator(lost=LOST)
-    rollouts = source(engines, uniform_groups=mode)
+    engines = ScriptedEngines(lost=LOST)
+    sampled = source(engines, uniform_groups=mode)
     before: list[str] = []
     for step in (1, 2, 3):
-        lost = len(engines.quarantined)
-        batch = rollouts.next_batch(step)
+        lost = len(quarantined(sampled))
+        batch = sampled.next_batch(step)
         assert batch is not None
         consumed = batch.sampler["consumed"]
         assert batch.sampler["epoch"] == 0
-        quarantined = [record.prompt_id for record in engines.quarantined[lost:]]
-        accounted = ids(batch.trained) + ids(dropped(batch)) + quarantined
+        gone = [record.prompt_id for record in quarantined(sampled)[lost:]]
+        accounted = ids(batch.trained) + ids(dropped(batch)) + gone
         assert sorted(accounted) == sorted(consumed[len(before) :])
         before = consumed
-    assert {record.prompt_id for record in engines.quarantined} == set(LOST)
+    assert {record.prompt_id for record in quarantined(sampled)} == set(LOST)
 
 
 def told(batch: Batch) -> tuple[Any, ...]:
@@ -140,7 +138,7 @@ def told(batch: Batch) -> tuple[Any, ...]:
 
 
 def test_a_resumed_source_draws_the_same_prompts() -> None:
-    whole, again = (source(ScriptedGenerator(lost=LOST), uniform_groups="refill") for _ in range(2))
+    whole, again = (source(ScriptedEngines(lost=LOST), uniform_groups="refill") for _ in range(2))
     first = batches(whole, (1, 2))
     state = whole.state_dict()
     again.load_state_dict(state)
@@ -156,45 +154,45 @@ def record(folder: Path, batch: Batch, step: int) -> None:
 def replayed(folder: Path, **settings: Any) -> Replay:
     files = trajectory_files(folder)
     read = lambda step: recorded_trajectories(files[step])  # noqa: E731
-    return Replay(read, max_quarantined=4, **settings)
+    return Replay(read, CONFIG.model_copy(update=settings))
 
 
 @pytest.mark.parametrize("mode", ["drop", "refill"])
 def test_a_replay_gives_the_same_batches(tmp_path: Path, mode: str) -> None:
-    rollouts = source(ScriptedGenerator(lost=LOST), uniform_groups=mode)
-    live = batches(rollouts, range(1, 6))
+    live = batches(source(ScriptedEngines(lost=LOST), uniform_groups=mode), range(1, 6))
     for step, batch in enumerate(live, start=1):
         record(tmp_path, batch, step)
-    engines = replayed(tmp_path, refills=mode == "refill")
-    again = source(engines, uniform_groups=mode)
+    again = source(replayed(tmp_path, uniform_groups=mode), uniform_groups=mode)
     for step, batch in enumerate(live, start=1):
         found = again.next_batch(step)
         assert found is not None and told(found) == told(batch)
         assert found.trajectories == batch.trajectories
-    assert [r.prompt_id for r in engines.quarantined] != []
+    assert {record.prompt_id for record in quarantined(again)} == set(LOST)
 
 
 def test_a_replay_with_other_rewards_is_refused(tmp_path: Path) -> None:
     for step, batch in enumerate(batches(source(uniform_groups="refill"), (1, 2)), start=1):
         record(tmp_path, batch, step)
-    fewer = source(replayed(tmp_path, refills=True), uniform_groups="refill", max_refills=1)
-    with pytest.raises(ReplayError, match=r"step 1: \d+ more trajectories were recorded than this run asks for: refi"):
+    fewer = source(replayed(tmp_path, uniform_groups="refill"), uniform_groups="refill", max_refills=1)
+    with pytest.raises(ReplayError, match=r"step 1: \d+ more groups were recorded than this run asks for: refi"):
         fewer.next_batch(1)
-    more = source(replayed(tmp_path, refills=True), uniform_groups="refill", prompts_per_step=30)
+    larger = {"uniform_groups": "refill", "prompts_per_step": 30}
+    more = source(replayed(tmp_path, **larger), **larger)
     with pytest.raises(ReplayError, match=r"step 1: \d+ trajectories were recorded, 30 prompts x 2 samples are needed"):
         more.next_batch(1)
 
 
-def test_a_batch_cancelled_in_a_refill_consumes_nothing(tmp_path: Path) -> None:
-    first = source(uniform_groups="refill")
-    (batch,) = batches(first, [1])
-    record(tmp_path, batch, 1)
-    engines = replayed(tmp_path, refills=True)
-    rollouts = source(engines, stop=Stops(False, True, False), uniform_groups="refill")
-    assert rollouts.next_batch(1) is None
-    assert rollouts.state_dict()["prompts"]["consumed"] == []
-    again = rollouts.next_batch(1)
-    assert again is not None and told(again) == told(replace(batch))
+def test_a_batch_cancelled_in_a_refill_consumes_nothing() -> None:
+    (batch,) = batches(source(uniform_groups="refill"), [1])
+    stop, engines = threading.Event(), ScriptedEngines(stuck=[(1, 5)])
+    cancelled = source(engines, stop=stop, uniform_groups="refill")
+    threading.Timer(0.2, stop.set).start()
+    assert cancelled.next_batch(1) is None and len(engines.begun) > 5
+    assert cancelled.state_dict()["prompts"]["consumed"] == []
+    stop.clear()
+    engines.stuck.clear()
+    again = cancelled.next_batch(1)
+    assert again is not None and told(again) == told(batch)
 
 
 FAILED = NoVerdict("timeout", "the scorer was killed after 5 s")
@@ -251,12 +249,12 @@ def without_verdicts(prompt_id: str, sample: int) -> float | None:
 
 @pytest.mark.parametrize("mode", ["keep", "drop", "refill"])
 def test_what_nobody_judged_is_dumped_and_replayed(tmp_path: Path, mode: str) -> None:
-    def sampled(engines: Generator) -> Rollouts:
+    def sampled(engines: Any) -> Rollouts:
         settings = RolloutSettings(CONFIG.model_copy(update={"uniform_groups": mode}), steps=9, mini_batch_prompts=2)
         scorer = ScriptedScorer(without_verdicts)
-        return Rollouts(settings, engines, scorer, PromptSampler(PROMPTS, seed=0), Stops(), Phases())
+        return rollouts(settings, engines, scorer, PromptSampler(PROMPTS, seed=0))
 
-    live = batches(sampled(ScriptedGenerator()), range(1, 6))
+    live = batches(sampled(ScriptedEngines()), range(1, 6))
     for step, batch in enumerate(live, start=1):
         write_trajectories(tmp_path, step, batch.groups, lambda _: "")
     files = trajectory_files(tmp_path)
@@ -265,7 +263,8 @@ def test_what_nobody_judged_is_dumped_and_replayed(tmp_path: Path, mode: str) ->
     assert lost and all(t.reward is None and t.no_verdict == UNJUDGED for t in lost)
     if mode == "keep":
         assert not any(mask for t in lost for mask in t.loss_mask) and any(t.response_mask for t in lost)
-    again = sampled(Replay(lambda step: recorded_trajectories(files[step]), refills=mode == "refill"))
+    shape = CONFIG.model_copy(update={"uniform_groups": mode})
+    again = sampled(Replay(lambda step: recorded_trajectories(files[step]), shape))
     for batch, found in zip(live, batches(again, range(1, 6)), strict=True):
         assert told(found) == told(batch) and found.trajectories == batch.trajectories
     if mode == "refill":

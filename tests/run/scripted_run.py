@@ -23,10 +23,10 @@ from ctpo_megatron.config import Config
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
 from ctpo_megatron.policy import Layout, TrainResult, checkpoint_files
 from ctpo_megatron.policy.hf_directory import write_directory
-from ctpo_megatron.rollouts import Evaluation, Rollouts, RolloutSettings
+from ctpo_megatron.rollouts import Evaluation, EventLoop, Rollouts, RolloutSettings, Sampler
 from ctpo_megatron.run import controller
 from ctpo_megatron.run.services import Services
-from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer
+from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
 from tests.tracking.synthetic_run import make_config
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(50)]
@@ -144,8 +144,9 @@ class ScriptedRuns:
 
     @contextmanager
     def _services(self, config: Config, _directory: Path, phases: Any, stop: Any) -> Iterator[Services]:
-        engines, scorer = ScriptedGenerator(), ScriptedScorer()
-        settings = RolloutSettings.of(config)
-        evaluation = Evaluation(config.eval, ScriptedGenerator(), scorer, [], Stop(), phases)
-        with Rollouts(settings, engines, scorer, PromptSampler(PROMPTS, seed=0), Stop(), phases) as rollouts:
-            yield Services(rollouts, evaluation)
+        scorer, sampler = ScriptedScorer(), Sampler(ScriptedEngines(), config.rollout)
+        settings, prompts = RolloutSettings.of(config), PromptSampler(PROMPTS, seed=0)
+        with EventLoop() as loop:
+            evaluation = Evaluation(config.eval, loop, sampler, scorer, [], Stop(), phases)
+            with Rollouts(settings, loop, sampler, scorer, prompts, Stop(), phases) as rollouts:
+                yield Services(rollouts, evaluation)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -54,7 +56,8 @@ def scorers(folder: Path) -> list[int]:
 
     config = RewardConfig(function={"name": "misbehaving_reward:misbehaving"}, timeout_s=600)
     pool = RewardPool(config, [str(REWARDS)], folder / "log")
-    pool.begin([group("hang in C")])
+    threading.Thread(target=lambda: asyncio.run(pool.score([group("hang in C")])), daemon=True).start()
+    time.sleep(1)
     below = psutil.Process().children(recursive=True)
     return [process.pid for process in below if "resource_tracker" not in " ".join(process.cmdline())]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,6 @@ from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.rollouts.filters import Filters
-
-Slot = tuple[int, int]
-"""RL step, and number of the group among those drawn for it."""
 
 
 class UniformGroups:
@@ -77,66 +75,79 @@ class UniformGroups:
 class OpenBatch:
     """The groups of one step from the draw of their prompts until the trainer takes them.
 
-    drawn: prompts so far. scored: complete groups by index, in the order of scoring, with the report of their scoring
-    in `reports`. waiting: prompts that a resumed run has to sample again. late: prompts whose groups are discarded;
-    late_groups: their number in all. batch: what the trainer gets, once nothing is missing. seconds: sampling took.
+    drawn: prompts, by number of the draw. groups: those that are scored, by that number, in the order of scoring, with
+    the reports of their scoring. sampling: groups that are not sampled yet; changed: set when that, or `groups`, has
+    changed. late: groups that were not waited for. seconds: sampling took. batch: what the trainer gets; None: sampling
+    has not begun, as after a resume.
     """
 
     def __init__(self, step: int, uniform: UniformGroups) -> None:
         self.step, self.uniform = step, uniform
-        self.drawn = 0
-        self.scored: dict[int, Group] = {}
+        self.drawn: list[Prompt] = []
+        self.groups: dict[int, Group] = {}
         self.reports: dict[int, Any] = {}
-        self.waiting: dict[int, Prompt] = {}
+        self.sampling = self.late = 0
+        self.changed = asyncio.Event()
+        self.batch: asyncio.Task[Batch] | None = None
+        self.seconds = 0.0
         self._occurrences: dict[int, int] = {}
         self._draws: Counter[str] = Counter()
-        self.batch: Batch | None = None
-        self.late: list[Prompt] = []
-        self.late_groups = 0
         self._began = time.monotonic()
-        self.seconds = 0.0
 
-    def occurrence(self, index: int, prompt: Prompt) -> int:
-        """How often the step has drawn the prompt before, now that it is to be sampled as group `index`.
+    def occurrence(self, number: int) -> int:
+        """How often the step had drawn the prompt of this draw before; of a discarded group it is not given again."""
+        if number not in self._occurrences:
+            prompt = self.drawn[number].id
+            self._occurrences[number] = self._draws[prompt]
+            self._draws[prompt] += 1
+        return self._occurrences[number]
 
-        Groups that a resumed run samples again keep their numbers. A number of a discarded group is not given again.
-        """
-        if self.waiting.get(index) != prompt:
-            self._occurrences[index] = self._draws[prompt.id]
-            self._draws[prompt.id] += 1
-        return self._occurrences[index]
+    def replace(self, number: int, prompt: Prompt) -> None:
+        """Another prompt is sampled as this draw."""
+        self.drawn[number] = prompt
+        self._occurrences.pop(number, None)
 
-    def add(self, index: int, group: Group, report: Any) -> None:
+    @property
+    def done(self) -> bool:
+        """Whether the batch is complete, or has failed."""
+        return self.batch is not None and self.batch.done()
+
+    def result(self) -> Batch:
+        """The complete batch; raises what has failed."""
+        assert self.batch is not None
+        return self.batch.result()
+
+    def note(self, change: int) -> None:
+        """More groups, or fewer, are being sampled."""
+        self.sampling += change
+        if change < 0:
+            self.seconds = time.monotonic() - self._began
+        self.changed.set()
+
+    def add(self, number: int, group: Group, report: Any) -> None:
         """A group is scored."""
-        self.scored[index], self.reports[index] = group, report
+        self.groups[number], self.reports[number] = group, report
 
-    def note_sampled(self) -> None:
-        """A group is complete."""
-        self.seconds = time.monotonic() - self._began
-
-    def keep_first(self, count: int) -> list[Prompt]:
-        """Nothing but the groups that were scored first is part of it; the prompts of the other scored ones."""
-        first = sorted(list(self.scored)[:count])
-        others = [group.prompt for index, group in self.scored.items() if index not in first]
-        self.reports = {number: self.reports[index] for number, index in enumerate(first)}
-        self.scored = {number: self.scored[index] for number, index in enumerate(first)}
-        self.drawn = len(first)
-        return others
+    def keep_first(self, count: int) -> int:
+        """Keep the groups that were scored first, in the order of the draw; returns how many draws are dropped."""
+        kept = sorted(list(self.groups)[:count])
+        dropped = len(self.drawn) - len(kept)
+        self.drawn = [self.drawn[number] for number in kept]
+        self._occurrences = {place: self._occurrences[number] for place, number in enumerate(kept)}
+        self.reports = {place: self.reports[number] for place, number in enumerate(kept)}
+        self.groups = {place: self.groups[number] for place, number in enumerate(kept)}
+        self.late += dropped
+        return dropped
 
     @property
-    def groups(self) -> list[Group]:
-        """Those that are scored, in the order of sampling."""
-        return [self.scored[index] for index in sorted(self.scored)]
-
-    @property
-    def ordered_reports(self) -> list[Any]:
-        """Of the scoring of `groups`."""
-        return [self.reports[index] for index in sorted(self.reports)]
+    def complete(self) -> list[Group]:
+        """The groups that are scored, in the order of the draw."""
+        return [self.groups[number] for number in sorted(self.groups)]
 
     def assemble(self, metrics: Mapping[str, float], filters: Filters) -> Batch:
-        """The batch of the scored groups, given the metrics of sampling and scoring. Some groups are dropped, loss
-        masks are written."""
-        groups = self.groups
+        """Return the batch of the complete groups, given the metrics of sampling and scoring. Some groups are dropped,
+        loss masks are written."""
+        groups = self.complete
         self.uniform.drop(groups)
         batch = Batch(groups, dict(metrics))
         repeated = len(groups) - len({group.prompt.id for group in groups})
@@ -146,31 +157,28 @@ class OpenBatch:
         batch.weight_versions = tuple(sorted(version for version in versions if version >= 0))
         return batch
 
-    def state_dict(self, in_flight: Mapping[Slot, Prompt], report_record: Any) -> dict[str, Any]:
-        """As a checkpoint keeps it: groups that are scored whole, of the others the prompt and which draw it is.
+    def state_dict(self, report_record: Callable[[Any], Any]) -> dict[str, Any]:
+        """As a checkpoint keeps it: scored groups whole, of the others the prompt and which draw it is.
 
         All is JSON but the trajectories.
         """
         records: list[dict[str, Any]] = []
-        for index in range(self.drawn):
-            if (group := self.scored.get(index)) is None:
-                records.append({"prompt": in_flight[self.step, index].id, "occurrence": self._occurrences[index]})
-                continue
-            trajectories = [copy.copy(trajectory) for trajectory in group.trajectories]  # filters will set masks
-            report = report_record(self.reports[index])
-            records.append({"prompt": group.prompt.id, "trajectories": trajectories, "report": report})
-        draws = dict(self._draws)
-        return {"step": self.step, "refills": self.uniform.refills, "draws": draws, "groups": records}
+        for number, prompt in enumerate(self.drawn):
+            record: dict[str, Any] = {"prompt": prompt.id, "occurrence": self.occurrence(number)}
+            if (group := self.groups.get(number)) is not None:
+                record["trajectories"] = [copy.copy(t) for t in group.trajectories]  # filters will set masks
+                record["report"] = report_record(self.reports[number])
+            records.append(record)
+        return {"step": self.step, "refills": self.uniform.refills, "draws": dict(self._draws), "groups": records}
 
-    def load_groups(self, state: Mapping[str, Any], prompts: Mapping[str, Prompt], report_of: Any) -> None:
+    def load_groups(
+        self, state: Mapping[str, Any], prompts: Mapping[str, Prompt], report_of: Callable[[Any], Any]
+    ) -> None:
         """Take in the groups of a `state_dict`."""
-        records = state["groups"]
-        self.drawn = len(records)
-        self._draws = Counter(state.get("draws", {}))  # older checkpoints do not have them
-        for index, record in enumerate(records):
-            prompt = prompts[record["prompt"]]
-            if "trajectories" not in record:
-                self.waiting[index], self._occurrences[index] = prompt, record.get("occurrence", 0)
-                continue
-            group = Group(prompt, list(record["trajectories"]))
-            self.add(index, group, report_of(record["report"]))
+        self._draws = Counter(state["draws"])
+        for number, record in enumerate(state["groups"]):
+            self.drawn.append(prompts[record["prompt"]])
+            self._occurrences[number] = record["occurrence"]
+            if "trajectories" in record:
+                group = Group(self.drawn[number], list(record["trajectories"]))
+                self.add(number, group, report_of(record["report"]))

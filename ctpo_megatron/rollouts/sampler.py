@@ -1,0 +1,187 @@
+"""Groups on engines: which one begins first and where, and what is tried again when something breaks under it."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ctpo_megatron.base.printable import printable
+from ctpo_megatron.base.redact import hidden
+from ctpo_megatron.config import RolloutConfig
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.engines import GroupFailed, GroupLost, GroupTask
+from ctpo_megatron.rollouts.quarantine import Quarantine, Quarantined
+
+if TYPE_CHECKING:
+    from ctpo_megatron.engines import EnginePool
+    from ctpo_megatron.rollouts.replay import Replay
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+"""Before a group is tried again; it doubles with each failure."""
+TEND_S = 0.1
+"""Between two checks of engines that start or take weights, while groups are sampled."""
+
+
+class Sampler:
+    """Samples the groups of training and evaluation on the same engines. Used on one event loop.
+
+    engines: an `EnginePool`, or a `Replay`. on_hold: no further group begins. in_flight: groups that are sampled now.
+    quarantine: prompts that failed too often.
+    """
+
+    def __init__(self, engines: EnginePool | Replay, config: RolloutConfig) -> None:
+        self.engines, self._config = engines, config
+        self.quarantine = Quarantine(config.max_quarantined)
+        self.on_hold = False
+        self.in_flight = 0
+        self._load, self._urgent = Counter[int](), Counter[int]()  # samples on each engine
+        self._waiting: list[tuple[tuple[Any, ...], int, bool, asyncio.Future[Any]]] = []
+        self._number = itertools.count()
+        self._lengths: dict[str, float] = {}
+        self._sum = 0.0
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._tending: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._idle = asyncio.Event()
+
+    async def sample(self, task: GroupTask, *, urgent: bool = False) -> list[Trajectory]:
+        """Return the trajectories of a group; of a failed attempt with the same seeds from another one.
+
+        urgent: groups that are not yield to it, whatever their step. Raises GroupFailed after `max_group_retries`, and
+        EngineError when the engines cannot continue.
+        """
+        self.engines.check_prompt(task.prompt)
+        with self._tended():
+            for failures in itertools.count(1):
+                try:
+                    return await self._attempt(task, urgent)
+                except GroupFailed as error:
+                    if isinstance(error, GroupLost) or failures > self._config.max_group_retries:
+                        cause = printable(hidden(str(error)))
+                        raise GroupFailed(f"failed {failures} times, the last: {cause}") from error
+                self.engines.counts["group_retries"] += 1
+                await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (failures - 1)))
+        raise AssertionError  # it counts for ever
+
+    def lose(self, prompt: Prompt, step: int, error: GroupFailed) -> None:
+        """Put a prompt into quarantine, once. Raises TooManyQuarantined."""
+        if prompt not in self.quarantine:  # small data may hold a prompt twice in a batch
+            self.engines.counts["quarantined"] += 1
+            self.quarantine.add(Quarantined(prompt.id, step, str(error)))
+
+    async def drain(self) -> None:
+        """Return when no group is in flight; `on_hold` is set."""
+        while self.in_flight:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def resume(self) -> None:
+        """Let groups begin again."""
+        self.on_hold = False
+        self._assign()
+
+    async def _attempt(self, task: GroupTask, urgent: bool) -> list[Trajectory]:
+        size = len(task.samples)
+        engine = await self._place(task, size, urgent)
+        self.in_flight += 1
+        try:
+            async with asyncio.timeout(self._config.group_timeout_s):
+                trajectories = await self.engines.sample(engine, task)
+        except TimeoutError:
+            await self.engines.check(engine)
+            limit = f"{self._config.group_timeout_s:g} s"
+            raise GroupFailed(f"no result from {engine.name} within {limit}") from None
+        finally:
+            self.in_flight -= 1
+            self._leave(engine.index, size, urgent)
+        self._note(task.prompt, trajectories)
+        return trajectories
+
+    # Places on engines.
+
+    async def _place(self, task: GroupTask, size: int, urgent: bool) -> Any:
+        """Wait for an engine with room. Early steps come first, then the longest groups, so that none ends alone."""
+        turn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        usual = self._sum / len(self._lengths) if self._lengths else 0.0
+        expected = self._lengths.get(task.prompt.id, usual)
+        order = (not urgent, task.step, -expected, -len(task.prompt.token_ids), next(self._number))
+        heapq.heappush(self._waiting, (order, size, urgent, turn))
+        asyncio.get_running_loop().call_soon(self._assign)  # once all groups of a draw wait
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave(turn.result().index, size, urgent)
+            raise
+
+    def _assign(self) -> None:
+        """Give free places to groups that wait."""
+        while self._waiting and not self.on_hold:
+            _, size, urgent, turn = self._waiting[0]
+            if not turn.done():
+                # One group more than fills its batch: an engine does not idle when a group ends.
+                room = (-(-self._config.engine.max_num_seqs // size) + 1) * size
+                taken = self._urgent if urgent else self._load
+                free = [each for each in self.engines.engines if each.live and taken[each.index] + size <= room]
+                if not free:
+                    return
+                engine = min(free, key=lambda each: self._load[each.index])
+                self._take(engine.index, size, urgent)
+                turn.set_result(engine)
+            heapq.heappop(self._waiting)
+
+    def _take(self, index: int, size: int, urgent: bool) -> None:
+        self._load[index] += size
+        self._urgent[index] += size * urgent
+        self.engines.note_load(index, size)
+
+    def _leave(self, index: int, size: int, urgent: bool) -> None:
+        self._take(index, -size, urgent)
+        self._idle.set()
+        self._assign()
+
+    def _note(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
+        mean = statistics.fmean(trajectory.response_tokens for trajectory in trajectories)
+        self._sum += mean - self._lengths.get(prompt.id, 0.0)
+        self._lengths[prompt.id] = mean
+
+    # Engines that start, die, or take weights.
+
+    @contextmanager
+    def _tended(self) -> Iterator[None]:
+        """Have engines looked after; what is found ends every group."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
+        if self._tending is None:
+            self._failure, self._tending = None, asyncio.create_task(self._tend())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._failure is None:
+                raise
+            task.uncancel()
+            raise self._failure from None
+        finally:
+            self._under_way.discard(task)
+            if not self._under_way and self._tending is not None:
+                self._tending.cancel()
+                self._tending = None
+
+    async def _tend(self) -> None:
+        try:
+            while True:
+                await self.engines.tend()
+                self._assign()
+                await asyncio.sleep(TEND_S)
+        except Exception as error:
+            self._failure = error
+            for task in self._under_way:
+                task.cancel()
