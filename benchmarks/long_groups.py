@@ -44,7 +44,7 @@ from ctpo_megatron.engines.open import open_engines
 from ctpo_megatron.environments.episode import Episode
 from ctpo_megatron.environments.protocol import Message, Schema, ToolCallRequest, ToolResult, ToolUnavailable
 from ctpo_megatron.evaluate import find_target, read_config
-from ctpo_megatron.rollouts import Sampler
+from ctpo_megatron.rollouts import GroupSampler
 from examples.toolmath import Task, TinyModel, write_task
 
 SAMPLES, PLACES = 4, 16
@@ -143,7 +143,7 @@ def of_round(prompt: Prompt, number: int, side: str) -> Prompt:
     return replace(prompt, id=id_, extra={"turns": turns, "play": f"{side}, {number}, {prompt.id}"})
 
 
-def play(sampler: Sampler, prompts: list[Prompt], number: int, side: str) -> tuple[float, list[int]]:
+def play(sampler: GroupSampler, prompts: list[Prompt], number: int, side: str) -> tuple[float, list[int]]:
     """Seconds of one batch, and the tokens of its answers."""
     prompts = [of_round(prompt, number, side) for prompt in prompts]
     began = time.perf_counter()
@@ -166,7 +166,7 @@ def measure(groups: int, rounds: int, latency_s: float) -> Figures:
         config = configuration(Path(name) / "task", latency_s)
         prompts = batch(config, groups)
         with open_engines(config, Path(name) / "logs", placement=None) as pool:
-            sampler = Sampler(pool, config.rollout)
+            sampler = GroupSampler(pool, config.rollout)
             pool.wait_ready()
             play(sampler, prompts, 0, LONGEST)  # what is known in the first round
             for number in range(1, rounds + 1):

@@ -21,7 +21,7 @@ CONCEPTS = (
     "Objective",
     "Trainer",
     "EnginePool",
-    "Sampler",
+    "GroupSampler",
     "Rollouts",
     "Run",
 )

@@ -22,7 +22,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EnginePool, GroupTask, Sampling
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport
-from ctpo_megatron.rollouts import Sampler
+from ctpo_megatron.rollouts import GroupSampler
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def measure(config: Config, device: str) -> dict[str, float]:
                 pool.finish_update()
                 figures["sync_s"] = time.perf_counter() - clock
             clock = time.perf_counter()
-            trajectories = asyncio.run(sampled(Sampler(pool, config.rollout), prompts, version))
+            trajectories = asyncio.run(sampled(GroupSampler(pool, config.rollout), prompts, version))
             seconds = time.perf_counter() - clock
             figures[f"tokens_per_s_{version}"] = reference.sampled_tokens(trajectories) / seconds
             figures |= reference.accuracy(model, trajectories, version)
@@ -67,7 +67,7 @@ def measure(config: Config, device: str) -> dict[str, float]:
     return figures
 
 
-async def sampled(sampler: Sampler, prompts: Sequence[Prompt], version: int) -> list[Trajectory]:
+async def sampled(sampler: GroupSampler, prompts: Sequence[Prompt], version: int) -> list[Trajectory]:
     """The trajectories of all prompts, with seeds of a step of this number."""
     samples = tuple(range(reference.SAMPLES))
     tasks = [GroupTask(prompt, version, samples, Sampling()) for prompt in prompts]

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class EnginePool:
-    """All engines of a run. One thread starts and closes it and sends weights; a `Sampler` samples, on an event loop.
+    """All engines of a run. One thread starts and closes it and sends weights; a `GroupSampler` samples, on a loop.
 
     lock: re-entrant; while it is held no engine is replaced or registered. settings: section `rollout`. counts: of what
     `stats` reports. occupancy: trajectories in flight over time.

@@ -18,7 +18,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling, open_engines
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.rewards import REFERENCE, RewardPool
-from ctpo_megatron.rollouts import Sample, Sampler
+from ctpo_megatron.rollouts import GroupSampler, Sample
 from ctpo_megatron.tracking import Display
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def answer(
     logs: Path,
     display: Display,
 ) -> None:
-    """Generate the samples missing in the store. Raises as `Sampler.sample` and `RewardPool.score`."""
+    """Generate the samples missing in the store. Raises as `GroupSampler.sample` and `RewardPool.score`."""
     samples = config.eval.samples
     lacking = [prompt for prompt in prompts if not store.complete(prompt.id, samples)]
     total = sum(samples - sum(index < samples for index in store.played.get(prompt.id, ())) for prompt in lacking)
@@ -107,7 +107,7 @@ def answer(
         pool = stack.enter_context(RewardPool(config.reward, config.extensions.path, LogPaths(logs).rewards))
         engines.wait_ready()
         display.stage("evaluation")
-        sampler = Sampler(engines, config.rollout)
+        sampler = GroupSampler(engines, config.rollout)
         answers = ScoredAnswers(pool, store, _decoder(tokenizer), finished)
         asyncio.run(play(config, lacking, store, sampler, answers))
         for prompt in sampler.quarantine.records:
@@ -115,7 +115,7 @@ def answer(
 
 
 async def play(
-    config: Config, prompts: Sequence[Prompt], store: SampleStore, sampler: Sampler, answers: ScoredAnswers
+    config: Config, prompts: Sequence[Prompt], store: SampleStore, sampler: GroupSampler, answers: ScoredAnswers
 ) -> None:
     """Sample with running engines as section `eval` specifies, and score and store the answers, one by one."""
     settings = config.eval

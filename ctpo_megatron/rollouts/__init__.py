@@ -1,6 +1,6 @@
 """Rollouts: prompts in, scored batches of groups out, in the order of the run.
 
-`Rollouts` makes training batches, `Evaluation` answers held-out prompts; both take groups from one `Sampler`, on
+`Rollouts` makes training batches, `Evaluation` answers held-out prompts; both take groups from one `GroupSampler`, on
 engines or on the `Replay` of a recording, and run on one `EventLoop`. Importing this loads neither Ray nor vLLM.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 from ctpo_megatron.rollouts.evaluation import Evaluated, Evaluation
 from ctpo_megatron.rollouts.event_loop import EventLoop
 from ctpo_megatron.rollouts.filters import Filters, filter_problem
+from ctpo_megatron.rollouts.group_sampler import GroupSampler
 from ctpo_megatron.rollouts.metrics import rollout_metrics
 from ctpo_megatron.rollouts.quarantine import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollouts.replay import Replay, ReplayError
 from ctpo_megatron.rollouts.rollouts import AccountingError, Rollouts, RolloutSettings
-from ctpo_megatron.rollouts.sampler import Sampler
 from ctpo_megatron.rollouts.samples import (
     LEVEL,
     RESAMPLES,
@@ -36,13 +36,13 @@ __all__ = [
     "Evaluation",
     "EventLoop",
     "Filters",
+    "GroupSampler",
     "Quarantined",
     "Replay",
     "ReplayError",
     "RolloutSettings",
     "Rollouts",
     "Sample",
-    "Sampler",
     "Scorer",
     "TooManyQuarantined",
     "accuracies",

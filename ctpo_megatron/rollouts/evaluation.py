@@ -14,7 +14,7 @@ from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
 from ctpo_megatron.rollouts.event_loop import EventLoop, Work, end
-from ctpo_megatron.rollouts.sampler import Sampler
+from ctpo_megatron.rollouts.group_sampler import GroupSampler
 from ctpo_megatron.rollouts.samples import Sample, validation_metrics
 from ctpo_megatron.rollouts.scoring import Scorer
 from ctpo_megatron.tracking import Phases
@@ -23,7 +23,7 @@ _BEHIND = "time/eval_behind"
 
 
 async def answer(
-    sampler: Sampler,
+    sampler: GroupSampler,
     scorer: Scorer,
     prompts: Sequence[Prompt],
     task: Callable[[Prompt], GroupTask],
@@ -31,8 +31,8 @@ async def answer(
 ) -> list[Group]:
     """Return scored groups of the prompts, in their order, without quarantined ones.
 
-    task: what an engine samples of a prompt. advance: called with every complete group. Raises as `Sampler.sample` and
-    `RewardPool.score`.
+    task: what an engine samples of a prompt. advance: called with every complete group. Raises as
+    `GroupSampler.sample` and `RewardPool.score`.
     """
 
     async def answered(prompt: Prompt) -> Group | None:
@@ -71,7 +71,7 @@ class Evaluation:
         self,
         config: EvalConfig,
         loop: EventLoop,
-        sampler: Sampler,
+        sampler: GroupSampler,
         scorer: Scorer,
         prompts: Sequence[Prompt],
         stop: Stop,

@@ -20,11 +20,10 @@ log = logging.getLogger(__name__)
 
 
 async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, and return when they have ended."""
+    """Cancel tasks, and return when they have ended, however."""
     for task in tasks:
         task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Work(Generic[T]):

@@ -19,7 +19,7 @@ class ReplayError(Exception):
 
 
 class Replay:
-    """What a `Sampler` uses in place of an `EnginePool`: one engine, which answers with what an earlier run recorded.
+    """What a `GroupSampler` uses in place of an `EnginePool`: one engine that answers with what another run recorded.
 
     recorded: step -> the trajectories of its dump, group by group in sample order. The sampling distribution is the
     recording's. A prompt that the recorded run lost is lost here, too, and replaced by the next one.

@@ -23,10 +23,10 @@ from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
 from ctpo_megatron.engines.weights import OffersWeights
 from ctpo_megatron.rollouts.event_loop import EventLoop, end
 from ctpo_megatron.rollouts.filters import Filters
+from ctpo_megatron.rollouts.group_sampler import GroupSampler
 from ctpo_megatron.rollouts.metrics import rollout_metrics, staleness_metrics
 from ctpo_megatron.rollouts.open_batch import OpenBatch, UniformGroups
 from ctpo_megatron.rollouts.quarantine import Quarantined
-from ctpo_megatron.rollouts.sampler import Sampler
 from ctpo_megatron.rollouts.scoring import Scorer
 from ctpo_megatron.tracking import Phases
 
@@ -71,7 +71,7 @@ class Rollouts:
         self,
         settings: RolloutSettings,
         loop: EventLoop,
-        sampler: Sampler,
+        sampler: GroupSampler,
         scorer: Scorer,
         prompts: PromptStream,
         stop: Stop,

@@ -17,7 +17,7 @@ from ctpo_megatron.environments.prompts import usable, write_record
 from ctpo_megatron.policy import capabilities
 from ctpo_megatron.preflight import Admission
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
-from ctpo_megatron.rollouts import Evaluation, EventLoop, Replay, Rollouts, RolloutSettings, Sampler, Scorer
+from ctpo_megatron.rollouts import Evaluation, EventLoop, GroupSampler, Replay, Rollouts, RolloutSettings, Scorer
 from ctpo_megatron.tracking import Phases, recorded_trajectories, trajectory_files
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
         usable(train)
         held_out = [] if replayed or not config.data.eval else usable(admission.held_out(train))
         prompts = _stream(train, config.data, config.run.seed)
-        sampler = Sampler(_replay(config.rollout) if pool is None else pool, config.rollout)
+        sampler = GroupSampler(_replay(config.rollout) if pool is None else pool, config.rollout)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path, logs.rewards))
         penalty = None
         if (overlong := config.reward.overlong_penalty) is not None:

@@ -23,7 +23,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EnginePool, GroupFailed, GroupTask, Sampling
 from ctpo_megatron.engines.weights import TransportSettings, WeightOffer, WeightTransport, open_transport
-from ctpo_megatron.rollouts import EventLoop, Sampler
+from ctpo_megatron.rollouts import EventLoop, GroupSampler
 from ctpo_megatron.rollouts.event_loop import Work
 from tests.engines.tiny_model import CALL, build_tiny_model
 
@@ -123,7 +123,7 @@ class Stage:
         self.config = make_config(self.path, root, **rollout)
         cluster = self.config.cluster if os.environ.get("RAY_ADDRESS") else None
         self.fleet = EnginePool(self.config, sandbox_url, cluster=cluster)
-        self.loop, self.sampler = EventLoop(), Sampler(self.fleet, self.config.rollout)
+        self.loop, self.sampler = EventLoop(), GroupSampler(self.fleet, self.config.rollout)
         self.fleet.start()
         self._sender: Sender | None = None
 
@@ -188,7 +188,7 @@ class Stage:
 
 
 async def sampled(
-    sampler: Sampler, prompts: Sequence[Prompt], step: int, samples: int, *, urgent: bool = False, **sampling: Any
+    sampler: GroupSampler, prompts: Sequence[Prompt], step: int, samples: int, *, urgent: bool = False, **sampling: Any
 ) -> list[Group]:
     """Complete groups in the order of their prompts, without quarantined ones."""
     shape = step, tuple(range(samples)), Sampling(**sampling)

@@ -17,7 +17,7 @@ import pytest
 from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines import EngineError, EnginePool
-from ctpo_megatron.rollouts import Sampler
+from ctpo_megatron.rollouts import GroupSampler
 from tests.engines.pool_helpers import make_config, sampled
 from tests.engines.tiny_model import CALL, build_tiny_model
 from tests.support.deadlines import scaled
@@ -66,7 +66,7 @@ def test_an_engine_that_dies_while_it_loads_is_begun_again(
         kill_engine(earlier)
         fleet.wait_ready()
         prompt = Prompt("p", "test", (), "", tuple(range(40)))
-        assert len(asyncio.run(sampled(Sampler(fleet, fleet.settings), [prompt], 0, 4))) == 1
+        assert len(asyncio.run(sampled(GroupSampler(fleet, fleet.settings), [prompt], 0, 4))) == 1
     assert caplog.text.count("rollout engine 0 died while it started") == 1
 
 
@@ -97,14 +97,14 @@ def test_group_past_its_deadline_is_retried_then_quarantined(model_path: Path, t
         fleet.start()
         fleet.wait_ready()
         flag.write_text("hang")
-        sampler = Sampler(fleet, config.rollout)
+        sampler = GroupSampler(fleet, config.rollout)
         assert asyncio.run(sampled(sampler, prompts, 0, 4)) == []
         assert {record.prompt_id for record in sampler.quarantine.records} == {prompt.id for prompt in prompts}
         for record in sampler.quarantine.records:
             assert f"failed 2 times, the last: no result from rollout engine 0 within {limit:g} s" in record.cause
         assert fleet.stats()["engine_restarts"] == 0  # the engine itself answers
         flag.unlink()
-        assert len(asyncio.run(sampled(Sampler(fleet, config.rollout), prompts, 0, 4))) == 4
+        assert len(asyncio.run(sampled(GroupSampler(fleet, config.rollout), prompts, 0, 4))) == 4
 
 
 DRIVER = """

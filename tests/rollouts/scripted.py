@@ -17,7 +17,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.engines import GroupLost, GroupTask, pool_stats
 from ctpo_megatron.environments.seeds import trajectory_seed
-from ctpo_megatron.rollouts import EventLoop, Quarantined, Rollouts, RolloutSettings, Sampler
+from ctpo_megatron.rollouts import EventLoop, GroupSampler, Quarantined, Rollouts, RolloutSettings
 from ctpo_megatron.tracking import Phases
 
 LONGEST_S = 0.004
@@ -37,7 +37,7 @@ class ScriptedEngine:
 
 
 class ScriptedEngines:
-    """Samples made-up episodes: what a `Sampler` uses in place of an `EnginePool`.
+    """Samples made-up episodes: what a `GroupSampler` uses in place of an `EnginePool`.
 
     Of each trajectory one token is sampled when it begins and one when it ends. lost: prompts that always fail. stuck:
     groups, by step and place among those of the step that have begun, which do not end until they are taken out of it.
@@ -144,7 +144,7 @@ def rollouts(
     phases: Phases | None = None,
 ) -> Rollouts:
     """Rollouts on a loop of their own."""
-    sampler = Sampler(engines, settings.rollout)
+    sampler = GroupSampler(engines, settings.rollout)
     return Rollouts(settings, EventLoop(), sampler, scorer, prompts, stop or Stops(), phases or Phases())
 
 

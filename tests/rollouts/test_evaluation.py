@@ -11,7 +11,7 @@ from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import EvalConfig
 from ctpo_megatron.data import PromptSampler
 from ctpo_megatron.engines import Sampling
-from ctpo_megatron.rollouts import Evaluated, Evaluation, EventLoop, Rollouts, RolloutSettings, Sampler
+from ctpo_megatron.rollouts import Evaluated, Evaluation, EventLoop, GroupSampler, Rollouts, RolloutSettings
 from tests.rollouts.scripted import ScriptedEngines, Stops
 from tests.rollouts.test_source import CONFIG, PROMPTS, Run
 
@@ -27,7 +27,7 @@ class Held:
 def evaluation(engines: Any, run: Run, prompts: int = 2, stop: Stop | None = None, **settings: Any) -> Evaluation:
     parts = (run.scorer, PROMPTS[:prompts], stop or Stops(), run.phases)
     config = EvalConfig(samples=2, **settings)
-    return Evaluation(config, EventLoop(), Sampler(engines, CONFIG), *parts)
+    return Evaluation(config, EventLoop(), GroupSampler(engines, CONFIG), *parts)
 
 
 def test_an_evaluation_scores_its_prompts_and_keeps_the_answers() -> None:
@@ -95,7 +95,7 @@ def test_an_evaluation_does_not_wait_for_training_that_is_sampled_ahead() -> Non
     """It begins, whatever the step, though the places of training are taken."""
     engines, run = ScriptedEngines(stuck=[(1, place) for place in range(60)]), Run()
     config = CONFIG.model_copy(update={"max_staleness": 1, "prompts_per_step": 60})
-    loop, sampler = EventLoop(), Sampler(engines, config)
+    loop, sampler = EventLoop(), GroupSampler(engines, config)
     parts = (run.scorer, PROMPTS[:2], Stops(), run.phases)
     settings, prompts = RolloutSettings(config, 3), PromptSampler(PROMPTS, 0)
     with Rollouts(settings, loop, sampler, run.scorer, prompts, Stops(), run.phases) as source:

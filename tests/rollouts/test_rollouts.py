@@ -18,7 +18,7 @@ from ctpo_megatron.base.run_paths import AHEAD
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
 from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
-from ctpo_megatron.rollouts import AccountingError, EventLoop, Rollouts, RolloutSettings, Sampler
+from ctpo_megatron.rollouts import AccountingError, EventLoop, GroupSampler, Rollouts, RolloutSettings
 from ctpo_megatron.tracking import Phases
 from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
 
@@ -53,7 +53,7 @@ class Run:
         self.source = Rollouts(
             RolloutSettings(config, steps, mini_batch_prompts=2),
             self.loop,
-            Sampler(self.engines, config),
+            GroupSampler(self.engines, config),
             ScriptedScorer(reward),
             self.prompts,
             stop or threading.Event(),

@@ -23,7 +23,7 @@ from ctpo_megatron.config import Config
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
 from ctpo_megatron.policy import Layout, TrainResult, checkpoint_files
 from ctpo_megatron.policy.hf_directory import write_directory
-from ctpo_megatron.rollouts import Evaluation, EventLoop, Rollouts, RolloutSettings, Sampler
+from ctpo_megatron.rollouts import Evaluation, EventLoop, GroupSampler, Rollouts, RolloutSettings
 from ctpo_megatron.run import controller
 from ctpo_megatron.run.services import Services
 from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
@@ -144,7 +144,7 @@ class ScriptedRuns:
 
     @contextmanager
     def _services(self, config: Config, _directory: Path, phases: Any, stop: Any) -> Iterator[Services]:
-        scorer, sampler = ScriptedScorer(), Sampler(ScriptedEngines(), config.rollout)
+        scorer, sampler = ScriptedScorer(), GroupSampler(ScriptedEngines(), config.rollout)
         settings, prompts = RolloutSettings.of(config), PromptSampler(PROMPTS, seed=0)
         with EventLoop() as loop:
             evaluation = Evaluation(config.eval, loop, sampler, scorer, [], Stop(), phases)

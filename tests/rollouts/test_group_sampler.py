@@ -10,7 +10,7 @@ import pytest
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Prompt, Trajectory
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
-from ctpo_megatron.rollouts import Sampler, sampler
+from ctpo_megatron.rollouts import GroupSampler, group_sampler
 from tests.rollouts.scripted import ScriptedEngine, ScriptedEngines
 
 SAMPLING = Sampling(1.0, 1.0, 0)
@@ -18,7 +18,7 @@ SAMPLING = Sampling(1.0, 1.0, 0)
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(group_sampler, "FIRST_PAUSE_S", 0.001)
 
 
 def task(name: str, step: int = 1, samples: int = 4, length: int = 3) -> GroupTask:
@@ -30,7 +30,9 @@ def settings(**rollout: Any) -> RolloutConfig:
     return RolloutConfig(**{"engine": {"max_num_seqs": 8, "max_model_len": 512}, "group_timeout_s": 20} | rollout)
 
 
-async def begun(mine: Sampler, engines: ScriptedEngines, tasks: list[GroupTask], *, urgent: bool = False) -> list[str]:
+async def begun(
+    mine: GroupSampler, engines: ScriptedEngines, tasks: list[GroupTask], *, urgent: bool = False
+) -> list[str]:
     """Names of all that have begun once these were added, of which nothing ends."""
     waiting = [asyncio.create_task(mine.sample(each, urgent=urgent)) for each in tasks]
     await asyncio.sleep(0.01)
@@ -53,14 +55,14 @@ def test_groups_of_an_earlier_step_begin_first() -> None:
     """A retried or refilled one would hold the trainer up, behind a whole batch that it does not need yet."""
     engines = Stuck()
     tasks = [task(f"{step}{number}", step) for step in (2, 1) for number in range(2)]
-    assert asyncio.run(begun(Sampler(engines, settings()), engines, tasks)) == ["10", "11", "20"]
+    assert asyncio.run(begun(GroupSampler(engines, settings()), engines, tasks)) == ["10", "11", "20"]
 
 
 def test_groups_that_are_expected_to_take_long_begin_first() -> None:
     """By their last answers; prompts that were not sampled yet by their own length. Others keep their order."""
 
     async def order() -> list[str]:
-        mine = Sampler(engines, settings(engine={"max_num_seqs": 32, "max_model_len": 512}))
+        mine = GroupSampler(engines, settings(engine={"max_num_seqs": 32, "max_model_len": 512}))
         for name, answer in (("short", 3), ("long", 90)):
             sampled = Trajectory(name, 0, 0)
             sampled.append_model([1] * answer, [0.0] * answer, [0] * answer, 1)
@@ -85,7 +87,7 @@ def test_groups_go_to_the_engine_with_the_least_to_do_and_never_beyond_its_place
     load, most = [0, 0], [0, 0]
 
     async def all_of_them() -> None:
-        mine = Sampler(Watched(), settings())
+        mine = GroupSampler(Watched(), settings())
         groups = await asyncio.gather(*(mine.sample(task(f"p{number}")) for number in range(20)))
         assert len(groups) == 20 and mine.in_flight == 0
 
@@ -95,7 +97,7 @@ def test_groups_go_to_the_engine_with_the_least_to_do_and_never_beyond_its_place
 
 def test_nothing_begins_on_hold_and_what_waits_begins_afterwards() -> None:
     async def held() -> None:
-        mine = Sampler(engines, settings())
+        mine = GroupSampler(engines, settings())
         mine.on_hold = True
         first = asyncio.create_task(mine.sample(task("p")))
         await asyncio.sleep(0.01)
@@ -118,7 +120,7 @@ def test_a_group_is_tried_again_as_often_as_is_allowed(failures: int) -> None:
             return await super().sample(engine, task)
 
     engines = Failing()
-    mine = Sampler(engines, settings(max_group_retries=2))
+    mine = GroupSampler(engines, settings(max_group_retries=2))
     if failures == 3:
         with pytest.raises(GroupFailed, match="failed 3 times, the last: the tool's key") as failed:
             asyncio.run(mine.sample(task("p")))
@@ -137,5 +139,5 @@ def test_an_engine_that_comes_back_gets_what_waits_for_it() -> None:
 
     engines = Starting()
     engines.engines = [ScriptedEngine(0, live=False)]
-    assert len(asyncio.run(asyncio.wait_for(Sampler(engines, settings()).sample(task("p")), 5))) == 4
+    assert len(asyncio.run(asyncio.wait_for(GroupSampler(engines, settings()).sample(task("p")), 5))) == 4
     assert engines.checks == 2

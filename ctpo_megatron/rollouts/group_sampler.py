@@ -29,7 +29,7 @@ TEND_S = 0.1
 """Between two checks of engines that start or take weights, while groups are sampled."""
 
 
-class Sampler:
+class GroupSampler:
     """Samples the groups of training and evaluation on the same engines. Used on one event loop.
 
     engines: an `EnginePool`, or a `Replay`. on_hold: no further group begins. in_flight: groups that are sampled now.
