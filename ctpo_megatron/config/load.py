@@ -230,8 +230,11 @@ def _is_given(values: DictConfig, key: str) -> bool:
 
 def _is_stale(values: DictConfig) -> bool:
     """Whether tokens sampled by earlier weights are trained on: only their own log-probs give them an exact weight."""
-    stale = OmegaConf.select(values, "rollout.max_staleness", throw_on_resolution_failure=False) not in (0, None)
-    return stale and OmegaConf.is_dict(values.get("objective"))
+    given = (
+        OmegaConf.select(values, f"rollout.{key}", throw_on_resolution_failure=False)
+        for key in ("max_staleness", "lag")
+    )
+    return any(value not in (0, None) for value in given) and OmegaConf.is_dict(values.get("objective"))
 
 
 def _resolve(node: Any, keys: Keys, sources: Sources, problems: list[Problem]) -> Any:

@@ -145,6 +145,11 @@ class RolloutConfig(Section):
         default=0,
         description="maximum policy lag in updates; 0 = synchronous: sampling and training take turns",
     )
+    lag: NonNegativeInt = Field(
+        default=0,
+        description="train step s on samples of the weights of step s - lag exactly, whatever the timing; a run begins "
+        "with its first weights for lag + 1 steps. For experiments, instead of max_staleness",
+    )
     partial: Literal["continue", "finish"] = Field(
         default="continue",
         description="trajectories in flight during an update (max_staleness > 0). continue: they switch to the new "
@@ -172,6 +177,11 @@ class RolloutConfig(Section):
         default=None,
         description="stop when |sampler - trainer log-prob| exceeds this (a weight-sync bug); null: only log it",
     )
+
+    @property
+    def ahead(self) -> int:
+        """Steps whose batches are sampled before they are trained."""
+        return self.lag or self.max_staleness
 
     @property
     def can_call_tools(self) -> bool:

@@ -229,6 +229,7 @@ class EnginePool:
     def note_load(self, index: int, samples: int) -> None:
         """Record that an engine samples more trajectories, or fewer."""
         self.occupancy.add(index, samples)
+        self.occupancy.note(len(self._engines))
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises ValueError when `prompt` leaves the model no room to answer."""

@@ -293,21 +293,28 @@ def check_staleness(context: RunContext) -> Iterator[Problem]:
     """Both sides have to work at once, and what is sampled must come from engines."""
     config = context.config
     rollout = config.rollout
-    if not rollout.max_staleness:
+    if not rollout.ahead:
         if rollout.partial == "finish":
             message = "has no effect: with rollout.max_staleness: 0 nothing is in flight when weights change"
             yield context.warning("rollout.partial", message, "leave it out, or raise rollout.max_staleness")
         return
+    key = "rollout.lag" if rollout.lag else "rollout.max_staleness"
+    if rollout.lag and rollout.max_staleness:
+        message = "samples ahead whatever is done first, and rollout.lag at fixed steps"
+        yield context.error("rollout.max_staleness", message, "set one of them to 0")
+    if rollout.lag and rollout.oversample:
+        message = "keeps the groups that are complete first, so that timing decides, which rollout.lag rules out"
+        yield context.error("rollout.oversample", message, "set it or rollout.lag to 0")
     if config.objective.anchor == "proximal":
-        message = "is biased for stale data (rollout.max_staleness): it lacks what updates since its sampling changed"
+        message = f"is biased for stale data ({key}): it lacks what updates since its sampling changed"
         yield context.warning("objective.anchor", message, "leave it out, which takes behaviour, or set decoupled")
     if config.placement.mode == "colocated":
         message = "needs engines that sample while the trainer works; those on its GPUs (placement.mode) sleep then"
-        yield context.error("rollout.max_staleness", message, "set 0, or placement.mode: disaggregated")
+        yield context.error(key, message, "set 0, or placement.mode: disaggregated")
     if rollout.replay is not None:
         message = "is for engines; what rollout.replay has recorded has the versions that it was recorded with"
         fix = "set 0; for a recording that is stale, set objective.anchor: behaviour, too"
-        yield context.error("rollout.max_staleness", message, fix)
+        yield context.error(key, message, fix)
 
 
 FILES: tuple[Check[RunContext], ...] = (check_prompt_files, check_model_directory)

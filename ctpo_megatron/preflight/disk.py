@@ -59,7 +59,7 @@ def checkpoint_bytes(config: Config, spec: ModelSpec) -> float:
     element = ELEMENT_BYTES[config.policy.dtype]
     state = model_parameters(spec)[0] * (element + 8 + (4 if config.policy.dtype != "float32" else 0))
     rollout = config.rollout
-    ahead = rollout.max_staleness * rollout.prompts_per_step * rollout.samples_per_prompt
+    ahead = rollout.ahead * rollout.prompts_per_step * rollout.samples_per_prompt
     return state + ahead * expected_tokens(config) * (AHEAD_BYTES + choice_bytes(config, spec))
 
 

@@ -94,7 +94,7 @@ class Evaluation:
     def begin(self, step: int) -> None:
         """Begin what `run` does; `end` comes before the next weights, or the answers would be of two."""
         work, self._sampled = None, 0
-        if self._prompts:
+        if self._prompts and not self._stop.is_set():
             self._sampler.engines.wait_ready()
             work = self._loop.begin(self._answers(step))
         self._under_way = (step, work)
@@ -107,10 +107,12 @@ class Evaluation:
         if self._under_way is None:
             return None
         (step, work), self._under_way = self._under_way, None
-        if work is None:
+        if not self._prompts:
             return Evaluated(step)
         with self._phases.phase("eval"):
             try:
+                if work is None:
+                    raise Cancelled("stop requested before it began")
                 groups, seconds = work.wait(self._stop)
             except Cancelled:
                 count = len(self._prompts)

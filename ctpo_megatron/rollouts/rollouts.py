@@ -56,7 +56,7 @@ class RolloutSettings:
         """As a run is configured; a recording is read when a batch is requested, never ahead."""
         rollout = config.rollout
         if rollout.replay is not None:
-            rollout = rollout.model_copy(update={"max_staleness": 0})
+            rollout = rollout.model_copy(update={"max_staleness": 0, "lag": 0})
         return cls(rollout, config.run.steps, config.policy.mini_batch_prompts, config.objective.by_turn)
 
 
@@ -91,8 +91,8 @@ class Rollouts:
 
     @property
     def ahead(self) -> int:
-        """`rollout.max_staleness`."""
-        return self._config.max_staleness
+        """Steps that are sampled before they are trained: `rollout.max_staleness`, or `rollout.lag`."""
+        return self._config.ahead
 
     def __enter__(self) -> Self:
         return self
@@ -126,6 +126,8 @@ class Rollouts:
         try:
             if self.ahead:
                 self._sampler.engines.wait_ready()
+            if self._config.lag:  # what is open is of earlier weights, all of it
+                self._loop.call(self._completed(), self._stop)
             self._loop.call(self._hold(), self._stop)
             self._sampler.engines.send(trainer, version)
             self._loop.do(lambda: self._published(version))
@@ -139,8 +141,11 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Position of the prompt stream, quarantined prompts, and the batches that are sampled ahead.
 
+        With `rollout.lag` it waits for the groups that are sampled: a resumed run does not have the weights for them.
         Raises AccountingError.
         """
+        if self._config.lag:
+            self._loop.call(self._completed())
         return self._loop.do(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -180,9 +185,10 @@ class Rollouts:
         opened = self._loop.do(lambda: self._begin(step))
         try:
             while not opened.done:
-                for phase, sampling in (("rollout", True), ("reward", False)):
-                    with self._phases.phase(phase):
-                        self._loop.call(_until(opened, sampling), self._stop)
+                with self._phases.phase("rollout"):
+                    self._loop.call(_until(opened, sampling=True), self._stop)
+                with self._phases.phase("reward"):  # what is sampled is scored and trained on, also by a run that stops
+                    self._loop.call(_until(opened, sampling=False))
             self._loop.do(opened.result)
         except BaseException as error:
             self._loop.call(self._end())
@@ -197,16 +203,17 @@ class Rollouts:
 
     def _begin(self, step: int) -> OpenBatch:
         opened = OpenBatch(step, self._uniform())
+        # With a lag the prompts of a batch follow from the batches before it, whatever the timing.
+        before = self._open[-1].batch if self._config.lag and self._open else None
         self._open.append(opened)
-        self._go_on(opened)
+        opened.batch = asyncio.create_task(self._collected(opened, before))
         return opened
 
-    def _go_on(self, opened: OpenBatch) -> None:
-        """Sample a batch that is new, or of a checkpoint."""
-        missing = [number for number in range(len(opened.drawn)) if number not in opened.groups]
-        first = self._config.prompts_per_step + self._config.oversample
-        numbers = missing if opened.drawn else self._draw(opened, first)
-        opened.batch = asyncio.create_task(self._collected(opened, self._started(opened, numbers)))
+    async def _completed(self) -> None:
+        """Wait for all batches that are open."""
+        for batch in [opened.batch for opened in self._open]:
+            if batch is not None:
+                await asyncio.shield(batch)
 
     async def _hold(self) -> None:
         """Let no group begin, and with `partial: finish` wait for those in flight."""
@@ -222,8 +229,8 @@ class Rollouts:
         if not self.ahead:
             return
         for opened in self._open:
-            if opened.batch is None:
-                self._go_on(opened)
+            if opened.batch is None:  # of a checkpoint
+                opened.batch = asyncio.create_task(self._collected(opened))
         self._next = self._next or version  # the first step trains the version that is published first
         while self._next <= min(self._settings.steps, version + self.ahead):
             self._begin(self._next)
@@ -254,17 +261,27 @@ class Rollouts:
             rewards.setdefault(group.prompt.id, []).extend(group.verdicts)
         self._prompts.learn(rewards)
 
-    async def _collected(self, opened: OpenBatch, running: set[asyncio.Task[None]]) -> Batch:
-        """Wait until the batch is complete: the first groups that are wanted, and refills for uniform ones."""
-        # A resumed run may have drawn more by other settings before.
-        refilled = self._config.uniform_groups == "refill" and opened.uniform.refills > 0
-        wanted = len(opened.drawn) if refilled else self._config.prompts_per_step
+    async def _collected(self, opened: OpenBatch, before: asyncio.Task[Batch] | None = None) -> Batch:
+        """Sample a batch, or what a checkpoint lacks of it: the first groups that are wanted, and refills for uniform
+        ones. before: the batch to wait for."""
+        running = set[asyncio.Task[None]]()
         try:
+            if before is not None:
+                await asyncio.wait({before})
+            if opened.drawn:
+                numbers = [number for number in range(len(opened.drawn)) if number not in opened.groups]
+            else:
+                numbers = self._draw(opened, self._config.prompts_per_step + self._config.oversample)
+            running = self._started(opened, numbers)
+            # A resumed run may have drawn more by other settings before.
+            refilled = self._config.uniform_groups == "refill" and opened.uniform.refills > 0
+            wanted = len(opened.drawn) if refilled else self._config.prompts_per_step
             while True:
                 while running and len(opened.groups) < wanted:
-                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in [each for each in running if each.done()]:
                         task.result()
+                        running.discard(task)
                 await end(running)
                 self._settled["dropped"] += opened.keep_first(wanted)
                 if not (missing := opened.uniform.missing(opened.complete)):
@@ -376,7 +393,7 @@ class Rollouts:
             )
 
 
-async def _until(opened: OpenBatch, sampling: bool) -> None:
+async def _until(opened: OpenBatch, *, sampling: bool) -> None:
     """Return when groups of the batch have ended to be sampled, or scored, or it is complete."""
     while bool(opened.sampling) is sampling and not opened.done:
         opened.changed.clear()

@@ -56,7 +56,7 @@ class Controller:
         memory afterwards."""
         self._trainer, self._report = trainer, report
         self._rollouts, self._evaluation, self._pool = services.rollouts, services.evaluation, services.pool
-        self._ahead, self._dtype = config.rollout.max_staleness > 0, config.policy.dtype
+        self._ahead, self._dtype = config.rollout.ahead > 0, config.policy.dtype
         # Not before the thread of the rollouts has begun, which would do the same.
         self._yields = self._ahead and not capabilities().cuda
         self._connected = False

@@ -272,12 +272,13 @@ def _extends(config: Config, done: int) -> str:
     """Say that a finished run of `done` steps is made longer, and what a run of all steps would have done otherwise."""
     steps, schedule = config.run.steps, config.policy.optimizer.schedule
     evaluated = config.data.eval and config.rollout.replay is None and not config.eval.due(done, steps)
+    ahead = "rollout.lag" if config.rollout.lag else "rollout.max_staleness"
     dumped = done > 1 and done % config.tracking.dump_every
     unlike = [
         (schedule != "constant", f"learning rates until step {done} (policy.optimizer.schedule: {schedule})"),
         (evaluated, f"step {done} has an evaluation (eval.every)"),
         (dumped, f"step {done} has the dump and figures of a last step (tracking.dump_every)"),
-        (config.rollout.max_staleness, f"nothing was sampled ahead for step {done + 1} (rollout.max_staleness)"),
+        (config.rollout.ahead, f"nothing was sampled ahead for step {done + 1} ({ahead})"),
     ]
     differs = "; ".join(text for is_so, text in unlike if is_so)
     extends = f"a finished run of {done} steps is extended to {steps}"

@@ -179,6 +179,13 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
             ["rollout.max_staleness=1", "placement.mode=colocated"],
             "rollout.max_staleness = 1: needs engines that sample",
         ),
+        (["rollout.lag=1", "placement.mode=colocated"], "rollout.lag = 1: needs engines that sample"),
+        (
+            ["rollout.lag=1", "rollout.max_staleness=1"],
+            "rollout.max_staleness = 1: samples ahead whatever",
+        ),
+        (["rollout.lag=1", "rollout.oversample=2"], "rollout.oversample = 2: keeps the groups that are complete first"),
+        (["rollout.lag=1", "rollout.replay=runs/x"], "rollout.lag = 1: is for engines; what rollout.replay ha"),
         (["rollout.max_staleness=1", "rollout.replay=runs/x"], "is for engines; what rollout.replay has recorded has"),
         (["rollout.max_staleness=1", "rollout.top_p=0.9"], "rollout.top_p = 0.9: the sampler's log-probs are of the"),
         (["policy.optimizer.min_lr=1"], "policy.optimizer.min_lr = 1.0: is above lr (1e-06); lower it"),
@@ -285,6 +292,7 @@ def test_the_anchor_follows_the_staleness_unless_it_is_given(config_with: Make) 
     stale = config_with("rollout.max_staleness=2")
     assert stale.objective.anchor == "behaviour" and stale.objective.preset == config_with().objective.preset
     assert config_with("rollout.max_staleness=2", "objective.anchor=proximal").objective.anchor == "proximal"
+    assert config_with("rollout.lag=2").objective.anchor == "behaviour"
     interpolated = config_with("rollout.max_staleness=${run.steps}")
     assert interpolated.rollout.max_staleness == 4 and interpolated.objective.anchor == "behaviour"
 

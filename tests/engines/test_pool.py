@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ctpo_megatron.base.processes import wait_for
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import Cancelled
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
@@ -93,6 +94,12 @@ def test_log_probs_is_of_the_filtered_distribution(stage: Stage) -> None:
     assert [
         p for p, m in zip(trajectory.rollout_log_probs, trajectory.response_mask, strict=True) if m and p != 0.0
     ] == []
+
+
+def test_what_an_engine_has_in_flight_is_recorded_until_nothing_is(stage: Stage) -> None:
+    stage.generate(stage.prompts(2), step=12)
+    rows = RunPaths(Path(stage.config.run.directory)).logs.occupancy.read_text().splitlines()
+    assert max(int(row.partition(",")[2]) for row in rows) >= 4 and rows[-1].endswith(",0")
 
 
 def test_same_seed_same_tokens_and_other_step_other_tokens(stage: Stage) -> None:

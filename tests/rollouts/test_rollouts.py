@@ -18,7 +18,14 @@ from ctpo_megatron.base.run_paths import AHEAD
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
 from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
-from ctpo_megatron.rollouts import AccountingError, EventLoop, GroupSampler, Rollouts, RolloutSettings
+from ctpo_megatron.rollouts import (
+    AccountingError,
+    EventLoop,
+    GroupSampler,
+    Rollouts,
+    RolloutSettings,
+    TooManyQuarantined,
+)
 from ctpo_megatron.tracking import Phases
 from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
 
@@ -130,6 +137,41 @@ def test_a_batch_is_the_one_of_the_synchronous_order_when_nothing_is_stale() -> 
     stale = {name for name in batch.metrics if "stale" in name or name == "rollout/continued_tokens"}
     assert {name: batch.metrics[name] for name in stale} == dict.fromkeys(stale, 0.0) and len(stale) == 4
     assert set(batch.metrics) - stale == set(expected.metrics)
+
+
+@pytest.mark.parametrize("uniform", ["keep", "refill"])
+@pytest.mark.parametrize("lag", [1, 2, 4])
+def test_with_a_lag_every_step_is_of_the_version_before_it_whatever_the_timing(lag: int, uniform: str) -> None:
+    settings = {"max_staleness": 0, "lag": lag, "uniform_groups": uniform}
+    found = []
+    for seed in range(3):
+        with Run(ScriptedEngines(seed, lost={ORDER[2]}), **settings).going() as run:
+            run.train()
+        expected = [(max(1, step - lag),) for step in range(1, STEPS + 1)]
+        assert [batch.weight_versions for batch in run.trained] == expected
+        found.append([(t.prompt_id, t.seed) for batch in run.trained for t in batch.trajectories])
+        assert run.engines.in_update == 0
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("done", [1, 3])
+def test_a_run_with_a_lag_that_is_resumed_has_the_batches_of_the_whole_one(done: int) -> None:
+    settings = {"max_staleness": 0, "lag": 2, "uniform_groups": "refill"}
+    with Run(**settings).going() as whole:
+        whole.train()
+    with Run(ScriptedEngines(1), **settings).going() as first:
+        first.train(until=done)
+        state = first.state()
+    second = Run(ScriptedEngines(2), **settings)
+    second.source.load_state_dict(state)
+    second.done, second.engines.version = done, done
+    with second.going():
+        second.train()
+    resumed, expected = (
+        [(t.prompt_id, t.seed, list(t.weight_version)) for batch in run for t in batch.trajectories]
+        for run in (first.trained + second.trained, whole.trained)
+    )
+    assert resumed == expected
 
 
 def test_nothing_is_sampled_between_batches_that_are_not_sampled_ahead() -> None:
@@ -270,6 +312,14 @@ def test_what_ends_the_engines_ends_whoever_waits() -> None:
         ):
             run.train()
         assert engines.in_flight == 0
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_run_that_loses_every_prompt_ends(ahead: int) -> None:
+    lost = ScriptedEngines(lost={prompt.id for prompt in PROMPTS})
+    gone = pytest.raises(TooManyQuarantined, match="prompts drawn in a row are all quarantined")
+    with Run(lost, max_staleness=ahead, max_quarantined=99).going() as run, gone:
+        run.train(until=2)
 
 
 def test_a_group_that_is_late_is_sampled_again_with_the_same_seeds() -> None:
