@@ -9,16 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.engines.stats import pool_stats
-from ctpo_megatron.engines.tasks import EngineError, GroupFailed, GroupLost, GroupOutcome, GroupTask, Sampling
+from ctpo_megatron.engines.tasks import EngineError, GroupFailed, GroupLost, GroupTask, Sampling
 
 if TYPE_CHECKING:
-    from ctpo_megatron.engines.handle import EngineHandle, engine_died
+    from ctpo_megatron.engines.handle import EngineHandle
     from ctpo_megatron.engines.open import cluster_of, open_engines
     from ctpo_megatron.engines.pool import EnginePool
 
 _NEED_RAY = {
     "EngineHandle": "handle",
-    "engine_died": "handle",
     "EnginePool": "pool",
     "cluster_of": "open",
     "open_engines": "open",
@@ -30,11 +29,9 @@ __all__ = [
     "EnginePool",
     "GroupFailed",
     "GroupLost",
-    "GroupOutcome",
     "GroupTask",
     "Sampling",
     "cluster_of",
-    "engine_died",
     "give_way_to_engines",
     "open_engines",
     "pool_stats",
