@@ -217,6 +217,8 @@ class EnginePool:
 
     def _tend(self) -> None:
         with self.lock:
+            if self._stop.is_set():  # also because an engine cannot be replaced: the run saves its state now
+                return
             if all(engine.parked for engine in self._engines):
                 raise EngineError(
                     "all engines died and were replaced, and get weights only with the next update "
