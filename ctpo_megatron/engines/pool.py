@@ -213,7 +213,10 @@ class EnginePool:
         Raises EngineError when an engine failed or is late, Ray's GCS is gone, or no engine gets weights any more; and
         as `finish_update`.
         """
-        await asyncio.to_thread(self._tend)
+        lost = self._runtime is not None and self._runtime.head_lost
+        if lost or self._update is not None or not all(engine.live for engine in self._engines):
+            await asyncio.to_thread(self._tend)
+        self.occupancy.note(len(self._engines))
 
     def _tend(self) -> None:
         with self.lock:
@@ -226,7 +229,6 @@ class EnginePool:
                     "run.resume=auto"
                 )
             self.register_started()
-            self.occupancy.note(len(self._engines))
 
     def note_load(self, index: int, samples: int) -> None:
         """Record that an engine samples more trajectories, or fewer."""
