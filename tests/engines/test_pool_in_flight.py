@@ -81,7 +81,7 @@ def test_groups_that_somebody_waits_for_are_played_among_others(stage: Stage) ->
     alone, others = tokens(stage.generate(prompts, step=21)), tokens(stage.begin(many, step=22).wait(NeverStop()))
     turns = stage.begin(many, step=22)
     groups = stage.generate(prompts, step=21)
-    assert stage.sampler.in_flight  # others go on
+    assert stage.sampler.in_flight  # other groups are still sampled
     assert (tokens(groups), tokens(turns.wait(NeverStop()))) == (alone, others)
     assert not stage.sampler.in_flight
 
@@ -94,7 +94,7 @@ def test_groups_that_are_not_needed_any_more_are_discarded(stage: Stage) -> None
     turns.cancel()
     assert not stage.sampler.in_flight
     groups = stage.generate(prompts[:3], step=29)
-    assert len(groups) == 3 and largest_log_prob_error(stage.model, groups) <= 1e-4  # and the engine goes on sampling
+    assert len(groups) == 3 and largest_log_prob_error(stage.model, groups) <= 1e-4  # and the engine still samples
 
 
 @pytest.mark.slow

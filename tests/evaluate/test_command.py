@@ -78,7 +78,7 @@ class Scripted:
         """It never dies."""
 
     def note_load(self, index: int, samples: int) -> None:
-        """Nobody asks."""
+        """Nothing reads it."""
 
     async def sample(self, _: Any, task: GroupTask) -> list[Trajectory]:
         if task.prompt.id in self.lost:

@@ -98,7 +98,7 @@ class ScriptedEngines:
         """None of them dies."""
 
     def note_load(self, index: int, samples: int) -> None:
-        """Nobody asks."""
+        """Nothing reads it."""
 
     def stats(self) -> dict[str, float]:
         counts, self.counts = self.counts, Counter()
