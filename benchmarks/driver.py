@@ -43,8 +43,8 @@ from ctpo_megatron.policy.minibatch import checked_sequences, make_mini_batches,
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.rewards import RewardPool, ScoreReport
 from ctpo_megatron.rollouts.filters import Filters
-from ctpo_megatron.rollouts.metrics import rollout_metrics, staleness_metrics
-from ctpo_megatron.rollouts.open_batch import OpenBatch, UniformGroups
+from ctpo_megatron.rollouts.metrics import staleness_metrics
+from ctpo_megatron.rollouts.open_batch import Draw, OpenBatch
 from ctpo_megatron.rollouts.scoring import Scorer
 from ctpo_megatron.tracking import write_trajectories
 
@@ -53,8 +53,8 @@ FIRST_ID, LAST_ID = 257, 7_000
 """Token ids: of `byte_tokenizer`, without single bytes."""
 SPEC = ModelSpec(FAMILIES["Qwen3ForCausalLM"], 36, 2560, 32, 8, 128, 9728, 40960, 151_936)
 """The shape of Qwen3-4B, by which shares are balanced."""
-METRICS, ASSEMBLE, SEQUENCES, PACK, SHARES = "metrics", "assemble", "sequences", "mini-batches", "shares of other ranks"
-SERIAL = (METRICS, ASSEMBLE, SEQUENCES, PACK, SHARES)
+ASSEMBLE, SEQUENCES, PACK, SHARES = "metrics, assemble", "sequences", "mini-batches", "shares of other ranks"
+SERIAL = (ASSEMBLE, SEQUENCES, PACK, SHARES)
 """Between the last group and the first pass."""
 RECEIVE, SCORE, STATE, ENCODE, DUMP, DECODING = (
     "receive",
@@ -147,15 +147,13 @@ def measure(count: int) -> dict[str, Any]:
         scorer = Scorer(pool)
         with stage(SCORE):
             reports = asyncio.run(all_scored(scorer, groups))
-        opened = OpenBatch(5, UniformGroups(config, MINI_BATCH))
-        opened.drawn += prompts
-        for place, (group, scored) in enumerate(zip(groups, reports, strict=True)):
-            opened.add(place, group, scored)
-        with stage(METRICS):
-            metrics = rollout_metrics(groups) | scorer.metrics(groups, reports)
-        save(opened, scorer, prompts, stage)
+        opened = OpenBatch(5, config, MINI_BATCH)
+        opened.draws += map(Draw, prompts)
+        for draw, group, scored in zip(opened.draws, groups, reports, strict=True):
+            opened.add(draw, group, scored)
+        save(opened, config, prompts, stage)
     with stage(ASSEMBLE):
-        batch = opened.assemble(metrics, Filters(config.filters))
+        batch = opened.assemble(scorer, Filters(config.filters))
         staleness_metrics(batch.trained, 4)
     distribute(batch.trajectories, [group.rewards for group in batch.trained], stage)
     dump(groups, stage)
@@ -171,17 +169,17 @@ async def all_scored(scorer: Scorer, groups: Sequence[Group]) -> list[ScoreRepor
     return await asyncio.gather(*(scorer.score([group]) for group in groups))
 
 
-def save(opened: OpenBatch, scorer: Scorer, prompts: Sequence[Prompt], stage: Stages) -> None:
+def save(opened: OpenBatch, config: RolloutConfig, prompts: Sequence[Prompt], stage: Stages) -> None:
     """What a checkpoint keeps of a batch ahead, and the way back."""
     with stage(STATE):
-        ahead = {"batches": [opened.state_dict(scorer.report_record)]}
+        ahead = {"batches": [opened.state_dict()]}
     with tempfile.TemporaryDirectory() as folder:
         with stage(ENCODE):
             (Path(folder) / "ahead.parquet").write_bytes(encode_ahead(ahead))
         with stage(READ):
             found = read_ahead(Path(folder))
-            again = OpenBatch(5, opened.uniform)
-            again.load_groups((found or {})["batches"][0], {p.id: p for p in prompts}, scorer.report_of)
+            again = OpenBatch(5, config, MINI_BATCH)
+            again.load_state_dict((found or {})["batches"][0], {p.id: p for p in prompts})
     assert [group.trajectories for group in again.complete] == [group.trajectories for group in opened.complete]
 
 

@@ -16,9 +16,10 @@ from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling, open_engines
+from ctpo_megatron.evaluate.samples import Sample
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.rewards import REFERENCE, RewardPool
-from ctpo_megatron.rollouts import GroupSampler, Sample
+from ctpo_megatron.rollouts import GroupSampler
 from ctpo_megatron.tracking import Display
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.answering import answer, reference_scores
 from ctpo_megatron.evaluate.page import write_evaluation_page
 from ctpo_megatron.evaluate.results import REFERENCE_SCORER, RESULTS_FILE, ScoreColumn, results
+from ctpo_megatron.evaluate.samples import unjudged
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.evaluate.target import settings_of
-from ctpo_megatron.rollouts import unjudged
 from ctpo_megatron.tracking import Display
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any
 from ctpo_megatron.base.run_paths import REPORT
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.results import ScoreColumn, said
+from ctpo_megatron.evaluate.samples import Sample
 from ctpo_megatron.report import Axis, Chart, Curve, Figure, bars, curves, cycled, write_page
-from ctpo_megatron.rollouts import Sample
 
 _PROBLEMS, _TEXT = 200, 4000
 """Limits of the listed problems and of the characters of their texts."""

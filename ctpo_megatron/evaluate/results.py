@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ctpo_answers import answer_part, last_boxed, reference_answer, votes
-from ctpo_megatron.rollouts import (
+from ctpo_megatron.evaluate.samples import (
     LEVEL,
     RESAMPLES,
     Sample,

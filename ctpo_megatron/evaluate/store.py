@@ -12,7 +12,7 @@ from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError, write_json
 from ctpo_megatron.config import ConfigError, Problem
-from ctpo_megatron.rollouts import Sample
+from ctpo_megatron.evaluate.samples import Sample
 
 SETTINGS_FILE, SAMPLES_FILE = "evaluation.json", "samples.jsonl"
 _ADVICE = "give another --output, or delete this one, to start again"

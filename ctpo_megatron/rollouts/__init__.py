@@ -14,23 +14,9 @@ from ctpo_megatron.rollouts.metrics import rollout_metrics
 from ctpo_megatron.rollouts.quarantine import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollouts.replay import Replay, ReplayError
 from ctpo_megatron.rollouts.rollouts import AccountingError, Rollouts, RolloutSettings
-from ctpo_megatron.rollouts.samples import (
-    LEVEL,
-    RESAMPLES,
-    Sample,
-    accuracies,
-    bootstrap,
-    by_problem,
-    by_source,
-    conduct,
-    unjudged,
-    validation_metrics,
-)
 from ctpo_megatron.rollouts.scoring import Scorer
 
 __all__ = [
-    "LEVEL",
-    "RESAMPLES",
     "AccountingError",
     "Evaluated",
     "Evaluation",
@@ -42,16 +28,8 @@ __all__ = [
     "ReplayError",
     "RolloutSettings",
     "Rollouts",
-    "Sample",
     "Scorer",
     "TooManyQuarantined",
-    "accuracies",
-    "bootstrap",
-    "by_problem",
-    "by_source",
-    "conduct",
     "filter_problem",
     "rollout_metrics",
-    "unjudged",
-    "validation_metrics",
 ]

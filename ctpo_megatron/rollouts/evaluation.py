@@ -4,54 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
 from ctpo_megatron.base.stop import Cancelled, Stop
 from ctpo_megatron.config.schema import EvalConfig
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data import Group, Prompt
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
 from ctpo_megatron.rollouts.event_loop import EventLoop, Work, end
 from ctpo_megatron.rollouts.group_sampler import GroupSampler
-from ctpo_megatron.rollouts.samples import Sample, validation_metrics
+from ctpo_megatron.rollouts.metrics import validation_metrics
 from ctpo_megatron.rollouts.scoring import Scorer
 from ctpo_megatron.tracking import Phases
 
 _BEHIND = "time/eval_behind"
-
-
-async def answer(
-    sampler: GroupSampler,
-    scorer: Scorer,
-    prompts: Sequence[Prompt],
-    task: Callable[[Prompt], GroupTask],
-    advance: Callable[[], None],
-) -> list[Group]:
-    """Return scored groups of the prompts, in their order, without quarantined ones.
-
-    task: what an engine samples of a prompt. advance: called with every complete group. Raises as
-    `GroupSampler.sample` and `RewardPool.score`.
-    """
-
-    async def answered(prompt: Prompt) -> Group | None:
-        if prompt in sampler.quarantine:
-            return None
-        try:
-            group = Group(prompt, await sampler.sample(task(prompt), urgent=True))
-        except GroupFailed as error:
-            sampler.lose(prompt, task(prompt).step, error)
-            return None
-        advance()
-        await scorer.score([group])
-        return group
-
-    tasks = [asyncio.create_task(answered(prompt)) for prompt in prompts]
-    try:
-        return [group for group in await asyncio.gather(*tasks) if group is not None]
-    finally:
-        await end(tasks)
 
 
 @dataclass(frozen=True)
@@ -80,7 +48,7 @@ class Evaluation:
         """prompts: empty where there is nothing to evaluate."""
         self._config, self._loop, self._sampler, self._scorer = config, loop, sampler, scorer
         self._prompts, self._stop, self._phases = prompts[: config.prompts], stop, phases
-        self._under_way: tuple[int, Work[tuple[list[Group], float]] | None] | None = None
+        self._under_way: tuple[int, Work[Evaluated] | None] | None = None
         self._sampled = 0
 
     def run(self, step: int) -> Evaluated:
@@ -96,30 +64,24 @@ class Evaluation:
         work, self._sampled = None, 0
         if self._prompts and not self._stop.is_set():
             self._sampler.engines.wait_ready()
-            work = self._loop.begin(self._answers(step))
+            work = self._loop.begin(self._evaluated(step))
         self._under_way = (step, work)
 
     def end(self) -> Evaluated | None:
         """Wait for what `begin` began, if anything. Raises what sampling and scoring raise.
 
-        Every group has its deadline (`rollout.group_timeout_s`) and its number of retries, which bounds the wait.
+        The deadline of a group (`rollout.group_timeout_s`) and its number of retries bound the wait.
         """
         if self._under_way is None:
             return None
         (step, work), self._under_way = self._under_way, None
         if not self._prompts:
             return Evaluated(step)
-        with self._phases.phase("eval"):
-            try:
-                if work is None:
-                    raise Cancelled("stop requested before it began")
-                groups, seconds = work.wait(self._stop)
-            except Cancelled:
-                count = len(self._prompts)
-                return Evaluated(step, missing=f"{count - self._sampled} of {count} groups were not sampled")
-        evaluated = self._evaluated(step, groups)
-        evaluated.metrics[_BEHIND] = seconds
-        return evaluated
+        with suppress(Cancelled), self._phases.phase("eval"):
+            if work is not None:
+                return work.wait(self._stop)
+        count = len(self._prompts)
+        return Evaluated(step, missing=f"{count - self._sampled} of {count} groups were not sampled")
 
     def lacks(self, record: Mapping[str, object]) -> bool:
         """Whether the metrics of a step hold no evaluation though there are prompts."""
@@ -132,26 +94,30 @@ class Evaluation:
         if self._under_way is not None and (work := self._under_way[1]) is not None:
             work.cancel()
 
-    async def _answers(self, step: int) -> tuple[list[Group], float]:
-        config, began = self._config, time.monotonic()
-        sampling, samples = Sampling(config.temperature, config.top_p, 0), tuple(range(config.samples))
-        groups = await answer(
-            self._sampler,
-            self._scorer,
-            self._prompts,
-            lambda prompt: GroupTask(prompt, step, samples, sampling),
-            self._advance,
-        )
-        return groups, time.monotonic() - began
-
-    def _advance(self) -> None:
-        self._sampled += 1
-        self._phases.advance()
-
-    def _evaluated(self, step: int, groups: list[Group]) -> Evaluated:
-        left_out = len(self._prompts) - len(groups)  # quarantined: a benchmark without them is marked as such
-        samples = [Sample.of(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
-        metrics = validation_metrics(samples)
-        if left_out:
+    async def _evaluated(self, step: int) -> Evaluated:
+        began = time.monotonic()
+        tasks = [asyncio.create_task(self._answer(prompt, step)) for prompt in self._prompts]
+        try:
+            groups = [group for group in await asyncio.gather(*tasks) if group is not None]
+        finally:
+            await end(tasks)
+        metrics = {_BEHIND: time.monotonic() - began} | validation_metrics(groups)
+        if left_out := len(self._prompts) - len(groups):  # a benchmark without quarantined prompts is marked as such
             metrics["val/prompts_left_out"] = float(left_out)
         return Evaluated(step, metrics, groups)
+
+    async def _answer(self, prompt: Prompt, step: int) -> Group | None:
+        """The scored group of a prompt; None where it is in quarantine."""
+        if prompt in self._sampler.quarantine:
+            return None
+        sampling, samples = Sampling(self._config.temperature, self._config.top_p, 0), range(self._config.samples)
+        try:
+            trajectories = await self._sampler.sample(GroupTask(prompt, step, tuple(samples), sampling), urgent=True)
+        except GroupFailed as error:
+            self._sampler.lose(prompt, step, error)
+            return None
+        self._sampled += 1
+        self._phases.advance()
+        group = Group(prompt, trajectories)
+        await self._scorer.score([group])
+        return group

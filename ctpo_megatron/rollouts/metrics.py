@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,10 @@ from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.tool_call import TOOL_STATUSES
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.rollouts.filters import void_turn
+
+CONDUCT = ["response_length_mean", "model_tokens_mean", "turns_mean", "tool_use", "tool_calls", "truncated"]
+CONDUCT += ["max_turns", "tool_error_rate"]
+"""The figures `rollout/*` that an evaluation has, too."""
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -34,39 +39,32 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     statuses: Counter[str] = Counter(call.status for call in calls)
     reasons = Counter(trajectory.finish_reason for trajectory in trajectories)
     model = sum(trajectory.model_tokens for trajectory in trajectories)
-    total = sum(len(trajectory) for trajectory in trajectories)
-    response = sum(trajectory.response_tokens for trajectory in trajectories)
-    users = sum(any(call.status == "success" for call in trajectory.tool_calls) for trajectory in trajectories)
     metrics = {
-        "rollout/tool_use": users / n,
+        "rollout/tool_use": sum(any(call.status == "success" for call in t.tool_calls) for t in trajectories) / n,
         "rollout/tool_calls": len(calls) / n,
         "rollout/truncated": reasons["length"] / n,
         "rollout/max_turns": reasons["max_turns"] / n,
         "rollout/tool_budget": reasons["tool_budget"] / n,
         "rollout/turns_mean": sum(trajectory.turns for trajectory in trajectories) / n,
-        "rollout/response_length_mean": response / n,
+        "rollout/response_length_mean": sum(trajectory.response_tokens for trajectory in trajectories) / n,
         "rollout/model_tokens_mean": model / n,
         "tokens/model": float(model),
-        "tokens/total": float(total),
+        "tokens/total": float(sum(map(len, trajectories))),
         "sandbox/calls": float(len(calls)),
+        "void_turn/rate": sum(bool(void_turn(t, group.prompt)) for group in groups for t in group.trajectories) / n,
     }
     if any(trajectory.sequence_starts for trajectory in trajectories):
         metrics["rollout/sequences_mean"] = sum(len(trajectory.sequences) for trajectory in trajectories) / n
     metrics |= {f"sandbox/{status}": float(statuses[status]) for status in TOOL_STATUSES}
     metrics |= _by_trajectory(trajectories)
-    metrics["void_turn/rate"] = (
-        sum(bool(void_turn(t, group.prompt)) for group in groups for t in group.trajectories) / n
-    )
     if calls:
         metrics["rollout/tool_error_rate"] = 1.0 - statuses["success"] / len(calls)
     for name in sorted({call.name for call in calls if call.name}):
         of_tool = [call.status for call in calls if call.name == name]
         metrics |= {f"tool/{name}/calls": float(len(of_tool)), f"tool/{name}/success": float(of_tool.count("success"))}
-    executed = [call.wall_s for call in calls if call.status != "parse_error"]
-    if executed:
+    if executed := [call.wall_s for call in calls if call.status != "parse_error"]:
         metrics["sandbox/wall_mean_s"] = sum(executed) / len(executed)
-    parts = [(call.queue_s, call.exec_s) for call in calls if call.queue_s is not None and call.exec_s is not None]
-    if parts:
+    if parts := [(call.queue_s, call.exec_s) for call in calls if call.queue_s is not None and call.exec_s is not None]:
         queued, ran = (sum(seconds) / len(parts) for seconds in zip(*parts, strict=True))
         metrics |= {"sandbox/queue_s": queued, "sandbox/exec_s": ran}
     return metrics
@@ -74,9 +72,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def _by_trajectory(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Tool use of each trajectory and length of each program, under the names of the authors' code."""
-    counts = [len(trajectory.tool_calls) for trajectory in trajectories]
-    successes = [sum(call.status == "success" for call in trajectory.tool_calls) for trajectory in trajectories]
-    called = [success for count, success in zip(counts, successes, strict=True) if count]
+    successes = [sum(call.status == "success" for call in t.tool_calls) for t in trajectories]
+    called = [success for success, t in zip(successes, trajectories, strict=True) if t.tool_calls]
     programs = [
         (len(code.splitlines()), call.status == "success")
         for trajectory in trajectories
@@ -84,7 +81,7 @@ def _by_trajectory(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         if isinstance(code := call.arguments.get("code"), str)
     ]
     figures = {
-        "call_count": counts,
+        "call_count": [len(trajectory.tool_calls) for trajectory in trajectories],
         "success_count": successes,
         "code_lines": [lines for lines, _ in programs],
         "code_lines_success": [lines for lines, succeeded in programs if succeeded],
@@ -115,3 +112,28 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
         "rollout/continued_tokens": continued / len(lags),
         "tokens/stale": float((lags > 0).sum()),
     }
+
+
+def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """`val/<data_source>/...` of scored groups: acc/mean@k, for k > 1 acc/best@k, `problems`, and how they answered.
+
+    The accuracies are means over the problems with a verdict; `no_verdict` is the share of samples without one, if any.
+    Raises ValueError for a trajectory that is not scored.
+    """
+    metrics, sources = dict[str, float](), defaultdict[str, list[Group]](list)
+    for group in groups:
+        sources[group.prompt.data_source].append(group)
+    for source, of_source in sorted(sources.items()):
+        rewards = [reward for group in of_source for reward in group.rewards]
+        judged, k = [group.verdicts for group in of_source if group.verdicts], len(of_source[0].trajectories)
+        figures = rollout_metrics(of_source)
+        found = {name: figures[f"rollout/{name}"] for name in CONDUCT if f"rollout/{name}" in figures}
+        if judged:
+            found[f"acc/mean@{k}"] = statistics.fmean(map(statistics.fmean, judged))
+            found["problems"] = float(len(judged))
+        if judged and k > 1:
+            found[f"acc/best@{k}"] = statistics.fmean(map(max, judged))
+        if None in rewards:
+            found["no_verdict"] = rewards.count(None) / len(rewards)
+        metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
+    return metrics

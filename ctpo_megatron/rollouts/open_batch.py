@@ -7,115 +7,61 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from ctpo_megatron.config import RolloutConfig
-from ctpo_megatron.data.batch import Batch, Group
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data import Batch, Group, Prompt
+from ctpo_megatron.rewards import ScoreReport
 from ctpo_megatron.rollouts.filters import Filters
+from ctpo_megatron.rollouts.metrics import rollout_metrics
+from ctpo_megatron.rollouts.scoring import Scorer, report_of
 
 
-class UniformGroups:
-    """`rollout.uniform_groups` of one step: what becomes of groups whose rewards are all equal.
+@dataclass(eq=False, slots=True)
+class Draw:
+    """A prompt of a batch. occurrence: how often its step had drawn it before; see `OpenBatch.occurrence`. group,
+    report: once it is scored."""
 
-    mini_batch_prompts: groups of one optimizer step. refills: rounds that were drawn. by_turn: whether the rewards of
-    turns are trained on.
-    """
-
-    def __init__(
-        self, config: RolloutConfig, mini_batch_prompts: int, refills: int = 0, *, by_turn: bool = False
-    ) -> None:
-        self._config, self._size, self._by_turn = config, mini_batch_prompts, by_turn
-        self.refills = refills
-
-    def is_uniform(self, group: Group) -> bool:
-        """Whether all rewards that are trained on, shaping included, are equal: every advantage is 0 then.
-
-        So is a group of fewer than two verdicts, which has no advantage at all.
-        """
-        return not group.is_mixed(by_turn=self._by_turn)
-
-    def missing(self, groups: Sequence[Group]) -> int:
-        """How many prompts to draw for another round of refills, given all scored groups; 0: the batch is complete."""
-        if self._config.uniform_groups != "refill" or self.refills == self._config.max_refills:
-            return 0
-        missing = self._config.prompts_per_step - sum(not self.is_uniform(group) for group in groups)
-        self.refills += missing > 0
-        return missing
-
-    def drop(self, groups: Sequence[Group]) -> None:
-        """Set `dropped` of the uniform groups that are not trained on, given all sampled ones.
-
-        As many stay, the last ones, as the last optimizer step needs to be full; at least one step is made. Groups
-        without verdicts to compare are the first to leave.
-        """
-        if self._config.uniform_groups == "keep":
-            return
-        uniform = sorted((group for group in groups if self.is_uniform(group)), key=lambda group: not group.unjudged)
-        mixed = len(groups) - len(uniform)
-        steps = max(1, math.ceil(mixed / self._size))
-        count = len(groups) - steps * self._size
-        for group in uniform[:count]:
-            group.dropped = True
-
-    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """`rollout/groups_uniform` (share of the sampled groups), `rollout/groups_dropped`, and `rollout/refills` where
-        there can be any; nothing when all groups are kept. Comes after `drop`."""
-        if self._config.uniform_groups == "keep":
-            return {}
-        share = sum(map(self.is_uniform, groups)) / len(groups)
-        dropped = sum(group.dropped for group in groups)
-        refills = {"rollout/refills": float(self.refills)} if self._config.uniform_groups == "refill" else {}
-        return {"rollout/groups_uniform": share, "rollout/groups_dropped": float(dropped), **refills}
+    prompt: Prompt
+    occurrence: int | None = None
+    group: Group | None = None
+    report: ScoreReport | None = None
 
 
 class OpenBatch:
     """The groups of one step from the draw of their prompts until the trainer takes them.
 
-    drawn: prompts, by number of the draw. groups: those that are scored, by that number, in the order of scoring, with
-    the reports of their scoring. sampling: groups that are not sampled yet; changed: set when that, or `groups`, has
-    changed. late: groups that were not waited for. seconds: sampling took. batch: what the trainer gets; None: sampling
-    has not begun, as after a resume.
+    mini_batch_prompts: groups of one optimizer step. by_turn: whether the rewards of turns are trained on. draws: in
+    the order of the data; scored: those with a group, in the order of scoring. sampling: groups that are not sampled
+    yet; changed: set when that has changed. late: groups that were not waited for. refills: rounds for uniform groups.
+    seconds: sampling took. batch: what the trainer gets; None: sampling has not begun, as after a resume.
     """
 
-    def __init__(self, step: int, uniform: UniformGroups) -> None:
-        self.step, self.uniform = step, uniform
-        self.drawn: list[Prompt] = []
-        self.groups: dict[int, Group] = {}
-        self.reports: dict[int, Any] = {}
-        self.sampling = self.late = 0
+    def __init__(self, step: int, config: RolloutConfig, mini_batch_prompts: int, *, by_turn: bool = False) -> None:
+        self.step, self._config, self._mini, self._by_turn = step, config, mini_batch_prompts, by_turn
+        self.draws: list[Draw] = []
+        self.scored: list[Draw] = []
+        self.sampling = self.late = self.refills = 0
         self.changed = asyncio.Event()
         self.batch: asyncio.Task[Batch] | None = None
-        self.seconds = 0.0
-        self._occurrences: dict[int, int] = {}
-        self._draws: Counter[str] = Counter()
-        self._began = time.monotonic()
+        self._counts: Counter[str] = Counter()
+        self._began, self.seconds = time.monotonic(), 0.0
 
-    def occurrence(self, number: int) -> int:
-        """How often the step had drawn the prompt of this draw before; of a discarded group it is not given again."""
-        if number not in self._occurrences:
-            prompt = self.drawn[number].id
-            self._occurrences[number] = self._draws[prompt]
-            self._draws[prompt] += 1
-        return self._occurrences[number]
-
-    def replace(self, number: int, prompt: Prompt) -> None:
-        """Another prompt is sampled as this draw."""
-        self.drawn[number] = prompt
-        self._occurrences.pop(number, None)
+    def occurrence(self, draw: Draw) -> int:
+        """The occurrence of a draw, fixed when it is first asked for; that of a discarded group is not given again."""
+        if draw.occurrence is None:
+            draw.occurrence = self._counts[draw.prompt.id]
+            self._counts[draw.prompt.id] += 1
+        return draw.occurrence
 
     @property
     def done(self) -> bool:
         """Whether the batch is complete, or has failed."""
         return self.batch is not None and self.batch.done()
-
-    def result(self) -> Batch:
-        """The complete batch; raises what has failed."""
-        assert self.batch is not None
-        return self.batch.result()
 
     def note(self, change: int) -> None:
         """More groups, or fewer, are being sampled."""
@@ -124,61 +70,82 @@ class OpenBatch:
             self.seconds = time.monotonic() - self._began
         self.changed.set()
 
-    def add(self, number: int, group: Group, report: Any) -> None:
-        """A group is scored."""
-        self.groups[number], self.reports[number] = group, report
+    async def until(self, *, sampling: bool) -> None:
+        """Return when groups have begun to be sampled, or all of them have ended, or the batch is done."""
+        while bool(self.sampling) is not sampling and not self.done:
+            self.changed.clear()
+            await self.changed.wait()
+
+    def add(self, draw: Draw, group: Group, report: ScoreReport) -> None:
+        """The group of a draw is scored."""
+        draw.group, draw.report = group, report
+        self.scored.append(draw)
 
     def keep_first(self, count: int) -> int:
         """Keep the groups that were scored first, in the order of the draw; returns how many draws are dropped."""
-        kept = sorted(list(self.groups)[:count])
-        dropped = len(self.drawn) - len(kept)
-        self.drawn = [self.drawn[number] for number in kept]
-        self._occurrences = {place: self._occurrences[number] for place, number in enumerate(kept)}
-        self.reports = {place: self.reports[number] for place, number in enumerate(kept)}
-        self.groups = {place: self.groups[number] for place, number in enumerate(kept)}
-        self.late += dropped
-        return dropped
+        kept, drawn = set(self.scored[:count]), len(self.draws)
+        self.draws = [draw for draw in self.draws if draw in kept]
+        self.scored = list(self.draws)
+        self.late += drawn - len(kept)
+        return drawn - len(kept)
 
     @property
     def complete(self) -> list[Group]:
         """The groups that are scored, in the order of the draw."""
-        return [self.groups[number] for number in sorted(self.groups)]
+        return [draw.group for draw in self.draws if draw.group is not None]
 
-    def assemble(self, metrics: Mapping[str, float], filters: Filters) -> Batch:
-        """Return the batch of the complete groups, given the metrics of sampling and scoring. Some groups are dropped,
-        loss masks are written."""
+    def missing(self, groups: Sequence[Group]) -> int:
+        """How many prompts to draw for another round of refills, given all scored groups; 0: the batch is complete."""
+        if self._config.uniform_groups != "refill" or self.refills == self._config.max_refills:
+            return 0
+        missing = self._config.prompts_per_step - sum(group.is_mixed(by_turn=self._by_turn) for group in groups)
+        self.refills += missing > 0
+        return missing
+
+    def assemble(self, scorer: Scorer, filters: Filters) -> Batch:
+        """Return the batch of the complete groups. Some groups are dropped, loss masks are written."""
         groups = self.complete
-        self.uniform.drop(groups)
-        batch = Batch(groups, dict(metrics))
-        repeated = len(groups) - len({group.prompt.id for group in groups})
-        batch.metrics["rollout/prompts_repeated"] = float(repeated)
-        batch.metrics |= self.uniform.metrics(groups) | filters.apply(batch.trained)
+        reports = [draw.report for draw in self.draws if draw.report is not None]
+        batch = Batch(groups, rollout_metrics(groups) | scorer.metrics(groups, reports))
+        batch.metrics["rollout/prompts_repeated"] = float(len(groups) - len({group.prompt.id for group in groups}))
+        if self._config.uniform_groups != "keep":
+            batch.metrics |= self._drop_uniform(groups)
+        batch.metrics |= filters.apply(batch.trained)
         versions = set[int]().union(*(np.unique(t.tokens["weight_version"]).tolist() for t in batch.trajectories))
         batch.weight_versions = tuple(sorted(version for version in versions if version >= 0))
         return batch
 
-    def state_dict(self, report_record: Callable[[Any], Any]) -> dict[str, Any]:
-        """As a checkpoint keeps it: scored groups whole, of the others the prompt and which draw it is.
+    def _drop_uniform(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Mark groups whose rewards are all equal as dropped, but the last ones that fill the last optimizer step.
+
+        At least one step is made. Groups without verdicts to compare are the first to leave.
+        """
+        uniform = [group for group in groups if not group.is_mixed(by_turn=self._by_turn)]
+        steps = max(1, math.ceil((len(groups) - len(uniform)) / self._mini))
+        for group in sorted(uniform, key=lambda group: not group.unjudged)[: len(groups) - steps * self._mini]:
+            group.dropped = True
+        dropped = float(sum(group.dropped for group in groups))
+        metrics = {"rollout/groups_uniform": len(uniform) / len(groups), "rollout/groups_dropped": dropped}
+        return metrics | ({"rollout/refills": float(self.refills)} if self._config.uniform_groups == "refill" else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a checkpoint keeps it: scored groups whole, of the others the prompt and its occurrence.
 
         All is JSON but the trajectories.
         """
         records: list[dict[str, Any]] = []
-        for number, prompt in enumerate(self.drawn):
-            record: dict[str, Any] = {"prompt": prompt.id, "occurrence": self.occurrence(number)}
-            if (group := self.groups.get(number)) is not None:
-                record["trajectories"] = [copy.copy(t) for t in group.trajectories]  # filters will set masks
-                record["report"] = report_record(self.reports[number])
-            records.append(record)
-        return {"step": self.step, "refills": self.uniform.refills, "draws": dict(self._draws), "groups": records}
+        for draw in self.draws:
+            records.append({"prompt": draw.prompt.id, "occurrence": self.occurrence(draw)})
+            if draw.group is not None and draw.report is not None:
+                kept = [copy.copy(trajectory) for trajectory in draw.group.trajectories]  # filters will set masks
+                records[-1] |= {"trajectories": kept, "report": asdict(draw.report)}
+        return {"step": self.step, "refills": self.refills, "draws": dict(self._counts), "groups": records}
 
-    def load_groups(
-        self, state: Mapping[str, Any], prompts: Mapping[str, Prompt], report_of: Callable[[Any], Any]
-    ) -> None:
-        """Take in the groups of a `state_dict`."""
-        self._draws = Counter(state["draws"])
-        for number, record in enumerate(state["groups"]):
-            self.drawn.append(prompts[record["prompt"]])
-            self._occurrences[number] = record["occurrence"]
+    def load_state_dict(self, state: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> None:
+        """Continue from a `state_dict` of this step. prompts: those that it names, by id."""
+        self._counts, self.refills = Counter(state["draws"]), state["refills"]
+        for record in state["groups"]:
+            draw = Draw(prompts[record["prompt"]], record["occurrence"])
+            self.draws.append(draw)
             if "trajectories" in record:
-                group = Group(self.drawn[number], list(record["trajectories"]))
-                self.add(number, group, report_of(record["report"]))
+                self.add(draw, Group(draw.prompt, list(record["trajectories"])), report_of(record["report"]))

@@ -31,10 +31,7 @@ class TooManyQuarantined(RuntimeError):
 
 
 class Quarantine:
-    """The quarantined prompts of one run, oldest first.
-
-    limit: `rollout.max_quarantined`. records: a resumed run fills in the earlier ones.
-    """
+    """The quarantined prompts of one run. limit: `rollout.max_quarantined`. records: oldest first."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -56,7 +53,7 @@ class Quarantine:
             )
 
     def replace(self, prompt: Prompt, draw: Callable[[], Prompt]) -> tuple[Prompt, int]:
-        """Return the prompt, or the first of the next ones that is not quarantined, and how many were drawn for it.
+        """Return the prompt, or the next one that is not quarantined, and how many were drawn for it.
 
         Raises TooManyQuarantined when all are.
         """

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ctpo_megatron.config import RolloutConfig
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data import Trajectory
 from ctpo_megatron.engines import GroupLost, GroupTask, pool_stats
-from ctpo_megatron.engines.weights import OffersWeights
 
 _SHOWN = 5
 
@@ -29,30 +27,27 @@ class Replay:
 
     def __init__(self, recorded: Callable[[int], list[Trajectory]], config: RolloutConfig) -> None:
         self._recorded, self._config = recorded, config
-        self._step, self._groups = -1, dict[str, list[list[Trajectory]]]()
-        self._lost, self._given = 0, set[tuple[str, int]]()
+        self._step, self._lost = -1, 0
+        self._groups: dict[tuple[str, int], list[Trajectory]] = {}  # of the step, by prompt and occurrence
+        self._given: set[tuple[str, int]] = set()
         self.counts: Counter[str] = Counter()
-
-    @property
-    def engines(self) -> Sequence[Replay]:
-        """Itself."""
-        return [self]
+        self.engines: Sequence[Replay] = [self]
 
     async def sample(self, _engine: Replay, task: GroupTask) -> list[Trajectory]:
         """The recorded group of a prompt. Raises ReplayError, and GroupLost for a prompt that was not recorded."""
         if task.step != self._step:
             self._read(task.step)
-        prompt, there = task.prompt, self._groups.get(task.prompt.id, [])
-        if task.occurrence >= len(there):
+        prompt, key = task.prompt, (task.prompt.id, task.occurrence)
+        if key not in self._groups:
             self._lost += 1
-            rest = [name for name, groups in self._groups.items() if (name, len(groups) - 1) not in self._given]
+            rest = list(dict.fromkeys(name for name, number in self._groups if (name, number) not in self._given))
             names = ", ".join(map(repr, rest[:_SHOWN])) or "no more"
             why = f"step {task.step}: the run draws prompt {prompt.id!r}, the recording has {names}"
             if not rest or self._lost > self._config.max_quarantined:
                 raise ReplayError(f"{why}: give data.train, data.shuffle, run.seed and reward.* as in the recorded run")
             raise GroupLost(why)
-        group = there[task.occurrence]
-        self._given.add((prompt.id, task.occurrence))
+        group = self._groups[key]
+        self._given.add(key)
         if [trajectory.sample_index for trajectory in group] != list(task.samples):
             raise ReplayError(
                 f"step {task.step}, prompt {prompt.id!r}: {len(group)} trajectories were recorded, {len(task.samples)} "
@@ -75,41 +70,32 @@ class Replay:
                 f"{config.samples_per_prompt} samples are needed: set rollout.prompts_per_step and "
                 "rollout.samples_per_prompt as in the recorded run"
             )
-        groups: defaultdict[str, list[list[Trajectory]]] = defaultdict(list)
+        self._step, self._groups, self._given = step, {}, set()
+        occurrences: Counter[str] = Counter()
         for trajectory in trajectories:
-            if trajectory.sample_index == 0:
-                groups[trajectory.prompt_id].append([])
-            groups[trajectory.prompt_id][-1].append(trajectory)
-        self._step, self._groups, self._given = step, dict(groups), set()
+            occurrences[trajectory.prompt_id] += trajectory.sample_index == 0
+            key = trajectory.prompt_id, occurrences[trajectory.prompt_id] - 1
+            self._groups.setdefault(key, []).append(trajectory)
 
     def stats(self) -> dict[str, float]:
         """The names that `EnginePool.stats` has; all but `quarantined` are 0.
 
         Comes after the last group of a step. Raises ReplayError when more groups of it were recorded.
         """
-        if rest := sum(map(len, self._groups.values())) - len(self._given):
+        if rest := len(self._groups) - len(self._given):
             raise ReplayError(
                 f"step {self._step}: {rest} more groups were recorded than this run asks for: refills follow from the "
                 "rewards, so give reward.* and rollout.max_refills as in the recorded run"
             )
-        counts = dict(self.counts)
-        self.counts.clear()
+        counts, self.counts = self.counts, Counter()
         return pool_stats(counts)
 
-    def wait_ready(self) -> None:
-        """Nothing has to start."""
+    def wait_ready(self, *_: object) -> None:
+        """Nothing has to start, takes weights, lacks room or is counted."""
 
-    def send(self, trainer: OffersWeights, version: int) -> None:
-        """Nothing samples with the weights."""
+    send = check_prompt = note_load = wait_ready
 
-    def check_prompt(self, prompt: Prompt) -> None:
-        """Every prompt has room."""
+    async def tend(self, *_: object) -> None:
+        """It never dies, and always answers."""
 
-    async def check(self, _engine: Replay) -> None:
-        """It always answers."""
-
-    async def tend(self) -> None:
-        """It never dies."""
-
-    def note_load(self, index: int, samples: int) -> None:
-        """Nothing is in flight for long."""
+    check = tend

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import reduce
-from operator import add
 from typing import Any
 
 from ctpo_megatron.data import Group
@@ -36,7 +34,7 @@ class Scorer:
         self._pool, self._penalty, self._by_turn = pool, penalty, by_turn
 
     async def score(self, groups: Sequence[Group]) -> ScoreReport:
-        """Give every trajectory its reward, shaping included; see `RewardPool.score` for what is raised."""
+        """Give every trajectory its reward, shaping included. Raises as `RewardPool.score`."""
         report = await self._pool.score(groups)
         if self._penalty is not None:
             self._penalty.apply(groups)
@@ -46,22 +44,19 @@ class Scorer:
                     _say_without_turns(group.prompt.data_source)
         return report
 
-    def report_record(self, report: ScoreReport) -> dict[str, Any]:
-        """A report as JSON has it."""
-        return asdict(report)
-
-    def report_of(self, record: Mapping[str, Any]) -> ScoreReport:
-        """The report of a `report_record`, also of one in which samples without a verdict had the reward 0."""
-        fields = dict(record)
-        former = {"timeout": fields.pop("timeouts", 0), "exception": fields.pop("failures", 0)}
-        fields.setdefault("missing", {cause: count for cause, count in former.items() if count})
-        return ScoreReport(**fields)
-
     def metrics(self, groups: Sequence[Group], reports: Sequence[ScoreReport]) -> dict[str, float]:
         """`reward/*` of scored groups, given the reports of all calls that scored them."""
-        metrics = reward_metrics(groups, reduce(add, reports), by_turn=self._by_turn)
+        metrics = reward_metrics(groups, functools.reduce(operator.add, reports), by_turn=self._by_turn)
         if self._penalty is not None:
             judged = [t for group in groups for t in group.trajectories if t.no_verdict is None]
             if judged:
                 metrics[f"reward/{OVERLONG}"] = statistics.fmean(t.reward_components[OVERLONG] for t in judged)
         return metrics
+
+
+def report_of(record: Mapping[str, Any]) -> ScoreReport:
+    """The report of its record in a checkpoint, also of one in which samples without a verdict had the reward 0."""
+    fields = dict(record)
+    former = {"timeout": fields.pop("timeouts", 0), "exception": fields.pop("failures", 0)}
+    fields.setdefault("missing", {cause: count for cause, count in former.items() if count})
+    return ScoreReport(**fields)

@@ -30,7 +30,7 @@ from ctpo_megatron.data import (
     PromptStream,
     Trajectory,
 )
-from ctpo_megatron.rollouts.open_batch import UniformGroups
+from ctpo_megatron.rollouts.open_batch import OpenBatch
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
 from tests import compare_runs
@@ -92,7 +92,7 @@ def record(config: Config, chance: float = 0.5) -> None:
 
     for step in range(1, config.run.steps + 1):
         drawn, groups = sampler.take(config.rollout.prompts_per_step), []
-        choice = UniformGroups(config.rollout, config.policy.mini_batch_prompts)
+        choice = OpenBatch(step, config.rollout, config.policy.mini_batch_prompts)
         while drawn:
             groups += [Group(p, [answer(p, n) for n in range(config.rollout.samples_per_prompt)]) for p in drawn]
             drawn = sampler.take(choice.missing(groups))

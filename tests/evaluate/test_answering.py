@@ -9,9 +9,9 @@ from ctpo_megatron.config import RewardConfig
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.evaluate.answering import ScoredAnswers
+from ctpo_megatron.evaluate.samples import Sample
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.rewards import RewardPool
-from ctpo_megatron.rollouts.samples import Sample
 from tests.support.deadlines import scaled
 
 JUDGE = """

@@ -14,7 +14,7 @@ from ctpo_megatron.base.files import write_json
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.page import write_evaluation_page
 from ctpo_megatron.evaluate.results import RESULTS_FILE, ScoreColumn, results, said
-from ctpo_megatron.rollouts.samples import Sample, by_problem
+from ctpo_megatron.evaluate.samples import Sample, by_problem
 
 
 def sample(source: str, prompt: str, index: int, box: str | None, truth: str = "7") -> Sample:

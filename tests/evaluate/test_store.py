@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.config import ConfigError
+from ctpo_megatron.evaluate.samples import Sample
 from ctpo_megatron.evaluate.store import SAMPLES_FILE, SampleStore
-from ctpo_megatron.rollouts.samples import Sample
 
 SETTINGS = {"model": "abc", "eval.temperature": 0.7, "tools": ("python",)}
 

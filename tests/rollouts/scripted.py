@@ -17,6 +17,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.engines import GroupLost, GroupTask, pool_stats
 from ctpo_megatron.environments.seeds import trajectory_seed
+from ctpo_megatron.rewards import ScoreReport
 from ctpo_megatron.rollouts import EventLoop, GroupSampler, Quarantined, Rollouts, RolloutSettings
 from ctpo_megatron.tracking import Phases
 
@@ -109,30 +110,28 @@ UNJUDGED = NoVerdict("exception", "the script has no reward for it")
 
 
 class ScriptedScorer:
-    """A `Scorer` by a function of prompt id and sample index. begun: the ids that it was given. A report is a count."""
+    """A `Scorer` by a function of prompt id and sample index. begun: the ids that it was given. reports: of the last
+    batch."""
 
     def __init__(self, reward: Callable[[str, int], float | None] = lambda _, sample: float(sample)) -> None:
         self._reward = reward
         self.begun: list[str] = []
+        self.reports: list[ScoreReport] = []
 
-    async def score(self, groups: Sequence[Group]) -> int:
+    async def score(self, groups: Sequence[Group]) -> ScoreReport:
         self.begun += [group.prompt.id for group in groups]
         await asyncio.sleep(0.0005)
         for group in groups:
             for trajectory in group.trajectories:
                 trajectory.reward = self._reward(group.prompt.id, trajectory.sample_index)
                 trajectory.no_verdict = UNJUDGED if trajectory.reward is None else None
-        return len(groups)
+        return ScoreReport(len(groups))
 
-    def metrics(self, groups: Sequence[Group], reports: Sequence[int]) -> dict[str, float]:
-        assert len(groups) == sum(reports)
+    def metrics(self, groups: Sequence[Group], reports: Sequence[ScoreReport]) -> dict[str, float]:
+        assert len(groups) == sum(report.scored for report in reports)
+        self.reports = list(reports)
         rewards = [reward for group in groups for reward in group.verdicts]
         return {"reward/mean": sum(rewards) / len(rewards)}
-
-    def report_record(self, report: int) -> int:
-        return report
-
-    report_of = report_record
 
 
 def rollouts(

@@ -9,10 +9,11 @@ import pytest
 
 from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import EvalConfig
-from ctpo_megatron.data import PromptSampler
+from ctpo_megatron.data import Prompt, PromptSampler
 from ctpo_megatron.engines import Sampling
 from ctpo_megatron.rollouts import Evaluated, Evaluation, EventLoop, GroupSampler, Rollouts, RolloutSettings
-from tests.rollouts.scripted import ScriptedEngines, Stops
+from ctpo_megatron.tracking import Phases
+from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer, Stops
 from tests.rollouts.test_source import CONFIG, PROMPTS, Run
 
 
@@ -43,6 +44,36 @@ def test_an_evaluation_scores_its_prompts_and_keeps_the_answers() -> None:
     assert (evaluated.step, [group.prompt.id for group in evaluated.groups]) == (1, ["p0", "p1"])
     assert held.run.phases.names == ["eval"] and evaluated.missing == ""
     assert held.evaluation.lacks({"step": 1, "reward/mean": 1.0}) and not held.evaluation.lacks(metrics)
+
+
+def evaluated(*answers: tuple[str, list[float | None]]) -> dict[str, float]:
+    """`val/*` of prompts by their data source, each with these rewards."""
+    prompts = [Prompt(f"p{n}", source, (), "", (1,)) for n, (source, _) in enumerate(answers)]
+    scorer: Any = ScriptedScorer(lambda prompt, sample: answers[int(prompt[1:])][1][sample])
+    config, sampler = EvalConfig(samples=len(answers[0][1])), GroupSampler(ScriptedEngines(), CONFIG)
+    return Evaluation(config, EventLoop(), sampler, scorer, prompts, Stops(), Phases()).run(1).metrics
+
+
+def accuracies(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if "/acc/" in name}
+
+
+def test_accuracies_are_per_source_and_best_needs_several_samples() -> None:
+    one = evaluated(("b", [1]), ("a", [1]), ("a", [0]))
+    assert accuracies(one) == {"val/a/acc/mean@1": 0.5, "val/b/acc/mean@1": 1.0}
+    assert [one[f"val/{source}/problems"] for source in "ab"] == [2, 1]
+    two = evaluated(("a", [1, 0]), ("a", [0, 0]))
+    assert accuracies(two) == {"val/a/acc/mean@2": 0.25, "val/a/acc/best@2": 0.5}
+    assert two["val/a/response_length_mean"] == 2.0 and "val/a/tool_error_rate" not in two
+
+
+def test_an_answer_without_a_verdict_is_no_wrong_answer() -> None:
+    metrics = evaluated(("a", [1, None]), ("a", [None, None]), ("a", [0, 1]))
+    assert accuracies(metrics) == {"val/a/acc/mean@2": 0.75, "val/a/acc/best@2": 1.0}
+    assert (metrics["val/a/no_verdict"], metrics["val/a/problems"]) == (0.5, 2)
+    nothing = evaluated(("a", [None]), ("b", [1]))
+    assert accuracies(nothing) == {"val/b/acc/mean@1": 1.0}
+    assert nothing["val/a/no_verdict"] == 1.0 and "val/b/no_verdict" not in nothing
 
 
 def test_an_evaluation_samples_as_configured() -> None:

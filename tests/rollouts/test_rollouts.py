@@ -49,6 +49,7 @@ class Run:
         steps: int = STEPS,
         stop: threading.Event | None = None,
         prompts: PromptSampler | None = None,
+        scorer: ScriptedScorer | None = None,
         **settings: Any,
     ) -> None:
         self.engines = engines or ScriptedEngines()
@@ -56,12 +57,12 @@ class Run:
             **{"prompts_per_step": 4, "samples_per_prompt": 2, "max_staleness": 1, "group_timeout_s": 20} | settings
         )
         self.prompts = prompts or PromptSampler(PROMPTS, seed=0)
-        self.loop = EventLoop()
+        self.loop, self.scorer = EventLoop(), scorer or ScriptedScorer(reward)
         self.source = Rollouts(
             RolloutSettings(config, steps, mini_batch_prompts=2),
             self.loop,
             GroupSampler(self.engines, config),
-            ScriptedScorer(reward),
+            self.scorer,  # type: ignore[arg-type]
             self.prompts,
             stop or threading.Event(),
             Phases(),

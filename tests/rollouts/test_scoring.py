@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from ctpo_megatron.config import RewardConfig
 from ctpo_megatron.data import Group, Prompt, Trajectory
-from ctpo_megatron.rewards import OverlongPenalty, RewardPool
-from ctpo_megatron.rollouts.scoring import Scorer
+from ctpo_megatron.rewards import OverlongPenalty, RewardPool, ScoreReport
+from ctpo_megatron.rollouts import Scorer
+from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
+from tests.rollouts.test_rollouts import Run
 
 REWARD = """
 from ctpo_megatron.rewards import Reward
@@ -103,19 +105,27 @@ def test_the_penalty_is_of_judged_answers_alone(pool: RewardPool) -> None:
     assert "reward/overlong_penalty" not in nothing and "reward/mean" not in nothing
 
 
-def test_a_checkpoint_keeps_what_was_missing(pool: RewardPool) -> None:
-    """A batch that is sampled ahead is counted after the resume."""
-    scoring = Scorer(pool)
-    report = asyncio.run(scoring.score([answers("4", "?", "?")]))
-    again = scoring.report_of(json.loads(json.dumps(scoring.report_record(report))))
-    assert again == report and (again + report).missing == {"exception": 4}
+@pytest.mark.parametrize("old", [False, True])
+def test_a_checkpoint_keeps_what_was_missing(old: bool) -> None:
+    """A batch that is sampled ahead is counted after the resume. old: of a run that counted it otherwise."""
 
+    class Failing(ScriptedScorer):
+        async def score(self, groups: Sequence[Group]) -> ScoreReport:
+            await super().score(groups)
+            return ScoreReport(1, {"timeout": 1, "exception": 3})
 
-@pytest.mark.parametrize(
-    ("timeouts", "failures", "missing"), [(0, 0, {}), (2, 0, {"timeout": 2}), (1, 3, {"timeout": 1, "exception": 3})]
-)
-def test_a_report_of_an_older_checkpoint_is_read(timeouts: int, failures: int, missing: dict[str, int]) -> None:
-    old = {"scored": 4, "timeouts": timeouts, "failures": failures, "metrics": {}, "values": {}}
-    with RewardPool(RewardConfig()) as pool:
-        report = Scorer(pool, None).report_of(old)
-    assert (report.scored, report.missing) == (4, missing)
+    with Run(ScriptedEngines(stuck=[(2, 3)]), scorer=Failing()).going() as first:
+        first.train(until=1)
+        while len(first.scorer.begun) < 7:
+            time.sleep(0.001)
+        state = first.state()
+    groups = state["ahead"]["batches"][0]["groups"]
+    if old:
+        for group in groups[:3]:
+            group["report"] = {"scored": 1, "timeouts": 1, "failures": 3, "metrics": {}, "values": {}}
+    again = Run()
+    again.done = 1
+    again.source.load_state_dict(state)
+    with again.going():
+        again.train(until=2)
+    assert [report.missing for report in again.scorer.reports] == [{"timeout": 1, "exception": 3}] * 3 + [{}]

@@ -13,13 +13,9 @@ from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler, Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
+from ctpo_megatron.rewards import ScoreReport
 from ctpo_megatron.rollouts import Replay, ReplayError, Rollouts, RolloutSettings
-from ctpo_megatron.rollouts.open_batch import UniformGroups
-from ctpo_megatron.tracking import (
-    recorded_trajectories,
-    trajectory_files,
-    write_trajectories,
-)
+from ctpo_megatron.tracking import recorded_trajectories, trajectory_files, write_trajectories
 from tests.rollouts.scripted import UNJUDGED, ScriptedEngines, ScriptedScorer, quarantined, rollouts
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(40)]
@@ -218,28 +214,34 @@ def judged(*rewards: float | None) -> Group:
 )
 def test_a_group_is_uniform_by_its_verdicts(rewards: tuple[float | None, ...], uniform: bool, unjudged: bool) -> None:
     group = judged(*rewards)
-    assert (UniformGroups(CONFIG, 2).is_uniform(group), group.unjudged) == (uniform, unjudged)
+    assert (not group.is_mixed(by_turn=False), group.unjudged) == (uniform, unjudged)
 
 
 @pytest.mark.parametrize(("by_turn", "left"), [(False, [True, True, False]), (True, [False, True, False])])
 def test_credit_by_turn_keeps_groups_whose_totals_are_equal(by_turn: bool, left: list[bool]) -> None:
-    groups = [
-        Group(PROMPTS[0], [Trajectory("p", n, 0, reward=sum(r), turn_rewards=r) for n, r in enumerate(rewards)])
-        for rewards in ([[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [1.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]])
-    ]
-    chosen = UniformGroups(CONFIG.model_copy(update={"uniform_groups": "drop"}), 1, by_turn=by_turn)
-    chosen.drop(groups)
-    assert [group.dropped for group in groups] == left
-    assert chosen.metrics(groups)["rollout/groups_uniform"] == sum(left) / 3
+    class ByTurn(ScriptedScorer):
+        async def score(self, groups: Sequence[Group]) -> ScoreReport:
+            report = await super().score(groups)
+            for trajectory in groups[0].trajectories:
+                trajectory.turn_rewards = turns[trajectory.prompt_id][trajectory.sample_index]
+                trajectory.reward = sum(trajectory.turn_rewards)
+            return report
+
+    turns = {"p0": [[1.0, 0.0], [0.0, 1.0]], "p1": [[1.0, 0.0], [1.0, 0.0]], "p2": [[1.0, 1.0], [0.0, 0.0]]}
+    config = CONFIG.model_copy(update={"uniform_groups": "drop", "prompts_per_step": 3})
+    settings, prompts = RolloutSettings(config, 1, by_turn=by_turn), PromptSampler(PROMPTS[:3], seed=0)
+    (batch,) = batches(rollouts(settings, ScriptedEngines(), ByTurn(), prompts), [1])
+    assert [name in ids(dropped(batch)) for name in turns] == left
+    assert batch.metrics["rollout/groups_uniform"] == sum(left) / 3
 
 
 def test_groups_that_nobody_judged_are_the_first_to_leave() -> None:
     """The last optimizer step is filled with equal verdicts rather than with none."""
-    groups = [judged(0, 1), judged(1, 1), judged(None, 1), judged(0, 0), judged(None, None)]
-    UniformGroups(CONFIG.model_copy(update={"uniform_groups": "drop"}), 3).drop(groups)
-    assert [group.dropped for group in groups] == [False, False, True, False, True]
-    everything = UniformGroups(CONFIG.model_copy(update={"uniform_groups": "refill"}), 1)
-    assert everything.missing(groups) == 3
+    rewards = {"p0": (0, 1), "p1": (1, 1), "p2": (None, 1), "p3": (0, 0), "p4": (None, None)}
+    scorer, prompts = ScriptedScorer(lambda prompt, sample: rewards[prompt][sample]), PromptSampler(PROMPTS[:5], seed=0)
+    settings = RolloutSettings(CONFIG.model_copy(update={"uniform_groups": "drop", "prompts_per_step": 5}), 1, 3)
+    (batch,) = batches(rollouts(settings, ScriptedEngines(), scorer, prompts), [1])
+    assert sorted(ids(dropped(batch))) == ["p2", "p4"]
 
 
 def without_verdicts(prompt_id: str, sample: int) -> float | None:

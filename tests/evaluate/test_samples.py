@@ -10,8 +10,8 @@ from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
+from ctpo_megatron.evaluate.samples import Sample, accuracies, by_problem, conduct
 from ctpo_megatron.rollouts import rollout_metrics
-from ctpo_megatron.rollouts.samples import Sample, accuracies, by_problem, conduct, validation_metrics
 from tests.tracking.synthetic_run import make_groups
 
 
@@ -29,17 +29,6 @@ def test_the_conduct_is_what_the_rollout_metrics_say() -> None:
     metrics = rollout_metrics(groups)
     assert figures == pytest.approx({name: metrics[f"rollout/{name}"] for name in figures})
     assert len(figures) == 8 and 0 < figures["tool_use"] < 1
-
-
-def test_validation_metrics_are_per_source_and_best_needs_several_samples() -> None:
-    one = [sample("a", "p", 0, 1), sample("a", "q", 0, 0), sample("b", "r", 0, 1)]
-    accuracy = {name: value for name, value in validation_metrics(one).items() if "/acc/" in name}
-    assert accuracy == {"val/a/acc/mean@1": 0.5, "val/b/acc/mean@1": 1.0}
-    assert [validation_metrics(one)[f"val/{source}/problems"] for source in "ab"] == [2, 1]
-    two = [sample("a", "p", 0, 1), sample("a", "p", 1, 0), sample("a", "q", 0, 0), sample("a", "q", 1, 0)]
-    metrics = validation_metrics(two)
-    assert (metrics["val/a/acc/mean@2"], metrics["val/a/acc/best@2"]) == (0.25, 0.5)
-    assert metrics["val/a/response_length_mean"] == 10.0 and "val/a/tool_error_rate" not in metrics
 
 
 def test_accuracies_of_a_problem() -> None:
@@ -81,13 +70,6 @@ def test_a_sample_without_a_verdict_is_no_wrong_answer() -> None:
         "pass@4": 1,
     }
     assert accuracies([None, None], ["5", "5"]) == {}
-    judged = [("p", 0, 1), ("p", 1, None), ("q", 0, None), ("q", 1, None), ("r", 0, 0), ("r", 1, 1)]
-    metrics = validation_metrics([sample("a", *each) for each in judged])
-    assert (metrics["val/a/acc/mean@2"], metrics["val/a/acc/best@2"]) == (0.75, 1.0)
-    assert metrics["val/a/no_verdict"] == 0.5 and metrics["val/a/response_length_mean"] == 10.0
-    nothing = validation_metrics([sample("a", "p", 0, None), sample("b", "q", 0, 1)])
-    assert "val/a/acc/mean@1" not in nothing and nothing["val/a/no_verdict"] == 1.0
-    assert nothing["val/b/acc/mean@1"] == 1.0 and "val/b/no_verdict" not in nothing
 
 
 def test_the_verdict_that_is_missing_is_kept() -> None:

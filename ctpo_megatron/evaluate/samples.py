@@ -110,27 +110,6 @@ def by_problem(samples: Iterable[Sample]) -> list[list[Sample]]:
     return [sorted(problem, key=lambda sample: sample.index) for problem in problems]
 
 
-def validation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`val/<data_source>/...` of an evaluation in training: acc/mean@k, for k > 1 acc/best@k, `problems`, the conduct.
-
-    The accuracies are means over the problems with a verdict; `no_verdict` is the share of samples without one, if any.
-    """
-    metrics: dict[str, float] = {}
-    for source, of_source in by_source(samples).items():
-        problems = by_problem(of_source)
-        k = len(problems[0])
-        judged = [scores for problem in problems if (scores := [s.score for s in problem if s.score is not None])]
-        if judged:
-            metrics[f"val/{source}/acc/mean@{k}"] = statistics.fmean(map(statistics.fmean, judged))
-            metrics[f"val/{source}/problems"] = float(len(judged))
-        if judged and k > 1:
-            metrics[f"val/{source}/acc/best@{k}"] = statistics.fmean(map(max, judged))
-        if missing := unjudged(of_source):
-            metrics[f"val/{source}/no_verdict"] = missing / len(of_source)
-        metrics |= {f"val/{source}/{name}": value for name, value in conduct(of_source).items()}
-    return metrics
-
-
 def _split(samples: Iterable[Sample], key: Callable[[Sample], str]) -> dict[str, list[Sample]]:
     found: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:

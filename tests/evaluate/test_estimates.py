@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from ctpo_megatron.rollouts.samples import bootstrap, expected_best, majority
+from ctpo_megatron.evaluate.samples import bootstrap, expected_best, majority
 
 
 @pytest.mark.parametrize("scores", [[0, 1, 0, 0, 1], [0, 0, 0], [1, 1], [0.25, 1.0, 0.5, 0.25, 0.0, 1.0]])
