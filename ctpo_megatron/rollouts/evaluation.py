@@ -68,10 +68,7 @@ class Evaluation:
         self._under_way = (step, work)
 
     def end(self) -> Evaluated | None:
-        """Wait for what `begin` began, if anything. Raises what sampling and scoring raise.
-
-        The deadline of a group (`rollout.group_timeout_s`) and its number of retries bound the wait.
-        """
+        """Wait for what `begin` began, if anything. Raises what sampling and scoring raise."""
         if self._under_way is None:
             return None
         (step, work), self._under_way = self._under_way, None
@@ -91,8 +88,8 @@ class Evaluation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._under_way is not None and (work := self._under_way[1]) is not None:
-            work.cancel()
+        if self._under_way and self._under_way[1]:
+            self._under_way[1].cancel()
 
     async def _evaluated(self, step: int) -> Evaluated:
         began = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,7 @@ import numpy as np
 
 from ctpo_megatron.base.extensions import call_problem, called, load
 from ctpo_megatron.config import Extension
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data import Group, Prompt, Trajectory
 
 Filter = Callable[[Trajectory, Prompt], Collection[int]]
 """Numbers of the turns (from 1) of a scored trajectory whose tokens are masked."""
@@ -23,9 +21,8 @@ Filter = Callable[[Trajectory, Prompt], Collection[int]]
 def void_turn(trajectory: Trajectory, _prompt: Prompt, *, answer: str | None = None) -> Collection[int]:
     """Every turn, if one has neither a complete tool call nor, as the last, a final answer (SimpleTIR).
 
-    A call that could not be parsed (`parse_error`) is not complete; a failed call is. So is the last call of
-    `max_turns` or `tool_budget`, which is not run. answer: regular expression of a final answer; None: a complete
-    `\\boxed{}`.
+    A call that cannot be read (`parse_error`) is not complete; a failed call is, and the last one of `max_turns` or
+    `tool_budget`, which is not run. answer: regular expression of a final answer; None: a complete `\\boxed{}`.
     """
     turns = range(1, trajectory.turns + 1)
     complete = {call.turn for call in trajectory.tool_calls if call.status != "parse_error"}
@@ -58,12 +55,8 @@ def _has_answer(trajectory: Trajectory, answer: str | None) -> bool:
     return last_boxed(trajectory.final_text) is not None
 
 
-FILTERS: Mapping[str, Callable[..., Collection[int]]] = {
-    "void_turn": void_turn,
-    "void_trajectory": void_trajectory,
-    "truncated": truncated,
-    "failed_tool": failed_tool,
-}
+_OURS: Sequence[Callable[..., Collection[int]]] = (void_turn, void_trajectory, truncated, failed_tool)
+FILTERS = {function.__name__: function for function in _OURS}
 
 
 def filter_problem(part: Extension) -> str:
@@ -88,31 +81,27 @@ class Filters:
     def apply(self, groups: Sequence[Group]) -> dict[str, float]:
         """Write the `loss_mask` of every trajectory: its model tokens, without the turns that a filter names.
 
-        One without a verdict has no token in the loss; no filter sees it, and none of the figures counts it.
-
-        Returns `rollout/masked_tokens` (share of masked model tokens), `rollout/masked_trajectories` (share without a
-        token in the loss) and `filter/<name>` (trajectories with tokens masked by the filter). Empty without filters.
-        Raises ValueError when a filter fails or returns a turn that does not exist.
+        One without a verdict has no token in the loss; no filter sees it, and none of the figures counts it. Returns
+        `rollout/masked_tokens` (share of masked model tokens), `rollout/masked_trajectories` (share without a token in
+        the loss) and `filter/<name>` (trajectories with tokens masked by the filter); empty without filters. Raises
+        ValueError when a filter fails or returns a turn that does not exist.
         """
-        everything = [(trajectory, group.prompt) for group in groups for trajectory in group.trajectories]
-        pairs = [pair for pair in everything if pair[0].no_verdict is None]
-        for trajectory, _ in everything:
+        kept, model = list[int](), 0
+        taken = Counter(dict.fromkeys(self._filters, 0))
+        for trajectory, prompt in [(trajectory, group.prompt) for group in groups for trajectory in group.trajectories]:
             if trajectory.no_verdict is not None:
                 _mask(trajectory, set(trajectory.turn))
-        taken: Counter[str] = Counter(dict.fromkeys(self._filters, 0))
-        for trajectory, prompt in pairs:
+                continue
             turns = {name: self._turns(name, trajectory, prompt) for name in self._filters}
             taken.update(name for name, found in turns.items() if found)
             _mask(trajectory, set().union(*turns.values()))
-        if not self._filters or not pairs:
+            kept.append(trajectory.loss_tokens)
+            model += trajectory.model_tokens
+        if not self._filters or not kept:
             return {}
-        kept = [trajectory.loss_tokens for trajectory, _ in pairs]
-        model = sum(trajectory.model_tokens for trajectory, _ in pairs)
-        return {
-            "rollout/masked_tokens": 1 - sum(kept) / model,
-            "rollout/masked_trajectories": kept.count(0) / len(pairs),
-            **{f"filter/{name}": float(count) for name, count in taken.items()},
-        }
+        shares = {"rollout/masked_tokens": 1 - sum(kept) / model}
+        shares["rollout/masked_trajectories"] = kept.count(0) / len(kept)
+        return shares | {f"filter/{name}": float(count) for name, count in taken.items()}
 
     def _turns(self, name: str, trajectory: Trajectory, prompt: Prompt) -> set[int]:
         where = f"rollout.filters, {name}, prompt {prompt.id!r} sample {trajectory.sample_index}"

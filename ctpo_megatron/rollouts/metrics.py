@@ -21,15 +21,8 @@ CONDUCT += ["max_turns", "tool_error_rate"]
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Flat `rollout/*`, `tokens/*` and `sandbox/*` figures of `groups`; empty when there are no trajectories.
 
-    `rollout/tool_use`, `truncated`, `max_turns` and `tool_budget` are shares of trajectories. Means per trajectory
-    are `tool_calls`, `turns_mean`, `response_length_mean` and `model_tokens_mean`. A response has all tokens after
-    the prompt, observations included. `tool_error_rate` is the share of calls that did not succeed. `tokens/*` and
-    the statuses of `sandbox/*` are counts. `sandbox/calls` counts every call of every tool, malformed ones included.
-    `sequences_mean` is there where a trajectory has several.
-    `void_turn/rate` is the share of trajectories that the filter `void_turn` would mask.
-    `sandbox/wall_mean_s` is the mean time of executed calls; `sandbox/queue_s` and `sandbox/exec_s` are its
-    parts, if the tool reports them. Means and rates without any call are omitted. `tool/<name>/calls` and
-    `tool/<name>/success` count the executed calls of one tool.
+    `docs/reference/metrics.md` defines each. `sandbox/*` is of all calls of all tools, malformed ones included; times
+    are in seconds. Means and rates of what did not occur are omitted.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -91,17 +84,13 @@ def _by_trajectory(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics["sandbox/success/among_called_rate"] = sum(map(bool, called)) / len(called)
     for name, values in figures.items():
         if values:
-            metrics[f"sandbox/{name}/mean"] = sum(values) / len(values)
-            metrics |= {f"sandbox/{name}/min": float(min(values)), f"sandbox/{name}/max": float(max(values))}
+            mean, least, most = sum(values) / len(values), float(min(values)), float(max(values))
+            metrics |= {f"sandbox/{name}/mean": mean, f"sandbox/{name}/min": least, f"sandbox/{name}/max": most}
     return metrics
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """How far the model tokens of `groups` are behind the weights `version` that they train.
-
-    rollout/staleness_mean and staleness_max in versions; tokens/stale counts tokens of an earlier version;
-    rollout/continued_tokens is the share of tokens sampled after an update of the weights within their trajectory.
-    """
+    """How far the model tokens of `groups` are behind the weights `version` that they train, in versions and tokens."""
     sampled = [t.tokens["weight_version"] for group in groups for t in group.trajectories]
     sampled = [versions[versions >= 0] for versions in sampled]
     lags = version - np.concatenate(sampled)

@@ -23,8 +23,7 @@ from ctpo_megatron.rollouts.scoring import Scorer, report_of
 
 @dataclass(eq=False, slots=True)
 class Draw:
-    """A prompt of a batch. occurrence: how often its step had drawn it before; see `OpenBatch.occurrence`. group,
-    report: once it is scored."""
+    """A prompt of a batch. occurrence: how often its step had drawn it before. group, report: once it is scored."""
 
     prompt: Prompt
     occurrence: int | None = None
@@ -43,8 +42,7 @@ class OpenBatch:
 
     def __init__(self, step: int, config: RolloutConfig, mini_batch_prompts: int, *, by_turn: bool = False) -> None:
         self.step, self._config, self._mini, self._by_turn = step, config, mini_batch_prompts, by_turn
-        self.draws: list[Draw] = []
-        self.scored: list[Draw] = []
+        self.draws, self.scored = list[Draw](), list[Draw]()
         self.sampling = self.late = self.refills = 0
         self.changed = asyncio.Event()
         self.batch: asyncio.Task[Batch] | None = None
@@ -52,7 +50,7 @@ class OpenBatch:
         self._began, self.seconds = time.monotonic(), 0.0
 
     def occurrence(self, draw: Draw) -> int:
-        """The occurrence of a draw, fixed when it is first asked for; that of a discarded group is not given again."""
+        """The occurrence of a draw, fixed when it is first asked for. A discarded group keeps the one that it had."""
         if draw.occurrence is None:
             draw.occurrence = self._counts[draw.prompt.id]
             self._counts[draw.prompt.id] += 1
@@ -116,10 +114,8 @@ class OpenBatch:
         return batch
 
     def _drop_uniform(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Mark groups whose rewards are all equal as dropped, but the last ones that fill the last optimizer step.
-
-        At least one step is made. Groups without verdicts to compare are the first to leave.
-        """
+        """Mark groups whose rewards are all equal as dropped, but the last ones that fill the last optimizer step; at
+        least one is made. Groups without verdicts to compare are the first to leave."""
         uniform = [group for group in groups if not group.is_mixed(by_turn=self._by_turn)]
         steps = max(1, math.ceil((len(groups) - len(uniform)) / self._mini))
         for group in sorted(uniform, key=lambda group: not group.unjudged)[: len(groups) - steps * self._mini]:
@@ -129,10 +125,7 @@ class OpenBatch:
         return metrics | ({"rollout/refills": float(self.refills)} if self._config.uniform_groups == "refill" else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """As a checkpoint keeps it: scored groups whole, of the others the prompt and its occurrence.
-
-        All is JSON but the trajectories.
-        """
+        """As a checkpoint keeps it: scored groups whole, of others the prompt. All is JSON but the trajectories."""
         records: list[dict[str, Any]] = []
         for draw in self.draws:
             records.append({"prompt": draw.prompt.id, "occurrence": self.occurrence(draw)})

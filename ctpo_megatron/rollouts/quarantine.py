@@ -40,6 +40,9 @@ class Quarantine:
     def __contains__(self, prompt: Prompt) -> bool:
         return any(record.prompt_id == prompt.id for record in self.records)
 
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.records[-_SHOWN:]))
+
     def add(self, record: Quarantined) -> None:
         """Add a prompt and log it. Raises TooManyQuarantined beyond the limit."""
         self.records.append(record)
@@ -47,7 +50,7 @@ class Quarantine:
         if len(self.records) > self.limit:
             raise TooManyQuarantined(
                 f"{len(self.records)} prompts were quarantined, more than rollout.max_quarantined = {self.limit}; "
-                f"the last: {self._last}. Remove the cause, or take these prompts out of the data; if single failures "
+                f"the last: {self}. Remove the cause, or take these prompts out of the data; if single failures "
                 "are expected, raise rollout.max_group_retries, rollout.group_timeout_s or rollout.max_quarantined. "
                 "Engine logs are in <run>/logs"
             )
@@ -55,10 +58,8 @@ class Quarantine:
     def replace(self, prompt: Prompt, draw: Callable[[], Prompt]) -> tuple[Prompt, int]:
         """Return the prompt, or the next one that is not quarantined, and how many were drawn for it.
 
-        Raises TooManyQuarantined when all are.
+        Raises TooManyQuarantined after more draws than any but a mix, of a file that has no others, can need.
         """
-        # An endless stream that visits every prompt once an epoch has no longer row of quarantined ones than twice
-        # their number. In a mix a file that has no others may be drawn again and again.
         limit = _DRAWS * (len(self.records) + 1)
         for drawn in range(limit):
             if prompt not in self:
@@ -66,9 +67,5 @@ class Quarantine:
             prompt = draw()
         raise TooManyQuarantined(
             f"{limit} prompts drawn in a row are all quarantined: remove the cause, or have data.sampler or the "
-            f"weights of data.train choose others; the last: {self._last}"
+            f"weights of data.train choose others; the last: {self}"
         )
-
-    @property
-    def _last(self) -> str:
-        return "; ".join(map(str, self.records[-_SHOWN:]))

@@ -19,8 +19,8 @@ class ReplayError(Exception):
 class Replay:
     """What a `GroupSampler` uses in place of an `EnginePool`: one engine that answers with what another run recorded.
 
-    recorded: step -> the trajectories of its dump, group by group in sample order. The sampling distribution is the
-    recording's. A prompt that the recorded run lost is lost here, too, and replaced by the next one.
+    recorded: step -> the trajectories of its dump, group by group in sample order. A prompt that the recorded run lost
+    is lost here, too, and replaced by the next one.
     """
 
     name, index, live = "the recording", 0, True
@@ -78,10 +78,7 @@ class Replay:
             self._groups.setdefault(key, []).append(trajectory)
 
     def stats(self) -> dict[str, float]:
-        """The names that `EnginePool.stats` has; all but `quarantined` are 0.
-
-        Comes after the last group of a step. Raises ReplayError when more groups of it were recorded.
-        """
+        """The names that `EnginePool.stats` has, after a step. Raises ReplayError when it has more groups."""
         if rest := len(self._groups) - len(self._given):
             raise ReplayError(
                 f"step {self._step}: {rest} more groups were recorded than this run asks for: refills follow from the "

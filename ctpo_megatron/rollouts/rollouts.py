@@ -40,8 +40,8 @@ class AccountingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """rollout: the section. steps: of the run. mini_batch_prompts: groups of an optimizer step; a batch holds a whole
-    number of mini-batches. by_turn: whether the rewards of turns are trained on (`objective.credit`)."""
+    """rollout: the section. steps: of the run. mini_batch_prompts: groups of an optimizer step, of which a batch holds
+    a whole number. by_turn: whether the rewards of turns are trained on (`objective.credit`)."""
 
     rollout: RolloutConfig
     steps: int
@@ -96,9 +96,9 @@ class Rollouts:
     # The trainer's thread.
 
     def next_batch(self, step: int) -> Batch | None:
-        """The batch of RL step `step`; None when the run is to stop.
+        """The batch of RL step `step`; None when the run is to stop, and one that is sampled now consumes no prompt.
 
-        A batch that is sampled now consumes no prompt then. Raises what sampling and scoring raise, AccountingError.
+        Raises what sampling and scoring raise, and AccountingError.
         """
         try:
             self._await_ahead(step) if self._ahead else self._sample_now(step)
@@ -168,8 +168,7 @@ class Rollouts:
     def _await_ahead(self, step: int) -> None:
         if self._stop.is_set():
             raise Cancelled("stop requested")
-        steps = [opened.step for opened in self._open]
-        if steps[:1] != [step]:
+        if (steps := [opened.step for opened in self._open])[:1] != [step]:
             raise RuntimeError(f"step {step} asks for its batch, and the steps {steps} are sampled")
         self._loop.call(self._completed(1), self._stop)
 

@@ -25,10 +25,8 @@ def _say_without_turns(data_source: str) -> None:
 
 
 class Scorer:
-    """Scores groups by reward processes. penalty: for training batches; an evaluation has none.
-
-    by_turn: whether the rewards of turns are trained on (`objective.credit`).
-    """
+    """Scores groups by reward processes. penalty: for training batches; an evaluation has none. by_turn: whether the
+    rewards of turns are trained on (`objective.credit`)."""
 
     def __init__(self, pool: RewardPool, penalty: OverlongPenalty | None = None, *, by_turn: bool = False) -> None:
         self._pool, self._penalty, self._by_turn = pool, penalty, by_turn
@@ -38,19 +36,17 @@ class Scorer:
         report = await self._pool.score(groups)
         if self._penalty is not None:
             self._penalty.apply(groups)
-        if self._by_turn:
-            for group in groups:
-                if any(t.reward is not None and t.turn_rewards is None for t in group.trajectories):
-                    _say_without_turns(group.prompt.data_source)
+        for group in groups if self._by_turn else ():
+            if any(t.reward is not None and t.turn_rewards is None for t in group.trajectories):
+                _say_without_turns(group.prompt.data_source)
         return report
 
     def metrics(self, groups: Sequence[Group], reports: Sequence[ScoreReport]) -> dict[str, float]:
         """`reward/*` of scored groups, given the reports of all calls that scored them."""
         metrics = reward_metrics(groups, functools.reduce(operator.add, reports), by_turn=self._by_turn)
-        if self._penalty is not None:
-            judged = [t for group in groups for t in group.trajectories if t.no_verdict is None]
-            if judged:
-                metrics[f"reward/{OVERLONG}"] = statistics.fmean(t.reward_components[OVERLONG] for t in judged)
+        judged = [t for group in groups for t in group.trajectories if t.no_verdict is None]
+        if self._penalty is not None and judged:
+            metrics[f"reward/{OVERLONG}"] = statistics.fmean(t.reward_components[OVERLONG] for t in judged)
         return metrics
 
 
