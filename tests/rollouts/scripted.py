@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,17 +135,33 @@ class ScriptedScorer:
         return {"reward/mean": sum(rewards) / len(rewards)}
 
 
+class RecordedPhases(Phases):
+    """Keeps the names of the phases, and counts what advances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.advanced = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.names.append(name)
+        yield
+
+    def advance(self) -> None:
+        self.advanced += 1
+
+
 def rollouts(
     settings: RolloutSettings,
     engines: Any,
     scorer: Any,
     prompts: PromptStream,
     stop: Stop | None = None,
-    phases: Phases | None = None,
 ) -> Rollouts:
     """Rollouts on a loop of their own."""
     sampler = GroupSampler(engines, settings.rollout)
-    return Rollouts(settings, EventLoop(), sampler, scorer, prompts, stop or Stops(), phases or Phases())
+    return Rollouts(settings, EventLoop(), sampler, scorer, prompts, stop or Stops(), Phases())
 
 
 def quarantined(source: Rollouts) -> list[Quarantined]:

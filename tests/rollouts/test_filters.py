@@ -131,18 +131,6 @@ def test_tokens_that_stay_have_the_same_ratio_and_position_bit_for_bit(preset: s
     )  # float32 losses
 
 
-def test_the_test_above_sees_a_prefix_that_moves() -> None:
-    """Taking the tokens out of `response_mask` too, as others do, changes the ratio of every token after them."""
-    objective = PolicyObjective.preset("ctpo", loss_agg_mode="seq-mean-token-sum")
-    whole, _, _ = loss(batch(), objective)
-    filtered = batch()
-    Filters([Extension(name="failed_tool")]).apply(filtered)
-    for group in filtered:
-        group.trajectories[0].tokens["response_mask"] = group.trajectories[0].loss_mask
-    some, _, kept = loss(filtered, objective)
-    assert not torch.equal(some.per_token, torch.where(kept, whole.per_token, 0.0))
-
-
 def test_what_left_is_counted_by_filter() -> None:
     groups = batch()
     names = ("void_turn", "truncated", "failed_tool")

@@ -16,18 +16,20 @@ import pytest
 
 from ctpo_megatron.base.run_paths import AHEAD
 from ctpo_megatron.config import RolloutConfig
-from ctpo_megatron.data import Batch, Prompt, PromptSampler
+from ctpo_megatron.data import Batch, Prompt, PromptSampler, Trajectory
 from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
+from ctpo_megatron.engines import GroupTask
 from ctpo_megatron.rollouts import (
     AccountingError,
     EventLoop,
     GroupSampler,
+    Quarantined,
     Rollouts,
     RolloutSettings,
     TooManyQuarantined,
 )
 from ctpo_megatron.tracking import Phases
-from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
+from tests.rollouts.scripted import RecordedPhases, ScriptedEngines, ScriptedScorer, quarantined
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(50)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(200)]
@@ -50,6 +52,7 @@ class Run:
         stop: threading.Event | None = None,
         prompts: PromptSampler | None = None,
         scorer: ScriptedScorer | None = None,
+        phases: Phases | None = None,
         **settings: Any,
     ) -> None:
         self.engines = engines or ScriptedEngines()
@@ -65,7 +68,7 @@ class Run:
             self.scorer,  # type: ignore[arg-type]
             self.prompts,
             stop or threading.Event(),
-            Phases(),
+            phases or Phases(),
         )
         self.done, self.steps = 0, steps
         self.trained: list[Batch] = []
@@ -127,6 +130,45 @@ def test_batches_come_in_prompt_order_and_are_at_most_so_stale(ahead: int, parti
         assert all(min(lag) >= 0 and max(lag) <= ahead for lag in lags(run).values())
         assert all(run.engines.begun[step, index] >= max(1, step - ahead) for step in range(1, 7) for index in range(4))
         assert run.prompts.taken == 4 * STEPS  # nothing is sampled that no step trains on
+
+
+def test_a_batch_is_scored_and_says_where_it_comes_from() -> None:
+    phases = RecordedPhases()
+    with Run(max_staleness=0, phases=phases).going() as run:
+        batch = run.train(until=1).trained[0]
+    assert [t.prompt_id for t in batch.trajectories] == [name for name in ORDER[:4] for _ in range(2)]
+    assert [group.rewards for group in batch.groups] == [[reward(name, n) for n in range(2)] for name in ORDER[:4]]
+    assert batch.weight_versions == (1,) and batch.sampler["consumed"] == ORDER[:4]
+    assert batch.metrics["reward/mean"] == sum(reward(name, 1) for name in ORDER[:4]) / 8
+    assert phases.names == ["rollout", "reward"] and phases.advanced == 4
+
+
+def test_groups_are_scored_while_others_are_sampled() -> None:
+    scorer, begun = ScriptedScorer(), list[int]()
+
+    class Watched(ScriptedEngines):
+        async def sample(self, engine: Any, task: GroupTask) -> list[Trajectory]:
+            try:
+                return await super().sample(engine, task)
+            finally:
+                begun.append(len(scorer.begun))
+
+    with Run(Watched(), scorer=scorer, max_staleness=0, prompts_per_step=8).going() as run:
+        assert [group.rewards for group in run.train(until=1).trained[0].groups] == [[0.0, 1.0]] * 8
+    assert begun[0] == 0 and begun[-1] >= 4
+
+
+def test_a_resumed_run_goes_on_and_remembers_its_quarantine() -> None:
+    with Run(max_staleness=0).going() as before:
+        before.train(until=1)
+        quarantined(before.source).append(Quarantined(ORDER[20], 1, "it hung"))
+        state = before.state()
+    after = Run(max_staleness=0)
+    after.source.load_state_dict(state)
+    after.done = 1
+    assert quarantined(after.source) == [Quarantined(ORDER[20], 1, "it hung")]
+    with after.going():
+        assert after.train(until=2).ids == ORDER[4:8]
 
 
 def test_a_batch_is_the_one_of_the_synchronous_order_when_nothing_is_stale() -> None:
