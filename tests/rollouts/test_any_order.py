@@ -44,10 +44,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.stack.close()
         self.starts += 1
         self.stop = threading.Event()
-        self.run = Run(Going(self.starts, self.lost), steps=STEPS, stop=self.stop, **self.settings)
-        self.run.done = self.done
-        if self.saved is not None:
-            self.run.source.load_state_dict(self.saved)
+        start: dict[str, Any] = {"done": self.done, "state": self.saved, "stop": self.stop} | self.settings
+        self.run = Run(Going(self.starts, self.lost), steps=STEPS, **start)
         self.stack = ExitStack()
         self.stack.enter_context(self.run.going())
 

@@ -42,7 +42,7 @@ def reward(prompt_id: str, sample: int) -> float:
 
 
 class Run:
-    """What a run does with its rollouts, without the training."""
+    """What a run does with its rollouts, without the training. done: steps that `state` is after."""
 
     def __init__(
         self,
@@ -53,6 +53,8 @@ class Run:
         prompts: PromptSampler | None = None,
         scorer: ScriptedScorer | None = None,
         phases: Phases | None = None,
+        done: int = 0,
+        state: Any = None,
         **settings: Any,
     ) -> None:
         self.engines = engines or ScriptedEngines()
@@ -70,7 +72,9 @@ class Run:
             stop or threading.Event(),
             phases or Phases(),
         )
-        self.done, self.steps = 0, steps
+        self.done, self.steps = done, steps
+        if state is not None:
+            self.source.load_state_dict(state)
         self.trained: list[Batch] = []
 
     @contextmanager
@@ -163,9 +167,7 @@ def test_a_resumed_run_goes_on_and_remembers_its_quarantine() -> None:
         before.train(until=1)
         quarantined(before.source).append(Quarantined(ORDER[20], 1, "it hung"))
         state = before.state()
-    after = Run(max_staleness=0)
-    after.source.load_state_dict(state)
-    after.done = 1
+    after = Run(max_staleness=0, done=1, state=state)
     assert quarantined(after.source) == [Quarantined(ORDER[20], 1, "it hung")]
     with after.going():
         assert after.train(until=2).ids == ORDER[4:8]
@@ -205,9 +207,8 @@ def test_a_run_with_a_lag_that_is_resumed_has_the_batches_of_the_whole_one(done:
     with Run(ScriptedEngines(1), **settings).going() as first:
         first.train(until=done)
         state = first.state()
-    second = Run(ScriptedEngines(2), **settings)
-    second.source.load_state_dict(state)
-    second.done, second.engines.version = done, done
+    second = Run(ScriptedEngines(2), done=done, state=state, **settings)
+    second.engines.version = done
     with second.going():
         second.train()
     resumed, expected = (
@@ -289,21 +290,14 @@ def test_a_killed_run_goes_on_with_every_prompt_accounted_for(seed: int, uniform
     done, state, trained, settled = 0, None, list[Batch](), list[str]()
     while done < STEPS:
         engines = ScriptedEngines(rng.random(), lost, stuck=[(done + 2, rng.randrange(4))])
-        run = Run(engines, **settings)
-        run.done = done
-        if state is not None:
-            run.source.load_state_dict(state)
-            kept = {
-                (batch["step"], group["prompt"]): [t.token_ids for t in group["trajectories"]]
-                for batch in state["ahead"]["batches"]
-                for group in batch["groups"]
-                if "trajectories" in group
-            }
-        with run.going():
+        batches = state["ahead"]["batches"] if state else []
+        of_step = [group for batch in batches if batch["step"] == done + 1 for group in batch["groups"]]
+        with Run(engines, done=done, state=state, **settings).going() as run:
             run.train(until=done + 1)
-            if done:
-                mine = {(done + 1, g.prompt.id): [t.token_ids for t in g.trajectories] for g in run.trained[0].groups}
-                assert all(mine[key] == tokens for key, tokens in kept.items() if key[0] == done + 1)
+            mine = {group.prompt.id: [t.token_ids for t in group.trajectories] for group in run.trained[0].groups}
+            for group in of_step:
+                if "trajectories" in group:
+                    assert mine[group["prompt"]] == [t.token_ids for t in group["trajectories"]]
             state = run.state()
             if done + 1 < STEPS:
                 run.engines.stuck.clear()
@@ -409,10 +403,7 @@ def test_a_batch_that_was_drawn_by_other_settings_has_the_size_that_is_set_now(
         while not stuck and not all(opened.done for opened in run.source._open):
             time.sleep(0.01)
         state = run.state()
-    resumed = Run(**after)
-    resumed.done = 2
-    resumed.source.load_state_dict(state)
-    with resumed.going():
+    with Run(done=2, state=state, **after).going() as resumed:
         resumed.train()
         assert accounted(resumed.state()) == resumed.prompts.taken
     sizes = [len(batch.trained) for batch in resumed.trained]
@@ -424,6 +415,6 @@ def test_other_settings_cannot_take_over_what_was_sampled_ahead() -> None:
         run.train(until=1)
         state = run.state()
     with pytest.raises(ValueError, match=r"samples_per_prompt \[4, 2\], this run has \[4, 3\]"):
-        Run(samples_per_prompt=3).source.load_state_dict(state)
+        Run(samples_per_prompt=3, state=state)
     with pytest.raises(ValueError, match="sampled ahead for 2 batches, and this run samples none"):
-        Run(max_staleness=0).source.load_state_dict(state)
+        Run(max_staleness=0, state=state)

@@ -123,9 +123,6 @@ def test_a_checkpoint_keeps_what_was_missing(old: bool) -> None:
     if old:
         for group in groups[:3]:
             group["report"] = {"scored": 1, "timeouts": 1, "failures": 3, "metrics": {}, "values": {}}
-    again = Run()
-    again.done = 1
-    again.source.load_state_dict(state)
-    with again.going():
+    with Run(done=1, state=state).going() as again:
         again.train(until=2)
     assert [report.missing for report in again.scorer.reports] == [{"timeout": 1, "exception": 3}] * 3 + [{}]
