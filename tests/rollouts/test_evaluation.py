@@ -30,7 +30,7 @@ def evaluation(
 ) -> Evaluation:
     """Of two samples of each prompt."""
     parts = (scorer or ScriptedScorer(), prompts, stop or Stops(), phases or Phases())
-    sampler: Any = GroupSampler(engines or ScriptedEngines(), CONFIG)  # type: ignore[arg-type]
+    sampler: Any = GroupSampler(engines or ScriptedEngines(), CONFIG)
     return Evaluation(EvalConfig(**{"samples": 2} | settings), EventLoop(), sampler, *parts)
 
 
@@ -127,7 +127,7 @@ def test_an_evaluation_does_not_wait_for_training_that_is_sampled_ahead() -> Non
     """It begins, whatever the step, though the places of training are taken."""
     engines, scorer = ScriptedEngines(stuck=[(1, place) for place in range(60)]), ScriptedScorer()
     config = CONFIG.model_copy(update={"max_staleness": 1, "prompts_per_step": 60})
-    shared: Any = EventLoop(), GroupSampler(engines, config), scorer  # type: ignore[arg-type]
+    shared: Any = EventLoop(), GroupSampler(engines, config), scorer
     with Rollouts(RolloutSettings(config, 3), *shared, PromptSampler(PROMPTS, 0), Stops(), Phases()) as source:
         source.publish(None, 1)  # type: ignore[arg-type]
         assert len(Evaluation(EvalConfig(samples=2), *shared, PROMPTS[:2], Stops(), Phases()).run(9).groups) == 2

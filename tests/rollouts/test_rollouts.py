@@ -67,7 +67,7 @@ class Run:
             RolloutSettings(config, steps, mini_batch_prompts=2),
             self.loop,
             GroupSampler(self.engines, config),
-            self.scorer,  # type: ignore[arg-type]
+            self.scorer,
             self.prompts,
             stop or threading.Event(),
             phases or Phases(),
