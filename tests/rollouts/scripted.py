@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ctpo_megatron.base.stop import Stop
-from ctpo_megatron.data import PromptStream
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
@@ -19,7 +17,7 @@ from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.engines import GroupLost, GroupTask, pool_stats
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.rewards import ScoreReport
-from ctpo_megatron.rollouts import EventLoop, GroupSampler, Quarantined, Rollouts, RolloutSettings
+from ctpo_megatron.rollouts import Quarantined, Rollouts
 from ctpo_megatron.tracking import Phases
 
 LONGEST_S = 0.004
@@ -150,18 +148,6 @@ class RecordedPhases(Phases):
 
     def advance(self) -> None:
         self.advanced += 1
-
-
-def rollouts(
-    settings: RolloutSettings,
-    engines: Any,
-    scorer: Any,
-    prompts: PromptStream,
-    stop: Stop | None = None,
-) -> Rollouts:
-    """Rollouts on a loop of their own."""
-    sampler = GroupSampler(engines, settings.rollout)
-    return Rollouts(settings, EventLoop(), sampler, scorer, prompts, stop or Stops(), Phases())
 
 
 def quarantined(source: Rollouts) -> list[Quarantined]:

@@ -55,6 +55,8 @@ class Run:
         phases: Phases | None = None,
         done: int = 0,
         state: Any = None,
+        mini: int = 2,
+        by_turn: bool = False,
         **settings: Any,
     ) -> None:
         self.engines = engines or ScriptedEngines()
@@ -64,7 +66,7 @@ class Run:
         self.prompts = prompts or PromptSampler(PROMPTS, seed=0)
         self.loop, self.scorer = EventLoop(), scorer or ScriptedScorer(reward)
         self.source = Rollouts(
-            RolloutSettings(config, steps, mini_batch_prompts=2),
+            RolloutSettings(config, steps, mini, by_turn),
             self.loop,
             GroupSampler(self.engines, config),
             self.scorer,

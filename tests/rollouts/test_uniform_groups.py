@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler, Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.rewards import ScoreReport
-from ctpo_megatron.rollouts import Replay, ReplayError, Rollouts, RolloutSettings
+from ctpo_megatron.rollouts import Replay, ReplayError, Rollouts
 from ctpo_megatron.tracking import recorded_trajectories, trajectory_files, write_trajectories
-from tests.rollouts.scripted import UNJUDGED, ScriptedEngines, ScriptedScorer, quarantined, rollouts
+from tests.rollouts.scripted import UNJUDGED, ScriptedEngines, ScriptedScorer, quarantined
+from tests.rollouts.test_rollouts import Run
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(40)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(120)]
@@ -36,15 +36,12 @@ def reward(prompt_id: str, sample: int) -> float:
 
 def source(
     engines: Any | None = None,
-    *,
-    mini: int = 2,
     prompts: Sequence[Prompt] = PROMPTS,
-    stop: Stop | None = None,
+    reward: Callable[[str, int], float | None] = reward,
     **settings: Any,
 ) -> Rollouts:
-    config = RolloutSettings(CONFIG.model_copy(update=settings), steps=100, mini_batch_prompts=mini)
-    sampler = PromptSampler(prompts, seed=0)
-    return rollouts(config, engines or ScriptedEngines(), ScriptedScorer(reward), sampler, stop)
+    parts: dict[str, Any] = {"scorer": ScriptedScorer(reward), "max_staleness": 0} | settings
+    return Run(engines, prompts=PromptSampler(prompts, seed=0), **parts).source
 
 
 def batches(sampled: Rollouts, steps: Iterable[int]) -> list[Batch]:
@@ -197,9 +194,8 @@ def test_credit_by_turn_keeps_groups_whose_totals_are_equal(by_turn: bool, left:
             return report
 
     turns = {"p0": [[1.0, 0.0], [0.0, 1.0]], "p1": [[1.0, 0.0], [1.0, 0.0]], "p2": [[1.0, 1.0], [0.0, 0.0]]}
-    config = CONFIG.model_copy(update={"uniform_groups": "drop", "prompts_per_step": 3})
-    settings, prompts = RolloutSettings(config, 1, by_turn=by_turn), PromptSampler(PROMPTS[:3], seed=0)
-    (batch,) = batches(rollouts(settings, ScriptedEngines(), ByTurn(), prompts), [1])
+    settings = {"uniform_groups": "drop", "prompts_per_step": 3, "mini": 1, "by_turn": by_turn}
+    (batch,) = batches(source(prompts=PROMPTS[:3], scorer=ByTurn(), **settings), [1])
     assert [name in ids(dropped(batch)) for name in turns] == left
     assert batch.metrics["rollout/groups_uniform"] == sum(left) / 3
 
@@ -207,9 +203,8 @@ def test_credit_by_turn_keeps_groups_whose_totals_are_equal(by_turn: bool, left:
 def test_groups_that_nobody_judged_are_the_first_to_leave() -> None:
     """The last optimizer step is filled with equal verdicts rather than with none."""
     rewards = {"p0": (0, 1), "p1": (1, 1), "p2": (None, 1), "p3": (0, 0), "p4": (None, None)}
-    scorer, prompts = ScriptedScorer(lambda prompt, sample: rewards[prompt][sample]), PromptSampler(PROMPTS[:5], seed=0)
-    settings = RolloutSettings(CONFIG.model_copy(update={"uniform_groups": "drop", "prompts_per_step": 5}), 1, 3)
-    (batch,) = batches(rollouts(settings, ScriptedEngines(), scorer, prompts), [1])
+    settings = {"uniform_groups": "drop", "prompts_per_step": 5, "mini": 3}
+    (batch,) = batches(source(None, PROMPTS[:5], lambda prompt, sample: rewards[prompt][sample], **settings), [1])
     assert sorted(ids(dropped(batch))) == ["p2", "p4"]
 
 
@@ -220,11 +215,8 @@ def without_verdicts(prompt_id: str, sample: int) -> float | None:
 
 @pytest.mark.parametrize("mode", ["keep", "drop", "refill"])
 def test_a_replay_gives_the_same_batches_also_of_what_nobody_judged(tmp_path: Path, mode: str) -> None:
-    def sampled(engines: Any) -> Rollouts:
-        settings = RolloutSettings(CONFIG.model_copy(update={"uniform_groups": mode}), steps=9, mini_batch_prompts=2)
-        return rollouts(settings, engines, ScriptedScorer(without_verdicts), PromptSampler(PROMPTS, seed=0))
-
-    live = batches(sampled(ScriptedEngines(lost=LOST)), range(1, 6))
+    settings: dict[str, Any] = {"uniform_groups": mode, "reward": without_verdicts}
+    live = batches(source(ScriptedEngines(lost=LOST), **settings), range(1, 6))
     for step, batch in enumerate(live, start=1):
         record(tmp_path, batch, step)
     recorded = [t for file in trajectory_files(tmp_path).values() for t in recorded_trajectories(file)]
@@ -234,7 +226,7 @@ def test_a_replay_gives_the_same_batches_also_of_what_nobody_judged(tmp_path: Pa
         assert not any(mask for t in lost for mask in t.loss_mask) and any(t.response_mask for t in lost)
     if mode == "refill":
         assert all(t.no_verdict is None for batch in live for t in batch.trajectories)
-    again = sampled(replayed(tmp_path, uniform_groups=mode))
+    again = source(replayed(tmp_path, uniform_groups=mode), **settings)
     for batch, found in zip(live, batches(again, range(1, 6)), strict=True):
         assert told(found) == told(batch) and found.trajectories == batch.trajectories
     assert {each.prompt_id for each in quarantined(again)} == set(LOST)
