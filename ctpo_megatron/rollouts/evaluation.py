@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from ctpo_megatron.base.event_loop import EventLoop, Work, end
 from ctpo_megatron.base.stop import Cancelled, Stop
 from ctpo_megatron.config.schema import EvalConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
-from ctpo_megatron.rollouts.event_loop import EventLoop, Work, end
 from ctpo_megatron.rollouts.group_sampler import GroupSampler
 from ctpo_megatron.rollouts.samples import Sample, validation_metrics
 from ctpo_megatron.rollouts.scoring import Scorer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
@@ -108,8 +109,9 @@ class Replay:
     async def check(self, _engine: Replay) -> None:
         """It always answers."""
 
-    async def tend(self) -> None:
+    async def changed(self) -> None:
         """It never dies."""
+        await asyncio.Event().wait()
 
     def note_load(self, index: int, samples: int) -> None:
         """Nothing is in flight for long."""

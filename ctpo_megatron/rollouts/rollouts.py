@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from ctpo_megatron.base.event_loop import EventLoop, end
 from ctpo_megatron.base.stop import Cancelled, Stop
 from ctpo_megatron.config import Config, RolloutConfig
 from ctpo_megatron.data import PromptStream
@@ -21,7 +22,6 @@ from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
 from ctpo_megatron.engines.weights import OffersWeights
-from ctpo_megatron.rollouts.event_loop import EventLoop, end
 from ctpo_megatron.rollouts.filters import Filters
 from ctpo_megatron.rollouts.group_sampler import GroupSampler
 from ctpo_megatron.rollouts.metrics import rollout_metrics, staleness_metrics
