@@ -35,12 +35,12 @@ from transformers import AutoTokenizer
 from benchmarks import runs
 from benchmarks.kernels import report
 from benchmarks.measured import spread
+from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import GroupTask, Sampling
-from ctpo_megatron.engines.open import open_engines
+from ctpo_megatron.engines import GroupTask, Sampling, open_engines
 from ctpo_megatron.environments.episode import Episode
 from ctpo_megatron.environments.protocol import Message, Schema, ToolCallRequest, ToolResult, ToolUnavailable
 from ctpo_megatron.evaluate import find_target, read_config
@@ -152,7 +152,7 @@ def play(sampler: GroupSampler, prompts: list[Prompt], number: int, side: str) -
     async def sampled() -> list[list[Trajectory]]:
         return await asyncio.gather(*map(sampler.sample, tasks))
 
-    groups = asyncio.run(sampled())
+    groups = sampler.engines.loop.call(sampled())
     took = time.perf_counter() - began
     return took, [each.response_tokens for group in groups for each in group]
 
@@ -165,7 +165,7 @@ def measure(groups: int, rounds: int, latency_s: float) -> Figures:
     with tempfile.TemporaryDirectory() as name:
         config = configuration(Path(name) / "task", latency_s)
         prompts = batch(config, groups)
-        with open_engines(config, Path(name) / "logs", placement=None) as pool:
+        with EventLoop() as loop, open_engines(config, Path(name) / "logs", loop, placement=None) as pool:
             sampler = GroupSampler(pool, config.rollout)
             pool.wait_ready()
             play(sampler, prompts, 0, LONGEST)  # what is known in the first round

@@ -26,6 +26,7 @@ NOT_REPEATED = (
     "throughput/",
     "memory/",
     "tokens/per_second",
+    "rollout/engines_idle",
     "rollout/generate_s",
     "rollout/sync_",
     "sandbox/wall_mean_s",

@@ -29,7 +29,7 @@ OWNER = ROOT / "ctpo_megatron" / "base" / "run_paths.py"
 PATHS, LOGS = RunPaths(Path()), LogPaths(Path())
 FILES = {
     *(name for name in RunPaths.names() if "." in name),
-    *(path.name for path in (LOGS.train, LOGS.occupancy, LOGS.sandbox, PATHS.stall_report)),
+    *(path.name for path in (LOGS.train, LOGS.sandbox, PATHS.stall_report)),
     *(MARKER, AHEAD, AHEAD_JSON),
 }
 FOLDERS = {name for name in RunPaths.names() if "." not in name}
@@ -56,7 +56,7 @@ def test_the_documented_table_has_every_entry_and_no_other() -> None:
 def test_the_documented_table_has_what_lies_in_folders() -> None:
     dumps = [PATHS.dump(1), PATHS.dump(1, EVALUATION)]
     checkpoints = [PATHS.checkpoints / step_name(1), PATHS.sft_checkpoints, PATHS.checkpoint_export(Path(step_name(1)))]
-    logs = [PATHS.logs.train, PATHS.logs.occupancy, PATHS.logs.sandbox]
+    logs = [PATHS.logs.train, PATHS.logs.sandbox]
     numbered = {str(path).replace("1", "%d") for path in (PATHS.logs.engine(1), PATHS.stacks(1))}
     assert numbered | {str(path).replace("000001", "%06d") for path in (*dumps, *checkpoints, *logs)} <= documented()
 

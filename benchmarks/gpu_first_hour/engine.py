@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_first_hour import reference
+from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.config import Config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
@@ -46,9 +47,8 @@ def measure(config: Config, device: str) -> dict[str, float]:
     model, prompts = reference.truth(config), reference.prompts_of(config)
     figures: dict[str, float] = {}
     clock = time.perf_counter()
-    pool = EnginePool(config, "unused")  # one turn: no tool is called
-    pool.start()
-    try:
+    with EventLoop() as loop, EnginePool(config, "unused", loop) as pool:  # one turn: no tool is called
+        pool.start()
         facts = pool.wait_ready()
         figures["start_s"] = time.perf_counter() - clock
         for version in (0, 1):
@@ -58,12 +58,10 @@ def measure(config: Config, device: str) -> dict[str, float]:
                 pool.finish_update()
                 figures["sync_s"] = time.perf_counter() - clock
             clock = time.perf_counter()
-            trajectories = asyncio.run(sampled(GroupSampler(pool, config.rollout), prompts, version))
+            trajectories = loop.call(sampled(GroupSampler(pool, config.rollout), prompts, version))
             seconds = time.perf_counter() - clock
             figures[f"tokens_per_s_{version}"] = reference.sampled_tokens(trajectories) / seconds
             figures |= reference.accuracy(model, trajectories, version)
-    finally:
-        pool.close()
     return figures
 
 

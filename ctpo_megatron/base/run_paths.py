@@ -70,8 +70,6 @@ class LogPaths:
 
     train = _Entry("train.log")
     """What the terminal shows, and the trainer's log."""
-    occupancy = _Entry("engine_occupancy.csv")
-    """Trajectories in flight on each engine, over time."""
     sandbox = _Entry("sandbox.log")
     """Output of the sandbox server."""
     rewards = _Entry("rewards.log")

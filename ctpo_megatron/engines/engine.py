@@ -25,6 +25,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.engine_log import path_here, redirect_output
 from ctpo_megatron.engines.setup import engine_setup, leave_out_expected
 from ctpo_megatron.engines.tasks import (
+    CORE_SHUTDOWN_S,
     INITIAL_VERSION,
     EngineDied,
     EngineSeat,
@@ -35,7 +36,6 @@ from ctpo_megatron.engines.tasks import (
     Sampling,
     UpdateReport,
 )
-from ctpo_megatron.engines.timeouts import CORE_SHUTDOWN_S
 from ctpo_megatron.engines.turns import TurnScheduler
 from ctpo_megatron.engines.weights import EngineFacts, init_request, update_request
 from ctpo_megatron.environments.episode import Episode, ModelTurn, play

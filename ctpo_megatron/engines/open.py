@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.base.stop import StopRequest
@@ -22,11 +23,12 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def open_engines(
-    config: Config, logs: Path, *, placement: Placement | None, stop: StopRequest | None = None
+    config: Config, logs: Path, loop: EventLoop, *, placement: Placement | None, stop: StopRequest | None = None
 ) -> Iterator[EnginePool]:
     """Engines with the weights of `model.path`, which load in the background, and the sandbox that they need.
 
-    logs: folder for the output of both. placement: the engines' GPUs; None: Ray may have all. stop: ends waits.
+    logs: folder for the output of both. loop: of the pool. placement: the engines' GPUs; None: Ray may have all. stop:
+    ends waits.
     Raises ConfigError, SandboxStartError.
     """
     with ExitStack() as stack:
@@ -36,7 +38,7 @@ def open_engines(
         log.info("engines: vLLM's model runner %s", config.rollout.engine.model_runner)
         cluster = cluster_of(config.cluster)
         local = None if cluster else placement
-        pool = EnginePool(config, url, log_dir=logs, placement=local, cluster=cluster, stop=stop)
+        pool = EnginePool(config, url, loop, log_dir=logs, placement=local, cluster=cluster, stop=stop)
         stack.enter_context(pool).start()
         yield pool
 

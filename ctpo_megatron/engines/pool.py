@@ -5,66 +5,84 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Self, TypeVar
 
-import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-from ctpo_megatron.base.run_paths import LogPaths, RunPaths
-from ctpo_megatron.base.stop import Cancelled, NeverStop, StopRequest, stop_poll
+from ctpo_megatron.base.event_loop import EventLoop, Work, end
+from ctpo_megatron.base.run_paths import RunPaths, step_name
+from ctpo_megatron.base.stop import Cancelled, NeverStop, StopRequest
 from ctpo_megatron.config import (
     ClusterConfig,
     Config,
-    CpuCache,
     Device,
     Placement,
     choose_transport,
     engine_count,
-    free_memory,
-    spec_for,
 )
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.cluster import EngineGroup
 from ctpo_megatron.engines.handle import EngineHandle, engine_died
 from ctpo_megatron.engines.ray_runtime import RayRuntime
-from ctpo_megatron.engines.sleep import CACHE, WEIGHTS, SleepState
-from ctpo_megatron.engines.stats import UPDATES_BY, Occupancy, pool_stats
-from ctpo_megatron.engines.tasks import EngineError, EngineSpec, GroupFailed, GroupOutcome, GroupTask
-from ctpo_megatron.engines.timeouts import POOL_CLOSE_S, SEND_ATTEMPTS, SLEEP_AT_STOP_S, START_MARGIN_S
-from ctpo_megatron.engines.traces import Traces
-from ctpo_megatron.engines.updates import PendingUpdate, ReadBack, UpdateResult, check_complete
+from ctpo_megatron.engines.stats import PoolStats
+from ctpo_megatron.engines.tasks import (
+    INITIAL_VERSION,
+    EngineDied,
+    EngineError,
+    EngineSpec,
+    GroupFailed,
+    GroupTask,
+)
+from ctpo_megatron.engines.updates import PendingUpdate
 from ctpo_megatron.engines.weights import EngineFacts, OffersWeights, WeightOffer
+from ctpo_megatron.engines.weights.file import checkpoint_names
+
+T = TypeVar("T")
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""vLLM's tags of what an engine holds in GPU memory."""
+_CLOSE_S = 20.0
+"""For a start that is under way to end when the pool closes."""
+_START_MARGIN_S = 5.0
+"""The pool waits so much longer for Ray than Ray's own deadline, whose error names the cause."""
+_SLEEP_AT_STOP_S = 10.0
+"""For engines to free their GPUs when the run is to stop."""
+_TRACE_S = 120.0
+"""For engines to begin a trace, or to write it."""
+_RAY_POLL_S, _WATCH_S = 0.05, 1.0
+"""How often Ray's start is checked, and whether its processes live."""
+_SEND_ATTEMPTS = 2
+"""To send weights that no engine has taken."""
 
 log = logging.getLogger(__name__)
 
 
 class EnginePool:
-    """All engines of a run. One thread starts and closes it and sends weights; a `GroupSampler` samples, on a loop.
+    """All engines of a run, on an event loop: coroutines run there, all other methods are the trainer's thread's.
 
-    lock: re-entrant; while it is held no engine is replaced or registered. settings: section `rollout`. counts: of what
-    `stats` reports. occupancy: trajectories in flight over time.
+    An engine that died is started again, and gets its weights in the next update; the run ends when none is left to
+    sample. loop: that loop. settings: section `rollout`. counts: of what `stats` reports. version: of the weights that
+    engines have. failure: why the engines cannot continue.
 
     config: the whole run configuration. The engines start from `model.path`, whose weights are version 0; `run.seed` is
     part of every sampling seed.
-    sandbox_url: base URL of the code execution service; None: every node has its own.
-    log_dir: None: `logs` in the run directory.
-    placement: whose the GPUs of this node are; None without any, or where Ray may have all.
-    cluster: of RAY_ADDRESS, where the engines run; None: they run on this node.
-    stop: ends every wait of the pool, with Cancelled. It is asked to when Ray has lost what engines need; without one
-    the pool raises EngineError then.
+    sandbox_url: base URL of the code execution service; None: every node has its own. log_dir: None: `logs` in the run
+    directory. placement: whose the GPUs of this node are; None without any, or where Ray may have all. cluster: of
+    RAY_ADDRESS, where the engines run; None: they run on this node.
+    stop: ends every wait of the pool, with Cancelled. It is asked to when no engine can be replaced or none is left;
+    without one the pool raises EngineError then.
     """
 
     def __init__(
         self,
         config: Config,
         sandbox_url: str | None,
+        loop: EventLoop,
         *,
         log_dir: Path | None = None,
         placement: Placement | None = None,
@@ -78,104 +96,194 @@ class EnginePool:
         absolute = config.model_copy(update={"model": model, "run": run})
         self._spec = EngineSpec(absolute, sandbox_url, log_dir, driver=None if cluster else os.getpid())
         self.settings, self._count = config.rollout, engine_count(config)
-        self._placement = placement
-        self._cluster = cluster
+        self.loop, self._placement, self._cluster = loop, placement, cluster
         self._stop = stop or NeverStop()
         self._group: EngineGroup | None = None
         self._runtime: RayRuntime | None = None
-        self._started_at = 0.0
-        self._engines: list[EngineHandle] = []
-        self._memory = SleepState(config.rollout.start_timeout_s)
-        self._offer: WeightOffer | None = None
-        self._update: PendingUpdate | None = None
-        self._read_back = ReadBack()
-        self._traces = Traces()
-        self.counts: Counter[str] = Counter()
-        self._seconds: dict[str, float] = {}
-        self.occupancy = Occupancy(LogPaths(log_dir).occupancy)
-        self.lock = threading.RLock()
+        self._start: Work[None] | None = None
+        self.engines: Sequence[EngineHandle] = ()
+        self.version = INITIAL_VERSION
+        self.failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+        self._led: PendingUpdate | None = None
+        self._update: asyncio.Task[None] | None = None
+        self._asleep: tuple[str, ...] = ()
+        self._dead: list[EngineHandle] = []
+        self._traced: dict[EngineHandle, int] = {}
+        self._unchecked: list[str] = []
+        self._stats = PoolStats()
+        self.counts, self.note_load = self._stats.counts, self._stats.note_load
 
-    def __enter__(self) -> EnginePool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _call(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        return self.loop.call(work, self._stop, what)
+
     def start(self) -> None:
         """Begin to bring up Ray and all engines, and return at once."""
-        self._started_at = time.monotonic()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = None if self._placement is None else self._placement.engine_devices(visible)
         cpus, limit = self._count * self.settings.engine.threads, self.settings.start_timeout_s
-        self._runtime = RayRuntime(cpus, self._launch, gpus, self._cluster, limit)
+        deadline = time.monotonic() + limit
+        self._runtime = RayRuntime(cpus, lambda gpus: self._place(gpus, deadline), gpus, self._cluster, limit)
+        self._start = self.loop.begin(self._bring_up(self._runtime, deadline + _START_MARGIN_S))
 
-    def _launch(self, gpus: float) -> None:
+    def _place(self, gpus: float, deadline: float) -> None:
+        """Make the engines, once Ray is up and tells how many GPUs there are."""
         device: Device = "cuda" if gpus > 0 else "cpu"
         config, in_cluster = self._spec.config, self._cluster is not None
-        if device == "cpu" and config.rollout.engine.kv_cache_mb is None:
-            config = _with_cache(config)
         transport = choose_transport(config.rollout.weights, config.placement, device, cluster=in_cluster)
-        self._spec = replace(self._spec, config=config, device=device, transport=transport)
+        self._spec = replace(self._spec, device=device, transport=transport).with_cache()
         if self._cluster is not None:
-            deadline = self._started_at + self.settings.start_timeout_s
             self._group = EngineGroup(self._spec, self._count, self._cluster, deadline)
             self._spec = self._group.spec
-        self._engines = [EngineHandle(index, self._spec, self._group) for index in range(self._count)]
+        self.engines = [EngineHandle(index, self._spec, self._group) for index in range(self._count)]
 
-    def wait_ready(self) -> EngineFacts:
-        """Block until every engine is up; what a weight transport has to know of them.
-
-        Raises EngineError naming what is late or failed, and where its log is; Cancelled.
-        """
-        self._await_runtime()
-        with self.lock:
-            for engine in self._engines:
-                self._await_start(engine)
-            return self._engines[0].facts
-
-    def _await_runtime(self) -> None:
-        if self._runtime is None:
-            raise EngineError("the engine pool was not started")
-        limit = self._started_at + self.settings.start_timeout_s + START_MARGIN_S
+    async def _bring_up(self, runtime: RayRuntime, deadline: float) -> None:
         try:
-            self._runtime.wait(max(0.0, limit - time.monotonic()), self._stop)
-        except Cancelled:
-            raise
+            while not runtime.is_up(deadline):
+                await asyncio.sleep(_RAY_POLL_S)
         except Exception as error:
             raise EngineError(f"the rollout side did not start: {error}") from error
+        watch = self._begin(self._watch(runtime))
+        starts = [asyncio.create_task(self._started(engine)) for engine in self.engines]
+        try:
+            up: asyncio.Future[Any] = asyncio.gather(*starts)
+            waiting: set[asyncio.Future[Any]] = {up, watch}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not up.done():
+                raise self.failure or Cancelled("Ray has lost what engines need")
+            await up
+        finally:
+            await end(starts)
 
-    def _await_one(self) -> None:
-        """Block until an engine is up. It has the weights of its model directory then, and no others."""
-        self._await_runtime()
-        with self.lock:
-            while not any(engine.live for engine in self._engines):
-                first = min(engine.deadline for engine in self._engines)
-                pause_s = stop_poll(first, self._stop, "an engine to start")
-                ray.wait([engine.ready_ref for engine in self._engines], timeout=pause_s)
-                for engine in self._engines:
-                    if self._is_started(engine) and engine.take_start():
-                        engine.admit()
+    async def _started(self, engine: EngineHandle) -> None:
+        try:
+            await engine.start()
+        except EngineError as error:
+            lost = self._runtime.lost if self._runtime is not None else ""
+            raise self._end(f"{engine.name} cannot start, as {lost}") if lost else error from None
+        engine.live = engine.version == self.version  # others wait for the next update
+        self._changed.set()
+
+    async def _watch(self, runtime: RayRuntime) -> None:
+        """End the run where Ray has lost what engines need. Ray itself would wait for ever."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            starting = [engine for engine in self.engines if not engine.up and not engine.seated]
+            if lost := runtime.head_lost:
+                raise self._end(lost)
+            if starting and (lost := runtime.lost):
+                raise self._end(f"{starting[0].name} cannot start, as {lost}")
 
     def check_start(self) -> None:
         """Raise at once what `wait_ready` is going to raise; returns while there is hope. Needs `start`."""
-        if self._runtime is not None and self._runtime.is_up():
-            with self.lock:
-                self.register_started()
+        if self._start is not None and self._start.done:
+            self.wait_ready()
+
+    def wait_ready(self) -> EngineFacts:
+        """Block until every engine has been up; what a weight transport has to know of them.
+
+        Raises EngineError naming what is late or failed, and where its log is; Cancelled.
+        """
+        if self._start is None:
+            raise EngineError("the engine pool was not started")
+        self._start.wait(self._stop, "the engines to start")
+        return self.engines[0].facts
+
+    def close(self) -> None:
+        """Stop engines and a Ray instance of our own. Idempotent, waits seconds at most."""
+        if self._runtime is None:
+            return
+        with suppress(Exception):  # `wait_ready` raises why a start failed
+            self._runtime.wait(_CLOSE_S)
+        if self._start is not None:
+            self._start.cancel()
+        self.loop.call(end([*self._background, *([] if self._update is None else [self._update])]))
+        for engine in self.engines:
+            engine.kill(gently=engine.up)
+        self.engines = ()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        self._runtime.close()
+        self._runtime = None
+
+    # Engines that die.
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run it on the loop; what it raises, but for Cancelled, ends the sampling."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Cancelled:
+                return
+            except Exception as error:
+                self._fail(error)
+
+        task = asyncio.create_task(run())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self._changed.set()
+
+    def _end(self, why: str) -> Exception:
+        """Have the run save its state and stop, where it can; what to raise."""
+        self._stop.ask(why)
+        if self._stop.is_set():
+            return Cancelled(why)
+        self._fail(error := EngineError(why))
+        return error
+
+    def _lost(self, engine: EngineHandle, why: object = "it died", *, later: bool = False) -> None:
+        """Begin a new process for an engine; later: when the engines wake, as the trainer has the GPUs."""
+        engine.kill()
+        if self._stop.is_set():
+            return
+        if self._runtime is not None and (lost := self._runtime.lost):
+            self._end(f"{engine.name} cannot be replaced ({why}), as {lost}")
+            return
+        self.counts["engine_restarts"] += 1
+        log.warning("%s is replaced: %s; log: %s", engine.name, why, engine.log_path)
+        if later or self._asleep:
+            self._dead.append(engine)
+        else:
+            self._begin(self._started(engine))
+
+    def _check_live(self) -> None:
+        if self.version != INITIAL_VERSION and not self._asleep and not any(engine.live for engine in self.engines):
+            why = f"no engine is left that has weights {self.version}, and those that are replaced get the next ones"
+            self._end(f"{why}: start the run again with run.resume=auto; with more rollout.engines it outlives one")
+
+    async def changed(self) -> None:
+        """Wait until an engine serves that did not. Raises what ends the sampling, also of earlier."""
+        if self.failure is None:
+            await self._changed.wait()
+            self._changed.clear()
+        if self.failure is not None:
+            raise self.failure
+
+    # Groups.
 
     async def sample(self, engine: EngineHandle, task: GroupTask) -> list[Trajectory]:
         """Sample a group on an engine; one that died is replaced. A cancelled group ends in the engine, too.
 
-        Raises GroupFailed, whose message says why, and EngineError when the engine cannot be replaced.
+        Raises GroupFailed, whose message says why.
         """
-        launch, reference = engine.launches, engine.submit(task)
-        died = f"{engine.name} died; its log: {engine.log_path}"
+        launch, died = engine.launches, f"{engine.name} died; its log: {engine.log_path}"
         try:
-            outcome: GroupOutcome = await reference
-        except asyncio.CancelledError:
-            ray.cancel(reference, force=False)
-            raise
+            outcome = await engine.sample(task)
         except RayError as error:
-            raise GroupFailed(await asyncio.to_thread(self._cause, engine, launch, error) or died) from error
+            raise GroupFailed(await self._cause(engine, launch, error) or died) from error
         # A replaced process may still have finished a group, perhaps with half of its new weights.
         if launch != engine.launches:
             raise GroupFailed(died)
@@ -184,56 +292,25 @@ class EnginePool:
             raise GroupFailed(outcome.failure)
         return outcome.trajectories
 
-    def _cause(self, engine: EngineHandle, launch: int, error: RayError) -> str:
-        """Why a call failed; "" when the engine died, which is restarted then."""
+    async def _cause(self, engine: EngineHandle, launch: int, error: RayError) -> str:
+        """Why a call failed; "" when the engine died, which is replaced then."""
         if not engine_died(error):
             cause = error.cause if isinstance(error, RayTaskError) else error
             what = str(cause) if isinstance(cause, GroupFailed) else repr(cause)
             return f"{what} on {engine.name}; its log: {engine.log_path}"
-        with self.lock:
-            if not engine.live or engine.launches != launch:
-                return ""
-            if isinstance(error, ActorUnavailableError) and engine.responds():
-                return f"the connection to {engine.name} broke"
-            self.restart(engine)
+        if isinstance(error, ActorUnavailableError) and await engine.responds():
+            return f"the connection to {engine.name} broke"
+        if engine.up and engine.launches == launch:
+            self._lost(engine)
+            self._check_live()
         return ""
 
     async def check(self, engine: EngineHandle) -> None:
         """Replace an engine that no longer answers, after a group that was late."""
-        await asyncio.to_thread(self._check, engine)
-
-    def _check(self, engine: EngineHandle) -> None:
-        with self.lock:
-            if engine.live and not engine.responds():
-                self.restart(engine)
-
-    async def tend(self) -> None:
-        """Finish an update that is over, and let engines serve that are up again.
-
-        Raises EngineError when an engine failed or is late, Ray's GCS is gone, or no engine gets weights any more; and
-        as `finish_update`.
-        """
-        lost = self._runtime is not None and self._runtime.head_lost
-        if lost or self._update is not None or not all(engine.live for engine in self._engines):
-            await asyncio.to_thread(self._tend)
-        self.occupancy.note(len(self._engines))
-
-    def _tend(self) -> None:
-        with self.lock:
-            if self._stop.is_set():  # also because an engine cannot be replaced: the run saves its state now
-                return
-            if all(engine.parked for engine in self._engines):
-                raise EngineError(
-                    "all engines died and were replaced, and get weights only with the next update "
-                    f"(rollout.weights.transport: {self.settings.weights.transport}): restart the run with "
-                    "run.resume=auto"
-                )
-            self.register_started()
-
-    def note_load(self, index: int, samples: int) -> None:
-        """Record that an engine samples more trajectories, or fewer."""
-        self.occupancy.add(index, samples)
-        self.occupancy.note(len(self._engines))
+        launch = engine.launches
+        if not await engine.responds() and engine.up and engine.launches == launch:
+            self._lost(engine, "it does not answer")
+            self._check_live()
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises ValueError when `prompt` leaves the model no room to answer."""
@@ -244,98 +321,93 @@ class EnginePool:
                 f"rollout.engine.max_model_len = {limit}"
             )
 
-    @property
-    def engines(self) -> Sequence[EngineHandle]:
-        """All of them."""
-        return self._engines
+    # Weights.
 
     def send(self, trainer: OffersWeights, version: int) -> None:
-        """Give all engines the trainer's current weights as `version`: an offer, its `update`, its transfer.
+        """Give all engines the trainer's current weights as `version`, which is above 0.
 
-        Returns when the trainer may change them; engines that take a copy may still be at it. An offer of which nothing
-        is kept is sent once more to engines that were replaced. Raises as `update`, and EngineError when these fail
-        again.
+        Returns when the trainer may change them; engines that take a copy may still be at it. Raises EngineError when a
+        tensor of the model is missing, an engine reports other weights, or no engine takes them; Cancelled.
         """
         self.finish_update()  # engines may still fetch the former weights, of which the next offer leaves nothing
         offer = trainer.offer(version)
-        for _ in range(SEND_ATTEMPTS):
-            self.update(offer)
-            trainer.transfer()
-            if offer.kept or self.finish_update():
-                return
-        raise EngineError(f"weights {version} did not reach all engines in {SEND_ATTEMPTS} attempts; see their logs")
-
-    def update(self, offer: WeightOffer) -> PendingUpdate:
-        """Begin to give all engines the weights of an offer, of a version >= 0, which is closed with the next one.
-
-        What is submitted from now on is sampled with them. Waits for an update before this one, and until an engine
-        serves, or all of them for an offer that is not kept. Engines that sleep wake for their weights; their caches
-        sleep on. Raises EngineError when a tensor of the model is missing: engines would silently keep the old one.
-        """
-        with self.lock:
-            try:
-                self.finish_update()
-                check_complete(offer, self._spec.model_path)
+        try:
+            for _ in range(_SEND_ATTEMPTS):
+                self._call(self._begin_update(offer), "an engine to start")
+                trainer.transfer()
                 if offer.kept:
-                    self._await_one()
-                else:
-                    self.wait_ready()
-            except BaseException:
-                offer.close()  # no later update or `close` would: it is not yet the pool's
-                raise
-            # Not earlier: an engine that comes up during the wait above is given the former offer.
-            if self._offer is not None and self._offer is not offer:
-                self._offer.close()
-            self._offer = offer
-            self._memory.wake(self._engines, self._stop, WEIGHTS)
-            living = self._memory.living(self._engines)
-            taking = [engine for engine in living if engine.live or not offer.kept]
-            self._update = PendingUpdate(offer, taking, self._stop)
-            return self._update
+                    return
+                self.finish_update()
+                if any(engine.live for engine in self.engines):
+                    return
+            raise EngineError(f"weights {version} reached no engine in {_SEND_ATTEMPTS} attempts; see their logs")
+        except BaseException:
+            offer.close()
+            raise
 
-    def finish_update(self) -> bool:
-        """Return when all engines have the weights of the last `update`: whether none had to be replaced.
+    async def _begin_update(self, offer: WeightOffer) -> None:
+        """What is submitted from now on is sampled with these weights. Engines that sleep wake for them, without their
+        caches."""
+        missing = checkpoint_names(self._spec.model_path) - offer.names - {"lm_head.weight"}  # absent when tied
+        if missing:  # engines would keep the old ones
+            raise EngineError(f"weights {offer.version} lack {len(missing)} tensors, e.g. {sorted(missing)[:3]}")
+        while not (up := [engine for engine in self.engines if engine.up]):
+            if self._asleep:
+                raise EngineError("all engines died, and cannot be replaced while the trainer has the GPUs")
+            await self.changed()
+        await self._wake(WEIGHTS)
+        update = PendingUpdate(offer, up, self._stop)
+        self.version = offer.version
+        for engine in up:
+            engine.version, engine.live = offer.version, True
+        self._changed.set()
+        if offer.kept:
+            self._update = asyncio.create_task(self._settled(update))
+        else:  # the transport leads it meanwhile
+            self._led = update
 
-        A new engine is given a kept offer when it is up, which is not waited for here; it waits for the next offer
-        where nothing is kept. `tend` calls this as soon as there is nothing to wait for. Raises EngineError when an
-        engine reports another version or other values, or cannot be replaced; Cancelled.
-        """
-        with self.lock:
-            if self._update is None:
-                return True
-            self._update.wait()  # may raise Cancelled: the update is still pending then
-            update, self._update = self._update, None
-            result = update.finish()
-            self._count_update(update.offer, result)
-            if result.failed and self._stop.is_set():
-                raise Cancelled(f"stop requested while weights {update.offer.version} were sent")
-            self._memory.dead += result.failed
-            if update.offer.kept:
-                if not self._memory.asleep:  # a new process needs GPU memory that the trainer has: `wake` replaces it
-                    self._replace_dead()
-            else:
-                self._settle_transfer(update)
-            return not result.failed
+    async def _settled(self, update: PendingUpdate) -> None:
+        """Wait until all engines have the weights; replace those that have not."""
+        offer = update.offer
+        try:
+            await update.answers()
+            offer.end()
+            unchecked = update.compare()
+        except EngineError as error:
+            self._fail(error)
+            raise
+        finally:
+            if offer.kept:
+                offer.close()
+        if unchecked and unchecked != self._unchecked:
+            names = f"{len(unchecked)} tensors, e.g. {', '.join(unchecked[:3])}"
+            log.warning("weights: cannot be read back from the engines, so not compared: %s", names)
+        self._unchecked = unchecked
+        self._stats.add_update(self._spec.transport, offer.size, update.seconds)
+        for engine, why in update.failed.items():
+            self._lost(engine, why)
+        if offer.kept:
+            self._check_live()
 
-    def _settle_transfer(self, update: PendingUpdate) -> None:
-        """Replaced engines are up again, and the others serve."""
-        if update.failed and self._memory.asleep:
-            names = ", ".join(engine.name for engine in update.failed)
-            raise EngineError(f"{names} failed in an update, and cannot be replaced while the trainer has the GPUs")
-        self._revive()
-        for engine in update.engines:
-            if engine not in update.failed:
-                engine.admit()
+    def finish_update(self) -> None:
+        """Return when all engines have the weights of the last `send`, or are being replaced. Raises as `send`."""
+        self._call(self._finish_update(), f"engines to take weights {self.version}")
 
-    def _count_update(self, offer: WeightOffer, result: UpdateResult) -> None:
-        self._read_back.note(result.unchecked)
-        self._seconds["sync_s"] = self._seconds.get("sync_s", 0.0) + result.seconds
-        self.counts.update({"sync_bytes": offer.size, f"{UPDATES_BY}{self._spec.transport}": 1})
+    async def _finish_update(self) -> None:
+        if self._led is not None:
+            self._update, self._led = asyncio.create_task(self._settled(self._led)), None
+        if self._update is not None:
+            try:
+                await asyncio.shield(self._update)
+            finally:
+                self._update = None if self._update.done() else self._update
+
+    # Memory that engines share with the trainer.
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engines, or a part of their memory, sleep."""
-        return bool(self._memory.asleep)
+        """Whether a part of the engines' memory sleeps."""
+        return bool(self._asleep)
 
     def sleep(self, level: int) -> None:
         """All engines give their GPU memory back: 1 keeps the weights in host memory, 2 keeps nothing. Idempotent.
@@ -345,147 +417,84 @@ class EnginePool:
         """
         try:
             self.wait_ready()
-            self.finish_update()
-            self._memory.sleep(self._engines, level, self._stop)
+            return self._call(self._sleep(level, self.settings.start_timeout_s), "engines to fall asleep")
         except Cancelled:
-            self._sleep_or_end(level)
-
-    def _sleep_or_end(self, level: int) -> None:
-        """Have the GPU memory back whatever the engines do."""
+            pass
         try:
-            self._memory.sleep(self._engines, level, NeverStop(), SLEEP_AT_STOP_S)
+            self.loop.call(self._sleep(level, _SLEEP_AT_STOP_S))
         except EngineError as error:
             log.warning("the engines are killed, as the trainer needs their GPUs to save: %s", error)
-            for engine in self._engines:
+            for engine in self.engines:
                 engine.kill()
+
+    async def _sleep(self, level: int, limit_s: float) -> None:
+        if self._asleep:
+            return
+        if self._stop.is_set():
+            for engine in self.engines:
+                if not engine.up:
+                    engine.kill()
+        else:
+            while any(not engine.up for engine in self.engines):
+                await self.changed()
+            await self._finish_update()
+        await self._of_all([(engine, engine.sleep(level, limit_s)) for engine in self.engines if engine.up])
+        self._asleep = (WEIGHTS, CACHE)
 
     def wake(self) -> None:
         """All engines take their memory again and can sample. Raises EngineError when one cannot."""
         self.finish_update()
-        self._memory.wake(self._engines, self._stop, WEIGHTS, CACHE)
-        self._revive()
+        self._call(self._wake(WEIGHTS, CACHE), "engines to wake")
 
-    def _revive(self) -> None:
-        for engine in self._replace_dead():
-            self._await_start(engine)
+    async def _wake(self, *what: str) -> None:
+        """Wake the tags in `what` that are asleep, weights first."""
+        limit_s = self.settings.start_timeout_s
+        if tags := [tag for tag in self._asleep if tag in what]:
+            await self._of_all([(engine, engine.wake(tags, limit_s)) for engine in self.engines if engine.up])
+            self._asleep = tuple(tag for tag in self._asleep if tag not in tags)
+        if not self._asleep:
+            dead, self._dead = self._dead, []
+            for engine in dead:
+                self._begin(self._started(engine))
+            self._check_live()
 
-    def _replace_dead(self) -> list[EngineHandle]:
-        """Begin a new process for each; returns which."""
-        dead, self._memory.dead = self._memory.dead, []
-        for engine in dead:
-            self.restart(engine)
-        return dead
+    async def _of_all(self, calls: Sequence[tuple[EngineHandle, Coroutine[Any, Any, None]]]) -> None:
+        """Await the calls of all engines; those that died are killed. Raises EngineError."""
+        results = await asyncio.gather(*(call for _, call in calls), return_exceptions=True)
+        for (engine, _), result in zip(calls, results, strict=True):
+            if isinstance(result, EngineDied):
+                self._lost(engine, result, later=True)
+            elif result is not None:
+                raise result
+
+    # Traces by vLLM's profiler, and statistics.
 
     def begin_trace(self, step: int) -> None:
-        """Have vLLM's profiler record from now on. An engine that cannot is named in the log."""
-        with self.lock:
-            live = [engine for engine in self._engines if engine.live]
-        self._traces = Traces(live, step)  # without the lock: groups are submitted meanwhile
+        """Have vLLM's profiler record from now on. An engine that cannot is named in the log, and ends no run."""
+        live = [engine for engine in self.engines if engine.live]
+        begun = self._asked(live, "begin its trace", "start_profile", f"{step_name(step)}_engine_")
+        self._traced = self._call(begun, "engines to begin a trace")
 
     def end_trace(self) -> None:
         """Have the engines write what was recorded since `begin_trace`; likewise."""
-        self._traces.end()
+        traced, self._traced = self._traced, {}
+        same = [engine for engine, launches in traced.items() if engine.launches == launches]
+        for engine in traced.keys() - same:
+            log.warning("%s was replaced in a step that is traced; its trace is lost", engine.name)
+        self._call(self._asked(same, "write its trace", "stop_profile"), "engines to write a trace")
+
+    async def _asked(
+        self, engines: Sequence[EngineHandle], what: str, method: str, *prefixes: str
+    ) -> dict[EngineHandle, int]:
+        """Call a method of engines, with `prefixes` before their numbers; those that return, with their launches."""
+        calls = [each.ask(what, _TRACE_S, method, *(f"{name}{each.index}" for name in prefixes)) for each in engines]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                log.warning("%s", result)
+        pairs = zip(engines, results, strict=True)
+        return {engine: engine.launches for engine, result in pairs if not isinstance(result, BaseException)}
 
     def stats(self) -> dict[str, float]:
-        """Counts and seconds since the last call, then reset; of updates that were over by then.
-
-        Always group_retries, late_groups, quarantined (prompts) and engine_restarts. After a sync also sync_s,
-        sync_bytes (of one engine), sync_gb_per_s and sync_by_<transport> (updates). The lost_<status> are tool calls of
-        discarded attempts, which appear in no trajectory.
-        """
-        with self.lock:
-            stats = pool_stats({**self.counts, **self._seconds})
-            self.counts.clear()
-            self._seconds.clear()
-        return stats
-
-    def close(self) -> None:
-        """Stop engines and a Ray instance of our own; release the weights. Idempotent, waits seconds at most."""
-        if self._runtime is not None:
-            with suppress(Exception):  # `wait_ready` raises why a start failed
-                self._runtime.wait(POOL_CLOSE_S)
-        for engine in self._engines:
-            engine.kill(gently=engine.live)
-        self._engines = []
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        if self._offer is not None:
-            self._offer.close()
-            self._offer = None
-        if self._runtime is not None:
-            self._runtime.close()
-            self._runtime = None
-
-    def restart(self, engine: EngineHandle, why: object = "it died") -> None:
-        """Begin a new process for an engine. Raises EngineError, or has the run stop, where Ray cannot start one."""
-        engine.kill()
-        if self._runtime is not None and (lost := self._runtime.lost):
-            engine.park()
-            return self._end(f"{engine.name} cannot be replaced ({why}), as {lost}")
-        self.counts["engine_restarts"] += 1
-        log.warning("%s is replaced: %s; log: %s", engine.name, why, engine.log_path)
-        engine.launch()
-
-    def _end(self, why: str) -> None:
-        self._stop.ask(why)
-        if not self._stop.is_set():
-            raise EngineError(why)
-
-    def register_started(self) -> None:
-        """Finish an update that is over, and register restarted engines that are up.
-
-        Raises EngineError when one failed or is late, or Ray's GCS is gone, and as `finish_update`.
-        """
-        if self._runtime is not None and (lost := self._runtime.head_lost):
-            return self._end(lost)
-        if self._update is not None and self._update.is_over:
-            self.finish_update()
-        for engine in self._engines:
-            if engine.starting and self._is_started(engine):
-                self._register(engine)
-
-    def _await_start(self, engine: EngineHandle) -> None:
-        while engine.starting:
-            if self._is_started(engine):
-                self._register(engine)
-            else:
-                ray.wait([engine.ready_ref], timeout=stop_poll(engine.deadline, self._stop, f"{engine.name} to start"))
-
-    def _is_started(self, engine: EngineHandle) -> bool:
-        """Whether its process has started, or failed. Raises EngineError when it is late."""
-        if not engine.starting:
-            return False
-        if ray.wait([engine.ready_ref], timeout=0)[0]:
-            return True
-        if self._runtime is not None and (lost := self._runtime.lost) and not engine.seated:
-            self._end(f"{engine.name} cannot start, as {lost}")
-        if engine.deadline <= time.monotonic():
-            limit = f"{self.settings.start_timeout_s:g} s (rollout.start_timeout_s)"
-            raise EngineError(f"{engine.name} is not up after {limit}; {engine.waits_for()}")
-        return False
-
-    def _register(self, engine: EngineHandle) -> None:
-        """Let an engine whose process has started serve, with the weights of the offer that is kept."""
-        offer = self._offer
-        if not engine.take_start():
-            return
-        if offer is None:
-            engine.admit()
-        elif not offer.kept:
-            engine.park()
-        else:
-            update = PendingUpdate(offer, [engine], self._stop)
-            update.wait()
-            if failed := update.finish().failed:
-                engine.retry_start(failed[engine])
-            else:
-                engine.admit()
-
-
-def _with_cache(config: Config) -> Config:
-    """With the size of an engine's KV cache on this CPU, which it logs."""
-    cache = CpuCache.of(config, spec_for(config), free_memory())
-    log.info("engines: a KV cache of %d MiB each (rollout.engine.kv_cache_mb; %s)", cache.mb, cache)
-    engine = config.rollout.engine.model_copy(update={"kv_cache_mb": cache.mb})
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+        """See `PoolStats.take`; of updates that were over by then."""
+        return self._stats.take(len(self.engines))

@@ -28,12 +28,18 @@ from ctpo_megatron.base.processes import end_all, runs
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN, TOKEN_FILE
 from ctpo_megatron.base.ray_orphans import PARENT, PREFIX
 from ctpo_megatron.base.signals import action_kept, children_spared
-from ctpo_megatron.base.stop import Cancelled, NeverStop, Stop, stop_poll
+from ctpo_megatron.base.stop import STOP_POLL_S
 from ctpo_megatron.config import ClusterConfig
+from ctpo_megatron.engines.cluster import NODE_POLL_S
 from ctpo_megatron.engines.tasks import EngineError
-from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, KILLED_S, NODE_POLL_S, RAY_CLOSE_S
 from ctpo_sandbox import temporary
 
+_HEAD_CONNECT_S = 5.0
+"""One attempt to connect to Ray's head."""
+_CLOSE_S = 30.0
+"""Shutdown of a private Ray, which runs in a thread of its own."""
+_KILLED_S = 10.0
+"""For killed processes of a private Ray to end: the kernel frees their memory first."""
 _LAST_PORT = 65535
 _OBJECT_STORE_BYTES = 256 << 20
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -107,8 +113,8 @@ def _shut_down() -> None:
 
 
 def _end(processes: Iterable[psutil.Process]) -> None:
-    if left := end_all(processes, KILLED_S):  # most end by themselves
-        log.warning("still running %g s after SIGKILL, as Ray ended: %s", KILLED_S, ", ".join(map(str, left)))
+    if left := end_all(processes, _KILLED_S):  # most end by themselves
+        log.warning("still running %g s after SIGKILL, as Ray ended: %s", _KILLED_S, ", ".join(map(str, left)))
 
 
 def check_token(nodes: int, environment: Mapping[str, str]) -> None:
@@ -146,7 +152,7 @@ def await_head(address: str, deadline: float) -> None:
     while True:
         try:
             left_s = max(1.0, deadline - time.monotonic())
-            socket.create_connection((host.strip("[]"), int(port)), timeout=min(left_s, HEAD_CONNECT_S)).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=min(left_s, _HEAD_CONNECT_S)).close()
             return
         except OSError as error:
             if time.monotonic() + NODE_POLL_S > deadline:
@@ -191,7 +197,7 @@ def join(cluster: ClusterConfig, deadline: float) -> None:
 
 
 class RayRuntime:
-    """Starts Ray when constructed, then calls `then(number of GPUs)`; `wait` reports the result.
+    """Starts Ray when constructed, then calls `then(number of GPUs)`; `is_up` and `wait` report the result.
 
     All of it happens in a thread of its own that lives until `close`. So the caller continues meanwhile and keeps its
     signal handlers. The kernel kills the processes of a private Ray when the thread that started them ends, so Ray
@@ -221,30 +227,30 @@ class RayRuntime:
         self._keeper = threading.Thread(target=self._run, name="ray-keeper", daemon=True)
         self._keeper.start()
 
-    def is_up(self) -> bool:
-        """Whether `then` has run; raises what Ray or `then` raised."""
-        if self._error is not None:
-            raise self._error
-        return self._up.is_set()
+    def is_up(self, deadline: float) -> bool:
+        """Whether `then` has run.
 
-    def wait(self, timeout_s: float, stop: Stop | None = None) -> None:
-        """Return once `then` has run.
-
-        Raises what Ray or `then` raised, TimeoutError when it takes longer, Cancelled when `stop` is set meanwhile, and
-        EngineError when Ray's processes die.
+        Raises what Ray or `then` raised, TimeoutError after `deadline` (monotonic), EngineError when Ray's processes
+        have died.
         """
-        deadline, stop = time.monotonic() + timeout_s, stop or NeverStop()
-        while not self._up.wait(stop_poll(deadline, stop, "Ray to start")):
-            if lost := self.lost:
-                raise Cancelled(lost) if stop.is_set() else EngineError(lost)
-            if time.monotonic() < deadline:
-                continue
-            where = f"its logs: {self._temp}"
-            if self._cluster is not None:
-                where = f"is there a Ray node of RAY_ADDRESS={os.environ.get(ADDRESS)} on this machine?"
-            raise TimeoutError(f"Ray is not up after {timeout_s:.0f} s; {where}")
-        if self._error is not None:
-            raise self._error
+        if self._up.is_set():
+            if self._error is not None:
+                raise self._error
+            return True
+        if lost := self.lost:
+            raise EngineError(lost)
+        if time.monotonic() < deadline:
+            return False
+        where = f"its logs: {self._temp}"
+        if self._cluster is not None:
+            where = f"is there a Ray node of RAY_ADDRESS={os.environ.get(ADDRESS)} on this machine?"
+        raise TimeoutError(f"Ray is not up in time; {where}")
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once `then` has run; raises as `is_up`."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_up(deadline):
+            self._up.wait(min(STOP_POLL_S, max(0.0, deadline - time.monotonic())))
 
     @property
     def lost(self) -> str:
@@ -276,7 +282,7 @@ class RayRuntime:
             _end([*self._daemons.values(), *self._below()])
             self._remove_folder()
         else:
-            self._keeper.join(RAY_CLOSE_S)
+            self._keeper.join(_CLOSE_S)
 
     def _run(self) -> None:
         try:

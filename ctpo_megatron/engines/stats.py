@@ -1,67 +1,60 @@
-"""What a pool records: counts as the metrics `rollout/*` have them, and what its engines have in flight over time."""
+"""What a pool counts and times, as the metrics `rollout/*` have it."""
 
 from __future__ import annotations
 
-import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
-from ctpo_megatron.base import clock
 from ctpo_megatron.data.tool_call import TOOL_STATUSES
-from ctpo_megatron.engines.timeouts import OCCUPANCY_REPEAT_S, OCCUPANCY_ROW_S
-
-log = logging.getLogger(__name__)
-
-UPDATES_BY = "sync_by_"
-"""Prefix of the counts of weight updates; the transport follows."""
 
 
 def pool_stats(counts: Mapping[str, float]) -> dict[str, float]:
     """Every count of `EnginePool.stats`, absent ones as 0, and the rate of the weight updates where there were any."""
     names = ["group_retries", "late_groups", "quarantined", "engine_restarts", "sync_s", "sync_bytes"]
     names += [f"lost_{status}" for status in TOOL_STATUSES]
-    stats = {name: float(counts.get(name, 0)) for name in names}
-    stats |= {name: float(count) for name, count in counts.items() if name.startswith(UPDATES_BY)}
+    stats = dict.fromkeys(names, 0.0) | {name: float(count) for name, count in counts.items()}
     if stats["sync_bytes"]:
         stats["sync_gb_per_s"] = stats["sync_bytes"] / 1e9 / stats["sync_s"]
     return stats
 
 
-class Occupancy:
-    """Appends `seconds since the epoch, trajectories of engine 0, of engine 1, ...` to a file when that changes.
+class PoolStats:
+    """Counts and seconds since they were taken last."""
 
-    A trajectory is in flight until its group is complete.
-    """
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+        self._sync_s = self._idle_s = 0.0
+        self._load = Counter[int]()
+        self._load_since: dict[int, float] = {}
+        self._taken = time.monotonic()
 
-    def __init__(self, path: Path) -> None:
-        """path: `tracking.engine_occupancy` reads it. Created with the first row."""
-        self._path = path
-        self._in_flight: Counter[int] = Counter()
-        self._row: tuple[int, ...] = ()
-        self._written = 0.0
-        self._failed = False
+    def add_update(self, transport: str, size: int, seconds: float) -> None:
+        """Add a weight update of `size` bytes to each engine."""
+        self.counts.update({"sync_bytes": size, f"sync_by_{transport}": 1})
+        self._sync_s += seconds
 
-    def add(self, engine: int, trajectories: int) -> None:
-        """Add `trajectories`, which may be negative, to the number in flight on `engine`."""
-        self._in_flight[engine] += trajectories
+    def note_load(self, engine: int, samples: int) -> None:
+        """Record that an engine samples more trajectories, or fewer."""
+        now = time.monotonic()
+        if not self._load[engine]:
+            self._idle_s += now - max(self._taken, self._load_since.get(engine, 0.0))
+        self._load[engine] += samples
+        self._load_since[engine] = now
 
-    def note(self, engines: int) -> None:
-        """Write a row of the first `engines` engines when it has changed, or is old; called often."""
-        row, now = tuple(self._in_flight[engine] for engine in range(engines)), clock.now()
-        # Written at once: the next call may follow a whole training step later, and the old row would stay until then.
-        turned = any(row) != any(self._row)
-        if not turned and now < self._written + (OCCUPANCY_ROW_S if row != self._row else OCCUPANCY_REPEAT_S):
-            return
-        self._row, self._written = row, now
-        try:
-            self._append(",".join([f"{now:.2f}", *map(str, row)]) + "\n")
-        except OSError as error:  # a run does not stop for a figure of its report
-            if not self._failed:
-                log.warning("what engines have in flight cannot be written, the report will lack it: %s", error)
-            self._failed = True
+    def take(self, engines: int) -> dict[str, float]:
+        """Return the counts and seconds, and reset them.
 
-    def _append(self, line: str) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="ascii") as file:
-            file.write(line)
+        Always group_retries, late_groups, quarantined (prompts), engine_restarts, and engines_idle, the share of the
+        time in which an engine has nothing to sample, mean over engines. After a sync also sync_s, sync_bytes (of one
+        engine), sync_gb_per_s and sync_by_<transport> (updates). The lost_<status> are tool calls of discarded
+        attempts, which appear in no trajectory.
+        """
+        for engine in range(engines):
+            self.note_load(engine, 0)
+        now = time.monotonic()
+        idle = min(1.0, self._idle_s / max(1e-9, (now - self._taken) * max(1, engines)))
+        stats = pool_stats({**self.counts, "sync_s": self._sync_s, "engines_idle": idle})
+        self.counts.clear()
+        self._taken, self._sync_s, self._idle_s = now, 0.0, 0.0
+        return stats

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ctpo_megatron.base.run_paths import LogPaths
-from ctpo_megatron.config import Device, Transport
+from ctpo_megatron.config import CpuCache, Device, Transport, free_memory, spec_for
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments.episode import Sampling as Sampling
 
+log = logging.getLogger(__name__)
+
+CORE_SHUTDOWN_S = 2.0
+"""For the current step of an engine core and the release of its model."""
 INITIAL_VERSION = 0
 """Version of the weights an engine loads from its model directory, before the first update."""
 
@@ -46,6 +51,16 @@ class EngineSpec:
         if self.device == "cuda":
             return {"CPU": 1, "GPU": engine.tensor_parallel_size}
         return {"CPU": engine.threads, "GPU": 0}
+
+    def with_cache(self) -> EngineSpec:
+        """With the size of an engine's KV cache on this CPU, which is logged, where it is not configured."""
+        if self.device != "cpu" or self.config.rollout.engine.kv_cache_mb is not None:
+            return self
+        cache = CpuCache.of(self.config, spec_for(self.config), free_memory())
+        log.info("engines: a KV cache of %d MiB each (rollout.engine.kv_cache_mb; %s)", cache.mb, cache)
+        engine = self.config.rollout.engine.model_copy(update={"kv_cache_mb": cache.mb})
+        rollout = self.config.rollout.model_copy(update={"engine": engine})
+        return replace(self, config=self.config.model_copy(update={"rollout": rollout}))
 
     def log_path(self, index: int) -> Path:
         """The log of engine number `index`."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import Config, Extension, RewardConfig
 from ctpo_megatron.data.batch import Group
@@ -104,13 +105,14 @@ def answer(
     display.stage("start")
     with ExitStack() as stack:
         # The engines load in the background while the scorers start.
-        engines = stack.enter_context(open_engines(config, logs, placement=None))
+        loop = stack.enter_context(EventLoop())
+        engines = stack.enter_context(open_engines(config, logs, loop, placement=None))
         pool = stack.enter_context(RewardPool(config.reward, config.extensions.path, LogPaths(logs).rewards))
         engines.wait_ready()
         display.stage("evaluation")
         sampler = GroupSampler(engines, config.rollout)
         answers = ScoredAnswers(pool, store, _decoder(tokenizer), finished)
-        asyncio.run(play(config, lacking, store, sampler, answers))
+        loop.call(play(config, lacking, store, sampler, answers))
         for prompt in sampler.quarantine.records:
             display.note(f"[evaluation] prompt {prompt.prompt_id} was discarded: {prompt.cause}")
 

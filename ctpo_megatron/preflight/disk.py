@@ -24,7 +24,7 @@ FILE_BYTES = 16 << 10
 AHEAD_BYTES = 8
 """A token that was sampled ahead, in a checkpoint."""
 STEP_BYTES = 72 << 10
-"""Metrics, statistics by position, events of TensorBoard, occupancy and logs of a step."""
+"""Metrics, statistics by position, events of TensorBoard and logs of a step."""
 REPORT_BYTES = 3 << 20
 """The page and its figures."""
 PROMPT_TOKENS = 512

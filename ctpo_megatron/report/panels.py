@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ctpo_megatron.report.run_data import ACCURACY, ENGINE, RunData, Series
+from ctpo_megatron.report.run_data import ACCURACY, RunData, Series
 from ctpo_megatron.report.trajectories.ratio import ratio_name
 from ctpo_megatron.tracking import PHASES
 
@@ -80,7 +80,7 @@ def panels(run: RunData) -> list[Panel]:
     reward, tool, signal, clip, *others = _PANELS
     rewards = [reward, _accuracy(run), tool, signal, *_known(run, _NO_BOX, _turn_rewards(run), _reward_parts(run))]
     policy = [clip, *_known(run, _CLIP_BY_SIGN), _ratio(run), *_known(run, _quantiles(run), _ESS, _ENTROPY)]
-    rest = _known(run, _STALENESS, _SANDBOX, _SFT_THROUGHPUT, _SFT_MFU, _utilization(run), _occupancy(run))
+    rest = _known(run, _STALENESS, _SANDBOX, _SFT_THROUGHPUT, _SFT_MFU, _utilization(run))
     return [*rewards, *policy, *others, *rest, _memory(run)]
 
 
@@ -92,7 +92,6 @@ def compared_panels(runs: Sequence[RunData]) -> list[Panel]:
             known = found.get(panel.name, panel)
             lines = {line.metric: line for line in (*known.lines, *panel.lines)}
             found[panel.name] = replace(known, lines=tuple(lines.values()))
-    found.pop("occupancy", None)  # over minutes, engine by engine
     if "memory" in found:
         found["memory"] = replace(found["memory"], lines=(_LARGEST_RANK,))
     if len({ratio_name(run) for run in runs}) > 1 and "is_ratio" in found:
@@ -103,8 +102,7 @@ def compared_panels(runs: Sequence[RunData]) -> list[Panel]:
 
 def _known(run: RunData, *optional: Panel) -> list[Panel]:
     """The panels of which the run has a metric."""
-    names = {*run.names, *run.engines}
-    return [panel for panel in optional if names & {line.metric for line in panel.lines}]
+    return [panel for panel in optional if {*run.names} & {line.metric for line in panel.lines}]
 
 
 _RATIO_OF = "Ratio of the updated policy to the anchor, over the loss tokens of the step's last update; 1: unchanged."
@@ -183,13 +181,6 @@ def _utilization(run: RunData) -> Panel:
     lines = tuple(line for line in _by_phase("mfu") if line.metric in run.names)
     caption = "Model FLOP/s over the peak of the devices that the phase runs on."
     return Panel("mfu", "Model FLOPs utilization", "MFU", caption, lines, limits=_FROM_ZERO)
-
-
-def _occupancy(run: RunData) -> Panel:
-    """Of the first of many engines."""
-    lines = _coloured([*run.engines][: len(_COLOURS)], lambda name: f"engine {name.removeprefix(ENGINE)}")
-    caption = "Trajectories that each engine has in flight, of evaluations too. At zero it waits for the trainer."
-    return Panel("occupancy", "Engines", "trajectories in flight", caption, lines, limits=_FROM_ZERO, xlabel="minutes")
 
 
 def _memory(run: RunData) -> Panel:

@@ -47,7 +47,7 @@ class StepCost:
 
     samples_per_s: trajectories that were sampled for training. tokens_per_s: prompts and observations included.
     trainer_waits: share of the time outside of `COMPUTING`. engines_idle: share of the time, mean over engines, in
-    which nothing is in flight on an engine; None without a record of it.
+    which nothing is in flight on an engine; None where it was not measured.
     """
 
     step_s: float
@@ -68,6 +68,7 @@ class StepCost:
         seconds[REST] = max(0.0, step_s - sum(seconds.values()))
         largest = sorted((name for name in seconds if seconds[name]), key=lambda name: -seconds[name])
         tokens = [record["tokens/total"] for record in steps if record.get("tokens/total")]
+        idle = [record["rollout/engines_idle"] for record in steps if "rollout/engines_idle" in record]
         samples = run.setting("rollout.prompts_per_step", 0) * run.setting("rollout.samples_per_prompt", 0)
         return cls(
             step_s,
@@ -75,7 +76,7 @@ class StepCost:
             fmean(tokens) / step_s if tokens else None,
             [PhaseCost(name, seconds[name], seconds[name] / step_s, *_speed(run, name)) for name in largest],
             1 - sum(seconds.get(name, 0.0) for name in COMPUTING) / step_s,
-            run.engines_idle,
+            fmean(idle) if idle else None,
         )
 
     def mfu(self, phase: str) -> float | None:

@@ -6,8 +6,8 @@ engines or on the `Replay` of a recording, and run on one `EventLoop`. Importing
 
 from __future__ import annotations
 
+from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.rollouts.evaluation import Evaluated, Evaluation
-from ctpo_megatron.rollouts.event_loop import EventLoop
 from ctpo_megatron.rollouts.filters import Filters, filter_problem
 from ctpo_megatron.rollouts.group_sampler import GroupSampler
 from ctpo_megatron.rollouts.metrics import rollout_metrics

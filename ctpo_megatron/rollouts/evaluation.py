@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
+from ctpo_megatron.base.event_loop import EventLoop, Work, end
 from ctpo_megatron.base.stop import Cancelled, Stop
 from ctpo_megatron.config.schema import EvalConfig
 from ctpo_megatron.data import Group, Prompt
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
-from ctpo_megatron.rollouts.event_loop import EventLoop, Work, end
 from ctpo_megatron.rollouts.group_sampler import GroupSampler
 from ctpo_megatron.rollouts.metrics import validation_metrics
 from ctpo_megatron.rollouts.scoring import Scorer

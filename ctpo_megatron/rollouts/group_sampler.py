@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 """Before a group is tried again; it doubles with each failure."""
-TEND_S = 0.1
-"""Between two checks of engines that start or take weights, while groups are sampled."""
 
 
 class GroupSampler:
@@ -152,11 +150,11 @@ class GroupSampler:
         self._sum += mean - self._lengths.get(prompt.id, 0.0)
         self._lengths[prompt.id] = mean
 
-    # Engines that start, die, or take weights.
+    # Engines that start, or cannot continue.
 
     @contextmanager
     def _tended(self) -> Iterator[None]:
-        """Have engines looked after; what is found ends every group."""
+        """Within, what ends the sampling of an engine pool ends every group."""
         task = asyncio.current_task()
         assert task is not None
         self._under_way.add(task)
@@ -178,9 +176,8 @@ class GroupSampler:
     async def _tend(self) -> None:
         try:
             while True:
-                await self.engines.tend()
+                await self.engines.changed()
                 self._assign()
-                await asyncio.sleep(TEND_S)
         except Exception as error:
             self._failure = error
             for task in self._under_way:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -92,7 +93,9 @@ class Replay:
 
     send = check_prompt = note_load = wait_ready
 
-    async def tend(self, *_: object) -> None:
-        """It never dies, and always answers."""
+    async def check(self, _engine: Replay) -> None:
+        """It always answers."""
 
-    check = tend
+    async def changed(self) -> None:
+        """It never dies."""
+        await asyncio.Event().wait()

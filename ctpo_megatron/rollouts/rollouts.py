@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from ctpo_megatron.base.event_loop import EventLoop, end
 from ctpo_megatron.base.stop import Cancelled, Stop
 from ctpo_megatron.config import Config, RolloutConfig
 from ctpo_megatron.data import Batch, Group, Prompt, PromptStream
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
 from ctpo_megatron.engines.weights import OffersWeights
-from ctpo_megatron.rollouts.event_loop import EventLoop, end
 from ctpo_megatron.rollouts.filters import Filters
 from ctpo_megatron.rollouts.group_sampler import GroupSampler
 from ctpo_megatron.rollouts.metrics import staleness_metrics

@@ -50,12 +50,12 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
     replayed = config.rollout.replay is not None
     logs = RunPaths(directory).logs
     with ExitStack() as stack:
-        pool = None
+        pool, loop = None, stack.enter_context(EventLoop())
         if not replayed:  # first: engines load while prompts are read and scorers start
             from ctpo_megatron.engines import open_engines  # only here: a replay needs no Ray
 
             placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
-            pool = stack.enter_context(open_engines(config, logs.root, placement=placement, stop=stop))
+            pool = stack.enter_context(open_engines(config, logs.root, loop, placement=placement, stop=stop))
         train = admission.training()
         usable(train)
         held_out = [] if replayed or not config.data.eval else usable(admission.held_out(train))
@@ -67,7 +67,6 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
             penalty = OverlongPenalty(overlong.buffer, overlong.penalty, config.rollout.max_response_tokens)
         scoring = Scorer(scorers, penalty, by_turn=config.objective.by_turn)
         settings = RolloutSettings.of(config)
-        loop = stack.enter_context(EventLoop())
         rollouts = Rollouts(settings, loop, sampler, scoring, prompts, stop, phases)
         evaluation = Evaluation(config.eval, loop, sampler, Scorer(scorers), held_out, stop, phases)
         record = partial(write_record, train, directory)

@@ -77,11 +77,12 @@ class _Served:
 
     def refusal(self, model: str, root: str, sandbox_url: str | None = "unused", **rollout: Any) -> str:
         """Why a fleet of this configuration does not start."""
+        from ctpo_megatron.base.event_loop import EventLoop
         from ctpo_megatron.engines import EngineError, EnginePool
         from tests.engines.pool_helpers import make_config
 
         config = make_config(Path(model), Path(root), **rollout)
-        with EnginePool(config, sandbox_url, cluster=config.cluster) as fleet:
+        with EventLoop() as loop, EnginePool(config, sandbox_url, loop, cluster=config.cluster) as fleet:
             try:
                 fleet.start()
                 fleet.wait_ready()
@@ -100,7 +101,7 @@ class _Served:
 
     def engines(self) -> list[str]:
         """Their names."""
-        return [engine.name for engine in self.stage.fleet._engines]
+        return [engine.name for engine in self.stage.fleet.engines]
 
     def sync(self, scale: float) -> float:
         """Send other weights; returns the seconds it took."""

@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from ctpo_megatron.base.event_loop import EventLoop, Work
 from ctpo_megatron.base.tensor_rows import TensorRows
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import EnginePool, GroupFailed, GroupTask, Sampling
+from ctpo_megatron.engines import EngineHandle, EnginePool, GroupFailed, GroupTask, Sampling
 from ctpo_megatron.engines.weights import TransportSettings, WeightOffer, WeightTransport, open_transport
-from ctpo_megatron.rollouts import EventLoop, GroupSampler
-from ctpo_megatron.rollouts.event_loop import Work
+from ctpo_megatron.rollouts import GroupSampler
 from tests.engines.tiny_model import CALL, build_tiny_model
 
 T = TypeVar("T")
@@ -122,8 +122,9 @@ class Stage:
         self.version = 0
         self.config = make_config(self.path, root, **rollout)
         cluster = self.config.cluster if os.environ.get("RAY_ADDRESS") else None
-        self.fleet = EnginePool(self.config, sandbox_url, cluster=cluster)
-        self.loop, self.sampler = EventLoop(), GroupSampler(self.fleet, self.config.rollout)
+        self.loop = EventLoop()
+        self.fleet = EnginePool(self.config, sandbox_url, self.loop, cluster=cluster)
+        self.sampler = GroupSampler(self.fleet, self.config.rollout)
         self.fleet.start()
         self._sender: Sender | None = None
 
@@ -244,6 +245,11 @@ def versions(groups: Sequence[Group]) -> set[int]:
 
 def engine_processes(stage: Stage, name: str) -> list[psutil.Process]:
     """Of the stage's only engine: its actor, or the engine core that the actor started."""
-    [engine] = stage.fleet._engines
-    actor = psutil.Process(ray.get(engine.ready_ref)[0])
+    [engine] = stage.fleet.engines
+    actor = process_of(engine)
     return [process for process in (actor, *actor.children(recursive=True)) if name in " ".join(process.cmdline())]
+
+
+def process_of(engine: EngineHandle) -> psutil.Process:
+    """The actor of an engine that is up."""
+    return psutil.Process(ray.get(engine.ready_ref)[0])

@@ -73,7 +73,7 @@ async def _take_steps(root: Path) -> None:
 
     path, draw = root / "model", random.Random(0)
     settings = AsyncEngineArgs(**CpuSetup().arguments(make_config(path, root), str(path)))
-    llm = in_process_engine(settings, threads=1, gather=False)  # not patched: every number of tokens is compiled
+    llm = in_process_engine(settings, threads=1)  # not patched: every number of tokens is compiled
 
     async def generate(name: str) -> None:
         prompt, length = draw.choices(range(5, 50), k=draw.randrange(1, 120)), draw.randrange(1, 40)

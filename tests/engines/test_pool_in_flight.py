@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -98,16 +99,20 @@ def test_groups_that_are_not_needed_any_more_are_discarded(stage: Stage) -> None
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_requests_of_an_engine_whose_update_failed(stage: Stage) -> None:
+def test_nobody_waits_for_requests_of_an_engine_whose_update_failed(shared_ray: None, tmp_path: Path) -> None:
     """They go on with it, which kills vLLM's engine: its layers have lost their weights."""
+    stage = Stage(tmp_path)
     prompts = stage.prompts(4)
-    want = tokens(stage.generate(prompts, step=23))
-    [engine] = stage.fleet._engines
-    stage.fleet.stats()
-    turns, deadline = stage.begin(prompts, step=23), time.monotonic() + scaled(60)
-    while stage.sampler.in_flight < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    with pytest.raises(RayError, match="nowhere"):
-        ray.get(engine.call("update_weights", {"path": "/nowhere"}, 99), timeout=scaled(60))
-    assert tokens(turns.wait(NeverStop())) == want  # on the engine that has replaced it
-    assert stage.fleet.stats()["engine_restarts"] == 1
+    try:
+        want = tokens(stage.generate(prompts, step=23))
+        [engine] = stage.fleet.engines
+        stage.fleet.stats()
+        turns, deadline = stage.begin(prompts, step=23), time.monotonic() + scaled(60)
+        while stage.sampler.in_flight < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(RayError, match="nowhere"):
+            ray.get(engine.call("update_weights", {"path": "/nowhere"}, 99), timeout=scaled(60))
+        assert tokens(turns.wait(NeverStop())) == want  # on the process that has replaced it, of the model's directory
+        assert stage.fleet.stats()["engine_restarts"] == 1
+    finally:
+        stage.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import signal
 import subprocess
@@ -14,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.base.processes import wait_for
+from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines import EngineError, EnginePool
 from ctpo_megatron.rollouts import GroupSampler
@@ -23,6 +24,12 @@ from tests.engines.tiny_model import CALL, build_tiny_model
 from tests.support.deadlines import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@contextlib.contextmanager
+def pool(config: Config) -> Iterator[EnginePool]:
+    with EventLoop() as loop, EnginePool(config, "unused", loop) as fleet:
+        yield fleet
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_failed_and_late_starts_name_engine_and_log(model_path: Path, tmp_path: Path) -> None:
     missing = str(tmp_path / "nothing")
-    with EnginePool(make_config(Path(missing), tmp_path), "unused") as fleet:
+    with pool(make_config(Path(missing), tmp_path)) as fleet:
         fleet.start()
         deadline = time.monotonic() + scaled(120)
         with pytest.raises(EngineError, match=r"rollout engine 0 did not start: .*log: .*rollout_engine_0\.log"):
@@ -44,29 +51,29 @@ def test_failed_and_late_starts_name_engine_and_log(model_path: Path, tmp_path: 
     small = {"max_model_len": 320, "max_num_seqs": 64, "dtype": "float32", "kv_cache_mb": 32}
     odd = make_config(model_path, tmp_path, engine=small | {"extra": {"max_num_batched_tokens": 63}})
     refused = r"did not start: ValueError: SchedulerConfig: Value error, max_num_batched_tokens \(63\) is .*; log: "
-    with EnginePool(odd, "unused") as fleet:
+    with pool(odd) as fleet:
         fleet.start()
         with pytest.raises(EngineError, match=refused):
             fleet.wait_ready()
     late = make_config(model_path, tmp_path, start_timeout_s=7)
-    with EnginePool(late, "unused") as fleet:
+    with pool(late) as fleet:
         fleet.start()
         with pytest.raises(EngineError, match=r"not up after 7 s.*(rollout_engine_0\.log|no place for 1 CPU)"):
             fleet.wait_ready()
-    with EnginePool(late, "unused") as fleet, pytest.raises(EngineError):
+    with pool(late) as fleet, pytest.raises(EngineError):
         fleet.wait_ready()  # never started
 
 
 def test_an_engine_that_dies_while_it_loads_is_begun_again(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with EnginePool(make_config(model_path, tmp_path), "unused") as fleet:
+    with pool(make_config(model_path, tmp_path)) as fleet:
         earlier = set(engines())
         fleet.start()
         kill_engine(earlier)
         fleet.wait_ready()
         prompt = Prompt("p", "test", (), "", tuple(range(40)))
-        assert len(asyncio.run(sampled(GroupSampler(fleet, fleet.settings), [prompt], 0, 4))) == 1
+        assert len(fleet.loop.call(sampled(GroupSampler(fleet, fleet.settings), [prompt], 0, 4))) == 1
     assert caplog.text.count("rollout engine 0 died while it started") == 1
 
 
@@ -93,18 +100,18 @@ def test_group_past_its_deadline_is_retried_then_quarantined(model_path: Path, t
     limit = scaled(5)
     config = make_config(model_path, tmp_path, group_timeout_s=limit, max_group_retries=1)
     prompts = [Prompt(f"p{i}", "test", (), "", tuple(range(i, i + 40))) for i in range(4)]
-    with EnginePool(config, "unused") as fleet:
+    with pool(config) as fleet:
         fleet.start()
         fleet.wait_ready()
         flag.write_text("hang")
         sampler = GroupSampler(fleet, config.rollout)
-        assert asyncio.run(sampled(sampler, prompts, 0, 4)) == []
+        assert fleet.loop.call(sampled(sampler, prompts, 0, 4)) == []
         assert {record.prompt_id for record in sampler.quarantine.records} == {prompt.id for prompt in prompts}
         for record in sampler.quarantine.records:
             assert f"failed 2 times, the last: no result from rollout engine 0 within {limit:g} s" in record.cause
         assert fleet.stats()["engine_restarts"] == 0  # the engine itself answers
         flag.unlink()
-        assert len(asyncio.run(sampled(GroupSampler(fleet, config.rollout), prompts, 0, 4))) == 4
+        assert len(fleet.loop.call(sampled(GroupSampler(fleet, config.rollout), prompts, 0, 4))) == 4
 
 
 DRIVER = """
@@ -112,9 +119,10 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from tests.engines.pool_helpers import make_config
+from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.engines import EnginePool
 path, root = Path(sys.argv[1]), Path(sys.argv[2])
-fleet = EnginePool(make_config(path, root), "unused")
+fleet = EnginePool(make_config(path, root), "unused", EventLoop())
 fleet.start()
 fleet.wait_ready()
 print("ready", flush=True)

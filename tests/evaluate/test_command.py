@@ -74,8 +74,9 @@ class Scripted:
     def check_prompt(self, prompt: Prompt) -> None:
         """Every prompt has room."""
 
-    async def tend(self) -> None:
+    async def changed(self) -> None:
         """It never dies."""
+        await asyncio.Event().wait()
 
     def note_load(self, index: int, samples: int) -> None:
         """Nothing reads it."""
@@ -110,7 +111,7 @@ def run(task: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
         evaluated.engines = engines  # type: ignore[attr-defined]
 
         @contextmanager
-        def open_engines(config: Config, logs: Path, **_: Any) -> Iterator[Scripted]:
+        def open_engines(config: Config, logs: Path, loop: Any, **_: Any) -> Iterator[Scripted]:
             yield engines
 
         monkeypatch.setattr(answering, "open_engines", open_engines)

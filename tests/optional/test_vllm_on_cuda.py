@@ -15,7 +15,7 @@ from ctpo_megatron.config.rollout_schema import EngineConfig
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.engines import weights
 from ctpo_megatron.engines.setup import engine_setup
-from ctpo_megatron.engines.updates import WeightClient
+from ctpo_megatron.engines.weights.client import WeightClient
 from tests.optional.signatures import Sources, parsed
 
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")

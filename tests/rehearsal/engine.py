@@ -21,7 +21,6 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 from vllm.utils.torch_utils import current_stream, set_default_torch_dtype
 
-from ctpo_megatron.engines import EngineHandle
 from ctpo_megatron.engines.tasks import UpdateReport
 from ctpo_megatron.engines.weights.engine_checksums import kept_parts
 from tests.rehearsal.claims import launch, unchecked
@@ -71,7 +70,6 @@ class Engine:
     """One engine of one GPU: an engine handle and what it calls. weights: bytes of its model."""
 
     name, log_path, ready_ref = "engine", Path("engine.log"), 1
-    check_report = EngineHandle.check_report
 
     def __init__(self, model: Path, transport: str, process: Process) -> None:
         self.process = process

@@ -16,9 +16,9 @@ import torch
 from ctpo_megatron.base.stop import NeverStop
 from ctpo_megatron.config import Config, OptimizerConfig, shares_gpus
 from ctpo_megatron.data import Batch
-from ctpo_megatron.engines import EnginePool
-from ctpo_megatron.engines.updates import PendingUpdate, WeightClient
-from ctpo_megatron.engines.weights import EngineFacts, OffersWeights, WeightOffer, checksums
+from ctpo_megatron.engines.updates import PendingUpdate
+from ctpo_megatron.engines.weights import EngineFacts, OffersWeights, checksums
+from ctpo_megatron.engines.weights.client import WeightClient
 from ctpo_megatron.policy import destroy_distributed, init_distributed
 from ctpo_megatron.run import Controller, Services, TrainerGroup
 from tests.policy import models
@@ -52,14 +52,11 @@ class Moments:
 class Pool:
     """Stands for `EnginePool`, with one engine, of one GPU, in this process; real are its updates."""
 
-    send = EnginePool.send
-
     def __init__(self, config: Config, engine: Engine, memory: Allocator, moments: Moments) -> None:
         """memory: of the engine's process."""
         gpu = memory.gpu
         self.settings = config.rollout
         self._engine, self._gpu, self._own, self._moments = engine, gpu, memory, moments
-        self._update: PendingUpdate | None = None
         whole = int(config.rollout.engine.gpu_memory_utilization * GPU_MIB * MIB)
         self._sizes = {"weights": engine.weights, "cache": whole - engine.weights}
         self._asleep = set(self._sizes) if shares_gpus(config.placement, config.rollout) else set()
@@ -82,19 +79,15 @@ class Pool:
             self._gpu.take(-self._sizes[name])
         self._asleep = set(self._sizes)
 
-    def update(self, offer: WeightOffer) -> PendingUpdate:
+    def send(self, trainer: OffersWeights, version: int) -> None:
+        offer = trainer.offer(version)
         if not self._asleep:
             torch.cuda.empty_cache()  # as torch does by itself when a GPU of its own has no more
         self._moments.enter(SENT)
         self._wake("weights")
-        self._update = PendingUpdate(offer, [self._engine], NeverStop())  # type: ignore[list-item]
-        return self._update
-
-    def finish_update(self) -> bool:
-        update, self._update = self._update, None
-        if update is not None:
-            assert not update.finish().failed
-        return True
+        update = PendingUpdate(offer, [self._engine], NeverStop())  # type: ignore[list-item]
+        trainer.transfer()
+        assert not update.failed and not update.compare()
 
     def wake(self) -> None:
         self._own.empty_cache()  # what is there belongs to its share from now on
@@ -114,7 +107,7 @@ class Rollouts:
         self._pool = pool
 
     def publish(self, trainer: OffersWeights, version: int) -> bool:
-        self._pool.send(trainer, version)  # type: ignore[misc]
+        self._pool.send(trainer, version)
         return True
 
     def next_batch(self, step: int) -> Batch:

@@ -14,13 +14,10 @@ from ctpo_megatron.report import Comparison, RunData, cost_table, write_comparis
 from ctpo_megatron.report.summary import REST, StepCost
 
 
-def write(run: Path, steps: list[dict[str, Any]], rows: str = "") -> RunData:
+def write(run: Path, steps: list[dict[str, Any]]) -> RunData:
     run.mkdir(exist_ok=True)
     (run / "config.yaml").write_text("rollout: {prompts_per_step: 4, samples_per_prompt: 8}\n")
     RunPaths(run).metrics.write_text("".join(json.dumps(record) + "\n" for record in steps))
-    if rows:
-        RunPaths(run).logs.occupancy.parent.mkdir(exist_ok=True)
-        RunPaths(run).logs.occupancy.write_text(rows)
     return RunData.load(run)
 
 
@@ -55,26 +52,20 @@ def test_a_run_without_a_step_has_no_cost(tmp_path: Path) -> None:
     assert StepCost.of(write(tmp_path / "other", [])) is None
 
 
-def test_engines_wait_while_nothing_is_in_flight_during_rl_steps(tmp_path: Path) -> None:
-    before = "0.00,8,8\n1000.00,0,0\n"  # evaluations of the supervised stage, and an hour until the run was resumed
-    rows = before + "4600.00,8,0\n4606.00,0,0\n4610.00,8,8\n4624.00,0,0\n4630.00,0,0\n"
-    idle = write(tmp_path / "run", STEPS, rows).engines_idle
-    assert idle == pytest.approx((10 / 30 + 16 / 30) / 2)
-
-
 def test_report_and_comparison_show_it(tmp_path: Path) -> None:
     slow = [record | {"time/step": 2 * record["time/step"]} if "time/step" in record else record for record in STEPS]
-    runs = [write(tmp_path / "a", STEPS, "0,8\n15,0\n30,0\n"), write(tmp_path / "b", slow)]
+    measured = [record | {"rollout/engines_idle": 0.25 * record["step"]} for record in STEPS]
+    runs = [write(tmp_path / "a", measured), write(tmp_path / "b", slow)]
     (tmp_path / "b" / "config.yaml").write_text("rollout: {prompts_per_step: 8, samples_per_prompt: 8}\n")
     page = re.sub(r"\s+", " ", write_report(runs[0].directory).read_text(encoding="utf-8"))
-    for shown in ("2.13 samples per second, 67 tokens per second", "73%", "50%", "15.0%", "<td>old_log_probs</td>"):
+    for shown in ("2.13 samples per second, 67 tokens per second", "73%", "38%", "15.0%", "<td>old_log_probs</td>"):
         assert shown in page
     compared = Comparison.load([run.directory for run in runs])
     table = cost_table(compared.costs)
     assert table is not None
     cells = {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
     assert cells["seconds a step"] == ["15", "30"] and cells["trainer waits"] == ["73%", "87%"]
-    assert cells["engines wait"] == ["50%", "–"] and cells["MFU of the update"] == ["15.0%", "15.0%"]
+    assert cells["engines wait"] == ["38%", "–"] and cells["MFU of the update"] == ["15.0%", "15.0%"]
     page = write_comparison(compared, tmp_path / "page.html").read_text()
     assert "trainer waits" in page and "87%" in page
 

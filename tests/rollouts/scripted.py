@@ -94,8 +94,9 @@ class ScriptedEngines:
     async def check(self, engine: ScriptedEngine) -> None:
         """It always answers."""
 
-    async def tend(self) -> None:
+    async def changed(self) -> None:
         """None of them dies."""
+        await asyncio.Event().wait()
 
     def note_load(self, index: int, samples: int) -> None:
         """Nothing reads it."""

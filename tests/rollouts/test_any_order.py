@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from contextlib import ExitStack
 from typing import Any
@@ -17,9 +18,10 @@ STEPS = 1000
 
 
 class Going(ScriptedEngines):
-    """An engine that is gone serves again at the next check."""
+    """An engine that is gone serves again soon."""
 
-    async def tend(self) -> None:
+    async def changed(self) -> None:
+        await asyncio.sleep(0.001)
         for engine in self.engines:
             engine.live = True
 

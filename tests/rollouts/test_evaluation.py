@@ -102,7 +102,7 @@ def test_an_evaluation_behind_the_training_finds_the_same() -> None:
 
 def test_what_ends_an_evaluation_behind_the_training_ends_whoever_waits_for_it() -> None:
     class Broken(ScriptedEngines):
-        async def tend(self) -> None:
+        async def changed(self) -> None:
             raise RuntimeError("all engines are gone")
 
     broken = evaluation(Broken(stuck=[(1, 0)]))

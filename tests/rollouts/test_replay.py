@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import GroupLost, GroupTask, Sampling, pool_stats
+from ctpo_megatron.engines import EnginePool, GroupLost, GroupTask, Sampling
 from ctpo_megatron.rollouts import Replay, ReplayError
+from tests.engines.pool_helpers import make_config
 
 SAMPLING = Sampling(1.0, 1.0, 0)
 
@@ -95,6 +98,9 @@ def test_a_prompt_of_other_tokens_is_refused() -> None:
         answer(replay("a"), [other])
 
 
-def test_the_counts_have_the_names_of_the_pool() -> None:
+def test_the_counts_have_the_names_of_the_pool(tmp_path: Path) -> None:
     counts = replay("a").stats()
-    assert counts == pool_stats({}) and set(counts.values()) == {0.0}
+    assert set(counts.values()) == {0.0}
+    with EventLoop() as loop:
+        of_engines = EnginePool(make_config(tmp_path, tmp_path), "unused", loop).stats()
+    assert counts.keys() == of_engines.keys() - {"engines_idle"}

@@ -341,7 +341,7 @@ def test_a_prompt_that_is_nowhere_ends_the_run() -> None:
 
 def test_what_ends_the_engines_ends_whoever_waits() -> None:
     class Broken(ScriptedEngines):
-        async def tend(self) -> None:
+        async def changed(self) -> None:
             raise RuntimeError("all engines are gone")
 
     for ahead in (0, 1):

@@ -15,7 +15,7 @@ from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.evaluate.store import SampleStore
-from ctpo_megatron.report.run_data import RunData, engine_occupancy
+from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.trajectories.sample import sample_of_run
 from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish, take_over
 from ctpo_megatron.tracking import MetricsWriter, open_trackers, read_heartbeat, read_metrics, read_trajectories
@@ -96,14 +96,6 @@ def test_the_report_leaves_out_a_damaged_dump(tmp_path, caplog, left):
     sample = sample_of_run(tmp_path)
     assert sample.views == [] and "step 3, whose file is damaged" in sample.left_out
     assert f"{dump}" in caplog.text and "the report goes without it" in caplog.text
-
-
-def test_the_report_leaves_out_a_damaged_table_of_engines(tmp_path, caplog):
-    table = RunPaths(tmp_path).logs.occupancy
-    table.parent.mkdir()
-    table.write_bytes(b"1.0,3\n\0\0\0,\xff\n2.0,4\n")
-    assert engine_occupancy(tmp_path) == {}
-    assert f"{table} is damaged" in caplog.text
 
 
 @damaged

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from ctpo_megatron.base.stop import NeverStop
-from ctpo_megatron.engines.updates import WeightClient
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, open_transport
 from ctpo_megatron.engines.weights.checksums import Checksums
+from ctpo_megatron.engines.weights.client import WeightClient
 from tests.engines.pool_helpers import OneRank
 from tests.support.deadlines import scaled
 

@@ -23,7 +23,6 @@ import torch
 
 from ctpo_megatron.base.addresses import own_address
 from ctpo_megatron.base.tensor_rows import TensorRows
-from ctpo_megatron.engines.timeouts import ACCEPT_PAUSE_S, REFUSALS_S, SECRET_TIMEOUT_S
 from ctpo_megatron.engines.weights.buckets import Entry, Share, aligned
 from ctpo_megatron.engines.weights.checksums import Checksums, Sums, total_of
 from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
@@ -36,6 +35,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CONNECTIONS = 256 * STREAMS
+_SECRET_TIMEOUT_S = 10.0
+"""For a connection to the weight server to send the secret."""
+_REFUSALS_S = 60.0
+"""Between two lines about connections that the weight server refused."""
+_ACCEPT_PAUSE_S = 0.2
+"""After a connection that could not be accepted."""
 _STRANGERS = 64
 """Connections that have not shown the secret yet; an engine shows it at once."""
 
@@ -182,7 +187,7 @@ class WeightServer:
             try:
                 peer, name = self._socket.accept()
             except OSError as error:
-                if self._closed.wait(ACCEPT_PAUSE_S):
+                if self._closed.wait(_ACCEPT_PAUSE_S):
                     return
                 log.warning("weights: a connection was not accepted: %s", error)  # too many open files, say
                 continue
@@ -194,7 +199,7 @@ class WeightServer:
         known = False
         try:
             with peer:
-                peer.settimeout(min(SECRET_TIMEOUT_S, self._timeout_s))
+                peer.settimeout(min(_SECRET_TIMEOUT_S, self._timeout_s))
                 if not self._knows_secret(peer, address):
                     return
                 known = self._free.acquire(blocking=False)
@@ -221,7 +226,7 @@ class WeightServer:
         """Say so, but not of each: strangers are not to fill the log."""
         with self._lock:
             self._refused += 1
-            if time.monotonic() < self._said_at + REFUSALS_S:
+            if time.monotonic() < self._said_at + _REFUSALS_S:
                 return
             count, self._refused, self._said_at = self._refused, 0, time.monotonic()
         log.warning("weights: %s refused, %s (%d since the last such line)", address, why, count)

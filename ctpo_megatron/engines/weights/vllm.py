@@ -14,7 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, TrainerWeightTransferEngine
@@ -24,10 +24,15 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from ctpo_megatron.base.addresses import own_address
-from ctpo_megatron.engines.timeouts import ABORT_POLL_S
-from ctpo_megatron.engines.updates import PendingUpdate, WeightClient
 from ctpo_megatron.engines.weights.checksums import Checksums, Sums
+from ctpo_megatron.engines.weights.client import WeightClient
 from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
+
+if TYPE_CHECKING:
+    from ctpo_megatron.engines.updates import PendingUpdate
+
+_ABORT_POLL_S = 0.25
+"""How often a transfer by NCCL checks whether an engine has failed."""
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +198,7 @@ class VllmOffer:
         over, client = threading.Event(), self._transport.client
 
         def watch() -> None:
-            while not over.wait(ABORT_POLL_S):
+            while not over.wait(_ABORT_POLL_S):
                 if client.failed or client.is_late:
                     return self._transport.abort()
 

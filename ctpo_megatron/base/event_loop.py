@@ -1,4 +1,4 @@
-"""The event loop on which groups are sampled and scored, in a thread of its own, and how other threads call it."""
+"""The event loop on which engines are run and groups are sampled, in a thread of its own; how other threads call it."""
 
 from __future__ import annotations
 
@@ -40,18 +40,26 @@ class Work(Generic[T]):
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
-            self._ended.set_exception(Cancelled("it was cancelled"))
+            self._ended.set_exception(Cancelled("stop requested"))
         elif (error := task.exception()) is not None:
             self._ended.set_exception(error)
         else:
             self._ended.set_result(task.result())
 
-    def wait(self, stop: Stop) -> T:
-        """Return its result, or raise what it raises. Cancels it, and raises Cancelled, when `stop` is set."""
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, however."""
+        return self._ended.done()
+
+    def wait(self, stop: Stop, what: str = "") -> T:
+        """Return its result, or raise what it raises. Cancels it, and raises Cancelled, when `stop` is set.
+
+        what: is waited for, for the message.
+        """
         try:
             while not self._ended.done():
                 if stop.is_set():
-                    raise Cancelled("stop requested")
+                    raise Cancelled("stop requested" + (f" while waiting for {what}" if what else ""))
                 wait([self._ended], STOP_POLL_S)
         except BaseException:
             self.cancel()
@@ -77,9 +85,9 @@ class EventLoop:
         """Run a coroutine on the loop, and return at once."""
         return Work(self._loop, work)
 
-    def call(self, work: Coroutine[Any, Any, T], stop: Stop | None = None) -> T:
+    def call(self, work: Coroutine[Any, Any, T], stop: Stop | None = None, what: str = "") -> T:
         """Run a coroutine on the loop, and wait for it; see `Work.wait`. stop: None: it is not cancelled."""
-        return self.begin(work).wait(stop or NeverStop())
+        return self.begin(work).wait(stop or NeverStop(), what)
 
     def do(self, function: Callable[[], T]) -> T:
         """Call a function on the loop, between two steps of all coroutines."""
