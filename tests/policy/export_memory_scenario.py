@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.engines.weights.file import WeightSnapshot
-from ctpo_megatron.policy import Trainer, destroy_distributed, gather_objects, init_distributed
-from tests.policy.jobs import Results, Scenarios
+from ctpo_megatron.policy import Trainer, gather_objects, init_distributed
 
 
 def resident(field: str) -> int:
@@ -50,13 +48,3 @@ def run(model: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     found["export"] = peak_of(lambda: policy.export(folder / "exported"))
     return {"ranks": gather_objects(found)}
-
-
-def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
-    results = {}
-    for name, settings in scenarios.items():
-        results[name] = run(models_dir / settings["family"], models_dir / f"exported-{name}", settings)
-        mpu.destroy_model_parallel()
-    rank = dist.get_rank()
-    destroy_distributed()
-    return results if rank == 0 else None

@@ -15,15 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport, tcp_transport
 from ctpo_megatron.engines.weights.checksums import Checksums
 from ctpo_megatron.engines.weights.tcp import FetchMessage, fetched
-from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed
-from tests.policy.jobs import Results, Scenarios
+from ctpo_megatron.policy import Trainer, init_distributed
 
 _NETWORK = 0x40000000
 """CLONE_NEWNET of Linux."""
@@ -98,13 +95,3 @@ def counted(sent: list[int], send: Callable[..., None]) -> Callable[..., None]:
         send(peer, content)
 
     return counting
-
-
-def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
-    results = {}
-    for name, settings in scenarios.items():
-        results[name] = run(models_dir / settings["family"], settings)
-        mpu.destroy_model_parallel()
-    rank = dist.get_rank()
-    destroy_distributed()
-    return results if rank == 0 else None

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.router import TopKRouter
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
@@ -18,14 +16,12 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     Trainer,
-    destroy_distributed,
     gather_objects,
     init_distributed,
     policy_gradient,
     summarize_updates,
 )
 from tests.policy import models
-from tests.policy.jobs import Results, Scenarios
 
 MEASURED = ("time/", "memory/")
 """Metrics that are never the same twice."""
@@ -77,13 +73,3 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "first_norm": first_norm,
         "router_margin": min(margin for part in gather_objects(margins) for margin in part) if margins else None,
     }
-
-
-def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
-    results = {}
-    for name, settings in scenarios.items():
-        results[name] = run(models_dir / settings.get("family", "qwen3-tied"), settings)
-        mpu.destroy_model_parallel()
-    rank = dist.get_rank()
-    destroy_distributed()
-    return results if rank == 0 else None

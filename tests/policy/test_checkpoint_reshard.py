@@ -11,7 +11,7 @@ import pytest
 from tests.policy import models, scenario
 from tests.policy.jobs import Jobs, Results, run_job
 
-run = partial(run_job, scenario.main)
+run = partial(run_job, scenario.run)
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}

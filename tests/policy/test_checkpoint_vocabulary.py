@@ -14,7 +14,7 @@ from ctpo_megatron.policy import CheckpointError, Trainer, destroy_distributed, 
 from tests.policy import scenario
 from tests.policy.jobs import run_job
 
-run = partial(run_job, scenario.main)
+run = partial(run_job, scenario.run)
 TP2 = {"tensor_model_parallel_size": 2}
 
 

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tests.policy import export_memory_scenario
 from tests.policy.jobs import run_job
 
-run = partial(run_job, export_memory_scenario.main)
+run = partial(run_job, export_memory_scenario.run)
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 # The largest parameter: the embedding of a large vocabulary, or gate and up of a wide MLP.

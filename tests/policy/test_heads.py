@@ -17,7 +17,7 @@ from tests.objective import correction_reference, objective_reference
 from tests.policy import head_scenario, models
 from tests.policy.jobs import Jobs, run_job
 
-run = partial(run_job, head_scenario.main)
+run = partial(run_job, head_scenario.run)
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}

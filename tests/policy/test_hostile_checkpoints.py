@@ -9,7 +9,7 @@ import pickle
 import pickletools
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import (
     CheckpointError,
     Layout,
     Trainer,
     checkpoint_files,
-    destroy_distributed,
-    init_distributed,
 )
 from ctpo_megatron.policy.checkpoint_reading import metadata_from
 from tests.end_to_end.small_run import Ctpo
@@ -40,12 +37,6 @@ class Call:
 
     def __reduce__(self) -> Any:
         return self.call
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 from tests.policy import models, scenario
 from tests.policy.jobs import Jobs, run_job
 
-run = partial(run_job, scenario.main)
+run = partial(run_job, scenario.run)
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}

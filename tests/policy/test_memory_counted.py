@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tests.policy import memory_scenario, models
 from tests.policy.jobs import Results, run_job
 
-run = partial(run_job, memory_scenario.main)
+run = partial(run_job, memory_scenario.run)
 BF16 = {"dtype": "bfloat16"}
 FUSED = ("qwen3-tied", "qwen2.5")
 DISTOPT = {"use_distributed_optimizer": True}

@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(root: Path) -> Jobs:
     def run(scenarios: Scenarios) -> Results:
-        return run_job(own_weights_scenario.main, root, 2 if scenarios is TWO else 4, scenarios)
+        return run_job(own_weights_scenario.run, root, 2 if scenarios is TWO else 4, scenarios)
 
     return Jobs(run, TWO, FOUR)
 
@@ -108,7 +108,7 @@ def test_engines_of_four_nodes_fetch_equally_much_from_each_rank(root: Path, cab
         "namespaces": [cable.namespace for cable in cables],
         **FOUR["dp2tp2"],
     }
-    result = run_job(own_weights_scenario.main, root, 4, {"four": settings})["four"]
+    result = run_job(own_weights_scenario.run, root, 4, {"four": settings})["four"]
     assert all(torch.equal(result["tensors"][key], tensor) for key, tensor in result["whole"].items())
     assert result["sums agree"]
     sent = result["sent"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +24,7 @@ from ctpo_megatron.data import (
     token_sequences,
 )
 from ctpo_megatron.models import FAMILIES, ModelSpec
-from ctpo_megatron.policy import Layout, context, destroy_distributed, device, init_distributed, layers
+from ctpo_megatron.policy import Layout, context, device, layers
 from ctpo_megatron.policy.attention_plan import (
     EXACT,
     SHORTEST_OF_CLASS,
@@ -40,12 +39,6 @@ from ctpo_megatron.policy.context import ContextSplit
 from ctpo_megatron.policy.layers import PackedCausalAttention, packed_sequences, rotate_packed
 from ctpo_megatron.policy.minibatch import packing_rules
 from tests.policy import models
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 def of_lengths(lengths: list[int]) -> list[TokenSequence]:

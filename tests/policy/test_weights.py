@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,15 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctpo_megatron.config import ConfigError, PolicyConfig, read_spec
-from ctpo_megatron.policy import CheckpointError, Layout, Trainer, destroy_distributed, init_distributed
+from ctpo_megatron.policy import CheckpointError, Layout, Trainer
 from ctpo_megatron.policy.hf_directory import write_directory
 from tests.policy import models
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 @pytest.fixture(scope="module", params=list(models.FAMILIES))
