@@ -31,7 +31,7 @@ def peak_of(action: Callable[[], Any]) -> int:
     return resident("VmHWM") - before
 
 
-def run(model: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     config = PolicyConfig(timeout_minutes=2.0, **settings.get("policy", {}))
     layout = init_distributed(config, seed=0)
     policy = Trainer(config, layout, model, temperature=1.0)
@@ -46,5 +46,5 @@ def run(model: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     found = {"sync": peak_of(sync)}
     dist.barrier()
-    found["export"] = peak_of(lambda: policy.export(folder / "exported"))
+    found["export"] = peak_of(lambda: policy.export(model.with_name("exported")))
     return {"ranks": gather_objects(found)}

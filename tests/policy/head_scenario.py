@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, PolicyConfig
 from ctpo_megatron.data import PackedBatch
@@ -26,7 +27,16 @@ from ctpo_megatron.policy.predictions import function_gradient
 from tests.policy import models
 
 
-def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
+def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The same by either head."""
+    found = {}
+    for head in ("logits", "streaming"):
+        found[head] = by_head(model, head, settings)
+        mpu.destroy_model_parallel()
+    return found
+
+
+def by_head(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Metrics, old log-probs, token diagnostics and the gradient by Hugging Face name, over all ranks."""
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, head=head, **settings.get("policy", {}))
     policy = Trainer(config, init_distributed(config, seed=0), model, temperature=0.9)

@@ -13,6 +13,15 @@ from megatron.core import parallel_state as mpu
 from ctpo_megatron.policy import destroy_distributed
 from tests.support import ranks as pool
 
+TP2 = {"tensor_model_parallel_size": 2}
+SP2 = TP2 | {"sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+DISTOPT = {"use_distributed_optimizer": True}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+"""Settings of the policy that divide it over two ranks, and its optimizer."""
 Results = dict[str, dict[str, Any]]
 Scenarios = dict[str, dict[str, Any]]
 Run = Callable[[Path, dict[str, Any]], dict[str, Any]]

@@ -21,6 +21,7 @@ from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, Weight
 from ctpo_megatron.engines.weights.checksums import Checksums
 from ctpo_megatron.engines.weights.tcp import FetchMessage, fetched
 from ctpo_megatron.policy import Trainer, init_distributed
+from tests.policy.steps import weights
 
 _NETWORK = 0x40000000
 """CLONE_NEWNET of Linux."""
@@ -81,10 +82,8 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
                 found = receiver.take_in(namespaces, offer)[-1] if namespaces else receiver.take(offer)
             layout.wait_for_ranks()
         found["sent"] = layout.gather(sum(sent))
-    whole = {name: tensor.clone() for name, tensor in policy.weights()}
     transport.close()
-    declared = policy.weight_shapes()
-    return found | {"whole": whole, "declared": declared}
+    return found | {"whole": weights(policy), "declared": policy.weight_shapes()}
 
 
 def counted(sent: list[int], send: Callable[..., None]) -> Callable[..., None]:

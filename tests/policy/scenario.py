@@ -22,6 +22,7 @@ from ctpo_megatron.policy import (
     summarize_updates,
 )
 from tests.policy import models
+from tests.policy.steps import weights
 
 MEASURED = ("time/", "memory/")
 """Metrics that are never the same twice."""
@@ -51,7 +52,7 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     policy = Trainer(config, layout, model, temperature=0.9)
     policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear", betas=(0.9, 0.95)), total_steps=20)
     margins = watch_routers(policy)
-    before = {name: tensor.clone() for name, tensor in policy.weights()}
+    before = weights(policy)
     done = policy.load(Path(settings["load"]))["step"] if "load" in settings else 0
     loss = policy_gradient(PolicyObjective.preset(settings.get("preset", "ctpo")), "proximal")
     steps, measured, first_norm = [], [], None
@@ -68,8 +69,8 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
             how = CheckpointConfig(asynchronous=settings.get("asynchronous", False))
             policy.save(Path(settings["save"]), 1, {"step": 1}, how)
     policy.finish_save()
-    weights = {name: tensor.clone() for name, tensor in policy.weights()}
-    return {"steps": steps, "measured": measured, "before": before, "weights": weights} | {
+    router_margin = min(margin for part in gather_objects(margins) for margin in part) if margins else None
+    return {"steps": steps, "measured": measured, "before": before, "weights": weights(policy)} | {
         "first_norm": first_norm,
-        "router_margin": min(margin for part in gather_objects(margins) for margin in part) if margins else None,
+        "router_margin": router_margin,
     }

@@ -18,11 +18,17 @@ from megatron.core.transformer.moe import moe_utils
 
 from ctpo_megatron.base.installed import te_trouble
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
-from ctpo_megatron.policy import Trainer, capabilities, destroy_distributed, device, init_distributed, replacements
+from ctpo_megatron.policy import (
+    Layout,
+    Trainer,
+    capabilities,
+    device,
+    replacements,
+)
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
 from tests.policy import models, scenario
-from tests.policy.jobs import run_job
+from tests.policy.jobs import run_job, run_on_rank
 from tests.support import ranks
 from tests.support.deadlines import scaled
 from tests.support.prefork import Prefork
@@ -105,13 +111,12 @@ def test_a_local_layer_spec_keeps_transformer_engine_out_of_the_layers(installed
 
 @pytest.mark.parametrize(("layer_spec", "fused"), [("local", False), ("auto", True), ("transformer_engine", True)])
 def test_megatron_is_asked_for_te_in_te_layers_alone(
-    layer_spec: str, fused: bool, installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layer_spec: str, fused: bool, installed, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models.build("qwen3-tied", tmp_path)
     installed(TE)
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):  # TransformerConfig asks for them
         monkeypatch.setattr(rope_utils, name, object())
-    config = transformer_config(read_spec(tmp_path), PolicyConfig(layer_spec=layer_spec, dtype="bfloat16"))
+    config = transformer_config(read_spec(model), PolicyConfig(layer_spec=layer_spec, dtype="bfloat16"))
     assert config.apply_rope_fusion == fused
 
 
@@ -220,15 +225,10 @@ def test_without_cuda_nothing_counts_as_installed(installed, monkeypatch: pytest
     assert found["Adam"] == "torch AdamW" and found["attention"].startswith("torch")
 
 
-def test_the_logged_adam_is_the_one_that_steps(tmp_path: Path) -> None:
-    models.build("qwen3-tied", tmp_path)
-    layout = init_distributed(PolicyConfig(), seed=0)
-    try:
-        policy = Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
-        policy.use_optimizer(OptimizerConfig(), total_steps=1)
-        (inner,) = [optimizer.optimizer for optimizer in policy._steps.optimizer.chained_optimizers]
-    finally:
-        destroy_distributed()
+def test_the_logged_adam_is_the_one_that_steps(model: Path, layout: Layout) -> None:
+    policy = Trainer(PolicyConfig(), layout, model, temperature=1.0)
+    policy.use_optimizer(OptimizerConfig(), total_steps=1)
+    (inner,) = [optimizer.optimizer for optimizer in policy._steps.optimizer.chained_optimizers]
     assert f"{type(inner).__module__.split('.')[0]} {type(inner).__name__}" == capabilities().adam
 
 
@@ -239,10 +239,10 @@ def test_the_other_package_called_apex_changes_nothing(tmp_path: Path, monkeypat
     foreign.mkdir(parents=True)
     (foreign / "__init__.py").write_text('"""A toolkit for Pyramid, an Apache web server, and Velruse."""\n')
     models.build("qwen3-tied", tmp_path / "qwen3-tied")
-    plain = run_job(scenario.main, tmp_path, 1, {"run": {}})
+    plain = run_job(scenario.run, tmp_path, 1, {"run": {}})
     monkeypatch.syspath_prepend(tmp_path / "site")
     with contextlib.closing(Prefork(())) as server:
-        (beside,) = ranks.run(scenario.main, tmp_path, {"run": {}}, server=server)
+        (beside,) = ranks.run(run_on_rank, scenario.run, tmp_path, {"run": {}}, server=server)
     assert beside["run"]["steps"] == plain["run"]["steps"]
 
 

@@ -9,16 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.policy import models, scenario
-from tests.policy.jobs import Jobs, Results, run_job
+from tests.policy.jobs import CP2, DISTOPT, EP2, PP2, TP2, VPP2, Jobs, Results, run_job
 
 run = partial(run_job, scenario.run)
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
-EP2 = {"expert_model_parallel_size": 2}
 MOE = {"family": "qwen3-moe"}
-DISTOPT = {"use_distributed_optimizer": True}
 
 
 @pytest.fixture(scope="module")

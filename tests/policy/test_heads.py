@@ -15,12 +15,9 @@ from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective
 from tests.objective import correction_reference, objective_reference
 from tests.policy import head_scenario, models
-from tests.policy.jobs import Jobs, run_job
+from tests.policy.jobs import CP2, PP2, SP2, TP2, Jobs, run_job
 
 run = partial(run_job, head_scenario.run)
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
 CORRECTION = {
     "level": "prefix",
     "cap": 1.05,
@@ -52,14 +49,14 @@ MORE_OF_ONE = {
 }
 TWO = {
     "tp2": {"policy": TP2, "traced": True},
-    "tp2-sp": {"policy": TP2 | {"sequence_parallel": True}},
+    "tp2-sp": {"policy": SP2},
     "pp2": {"policy": PP2, "traced": True},
     "dp2": {"traced": True},
     "cp2": {"policy": CP2, "traced": True},
     "cp2-corrected": CORRECTED | {"policy": CP2},
 }
 MORE = {
-    "tp2-sp-gspo": UNTIED | {"preset": "gspo", "policy": TP2 | {"sequence_parallel": True}},
+    "tp2-sp-gspo": UNTIED | {"preset": "gspo", "policy": SP2},
     "cp2-gspo": {"preset": "gspo", "policy": CP2},
     "cp2-entropy": ENTROPY | {"policy": CP2},
     "cp2-supervised": {"preset": "supervised", "policy": CP2},

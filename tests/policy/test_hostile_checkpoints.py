@@ -26,6 +26,7 @@ from ctpo_megatron.policy import (
 from ctpo_megatron.policy.checkpoint_reading import metadata_from
 from tests.end_to_end.small_run import Ctpo
 from tests.policy import megatron_checkpoints as checkpoints
+from tests.policy.steps import has_weights, weights
 from tests.support import children
 
 
@@ -119,7 +120,7 @@ def test_no_file_of_a_checkpoint_runs(
 ) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     policy, made = checkpoints.make(layout, model, "plain"), tmp_path / "made"
-    before = checkpoints.weights(policy)
+    before = weights(policy)
     hostile = unpacked(release, tmp_path / "hostile")
     place(hostile, Call(os.mkdir, str(made)))
     sign(hostile)
@@ -130,7 +131,7 @@ def test_no_file_of_a_checkpoint_runs(
     assert str(hostile) in text and "mkdir" in text and "nothing of it was run" in text
     assert "weights_only" not in text and "Traceback" not in text
     if place is in_metadata:  # of the others tensors were read already
-        assert all(torch.equal(tensor, before[name]) for name, tensor in checkpoints.weights(policy).items())
+        assert has_weights(policy, before)
     WAYS[way](policy, unpacked(release, tmp_path / "good"))
 
 

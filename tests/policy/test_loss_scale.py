@@ -24,12 +24,12 @@ from ctpo_megatron.policy import (
 )
 from ctpo_megatron.policy.loss_scale import LossScale
 from tests.policy import models
+from tests.policy.jobs import CP2, DISTOPT, EP2, OVERLAP, PP2, TP2
 from tests.policy.steps import has_weights, step, weights
 from tests.support import ranks
 
 TOO_LARGE = 2.0**24
 """At which these models overflow a few times, until it has been halved often enough."""
-DISTRIBUTED = {"use_distributed_optimizer": True}
 APPLIED, OVERFLOW, BAD = StepOutcome.APPLIED, StepOutcome.OVERFLOW, StepOutcome.BAD
 
 
@@ -98,12 +98,12 @@ LAYOUTS = {
     "one": ("qwen3-tied", 1, {}),
     "one-logits": ("qwen3-tied", 1, {"head": "logits"}),
     "one-moe": ("qwen3-moe-decided", 1, {}),
-    "tp2": ("qwen3-tied", 2, {"tensor_model_parallel_size": 2}),
-    "pp2": ("qwen3-tied", 2, {"pipeline_model_parallel_size": 2}),
-    "cp2": ("qwen3-tied", 2, {"context_parallel_size": 2} | DISTRIBUTED),
+    "tp2": ("qwen3-tied", 2, TP2),
+    "pp2": ("qwen3-tied", 2, PP2),
+    "cp2": ("qwen3-tied", 2, CP2 | DISTOPT),
     "dp2": ("qwen3-tied", 2, {}),
-    "dp2-distopt": ("qwen3-tied", 2, DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True}),
-    "moe-ep2": ("qwen3-moe-decided", 2, {"expert_model_parallel_size": 2} | DISTRIBUTED),
+    "dp2-distopt": ("qwen3-tied", 2, DISTOPT | OVERLAP),
+    "moe-ep2": ("qwen3-moe-decided", 2, EP2 | DISTOPT),
 }
 
 
@@ -133,8 +133,8 @@ def test_overflows_change_nothing_and_lower_the_scale_on_all_ranks(folder: Path,
     ("family", "settings"),
     [
         pytest.param("qwen3-tied", {}, marks=pytest.mark.slow, id="one optimizer"),
-        pytest.param("qwen3-tied", DISTRIBUTED, id="distributed"),
-        pytest.param("qwen3-moe-decided", DISTRIBUTED, marks=pytest.mark.slow, id="two optimizers"),
+        pytest.param("qwen3-tied", DISTOPT, id="distributed"),
+        pytest.param("qwen3-moe-decided", DISTOPT, marks=pytest.mark.slow, id="two optimizers"),
     ],
 )
 def test_the_scale_of_a_checkpoint_continues_bit_for_bit(

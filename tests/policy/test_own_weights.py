@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from ctpo_megatron.policy.hf_share import Rows, cut
 from tests.cluster.nodes import Cable, missing
 from tests.policy import models, own_weights_scenario
-from tests.policy.jobs import Jobs, Results, Scenarios, run_job
+from tests.policy.jobs import EP2, PP2, TP2, Jobs, Results, Scenarios, run_job
 
-TP2, EP2 = {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
 TWO: Scenarios = {
     "dp2": {"family": "qwen3-tied"},
     "tp2": {"family": "qwen3-tied", "policy": TP2},
     "cp2": {"family": "qwen3-untied", "policy": {"context_parallel_size": 2, "head": "logits"}},
-    "pp2": {"family": "qwen3-tied", "policy": {"pipeline_model_parallel_size": 2}},
+    "pp2": {"family": "qwen3-tied", "policy": PP2},
     "ep2": {"family": "qwen3-moe", "policy": EP2},
 }
 FOUR: Scenarios = {

@@ -38,6 +38,7 @@ from ctpo_megatron.policy import (
 )
 from ctpo_megatron.tracking import PhaseTimer
 from tests.policy import models
+from tests.policy.jobs import CP2, PP2, SP2
 from tests.support import ranks
 
 MEASURED = ("time/", "memory/", "tokens/old_log_probs", "weights/version")
@@ -48,9 +49,9 @@ OBJECTIVES = {
     "weighted": ObjectiveConfig.model_validate({"anchor": "decoupled", "correction": {"level": "token"}}),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
-    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": PP2,
+    "cp2": CP2,
+    "tp2-sp": SP2,
 }
 
 
