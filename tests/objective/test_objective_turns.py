@@ -60,10 +60,11 @@ def test_ratios_at_the_ends_of_turns_equal_python(name, lengths, seed, spread, a
     assert out.stats.sums[counts].tolist() == [expected.high, expected.low, expected.dual]
 
 
-def test_the_comparison_meets_every_bound():
-    expected = turn_end_reference(random_turns(0, [40, 25, 60, 33], 0.05), at_ends())
+def test_every_bound_of_an_end_is_met():
+    batch = random_turns(0, [40, 25, 60, 33], 0.05)
+    expected, (_, gradient) = turn_end_reference(batch, at_ends()), run(packed_turns(batch), at_ends())
     assert min(expected.high, expected.low, expected.dual) > 0
-    assert any(x == 0 for row in expected.gradient for x in row) and any(x for row in expected.gradient for x in row)
+    torch.testing.assert_close(gradient, flat(expected.gradient), rtol=1e-9, atol=1e-9)
 
 
 def test_neither_order_nor_company_changes_a_bit():
@@ -110,15 +111,6 @@ def test_one_turn_is_the_whole_sequence_with_the_window_of_its_end():
     theirs, expected = run(arguments, PolicyObjective.preset("ctpo", ratio_mode="sequence", **free))
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-12, atol=0)
-
-
-def test_nothing_is_read_back_from_the_device():
-    """Meta tensors hold no values."""
-    x, ones = torch.zeros(10, device="meta", requires_grad=True), torch.ones(10, device="meta")
-    ends = torch.zeros(3, dtype=torch.int32, device="meta")
-    out = policy_loss(x, ones, ones, ones, at_ends(), cu_seqlens=ends, turn=ones.to(torch.int16))
-    out.loss.backward()
-    assert out.loss.device.type == "meta"
 
 
 def test_micro_batches_add_up_and_statistics_merge():
