@@ -1,4 +1,4 @@
-"""Save under one parallel layout, in the background too, resume under another: the next step is the same."""
+"""Save under one layout, resume under another that may pad the vocabulary otherwise: the next step is the same."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.policy import CheckpointError, Layout, Trainer
 from tests.policy import models, scenario
 from tests.policy.jobs import CP2, DISTOPT, EP2, PP2, TP2, VPP2, Jobs, Results, run_job
 
@@ -18,7 +20,8 @@ MOE = {"family": "qwen3-moe"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("reshard")
-    models.build("qwen3-tied", root / "qwen3-tied", layers=4)  # two parts of each of two ranks
+    # Two parts of each of two ranks; a vocabulary that is padded to 640 rows, or to 768 with tensor parallelism.
+    models.build("qwen3-tied", root / "qwen3-tied", layers=4, vocab_size=600)
     models.build("qwen3-moe", root / "qwen3-moe", layers=2)
     return root
 
@@ -43,44 +46,44 @@ def two(folder: Path, one: Results) -> Jobs:
     plain, distopt = (str(folder / name / "step_000001") for name in ("plain", "distopt"))
     usual = {
         "tp2": {"load": plain, "policy": TP2},
-        "save-vpp2": {"save": str(folder / "vpp2"), "policy": VPP2, "asynchronous": True},
-        "pp2-from-vpp2": {"load": str(folder / "vpp2" / "step_000001"), "policy": PP2},
+        "save-tp2": {"save": str(folder / "saved-tp2"), "policy": TP2},
+        "save-vpp2": {"save": str(folder / "saved-vpp2"), "policy": VPP2, "asynchronous": True},
+        "pp2-from-vpp2": {"load": str(folder / "saved-vpp2" / "step_000001"), "policy": PP2},
         "moe-ep2": MOE | {"load": str(folder / "moe" / "step_000001"), "policy": EP2},
     }
     more = {
-        "save-moe-ep2-distopt": MOE | {"save": str(folder / "moe-ep2-distopt"), "policy": EP2 | DISTOPT},
+        "save-moe-ep2-distopt": MOE | {"save": str(folder / "saved-moe-ep2-distopt"), "policy": EP2 | DISTOPT},
         "vpp2": {"load": plain, "policy": VPP2},
         "cp2": {"load": plain, "policy": CP2},
         "dp2-distopt": {"load": distopt, "policy": DISTOPT},
-        "save-tp2-distopt": {"save": str(folder / "tp2-distopt"), "policy": TP2 | DISTOPT},
-        "save-moe-ep2": MOE | {"save": str(folder / "moe-ep2"), "policy": EP2},
+        "save-tp2-distopt": {"save": str(folder / "saved-tp2-distopt"), "policy": TP2 | DISTOPT},
+        "save-moe-ep2": MOE | {"save": str(folder / "saved-moe-ep2"), "policy": EP2},
     }
     return Jobs(partial(run, folder, 2), usual, more)
+
+
+BACK = {"tp2": {}, "vpp2": {}}
+MORE_BACK = {"moe-ep2-distopt": MOE | {"policy": DISTOPT}, "moe-ep2": MOE, "tp2-distopt": {"policy": DISTOPT}}
 
 
 @pytest.fixture(scope="module")
 def back(folder: Path) -> Jobs:
     """The second step on one rank from two ranks' checkpoints."""
-    usual = {"vpp2": {"load": str(folder / "vpp2" / "step_000001")}}
-    more = {
-        "moe-ep2-distopt": MOE | {"load": str(folder / "moe-ep2-distopt" / "step_000001"), "policy": DISTOPT},
-        "moe-ep2": MOE | {"load": str(folder / "moe-ep2" / "step_000001")},
-        "tp2-distopt": {"load": str(folder / "tp2-distopt" / "step_000001"), "policy": DISTOPT},
-    }
-    return Jobs(partial(run, folder, 1), usual, more)
+    jobs = [
+        {name: {"load": str(folder / f"saved-{name}" / "step_000001")} | how for name, how in each.items()}
+        for each in (BACK, MORE_BACK)
+    ]
+    return Jobs(partial(run, folder, 1), *jobs)
 
 
-SAVED = pytest.mark.parametrize(
-    "name",
-    ["vpp2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("moe-ep2-distopt", "moe-ep2", "tp2-distopt"))],
-)
+SAVED = pytest.mark.parametrize("name", [*BACK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_BACK)])
 """By two ranks."""
 
 
 @SAVED
 def test_every_file_of_every_rank_is_in_the_manifest(folder: Path, two: Jobs, name: str) -> None:
     assert two[f"save-{name}"]
-    checkpoint = folder / name / "step_000001"
+    checkpoint = folder / f"saved-{name}" / "step_000001"
     listed = json.loads((checkpoint / "COMPLETE.json").read_text())["files"]
     assert {*listed, "COMPLETE.json"} == {path.name for path in checkpoint.iterdir()}
     assert {file[:4] for file in listed if file.endswith(".distcp")} == {"__0_", "__1_"}
@@ -112,3 +115,11 @@ def test_two_ranks_go_on(one: Results, two: Jobs, name: str) -> None:
 def test_one_rank_goes_on(one: Results, two: Jobs, back: Jobs, name: str) -> None:
     assert two[f"save-{name}"]
     assert_same_next_step(back, one, name)
+
+
+def test_another_vocabulary_is_no_matter_of_padding(folder: Path, two: Jobs, layout: Layout) -> None:
+    assert two["save-tp2"]
+    models.build("qwen3-tied", folder / "larger", layers=4, vocab_size=900)
+    policy = Trainer(PolicyConfig(), layout, folder / "larger", temperature=1.0)
+    with pytest.raises(CheckpointError, match=r"embedding.*768x96 in the checkpoint and float32 1024x96 here"):
+        policy.load_weights(folder / "saved-tp2" / "step_000001")

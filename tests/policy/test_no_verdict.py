@@ -14,7 +14,6 @@ from ctpo_megatron.config import ObjectiveConfig, PolicyConfig
 from ctpo_megatron.data.batch import Batch
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
-from tests.policy import models
 from tests.policy.jobs import CP2, DISTOPT, PP2, SP2
 from tests.policy.test_train import Run, a_batch, comparable
 from tests.support import ranks
@@ -42,13 +41,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": CP2,
     "tp2-sp": SP2,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("verdicts")
-    models.build("qwen3-tied", directory, layers=2)
-    return directory
 
 
 def failing(missing: Sequence[int] = MISSING) -> Batch:
