@@ -25,7 +25,7 @@ from ctpo_megatron.objective import (
 )
 from tests.objective import turn_reference
 from tests.objective.test_objective_loss import run
-from tests.objective.turn_reference import Turns, packed_turns, random_turns, turn_end_reference
+from tests.objective.turn_reference import packed_turns, random_turns, turn_end_reference
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=5)
 BATCHES = {"lengths": LENGTHS, "seed": st.integers(0, 10**6), "spread": st.sampled_from([0.0, 0.03, 0.5, 4.0])}
@@ -101,18 +101,6 @@ def test_the_end_of_a_turn_counts_also_when_it_is_out_of_the_loss():
     assert before.all() and torch.equal(before[:9], after[:9]) and after[9] == 0
 
 
-def test_one_turn_is_the_whole_sequence_with_the_window_of_its_end():
-    batch = [Turns(each.sequence, [1] * len(each.turn)) for each in random_turns(4, [20, 7, 33], 0.03)]
-    for each in batch:
-        each.sequence.advantage = [0.7] * len(each.turn)
-    arguments = packed_turns(batch)
-    free = {"clip_power": 0.0}  # the same window at every position
-    ours, gradient = run(arguments, at_ends(**free))
-    theirs, expected = run(arguments, PolicyObjective.preset("ctpo", ratio_mode="sequence", **free))
-    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-12, atol=0)
-
-
 def test_micro_batches_add_up_and_statistics_merge():
     batch = random_turns(6, [14, 9, 21, 3], 0.05)
     step = Denominators.of(*(packed_turns(batch)[name] for name in ("loss_mask", "cu_seqlens")))
@@ -155,31 +143,16 @@ def test_advantages_of_turns_equal_python(kind, normalize, returns):
 
 
 @pytest.mark.parametrize(("kind", "normalize"), [*KINDS, ("mean_baseline", None)])
-@given(rewards=st.lists(st.lists(st.none() | st.floats(-3, 3), min_size=2, max_size=5), min_size=1, max_size=3))
-@few
-def test_one_turn_has_the_bits_of_an_outcome(kind, normalize, rewards):
-    config = AdvantageConfig(kind=kind, normalize_std=normalize)
-    one_turn = [[None if reward is None else [reward] for reward in group] for group in rewards]
-    found = turn_advantages(one_turn, config)
-    assert [None if each is None else each[0] for each in found] == batch_advantages(rewards, config)
-
-
-@pytest.mark.parametrize(("kind", "normalize"), KINDS)
-@given(rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=6), turns=st.integers(1, 4))
+@given(
+    rewards=st.lists(st.lists(st.none() | st.floats(-3, 3), min_size=2, max_size=5), min_size=1, max_size=3),
+    turns=st.integers(1, 4),
+)
 @few
 def test_a_reward_of_the_last_of_equally_many_turns_has_the_bits_of_an_outcome(kind, normalize, rewards, turns):
-    config = AdvantageConfig(kind=kind, normalize_std=normalize)
-    found = turn_advantages([[[reward] * turns for reward in rewards]], config)
-    assert found == [(advantage,) * turns for advantage in batch_advantages([rewards], config)]
-
-
-def test_equal_totals_may_differ_by_turn():
-    """One earned early, one late: the first turn teaches nothing, the second something, and of ordinary size."""
-    found = turn_advantages([[[1.0, 0.0], [1.0, 1.0]]], AdvantageConfig())
-    assert found[0] == pytest.approx((0.0, -(0.5**0.5)), abs=1e-5) and found[1] == pytest.approx(
-        (0.0, 0.5**0.5), abs=1e-5
-    )
-    assert turn_advantages([[[1.0], [1.0]]], AdvantageConfig()) == [(0.0,), (0.0,)]
+    config, count = AdvantageConfig(kind=kind, normalize_std=normalize), 1 if kind == "mean_baseline" else turns
+    by_turn = [[None if reward is None else [reward] * count for reward in group] for group in rewards]
+    expected = [None if each is None else (each,) * count for each in batch_advantages(rewards, config)]
+    assert turn_advantages(by_turn, config) == expected
 
 
 def test_what_has_no_verdict_is_compared_with_nothing():

@@ -81,32 +81,31 @@ def lines(found: device.Capabilities, layer_spec: str = "auto", dtype: str = "bf
 
 
 @pytest.mark.parametrize(
-    ("modules", "attention", "adam", "fusion"),
+    ("modules", "layer_spec", "attention", "adam", "fusion"),
     [
-        ((), "torch", "torch AdamW", "off"),
-        ((TE,), "TE fused", "TE FusedAdam", "off"),
-        (APEX, "torch", "apex FusedAdam", "off"),
-        ((TE, *APEX, FUSION), "TE fused", "TE FusedAdam", "apex"),
-        ((*APEX, FUSION), "torch", "apex FusedAdam", "apex"),
-        (("apex",), "torch", "torch AdamW", "off"),  # PyPI's web toolkit
+        ((), "auto", "torch", "torch AdamW", "off"),
+        ((TE,), "auto", "TE fused", "TE FusedAdam", "off"),
+        ((TE,), "local", "torch", "TE FusedAdam", "off"),  # megatron-core picks its Adam wherever it can be imported
+        (APEX, "auto", "torch", "apex FusedAdam", "off"),
+        ((TE, *APEX, FUSION), "auto", "TE fused", "TE FusedAdam", "apex"),
+        ((*APEX, FUSION), "auto", "torch", "apex FusedAdam", "apex"),
+        (("apex",), "auto", "torch", "torch AdamW", "off"),  # PyPI's web toolkit
     ],
 )
 def test_what_is_installed_is_what_is_logged(
-    modules: tuple[str, ...], attention: str, adam: str, fusion: str, installed
+    modules: tuple[str, ...], layer_spec: str, attention: str, adam: str, fusion: str, installed, monkeypatch
 ) -> None:
-    found = lines(installed(*modules))
+    found = lines(installed(*modules), layer_spec)
     assert found["attention"].startswith(attention)
-    assert found["norms"].startswith("TE" if TE in modules else "torch")
+    assert found["norms"].startswith(attention.split()[0])
+    assert found["RoPE"] == "unfused" or attention == "TE fused"
     assert found["Adam"] == adam
     assert found["gradient accumulation fusion"].startswith(fusion)
+    assert device.transformer_flags(te_layers=False)["gradient_accumulation_fusion"] == (fusion == "apex")
     assert found["device"].startswith("cuda")
-
-
-def test_a_local_layer_spec_keeps_transformer_engine_out_of_the_layers(installed) -> None:
-    found = lines(installed(TE), "local")
-    assert found["attention"].startswith("torch") and found["norms"].startswith("torch")
-    assert found["RoPE"] == "unfused"
-    assert found["Adam"] == "TE FusedAdam"  # megatron-core picks it wherever it can be imported
+    monkeypatch.setattr(device, "CUDA", False)  # where nothing counts as installed
+    found = lines(capabilities(), layer_spec)
+    assert found["Adam"] == "torch AdamW" and found["attention"].startswith("torch")
 
 
 @pytest.mark.parametrize(("layer_spec", "fused"), [("local", False), ("auto", True), ("transformer_engine", True)])
@@ -209,20 +208,6 @@ def test_modules_of_transformer_engine_are_not_recomputed_in_local_layers(tmp_pa
     policy = PolicyConfig(recompute="selective", recompute_modules=("core_attn", "moe_act"))
     with pytest.raises(RuntimeError, match=r"policy.recompute_modules=\['moe_act'\] need Transformer Engine"):
         transformer_config(read_spec(tmp_path), policy)
-
-
-def test_flags_follow_what_is_installed(installed) -> None:
-    installed(TE)
-    assert device.transformer_flags(te_layers=True)["gradient_accumulation_fusion"] is False
-    installed(FUSION)
-    assert device.transformer_flags(te_layers=False)["gradient_accumulation_fusion"] is True
-
-
-def test_without_cuda_nothing_counts_as_installed(installed, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(TE, *APEX, FUSION)
-    monkeypatch.setattr(device, "CUDA", False)
-    found = lines(capabilities())
-    assert found["Adam"] == "torch AdamW" and found["attention"].startswith("torch")
 
 
 def test_the_logged_adam_is_the_one_that_steps(model: Path, layout: Layout) -> None:
