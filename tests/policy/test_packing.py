@@ -219,17 +219,6 @@ def test_length_classes_hold_every_token_once_and_little_else(layout: Layout) ->
     assert batch.num_tokens >= SHORTEST_OF_CLASS * rows
 
 
-@pytest.mark.parametrize("lengths", [[5], [10, 8, 7, 100], [3, 3, 3], [80, 100, 99, 79], [0, 4, 0]])
-def test_length_classes_start_at_the_longest(lengths: list[int]) -> None:
-    calls = attention_calls(lengths, bounded=False)
-    assert sorted(index for call in calls for index in call.members) == [i for i, n in enumerate(lengths) if n]
-    for number, call in enumerate(calls):
-        members = [lengths[index] for index in call.members]
-        assert call.length == max(members) and min(members) >= SHORTEST_OF_CLASS * call.length
-        shorter = [lengths[index] for later in calls[number + 1 :] for index in later.members]
-        assert all(length < SHORTEST_OF_CLASS * call.length for length in shorter)
-
-
 BUDGET, MOST_SHAPES = 24576, 317
 """Tokens of a micro-batch, and shapes that its calls of attention can have; docs/policy.md says so, too."""
 
