@@ -9,6 +9,7 @@ import torch
 
 from ctpo_megatron.objective import PRESETS, PolicyObjective, policy_loss
 from tests.objective.objective_reference import packed, random_batch
+from tests.objective.test_objective_loss import run
 
 T = 9  # position of the token under test: s_t = 3
 INSIDE, HIGH, BETWEEN, LOW = 0.1, 0.2, -0.05, -0.1  # log r; bounds at t = 9: low -.075, high .15, dual .15
@@ -124,15 +125,9 @@ def test_masked_values_never_enter(name, bad):
         dirty[key][off] = bad
     for key in ("advantages", "weights"):
         dirty[key][dirty["loss_mask"] == 0] = bad
-    results = []
-    for arguments in (clean, dirty):
-        log_probs = arguments["log_probs"].clone().requires_grad_()
-        out = policy_loss(**{**arguments, "log_probs": log_probs}, objective=objective)
-        out.loss.backward()
-        results.append((out, log_probs.grad))
-    assert torch.equal(results[0][0].loss, results[1][0].loss)
-    assert torch.equal(results[0][1], results[1][1])
-    assert torch.equal(results[0][0].stats.as_tensor(), results[1][0].stats.as_tensor())
+    (one, gradient), (other, same) = (run(arguments, objective) for arguments in (clean, dirty))
+    assert torch.equal(one.loss, other.loss) and torch.equal(gradient, same)
+    assert torch.equal(one.stats.as_tensor(), other.stats.as_tensor())
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctpo_kernels import SUMS
@@ -24,13 +24,10 @@ from ctpo_megatron.objective import (
     turn_advantages,
 )
 from tests.objective import turn_reference
-from tests.objective.test_objective_loss import run
+from tests.objective.test_objective_loss import BATCHES, few, run
 from tests.objective.turn_reference import packed_turns, random_turns, turn_end_reference
 
-LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=5)
-BATCHES = {"lengths": LENGTHS, "seed": st.integers(0, 10**6), "spread": st.sampled_from([0.0, 0.03, 0.5, 4.0])}
 SERVED = ("ctpo", "ctpo-paper", "ctpo-uniform", "ctpo-fixed", "ctpo-drift")
-few = settings(max_examples=30, derandomize=True)
 REWARDS = st.integers(-2, 2).map(float)
 GROUPS = st.lists(st.lists(REWARDS, min_size=1, max_size=4), min_size=2, max_size=5)
 KINDS = [("group", True), ("group", False), ("rloo", None)]

@@ -29,7 +29,7 @@ from ctpo_megatron.objective import (
     position_stats,
     skipped_stats,
 )
-from tests.objective.objective_reference import Sequence, packed, random_batch, reference
+from tests.objective.objective_reference import Sequence, log_ratio, packed, random_batch, reference
 
 LENGTHS = [30, 0, 12, 400, 45, 1]
 
@@ -66,21 +66,13 @@ def oracle(batch: list[Sequence], objective: PolicyObjective) -> dict[tuple[str,
     found: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     for s in batch:
         d = [float32([a - b])[0] if m else 0.0 for a, b, m in zip(s.log_probs, s.anchor, s.model, strict=True)]
-        whole, length = math.fsum(d), sum(s.model)
         for i in range(len(s)):
             if not s.model[i]:
                 continue
             t, prefix, a = sum(s.model[: i + 1]), math.fsum(d[: i + 1]), s.advantage[i]
             sign = "positive" if a > 0 else "negative" if a < 0 else "zero"
             r = math.exp(min(prefix, 10.0))
-            x = {
-                "cumprod": prefix,
-                "geomean": prefix / t,
-                "token": d[i],
-                "sequence": whole,
-                "sequence-geomean": whole / length,
-            }[objective.ratio_mode]
-            x = float32([x])[0]
+            x = float32([log_ratio(objective.ratio_mode, d, s.model, i)])[0]
             values = {"n": 1, "n_computed": 1, "t": t, "S": prefix, "S2": prefix**2, "d": d[i], "d2": d[i] ** 2}
             values |= {"r": r, "r2": r * r}
             if objective.ratio_mode != "cumprod":

@@ -14,7 +14,6 @@ import torch
 from ctpo_megatron.config import (
     CorrectionConfig,
     ObjectiveConfig,
-    RejectConfig,
     advantage_from_config,
     resolved_objective,
 )
@@ -99,20 +98,12 @@ def test_an_objective_of_the_users_own_has_no_window_of_ours() -> None:
 
 
 def test_rejection_and_cap_are_recorded() -> None:
-    reject = (RejectConfig(stat="k3", over="sequence_mean", high=0.1),)
-    correction = CorrectionConfig(level="token", cap=3.0, normalize=True, reject=reject)
-    resolved = resolved_objective(ObjectiveConfig(anchor="decoupled", correction=correction))
-    assert resolved["anchor"] == "decoupled"
-    assert resolved["correction"] == {
-        "level": "token",
-        "cap": 3.0,
-        "normalize": True,
-        "reject": [{"stat": "k3", "over": "sequence_mean", "low": None, "high": 0.1}],
-        "veto": None,
-    }
-    assert resolved["summary"].endswith(
-        "token weights up to 3, normalized, rejects sequence_mean outside k3 (-inf, 0.1)"
-    )
+    rule = {"stat": "k3", "over": "sequence_mean", "low": None, "high": 0.1}
+    correction = {"level": "token", "cap": 3.0, "normalize": True, "reject": [rule], "veto": None}
+    resolved = resolved_objective(ObjectiveConfig(anchor="decoupled", correction=CorrectionConfig(**correction)))
+    assert (resolved["anchor"], resolved["correction"]) == ("decoupled", correction)
+    end = "token weights up to 3, normalized, rejects sequence_mean outside k3 (-inf, 0.1)"
+    assert resolved["summary"].endswith(end)
 
 
 @pytest.mark.parametrize("name", PRESETS)
