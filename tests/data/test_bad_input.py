@@ -215,6 +215,8 @@ SAID = {"role": "assistant", "content": "2"}
 CONVERSATIONS: dict[str, tuple[Any, str]] = {
     "no conversation": (None, "no conversations in "),
     "a conversation that nobody answers": ({"messages": [USER]}, "must end with an assistant message"),
+    "an empty conversation": ({"messages": []}, "row 0 column 'messages': expected a non-empty list"),
+    "a role that does not exist": ({"messages": [USER | {"role": "x"}, SAID]}, "message 0 has role 'x'"),
     "another column": ({"conversations": [USER, SAID]}, "no column 'messages'; the columns are conversations"),
     "tools that are no schemas": ({"messages": [USER, SAID], "tools": [{"type": "function"}]}, "tool 0 is no schema"),
     "an answer to nobody's call": (

@@ -81,22 +81,6 @@ def test_all_rows_that_the_template_refuses_are_named(tmp_path, tokenizer):
         assert f"row {row} column 'messages': the chat template refuses it: system must come first" in message
 
 
-def test_bad_rows_are_reported_at_once(tmp_path, tokenizer):
-    file = write(tmp_path / "a.parquet", [TALK, TALK[:1], [], [{"role": "x", "content": "y"}]])
-    pq.write_table(pa.table({"message": [1]}), tmp_path / "b.parquet")
-    with pytest.raises(DataError) as caught:
-        load_conversations([file, str(tmp_path / "b.parquet"), str(tmp_path / "none.parquet")], tokenizer)
-    for line in (
-        "5 problems",
-        "row 1 column 'messages': must end with an assistant message",
-        "row 2 column 'messages': expected a non-empty list",
-        "row 3 column 'messages': message 0 has role 'x'",
-        "no column 'messages'; the columns are message; did you mean 'message'",
-        "no such file",
-    ):
-        assert line in str(caught.value)
-
-
 def test_batches_follow_from_the_seed(records):
     def names(seed: int) -> list[list[str]]:
         taken = itertools.islice(batches(records, 32, seed=seed), len(records) // 32)

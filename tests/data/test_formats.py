@@ -199,16 +199,6 @@ def test_evaluation_files_may_share_ids(tmp_path: Path, tokenizer) -> None:
             load_prompts(files, tokenizer, rules)
 
 
-def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, tokenizer) -> None:
-    file = write(tmp_path / "a.parquet", row(), row("7 " * 80), row("x"))
-    found = read_prompts([file], tokenizer, PromptRules(64, overlong="drop"))
-    assert [prompt.id for prompt in found.prompts] == ["a/0", "a/2"]
-    (left,) = found.left_out
-    assert (left.file, left.row, left.id, left.rule) == (Path(file), 1, "a/1", "data.overlong")
-    assert left.reason.startswith("16") and "limit 64" in left.reason
-    assert found.rows == {Path(file): 3} and not found.problems.lines
-
-
 def test_of_many_rows_with_one_fault_some_are_shown(tmp_path: Path, tokenizer) -> None:
     file = write(tmp_path / "a.parquet", *(row("7 " * 80) for _ in range(12)))
     with pytest.raises(DataError) as caught:

@@ -1,4 +1,4 @@
-"""What a run records of its objective: a line for every preset, and bounds at which the loss ends, at t = 1 and 100."""
+"""What a run records of its objective: a line for every preset, and the window that token diagnostics draw."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.objective import (
     PRESETS,
     Denominators,
+    PolicyObjective,
     group_advantages,
     objective_from_config,
     policy_loss,
@@ -120,40 +121,13 @@ def test_it_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-class Loss:
-    """The loss of one preset, on one sequence whose last token alone has moved."""
-
-    def __init__(self, name: str) -> None:
-        self.resolved = resolved_objective(ObjectiveConfig(preset=name))
-        self.objective = objective_from_config(ObjectiveConfig(preset=name))
-
-    def at(self, log_ratio: float, t: int, advantage: float) -> float:
-        """d loss / d log-prob of token t where log r_t is this, over -A r_t, before aggregation."""
-        d = torch.zeros(t, dtype=torch.float64)
-        d[-1] = log_ratio * self.share(t)
-        current = d.clone().requires_grad_()
-        given = (torch.zeros_like(d), torch.full((1,), advantage), torch.ones(t), self.objective)
-        policy_loss(current, *given, cu_seqlens=torch.tensor([0, t])).per_token[-1].backward()
-        assert current.grad is not None
-        return current.grad[-1].item() / -advantage / math.exp(log_ratio)
-
-    def share(self, t: int) -> int:
-        """What the last of t tokens has to move by, over log r_t."""
-        return t if self.resolved["ratio_mode"] in ("geomean", "sequence-geomean") else 1
-
-
-def bounds(resolved: dict[str, Any], t: int) -> tuple[float, float, float | None]:
-    """Low, high and dual bound of log r_t as the record has them."""
-    window, dual = resolved["window"], resolved["dual"]
+def bounds(resolved: dict[str, Any], t: int) -> tuple[float, float]:
+    """Low and high bound of log r_t as the record has them."""
+    window = resolved["window"]
     if resolved["clip_mode"] == "log_power":
-        low, high, dual = (
-            None if bound is None else bound * t ** window["power"] + window["drift"] * t
-            for bound in (window["low"], window["high"], dual)
-        )
-        assert low is not None and high is not None
-        return low, high, dual
-    low = math.log(window["low"]) if window["low"] else -math.inf
-    return low, math.log(window["high"]), None if dual is None else math.log(dual)
+        low, high = (window[name] * t ** window["power"] + window["drift"] * t for name in ("low", "high"))
+        return low, high
+    return math.log(window["low"]) if window["low"] else -math.inf, math.log(window["high"])
 
 
 def of_mode(*modes: str) -> list[str]:
@@ -163,47 +137,30 @@ def of_mode(*modes: str) -> list[str]:
 @pytest.mark.parametrize("t", [1, 100])
 @pytest.mark.parametrize("name", of_mode("log_power", "ratio", "detached_ratio"))
 def test_the_window_is_that_of_the_diagnostics(name: str, t: int) -> None:
-    loss = Loss(name)
+    config = ObjectiveConfig(preset=name)
     zeros, sequence = torch.zeros(t, dtype=torch.float64), torch.tensor([0, t])
-    measured = token_diagnostics(zeros, zeros, torch.ones(t), loss.objective, cu_seqlens=sequence)
-    low, high, _ = bounds(loss.resolved, t)
-    assert (measured.low[-1].item(), measured.high[-1].item()) == pytest.approx(
-        (low, high), rel=1e-5, abs=2e-7
-    )  # float32 next to 1
-
-
-@pytest.mark.parametrize("t", [1, 100])
-@pytest.mark.parametrize("name", of_mode("log_power", "ratio"))
-def test_the_gradient_ends_at_the_bounds(name: str, t: int) -> None:
-    loss, near = Loss(name), 1e-6
-    low, high, dual = bounds(loss.resolved, t)
-    assert loss.at(high - near, t, 1.0) == pytest.approx(1) and loss.at(high + near, t, 1.0) == 0
-    assert loss.at(low + near, t, -1.0) == pytest.approx(1) and loss.at(low - near, t, -1.0) == 0
-    if dual is None:
-        far = min(3.0, 15.0 / loss.share(t))  # the log-ratio of a token is cut at 20
-        assert loss.at(high + far, t, -1.0) == pytest.approx(1)
-    else:
-        assert loss.at(dual - near, t, -1.0) == pytest.approx(1) and loss.at(dual + near, t, -1.0) == 0
+    objective = objective_from_config(config)
+    measured = token_diagnostics(zeros, zeros, torch.ones(t), objective, cu_seqlens=sequence)
+    expected = pytest.approx(bounds(resolved_objective(config), t), rel=1e-5, abs=2e-7)  # float32 next to 1
+    assert (measured.low[-1].item(), measured.high[-1].item()) == expected
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_aggregation_is_that_of_the_loss(name: str) -> None:
     """A sequence of one token, one of three, and one without any loss token."""
-    loss = Loss(name)
+    resolved, objective = resolved_objective(ObjectiveConfig(preset=name)), PolicyObjective.preset(name)
     zeros, of_sequence = torch.zeros(6), torch.tensor([0, 1, 4, 6])
     mask = torch.tensor([1, 1, 1, 1, 0, 0])
     advantages = torch.tensor([1.0, -1.0, 1.0])
-    measured = policy_loss(
-        zeros, zeros, advantages, torch.ones(6), loss.objective, loss_mask=mask, cu_seqlens=of_sequence
-    )
+    measured = policy_loss(zeros, zeros, advantages, torch.ones(6), objective, loss_mask=mask, cu_seqlens=of_sequence)
     token = measured.per_token.double()
     one, three = token[0].item(), token[1:4].sum().item()
-    sequences = Denominators.of(mask, of_sequence).sequences if loss.resolved["count_masked_sequences"] else 2
+    sequences = Denominators.of(mask, of_sequence).sequences if resolved["count_masked_sequences"] else 2
     expected = {
         "seq-mean-token-mean": (one + three / 3) / sequences,
-        "seq-mean-token-sum": (one + three) / sequences / (loss.resolved["loss_scale_factor"] or 1),
+        "seq-mean-token-sum": (one + three) / sequences / (resolved["loss_scale_factor"] or 1),
         "token-mean": (one + three) / 4,
-    }[loss.resolved["loss_agg_mode"]]
+    }[resolved["loss_agg_mode"]]
     assert measured.loss.item() == pytest.approx(expected)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from ctpo_megatron.policy import (
 )
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
+from ctpo_megatron.policy.parallel import usable_threads
 from tests.policy import models, scenario
 from tests.policy.jobs import run_job, run_on_rank
 from tests.support import ranks
@@ -264,3 +266,14 @@ def wait_and_stream_are_one() -> bool:
 def test_no_function_of_ours_stands_for_two_of_torch_cuda() -> None:
     """torch.compile makes a table of them in each process, and refuses a function that is in it."""
     assert ranks.run(wait_and_stream_are_one) == [False]
+
+
+@pytest.mark.parametrize(("wanted", "ranks", "taken"), [(2, None, 2), (3, 2, 3), (8, 2, 4), (4, 8, 1), (1, 16, 1)])
+def test_ranks_of_a_node_do_not_take_more_threads_than_it_has_cores(
+    monkeypatch: pytest.MonkeyPatch, wanted: int, ranks: int | None, taken: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert usable_threads(wanted) == taken

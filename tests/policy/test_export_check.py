@@ -75,16 +75,6 @@ def test_two_tensor_parallel_ranks_export_the_same(run: Path, exported: Path, tm
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_an_export_has_the_template_that_the_run_trained_with(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = shutil.copytree(run, tmp_path / "run")
-    config = load_config(other / "config.yaml", ["model.chat_template=qwen2.5"])
-    (other / "config.yaml").write_text(dump(config))
-    assert main(["export", str(other), "--check"]) == 0, capsys.readouterr().out
-    assert (other / f"model-{STEP}" / "chat_template.jinja").read_text() == chat_template_text("qwen2.5")
-
-
 def test_an_export_is_asked_what_the_run_was_asked(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
