@@ -79,7 +79,7 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
 
 def share_of(s: Sequence, batch: list[Sequence], o: PolicyObjective) -> float:
     """Of a loss token of this sequence in the aggregated loss."""
-    sequences = max(1, sum(1 for each in batch if o.count_masked_sequences or sum(each.loss)))
+    sequences = max(1, sum(1 for each in batch if o.count_masked_sequences or any(each.loss)))
     return {
         "token-mean": 1 / max(1, sum(sum(each.loss) for each in batch)),
         "seq-mean-token-mean": 1 / (sequences * max(1, sum(s.loss))),

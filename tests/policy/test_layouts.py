@@ -71,12 +71,8 @@ MORE = {
     "bfloat16-cp2": FOUR_LAYERS | {"policy": BF16 | CP2},
     "bfloat16-dp2": FOUR_LAYERS | {"policy": BF16},
     "bfloat16-dp2-distopt": FOUR_LAYERS | {"policy": BF16 | DISTOPT},
-    "float16-tp2-sp": FOUR_LAYERS | {"policy": FP16 | SP2},
-    "float16-pp2": FOUR_LAYERS | {"policy": FP16 | PP2},
-    "float16-cp2": FOUR_LAYERS | {"policy": FP16 | CP2},
-    "float16-dp2-distopt-overlap": FOUR_LAYERS | {"policy": FP16 | DISTOPT | OVERLAP},
 }
-"""Of `make test-slow`: the same in a second precision, or with one setting less."""
+"""Of `make test-slow`: the same in a second precision, or with one setting less; `test_loss_scale` has a third."""
 
 
 @pytest.fixture(scope="module")
@@ -180,27 +176,14 @@ def path_apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
 )
 def test_bfloat16_on_two_ranks(one: Jobs, two: Jobs, layout: str) -> None:
     """As one rank up to the rounding of activations to eight bits, which Adam's signs make larger in the weights."""
-    expected = one["bfloat16-moe" if "moe" in layout else "bfloat16"]
-    assert_near(two[f"bfloat16-{layout}"], expected, first_norm=0.002, path=0.3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2-sp", "pp2", "cp2", "dp2-distopt-overlap"])
-def test_float16_on_two_ranks(one: Jobs, two: Jobs, layout: str) -> None:
-    """As in bfloat16, with eleven bits instead of eight: so the first norm is four times as close."""
-    found = two[f"float16-{layout}"]
-    assert all(step["actor/overflow_steps"] == 0 for step in found["steps"])
-    assert_near(found, one["float16"], first_norm=5e-4, path=0.2)
-
-
-def assert_near(found: dict[str, Any], expected: dict[str, Any], *, first_norm: float, path: float) -> None:
-    """At equal weights only activations are rounded; how far the first step of Adam carries this depends on the CPU."""
+    found, expected = two[f"bfloat16-{layout}"], one["bfloat16-moe" if "moe" in layout else "bfloat16"]
     for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
         assert ours["pg_update/first_log_ratio_abs_max"] == 0
         assert ours["actor/entropy"] == pytest.approx(theirs["actor/entropy"], rel=1e-3)
         assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=0.05)
-    assert found["first_norm"] == pytest.approx(expected["first_norm"], rel=first_norm)
-    assert path_apart(found, expected) < path
+    # At equal weights only activations are rounded; how far the first step of Adam carries this depends on the CPU.
+    assert found["first_norm"] == pytest.approx(expected["first_norm"], rel=0.002)
+    assert path_apart(found, expected) < 0.3
 
 
 @pytest.mark.slow
