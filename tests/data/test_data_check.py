@@ -219,3 +219,12 @@ def test_what_is_left_out_is_written_down(own: Path, caplog) -> None:
     ]
     assert "data.overlong: drop left out 1 of 4 prompts, first train.jsonl row 2: " in caplog.text
     assert "data.unverifiable: drop left out 1 of 4 prompts, first train.jsonl row 1: the ground truth" in caplog.text
+
+
+def test_patterns_and_folders_are_taken(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "folder").mkdir()
+    shutil.copy(own / "train.jsonl", own / "folder" / "a.jsonl")
+    status, out, err = dry_run(capsys, "data.train=[folder, 'tr*.jsonl']")
+    assert (status, err) == (0, "")
+    assert "40 rows" in out and "2 files" in out
+    assert dry_run(capsys, "data.train=['no*.jsonl']")[0] == 2
