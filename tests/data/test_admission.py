@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ctpo_megatron.environments.tokenizer import TokenizerError, read_tokenizer
 from ctpo_megatron.preflight import Admission
 from ctpo_megatron.preflight.own_words import tool_output
 from examples.prepare_data.__main__ import main as prepare_data
-from tests.data.test_data_check import row, write
+from tests.data.rows import row, write
 from tests.data.test_rendering import config, own, talk
 from tests.support.deadlines import scaled
 
@@ -30,6 +29,8 @@ __all__ = ["own"]
 
 SAYS_ALL = "data.system_prompt='Call a tool in <tool_call>, and answer in \\\\boxed{}.'"
 USER, CALLED = {"role": "user", "content": "q"}, {"role": "tool", "content": "42"}
+ANSWER = {"role": "assistant", "content": "42"}
+MAKES_A_CALL = {"tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}
 
 
 def admit(own: Path, kind: str, *overrides: str) -> RowSet:
@@ -40,15 +41,6 @@ def admit(own: Path, kind: str, *overrides: str) -> RowSet:
 
 def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def said(*messages: tuple[str, str] | dict[str, Any]) -> dict[str, Any]:
-    return {
-        "messages": [
-            message if isinstance(message, dict) else dict(zip(("role", "content"), message, strict=True))
-            for message in messages
-        ]
-    }
 
 
 def test_usual_rows_pass_clean(own: Path) -> None:
@@ -124,10 +116,6 @@ def _without(content: dict[str, Any], letter: str) -> dict[str, int]:
 # --- lengths and counts of SFT ---------------------------------------------------------------------------------------
 
 
-def long(own: Path, *counts: int) -> None:
-    write(own / "sft.jsonl", *(talk("q", "12 " * count) for count in counts))
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -137,7 +125,7 @@ def long(own: Path, *counts: int) -> None:
     ],
 )
 def test_conversations_that_do_not_fit(own: Path, overrides: list[str], message: str) -> None:
-    long(own, *[9] * 9, 700, 800)
+    write(own / "sft.jsonl", *(talk("q", "12 " * count) for count in (*[9] * 9, 700, 800)))
     found = admit(own, "sft", *overrides)
     assert [line.split(" column")[0] for line in found.problems.lines] == ["sft.jsonl row 9", "sft.jsonl row 10"]
     assert message in found.problems.lines[0] and "or set data.overlong: drop" in found.problems.lines[0]
@@ -241,66 +229,45 @@ def test_libraries_that_the_sandbox_lacks(own: Path, monkeypatch: pytest.MonkeyP
 # --- text that a template loses, and words that are not the model's ------------------------------------------------
 
 
-def _template(own: Path, change: Callable[[str], str]) -> None:
-    file = own / "model" / "chat_template.jinja"
-    file.write_text(change(file.read_text()))
-
-
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n%s<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITHOUT_SYSTEM = "{{ m.content if m.role != 'system' else '' }}"
 CALLS_ALONE = "{{ '' if m.tool_calls else m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("content", "row_", "message"),
+    ("content", "messages", "dropped"),
     [
         (
             CALLS_ALONE,
-            said(
-                USER,
-                {
-                    "role": "assistant",
-                    "content": "Let me run it.",
-                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}],
-                },
-                CALLED,
-                ("assistant", "42"),
-            ),
-            "does not show the content of message 1 (assistant)",
+            [USER, ANSWER | {"content": "I run it."} | MAKES_A_CALL, CALLED, ANSWER],
+            "content of message 1 (assistant)",
         ),
         (
             "{{ m.content.split('</think>')[-1] }}",
-            said(USER, ("assistant", "<think>so</think>42")),
-            "does not show the content of message 1 (assistant)",
+            [USER, ANSWER | {"content": "<think>so</think>42"}],
+            "content of message 1 (assistant)",
         ),
         (
             "{{ m.content }}",
-            said(USER, {"role": "assistant", "content": "42", "reasoning_content": "because"}),
-            "does not show the reasoning_content of message 1 (assistant)",
+            [USER, ANSWER | {"reasoning_content": "because"}],
+            "reasoning_content of message 1 (assistant)",
         ),
-        (
-            "{{ m.content if m.role != 'system' else '' }}",
-            said(("system", "Be kind."), USER, ("assistant", "42")),
-            "does not show the content of message 0 (system)",
-        ),
+        (WITHOUT_SYSTEM, [{"role": "system", "content": "Be kind."}, USER, ANSWER], "content of message 0 (system)"),
     ],
 )
-def test_text_that_the_template_drops(own: Path, content: str, row_: dict[str, Any], message: str) -> None:
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n" + content + "<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    _template(own, lambda _: template)
-    write(own / "sft.jsonl", talk("a", "b"), talk("a", "b"), row_)
+def test_text_that_the_template_drops(own: Path, content: str, messages: list[Any], dropped: str) -> None:
+    (own / "model" / "chat_template.jinja").write_text(TEMPLATE.replace("%s", content))
+    write(own / "sft.jsonl", talk("a", "b"), talk("a", "b"), {"messages": messages})
     (problem,) = admit(own, "sft").problems.lines
-    assert problem.startswith("sft.jsonl row 2 ") and message in problem and "model.chat_template" in problem
-
-
-def test_a_system_prompt_that_the_template_drops(own: Path) -> None:
-    template = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    _template(own, lambda _: template + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-    found = admit(own, "train", "data.system_prompt='Answer in \\boxed{}.'")
-    assert "train.jsonl row 0 " in found.problems.lines[0]
-    assert "does not show the content of message 0 (system)" in found.problems.lines[0]
-    assert "7 more rows" in found.problems.lines[-1]
+    assert problem.startswith("sft.jsonl row 2 ") and f"does not show the {dropped}" in problem
+    assert "model.chat_template" in problem
+    if content == WITHOUT_SYSTEM:
+        lines = admit(own, "train", "data.system_prompt='Answer in \\boxed{}.'").problems.lines
+        assert "train.jsonl row 0 " in lines[0] and f"does not show the {dropped}" in lines[0]
+        assert "7 more rows" in lines[-1]
 
 
 PYTHON = "```python\nprint(1)\n```\n"
@@ -374,8 +341,8 @@ def test_words_that_are_the_models(own: Path, content: str) -> None:
 
 
 def test_a_tools_output_in_the_thinking(own: Path) -> None:
-    message = {"role": "assistant", "content": "1", "reasoning_content": f"{PYTHON}```output\n1\n```"}
-    write(own / "sft.jsonl", talk("a", "b"), said(("user", "a"), message))
+    message = ANSWER | {"reasoning_content": f"{PYTHON}```output\n1\n```"}
+    write(own / "sft.jsonl", talk("a", "b"), {"messages": [USER, message]})
     assert any("holds a tool's output (```output)" in line for line in admit(own, "sft").problems.lines)
 
 
@@ -389,32 +356,6 @@ def test_a_long_text_is_searched_in_time(piece: str) -> None:
 
 
 # --- collections that are no prompt files ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("cells", "message"),
-    [
-        ({"problem": "a", "answer": "1"}, """"ground_truth": row['answer']"""),
-        ({"source": "a", "problem": "a", "solution": "1"}, """"ground_truth": row['solution']"""),
-        ({"question": "a", "final_answer": "1"}, """"content": row['question']"""),
-        ({"data_sources": "a"}, "the columns are data_sources; did you mean 'data_sources'?"),
-    ],
-)
-def test_how_a_collection_becomes_a_prompt_file(own: Path, cells: dict[str, Any], message: str) -> None:
-    write(own / "train.jsonl", cells)
-    problems = admit(own, "train").problems.lines
-    assert message in problems[0] and len(problems) == 1
-    assert problems[0].startswith("train.jsonl: no columns 'data_source', 'prompt', 'reward_model'; the columns are ")
-    assert "source'?" not in problems[0] or "data_source" in message
-
-
-def test_rows_that_are_lists(own: Path) -> None:
-    (own / "train.json").write_text(json.dumps([[{"from": "human", "value": "1+1?"}]]))
-    problems = admit(own, "train", "data.train=[train.json]").problems.lines
-    assert (
-        'since a row is no object; write each as {"data_source": ..., "prompt": ..., "reward_model": ...}'
-        in problems[0]
-    )
 
 
 def test_a_dry_run_of_a_resume_compares_the_rows(

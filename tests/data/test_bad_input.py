@@ -9,29 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron.data import DataError, PromptRules
+from tests.data.rows import row, write
 from tests.support.prompts import load_conversations, load_prompts
 
 CALL = {"type": "function", "id": "c1", "function": {"name": "code_interpreter", "arguments": {"code": "print(1)"}}}
 USER, TOOL = {"role": "user", "content": "1+1?"}, {"role": "tool", "content": "2", "tool_call_id": "c1"}
 
 
-def row(**changes: Any) -> dict[str, Any]:
-    return {"data_source": "u", "prompt": [USER], "reward_model": {"ground_truth": "2"}} | changes
-
-
 def rows(*cells: dict[str, Any]) -> Callable[[Path], list[str]]:
     """A file of JSON lines with these rows: it keeps types apart that one parquet column cannot hold."""
 
-    def write(folder: Path) -> list[str]:
-        file = folder / "a.jsonl"
-        file.write_text("".join(json.dumps(each) + "\n" for each in cells), encoding="utf-8")
-        return [str(file)]
-
-    return write
+    return lambda folder: [write(folder / "a.jsonl", *cells)]
 
 
 def prompt(*messages: Any) -> Callable[[Path], list[str]]:
@@ -39,17 +30,16 @@ def prompt(*messages: Any) -> Callable[[Path], list[str]]:
 
 
 def file(name: str, content: str | bytes) -> Callable[[Path], list[str]]:
-    def write(folder: Path) -> list[str]:
+    def make(folder: Path) -> list[str]:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
         return [str(folder / name)]
 
-    return write
+    return make
 
 
 def truncated(folder: Path) -> list[str]:
-    whole = folder / "a.parquet"
-    pq.write_table(pa.Table.from_pylist([row()]), whole)
+    whole = Path(write(folder / "a.parquet", row()))
     whole.write_bytes(whole.read_bytes()[:-20])
     return [str(whole)]
 
@@ -60,17 +50,16 @@ def saved(folder: Path, state: str) -> list[str]:
 
 
 def shards(*names: str) -> Callable[[Path], list[str]]:
-    def write(folder: Path) -> list[str]:
+    def make(folder: Path) -> list[str]:
         for name in names:
-            pq.write_table(pa.Table.from_pylist([row()]), folder / name)
+            write(folder / name, row())
         return [str(folder)]
 
-    return write
+    return make
 
 
 def gsm8k(folder: Path) -> list[str]:
-    pq.write_table(pa.Table.from_pylist([{"question": "1+1?", "answer": "2 #### 2"}]), folder / "a.parquet")
-    return [str(folder / "a.parquet")]
+    return [write(folder / "a.parquet", {"question": "1+1?", "answer": "2 #### 2"})]
 
 
 ONE_ROW = json.dumps(row()) + "\n"
@@ -145,6 +134,10 @@ PROMPTS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a JSON list that is not closed": (file("a.json", "[" + ONE_ROW), "not a readable JSON file (line"),
     "JSON lines in another encoding": (file("a.jsonl", ONE_ROW.replace("1+1", "é").encode("latin-1")), "utf-8"),
     "a line that is no object": (file("a.jsonl", ONE_ROW + "[1, 2]\n"), "row 1: expected a JSON object, not list"),
+    "lists of messages": (
+        file("a.json", '[[{"from": "human", "value": "1+1?"}]]'),
+        'since a row is no object; write each as {"data_source": ..., "prompt": ..., "reward_model": ...}',
+    ),
     # Columns.
     "columns of GSM8K": (gsm8k, """"ground_truth": row['answer'].rpartition("####")[2].strip()"""),
     "columns of DeepScaleR": (
@@ -222,6 +215,8 @@ SAID = {"role": "assistant", "content": "2"}
 CONVERSATIONS: dict[str, tuple[Any, str]] = {
     "no conversation": (None, "no conversations in "),
     "a conversation that nobody answers": ({"messages": [USER]}, "must end with an assistant message"),
+    "an empty conversation": ({"messages": []}, "row 0 column 'messages': expected a non-empty list"),
+    "a role that does not exist": ({"messages": [USER | {"role": "x"}, SAID]}, "message 0 has role 'x'"),
     "another column": ({"conversations": [USER, SAID]}, "no column 'messages'; the columns are conversations"),
     "tools that are no schemas": ({"messages": [USER, SAID], "tools": [{"type": "function"}]}, "tool 0 is no schema"),
     "an answer to nobody's call": (

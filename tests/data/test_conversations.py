@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -49,18 +50,19 @@ def test_the_model_is_taught_its_turns_with_their_end_and_nothing_else(toolmath,
     assert records[7].prompt_id == "sft/7"
 
 
-def test_a_template_that_rewrites_history_is_refused(tmp_path, tokenizer):
+@pytest.mark.parametrize(
+    ("shown", "message"),
+    [
+        ("{{ m.content if loop.last else '...' }}<|im_end|>", "row 0 column 'messages': the chat template renders "),
+        ("{{ m.content }}\n", "does not end message 1 with <|im_end|>"),
+    ],
+    ids=["rewrites history", "no end of turn"],
+)
+def test_templates_that_no_turn_can_be_taught_with_are_refused(tmp_path, tokenizer, shown, message):
     other = copy.deepcopy(tokenizer)
-    other.chat_template = "{% for m in messages %}{{ m.content if loop.last else '...' }}<|im_end|>{% endfor %}"
-    with pytest.raises(DataError, match=r"row 0 column 'messages': the chat template renders .* differently"):
+    other.chat_template = "{% for m in messages %}" + shown + "{% endfor %}"
+    with pytest.raises(DataError, match=re.escape(message)):
         load_conversations([write(tmp_path / "a.parquet", [TALK + TALK])], other)
-
-
-def test_a_template_without_end_of_turn_is_refused(tmp_path, tokenizer):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    with pytest.raises(DataError, match=r"does not end message 1 with <\|im_end\|>"):
-        load_conversations([write(tmp_path / "a.parquet", [TALK])], other)
 
 
 def test_all_rows_that_the_template_refuses_are_named(tmp_path, tokenizer):
@@ -79,35 +81,12 @@ def test_all_rows_that_the_template_refuses_are_named(tmp_path, tokenizer):
         assert f"row {row} column 'messages': the chat template refuses it: system must come first" in message
 
 
-def test_bad_rows_are_reported_at_once(tmp_path, tokenizer):
-    file = write(tmp_path / "a.parquet", [TALK, TALK[:1], [], [{"role": "x", "content": "y"}]])
-    with pytest.raises(DataError) as caught:
-        load_conversations([file, str(tmp_path / "none.parquet")], tokenizer)
-    message = str(caught.value)
-    assert "4 problems" in message
-    assert "row 1 column 'messages': must end with an assistant message" in message
-    assert "row 2 column 'messages': expected a non-empty list" in message
-    assert "row 3 column 'messages': message 0 has role 'x'" in message
-    assert "no such file" in message
+def test_batches_follow_from_the_seed(records):
+    def names(seed: int) -> list[list[str]]:
+        taken = itertools.islice(batches(records, 32, seed=seed), len(records) // 32)
+        return [[record.prompt_id for record in batch] for batch in taken]
 
-
-def test_missing_column(tmp_path, tokenizer):
-    pq.write_table(pa.table({"message": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"no column 'messages'.*did you mean 'message'"):
-        load_conversations([str(tmp_path / "a.parquet")], tokenizer)
-
-
-def test_batches_are_full_reproducible_and_use_every_conversation_once_an_epoch(records):
-    per_epoch = len(records) // 32
-    first = list(itertools.islice(batches(records, 32, seed=0), per_epoch))
-    again = list(itertools.islice(batches(records, 32, seed=0), per_epoch))
-    other = list(itertools.islice(batches(records, 32, seed=1), per_epoch))
-    names = [[record.prompt_id for record in batch] for batch in first]
-    assert names == [[record.prompt_id for record in batch] for batch in again]
-    assert names != [[record.prompt_id for record in batch] for batch in other]
-    assert all(len(batch) == 32 for batch in first)
-    used = list(itertools.chain(*names))
-    assert len(used) == len(set(used)) == per_epoch * 32
+    assert names(0) == names(0) != names(1)
 
 
 def test_the_order_of_batches_is_known_by_what_it_follows_from(records):

@@ -6,16 +6,15 @@ import gzip
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron import cli
 from ctpo_megatron.data import DataError, PromptRules
+from tests.data.rows import write
 from tests.data.test_data_check import own
 from tests.support.deadlines import scaled
 from tests.support.prompts import load_conversations, load_prompts
@@ -26,73 +25,42 @@ Rows = list[dict[str, Any]]
 USER, SAID = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 
 
-def parquet(file: Path, rows: Rows) -> None:
-    pq.write_table(pa.Table.from_pylist(rows), file)
-
-
-def json_lines(file: Path, rows: Rows) -> None:
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
-
-
-def json_list(file: Path, rows: Rows) -> None:
-    file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-
-
-def arrow(file: Path, rows: Rows) -> None:
-    table = pa.Table.from_pylist(rows)
-    with pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
+def save(file: Path, rows: Rows) -> None:
+    """In the format of its name."""
+    if file.suffix == ".json":
+        file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    elif file.suffix == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        with pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    elif file.suffix == ".gz":
+        file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    else:
+        write(file, *rows)
 
 
 def repeated(**cells: Any) -> Rows:
     return [cells] * 3
 
 
-PROMPTS: dict[str, tuple[str, Callable[[Path, Rows], None], Rows, list[str]]] = {
-    # Name of the file, its writer, its rows, and the ground truths in the end.
-    "TRL": ("train.jsonl", json_lines, repeated(prompt="1+1?", answer="2"), ["2"] * 3),
-    "TRL, as messages": ("a.parquet", parquet, repeated(prompt=[USER], solution="2", question="x"), ["2"] * 3),
-    "GSM8K": ("gsm8k.parquet", parquet, repeated(question="1+1?", answer="so 2\n#### 2"), ["2"] * 3),
+PROMPTS: dict[str, tuple[str, Rows, list[str]]] = {
+    # Name of the file, its rows, and the ground truths in the end.
+    "TRL": ("train.jsonl", repeated(prompt="1+1?", answer="2"), ["2"] * 3),
+    "TRL, as messages": ("a.parquet", repeated(prompt=[USER], solution="2", question="x"), ["2"] * 3),
+    "GSM8K": ("gsm8k.parquet", repeated(question="1+1?", answer="so 2\n#### 2"), ["2"] * 3),
     "a mark in some": (
         "a.jsonl",
-        json_lines,
         [*repeated(problem="1+1?", answer="2"), {"problem": "x", "answer": "#### 3"}],
         ["2", "2", "2", "#### 3"],
     ),
-    "numbers": (
-        "a.parquet",
-        parquet,
-        [{"query": "1+1?", "target": number} for number in (2, 1_000_000_007)],
-        ["2", "1000000007"],
-    ),
-    "numbers and texts": (
-        "a.json",
-        json_list,
-        [{"input": "1+1?", "answer": value} for value in (2, "2", 0)],
-        ["2", "2", "0"],
-    ),
-    "packed": ("a b.jsonl.gz", json_lines, repeated(problem="1+1?", final_answer="2"), ["2"] * 3),
-    "of datasets": ("a.arrow", arrow, repeated(question="1+1?", label=2.5), ["2.5"] * 3),
-    "rows without an answer": (
-        "a.jsonl",
-        json_lines,
-        [{"question": "1+1?"}, {"question": "1+1?", "answer": "2"}],
-        ["2"],
-    ),
-    "verl without a source": (
-        "a.jsonl",
-        json_lines,
-        repeated(prompt=[USER], reward_model={"ground_truth": "2"}),
-        ["2"] * 3,
-    ),
-    "our other columns stay": (
-        "a.jsonl",
-        json_lines,
-        [{"id": n, "problem": "1+1?", "answer": "2"} for n in "xy"],
-        ["2"] * 2,
-    ),
-    "a name with quotes": ("it's.jsonl", json_lines, repeated(prompt="1+1?", answer="2"), ["2"] * 3),
+    "numbers": ("a.parquet", [{"query": "1+1?", "target": n} for n in (2, 10**9 + 7)], ["2", "1000000007"]),
+    "numbers and texts": ("a.json", [{"input": "1+1?", "answer": n} for n in (2, "2", 0)], ["2", "2", "0"]),
+    "packed": ("a b.jsonl.gz", repeated(problem="1+1?", final_answer="2"), ["2"] * 3),
+    "of datasets": ("a.arrow", repeated(question="1+1?", label=2.5), ["2.5"] * 3),
+    "rows without an answer": ("a.jsonl", [{"question": "1+1?"}, {"question": "1+1?", "answer": "2"}], ["2"]),
+    "verl without a source": ("a.jsonl", repeated(prompt=[USER], reward_model={"ground_truth": "2"}), ["2"] * 3),
+    "our other columns stay": ("a.jsonl", [{"id": n, "problem": "1+1?", "answer": "2"} for n in "xy"], ["2"] * 2),
+    "a name with quotes": ("it's.jsonl", repeated(prompt="1+1?", answer="2"), ["2"] * 3),
 }
 
 
@@ -117,8 +85,8 @@ def made(message: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("case", PROMPTS)
 def test_prompts(case: str, tmp_path: Path, tokenizer) -> None:
-    name, write, rows, truths = PROMPTS[case]
-    write(tmp_path / name, rows)
+    name, rows, truths = PROMPTS[case]
+    save(tmp_path / name, rows)
     with pytest.raises(DataError) as refused:
         load_prompts([str(tmp_path / name)], tokenizer, PromptRules(64))
     prompts = load_prompts([str(made(str(refused.value), tmp_path))], tokenizer, PromptRules(64))
@@ -137,22 +105,17 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CONVERSATIONS)
 def test_conversations(case: str, tmp_path: Path, tokenizer) -> None:
-    json_lines(tmp_path / "sft.jsonl", [CONVERSATIONS[case]])
+    write(tmp_path / "sft.jsonl", CONVERSATIONS[case])
     with pytest.raises(DataError) as refused:
         load_conversations([str(tmp_path / "sft.jsonl")], tokenizer)
     (found,) = load_conversations([str(made(str(refused.value), tmp_path))], tokenizer)
-    (whole,) = load_conversations([_ours(tmp_path)], tokenizer)
+    (whole,) = load_conversations([write(tmp_path / "ours.jsonl", {"messages": [USER, SAID]})], tokenizer)
     assert found.token_ids == whole.token_ids
-
-
-def _ours(folder: Path) -> str:
-    json_lines(folder / "ours.jsonl", [{"messages": [USER, SAID]}])
-    return str(folder / "ours.jsonl")
 
 
 @pytest.mark.parametrize("cells", [{"a": 1}, {"prompt": 3, "answer": "2"}, {"question": "x", "answer": ["2"]}])
 def test_without_a_question_and_an_answer_there_are_no_lines(cells: dict[str, Any], tmp_path: Path, tokenizer) -> None:
-    json_lines(tmp_path / "a.jsonl", [cells])
+    write(tmp_path / "a.jsonl", cells)
     with pytest.raises(DataError) as refused:
         load_prompts([str(tmp_path / "a.jsonl")], tokenizer, PromptRules(64))
     assert f"the columns are {', '.join(cells)}" in str(refused.value) and "import" not in str(refused.value)
@@ -160,7 +123,7 @@ def test_without_a_question_and_an_answer_there_are_no_lines(cells: dict[str, An
 
 def test_several_files_have_the_lines_once(tmp_path: Path, tokenizer) -> None:
     for name in ("a", "b"):
-        json_lines(tmp_path / f"{name}.jsonl", repeated(prompt="1+1?", answer="2"))
+        write(tmp_path / f"{name}.jsonl", *repeated(prompt="1+1?", answer="2"))
     with pytest.raises(DataError) as refused:
         load_prompts([str(tmp_path / "*.jsonl")], tokenizer, PromptRules(64))
     assert "a_prompts.parquet" in lines_of(str(refused.value))
@@ -170,7 +133,7 @@ def test_several_files_have_the_lines_once(tmp_path: Path, tokenizer) -> None:
 
 def test_a_dry_run_takes_what_the_lines_made(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     questions = [{"prompt": f"{n}+1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(20)]
-    json_lines(own / "theirs.jsonl", questions)
+    write(own / "theirs.jsonl", *questions)
     words = ["train", "own.yaml", "--dry-run"]
     assert cli.main([*words, "data.train=[theirs.jsonl]"]) == 2
     message = capsys.readouterr().err

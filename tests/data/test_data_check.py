@@ -7,25 +7,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ctpo_megatron import cli
 from ctpo_megatron.config import load_config
 from ctpo_megatron.preflight import Admission
+from tests.data.rows import row, write
 from tests.support.deadlines import scaled
 
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}Call one in <tool_call>, and answer in \\boxed{}.\n"
-
-
-def row(question: str = "1+1?", truth: str = "2", **changes: Any) -> dict[str, Any]:
-    cells = {"data_source": "u", "prompt": [{"role": "user", "content": question}]}
-    return cells | {"reward_model": {"ground_truth": truth}} | changes
-
-
-def write(path: Path, *rows: Any) -> None:
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
 
 
 @pytest.fixture
@@ -140,27 +131,23 @@ def test_all_mistakes_come_in_one_list(own: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("file", "content", "message"),
     [
-        (None, "the tokenizer has no chat template"),
-        ("{% for m in messages %}", "not valid Jinja: line 1: Unexpected end of template"),
-        ("{{ messages[0].content }}", "does not show the model its tools (code_interpreter)"),
-        ("{{ raise_exception('not today') }}", "cannot render one user message: not today"),
+        ("chat_template.jinja", None, "the tokenizer has no chat template"),
+        ("chat_template.jinja", "{% for m in messages %}", "not valid Jinja: line 1: Unexpected end of template"),
+        ("chat_template.jinja", "{{ messages[0].content }}", "does not show the model its tools (code_interpreter)"),
+        ("chat_template.jinja", "{{ raise_exception('never') }}", "cannot render one user message: never"),
+        ("tokenizer.json", '{"model": ', "model.path: model: the tokenizer cannot be read"),
     ],
 )
-def test_templates(own: Path, capsys: pytest.CaptureFixture[str], template: str | None, message: str) -> None:
-    file = own / "model" / "chat_template.jinja"
-    file.unlink() if template is None else file.write_text(template)
+def test_what_renders_no_prompt(
+    own: Path, capsys: pytest.CaptureFixture[str], file: str, content: str | None, message: str
+) -> None:
+    path = own / "model" / file
+    path.unlink() if content is None else path.write_text(content)
     status, out, err = dry_run(capsys)
     assert (status, out) == (2, "")
-    assert message in err and "Traceback" not in err
-
-
-def test_a_broken_tokenizer_is_one_line(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (own / "model" / "tokenizer.json").write_text('{"model": ')
-    status, _, err = dry_run(capsys)
-    assert status == 2
-    assert "model.path: model: the tokenizer cannot be read" in err and len(err.splitlines()) == 2
+    assert message in err and len(err.splitlines()) == 2
 
 
 def test_a_file_that_is_not_there_is_named_once(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,15 +156,6 @@ def test_a_file_that_is_not_there_is_named_once(own: Path, capsys: pytest.Captur
     assert err.count("trian.jsonl") == 1
     _, _, err = dry_run(capsys, "data.train=[openai/gsm8k]")
     assert "hf download openai/gsm8k --repo-type dataset" in err
-
-
-def test_patterns_and_folders_are_taken(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (own / "folder").mkdir()
-    shutil.copy(own / "train.jsonl", own / "folder" / "a.jsonl")
-    status, out, err = dry_run(capsys, "data.train=[folder, 'tr*.jsonl']")
-    assert (status, err) == (0, "")
-    assert "40 rows" in out and "2 files" in out
-    assert dry_run(capsys, "data.train=['no*.jsonl']")[0] == 2
 
 
 def test_held_out_rows_of_a_training_file_are_counted(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,3 +219,12 @@ def test_what_is_left_out_is_written_down(own: Path, caplog) -> None:
     ]
     assert "data.overlong: drop left out 1 of 4 prompts, first train.jsonl row 2: " in caplog.text
     assert "data.unverifiable: drop left out 1 of 4 prompts, first train.jsonl row 1: the ground truth" in caplog.text
+
+
+def test_patterns_and_folders_are_taken(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "folder").mkdir()
+    shutil.copy(own / "train.jsonl", own / "folder" / "a.jsonl")
+    status, out, err = dry_run(capsys, "data.train=[folder, 'tr*.jsonl']")
+    assert (status, err) == (0, "")
+    assert "40 rows" in out and "2 files" in out
+    assert dry_run(capsys, "data.train=['no*.jsonl']")[0] == 2

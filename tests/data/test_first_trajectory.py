@@ -9,9 +9,11 @@ import pytest
 
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import load_config
+from ctpo_megatron.config.problems import Problem
 from ctpo_megatron.environments.prompts import chat_tokenizer, training_prompts
 from ctpo_megatron.preflight.first_trajectory import FirstTrajectory, play_first
-from tests.data.test_data_check import own, row, write  # noqa: F401 - a fixture
+from tests.data.rows import row, write
+from tests.data.test_data_check import own  # noqa: F401 - a fixture
 
 
 def first(*overrides: str) -> FirstTrajectory:
@@ -162,9 +164,12 @@ def test_an_environment_of_ones_own_is_not_played(parts: str) -> None:
     assert found.problems == [] and [title for title, _ in found.parts] == ["not played"]
 
 
-def test_a_reward_that_the_right_answer_does_not_get(parts: str) -> None:
-    (problem,) = first(parts, "reward.function=first_parts:nothing").problems
-    assert problem.severity == "warning" and "earns 0.0 by first_parts:nothing, no answer 0.0" in str(problem)
+def scored_by(parts: str, name: str, *overrides: str) -> Problem:
+    """The one problem of a first trajectory that this function scores, which is given the address of a judge."""
+    arguments = ", arguments: {url: 'http://127.0.0.1:9/v1'}" if name in JUDGES else ""
+    function = f"reward.function={{name: 'first_parts:{name}'{arguments}}}"
+    (problem,) = first(parts, *SCORED_ALONE, function, *overrides).problems
+    return problem
 
 
 @pytest.mark.parametrize(
@@ -174,10 +179,11 @@ def test_a_reward_that_the_right_answer_does_not_get(parts: str) -> None:
         ("for_boxes", "IndexError: list index out of range at "),  # of the answer without a box alone
         ("opens", "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/rubric.txt' at "),
         ("ends", "the scorer failed (ProcessExpired("),
+        ("bug_without_answer", "KeyError: 'boxed'"),  # next to a judge that is away
     ],
 )
 def test_a_reward_function_that_fails_is_an_error(parts: str, name: str, said: str) -> None:
-    (problem,) = first(parts, *SCORED_ALONE, f"reward.function=first_parts:{name}").problems
+    problem = scored_by(parts, name)
     assert problem.failed and problem.key == "reward.function"
     assert f"first_parts:{name} gives no verdict on the first trajectory: the scorer failed (" in str(problem)
     assert said in str(problem) and "correct the function" in str(problem)
@@ -190,44 +196,42 @@ def test_the_function_of_the_data_source_is_the_one_that_is_named(parts: str) ->
 
 @pytest.mark.parametrize("name", ["of_trl", "list_of_one"])
 def test_a_reward_function_of_trl_is_an_error_that_names_the_adapter(parts: str, name: str) -> None:
-    (problem,) = first(parts, *SCORED_ALONE, f"reward.function=first_parts:{name}").problems
+    problem = scored_by(parts, name)
     assert problem.failed and "TypeError: " in str(problem) and problem.fix.startswith("TRL calls such functions: ")
     assert "docs/from_trl.md has an adapter" in str(problem)
+
+
+JUDGES = {
+    "by_socket": "ConnectionRefusedError: [Errno 111] Connection refused",
+    "by_urllib": "URLError: ",
+    "by_httpx": "ConnectError: ",
+    "by_client": "RuntimeError: the judge's client gives up",
+    "by_aiohttp": "ClientConnectorError: ",
+    "in_vain": "TimeoutError: no answer within 1 s",
+    "bug_without_answer": "",
+}
+
+
+@pytest.mark.parametrize("name", [name for name, said in JUDGES.items() if said])
+def test_a_judge_that_is_not_there_is_a_warning_with_its_address(parts: str, name: str) -> None:
+    problem = scored_by(parts, name)
+    assert problem.severity == "warning" and JUDGES[name] in str(problem) and "start what it asks" in str(problem)
+    asked = "http://127.0.0.1:9/v1/judge" if name in ("by_httpx", "by_client") else "http://127.0.0.1:9/v1"
+    assert asked in str(problem) or (name == "by_aiohttp" and "127.0.0.1:9" in str(problem))
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("by_socket", "ConnectionRefusedError: [Errno 111] Connection refused"),
-        ("by_urllib", "URLError: "),
-        ("by_httpx", "ConnectError: "),
-        ("by_client", "RuntimeError: the judge's client gives up"),
-        ("by_aiohttp", "ClientConnectorError: "),
-        ("in_vain", "TimeoutError: no answer within 1 s"),
+        ("hangs", "killed after 0.5 s"),
+        ("undecided", "earns None by first_parts:undecided"),
+        ("nothing", "earns 0.0 by first_parts:nothing, no answer 0.0"),
     ],
 )
-def test_a_judge_that_is_not_there_is_a_warning_with_its_address(parts: str, name: str, said: str) -> None:
-    function = f"{{name: 'first_parts:{name}', arguments: {{url: 'http://127.0.0.1:9/v1'}}}}"
-    (problem,) = first(parts, *SCORED_ALONE, f"reward.function={function}").problems
-    assert problem.severity == "warning" and said in str(problem) and "start what it asks" in str(problem)
-    asked = "http://127.0.0.1:9/v1/judge" if name in ("by_httpx", "by_client") else "http://127.0.0.1:9/v1"
-    assert asked in str(problem) or (name == "by_aiohttp" and "127.0.0.1:9" in str(problem))
-
-
-def test_a_function_that_takes_too_long_is_a_warning(parts: str) -> None:
-    (problem,) = first(parts, *SCORED_ALONE, "reward.function=first_parts:hangs", "reward.timeout_s=0.5").problems
-    assert problem.severity == "warning" and "killed after 0.5 s" in str(problem) and "reward.timeout_s" in problem.fix
-
-
-def test_a_bug_next_to_a_judge_that_is_away_is_an_error(parts: str) -> None:
-    function = "{name: 'first_parts:bug_without_answer', arguments: {url: 'http://127.0.0.1:9/v1'}}"
-    (problem,) = first(parts, *SCORED_ALONE, f"reward.function={function}").problems
-    assert problem.failed and "KeyError: 'boxed'" in str(problem)
-
-
-def test_a_function_that_does_not_know_is_a_warning(parts: str) -> None:
-    (problem,) = first(parts, *SCORED_ALONE, "reward.function=first_parts:undecided").problems
-    assert problem.severity == "warning" and "earns None by first_parts:undecided" in str(problem)
+def test_a_function_that_gives_the_right_answer_nothing_is_a_warning(parts: str, name: str, said: str) -> None:
+    problem = scored_by(parts, name, "reward.timeout_s=0.5") if name == "hangs" else scored_by(parts, name)
+    assert problem.severity == "warning" and said in str(problem)
+    assert name != "hangs" or "reward.timeout_s" in problem.fix
 
 
 def test_budgets_that_the_example_does_not_fit(folder: Path) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron.data import DataError, PromptRules, read_prompts
+from tests.data.rows import row, write
 from tests.support.prompts import load_conversations, load_prompts
 
 SAVED = Path(__file__).parent / "saved_dataset"
@@ -26,25 +27,9 @@ TEMPLATE = (
 )
 
 
-def row(question: str = "1+1?", **changes: Any) -> dict[str, Any]:
-    cells = {"data_source": "u", "prompt": [{"role": "user", "content": question}]}
-    return cells | {"reward_model": {"ground_truth": "2", "style": "rule"}} | changes
-
-
-def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    else:
-        path.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
-    return str(path)
-
-
 @pytest.fixture
 def openai(tokenizer):
     """A tokenizer whose template shows tools and calls."""
-    from copy import deepcopy
-
     other = deepcopy(tokenizer)
     other.chat_template = TEMPLATE
     return other
@@ -52,41 +37,34 @@ def openai(tokenizer):
 
 def test_every_kind_of_file_holds_the_same(tmp_path: Path, tokenizer) -> None:
     rows = [row("1+1?", id="a", extra_info=None), row("2+0?", id="b", extra_info={"index": 1})]
-    listed = tmp_path / "list.json"
+    listed, lines = tmp_path / "list.json", Path(write(tmp_path / "a.jsonl", *rows))
     listed.write_text(json.dumps(rows))
-    (tmp_path / "snapshot" / "README.md").parent.mkdir()
-    (tmp_path / "snapshot" / "README.md").write_text("# card")
+    lines.write_text(lines.read_text() + "\n")
     write(tmp_path / "snapshot" / "train-00000-of-00002.parquet", rows[0])
     write(tmp_path / "snapshot" / "train-00001-of-00002.parquet", rows[1])
-    places = [write(tmp_path / "a.jsonl", *rows), str(listed), str(tmp_path / "snapshot"), str(SAVED)]
+    (tmp_path / "snapshot" / "README.md").write_text("# card")
     expected = load_prompts([write(tmp_path / "a.parquet", *rows)], tokenizer, RULES)
-    assert [(prompt.id, prompt.answer, prompt.extra) for prompt in expected] == [
-        ("a", "2", {}),
-        ("b", "2", {"index": 1}),
-    ]
-    for place in places:
-        assert load_prompts([place], tokenizer, RULES) == expected, place
+    assert [(each.id, each.answer, each.extra) for each in expected] == [("a", "2", {}), ("b", "2", {"index": 1})]
+    for place in (lines, listed, tmp_path / "snapshot", SAVED):
+        assert load_prompts([str(place)], tokenizer, RULES) == expected, place
+
+
+PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": lambda text: pa.Codec("zstd").compress(text, asbytes=True)}
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json"])
-@pytest.mark.parametrize(("packed", "codec"), [(".gz", "gzip"), (".zst", "zstd"), (".bz2", "bz2")])
-def test_packed_json_is_read_as_json(tmp_path: Path, tokenizer, suffix: str, packed: str, codec: str) -> None:
-    plain = tmp_path / f"a{suffix}"
-    write(plain, row("1+1?"), row("2+0?\r"))
+@pytest.mark.parametrize("packed", PACK)
+def test_packed_json_is_read_as_json(tmp_path: Path, tokenizer, suffix: str, packed: str) -> None:
+    plain = Path(write(tmp_path / f"a{suffix}", row("1+1?"), row("2+0?\r")))
     expected = load_prompts([str(plain)], tokenizer, RULES)
-    (tmp_path / "packed").mkdir()
-    file = tmp_path / "packed" / f"a{suffix}{packed}"
-    with pa.output_stream(str(file), compression=codec) as stream:
-        stream.write(plain.read_bytes())
     assert [prompt.id for prompt in expected] == ["a/0", "a/1"]
+    file = tmp_path / "packed" / f"a{suffix}{packed}"
+    file.parent.mkdir()
+    text = plain.read_bytes()
+    members = text.splitlines(keepends=True) if packed == ".gz" else [text]  # which are one text
+    file.write_bytes(b"".join(map(PACK[packed], members)))
     for given in (file, *([file.parent] if suffix != ".json" else [])):
         assert load_prompts([str(given)], tokenizer, RULES) == expected
-
-
-def test_members_of_an_archive_are_one_text(tmp_path: Path, tokenizer) -> None:
-    parts = [gzip.compress(json.dumps(row(each)).encode() + b"\n") for each in ("1", "2")]
-    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(parts))
-    assert len(load_prompts([str(tmp_path / "a.jsonl.gz")], tokenizer, RULES)) == 2
 
 
 @pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl", "a.j*"])
@@ -102,19 +80,19 @@ def test_brackets_of_a_folder_are_its_name(tmp_path: Path, tokenizer, pattern: s
 @pytest.mark.parametrize(
     "names",
     [
-        *(
-            ["train.parquet", "extra.parquet"],
-            ["train_a.parquet", "train_b.parquet"],
-            ["contest.parquet", "train.parquet"],
-        ),
-        *(["test_of_time_train.parquet", "train.parquet"], ["latest.parquet", "retrain.parquet", "validate.parquet"]),
-        ["gsm8k_test.parquet", "math_test.parquet", "aime24.parquet"],
+        ("train", "extra"),
+        ("train_a", "train_b"),
+        ("contest", "train"),
+        ("test_of_time_train", "train"),
+        ("latest", "retrain", "validate"),
+        ("gsm8k_test", "math_test", "aime24"),
     ],
+    ids=", ".join,
 )
-def test_files_of_one_split_are_read_together(tmp_path: Path, tokenizer, names: list[str]) -> None:
+def test_files_of_one_split_are_read_together(tmp_path: Path, tokenizer, names: tuple[str, ...]) -> None:
     folder = tmp_path / "test"
     for number, name in enumerate(names):
-        write(folder / name, row(id=str(number)))
+        write(folder / f"{name}.parquet", row(id=str(number)))
     (folder / "dataset_infos.json").write_text("{}")
     for given in (folder, folder / "*.parquet"):
         assert len(load_prompts([str(given)], tokenizer, RULES)) == len(names)
@@ -153,11 +131,6 @@ def test_tools_that_are_no_json_are_refused(tmp_path: Path, openai) -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": b"d"}}]
     with pytest.raises(DataError, match="row 0 column 'tools': cannot be written as JSON: Object of type bytes"):
         load_prompts([write(tmp_path / "a.parquet", row(tools=tools))], openai, RULES)
-
-
-def test_rows_are_named_by_file_and_line(tmp_path: Path, tokenizer) -> None:
-    prompts = load_prompts([write(tmp_path / "a.jsonl", row(), row("?"))], tokenizer, RULES)
-    assert [prompt.id for prompt in prompts] == ["a/0", "a/1"]
 
 
 @pytest.mark.parametrize("arguments", [{"code": "print(1+1)"}, '{"code": "print(1+1)"}'])
@@ -211,32 +184,19 @@ def test_the_tools_of_a_row_take_the_place_of_the_configured(tmp_path: Path, ope
 
 
 def test_evaluation_files_may_share_ids(tmp_path: Path, tokenizer) -> None:
-    new = write(tmp_path / "aime25.parquet", row(id=0), row("x", id=1))
-    old = write(tmp_path / "aime25_old.parquet", row(id=0))
+    new, old = write(tmp_path / "aime25.parquet", row(id=0), row("x", id=1)), write(tmp_path / "old.parquet", row(id=0))
+    folders = [write(tmp_path / name / "test.parquet", row(id=0)) for name in ("aime24", "aime24_old")]
     held_out = PromptRules(400, held_out=True)
-    names = [prompt.id for prompt in load_prompts([new, old], tokenizer, held_out)]
-    assert names == ["aime25/0", "aime25/1", "aime25_old/0"]
-    assert [prompt.id for prompt in load_prompts([new], tokenizer, held_out)] == ["0", "1"]
-    with pytest.raises(DataError, match="already used by"):
-        load_prompts([new, old], tokenizer, RULES)
-    with pytest.raises(DataError, match="already used by"):
-        load_prompts([write(tmp_path / "b.parquet", row(id=0), row(id=0))], tokenizer, held_out)
-
-
-def test_evaluation_files_of_one_name_are_told_apart_by_their_folder(tmp_path: Path, tokenizer) -> None:
-    files = [write(tmp_path / name / "test.parquet", row(id=0)) for name in ("aime25", "aime25_old")]
-    names = [prompt.id for prompt in load_prompts(files, tokenizer, PromptRules(400, held_out=True))]
-    assert names == ["aime25/test/0", "aime25_old/test/0"]
-
-
-def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, tokenizer) -> None:
-    file = write(tmp_path / "a.parquet", row(), row("7 " * 80), row("x"))
-    found = read_prompts([file], tokenizer, PromptRules(64, overlong="drop"))
-    assert [prompt.id for prompt in found.prompts] == ["a/0", "a/2"]
-    (left,) = found.left_out
-    assert (left.file, left.row, left.id, left.rule) == (Path(file), 1, "a/1", "data.overlong")
-    assert left.reason.startswith("16") and "limit 64" in left.reason
-    assert found.rows == {Path(file): 3} and not found.problems.lines
+    for files, names in (
+        ([new], ["0", "1"]),
+        ([new, old], ["aime25/0", "aime25/1", "old/0"]),
+        (folders, ["aime24/test/0", "aime24_old/test/0"]),
+    ):
+        assert [prompt.id for prompt in load_prompts(files, tokenizer, held_out)] == names
+    twice = write(tmp_path / "b.parquet", row(id=0), row(id=0))
+    for files, rules in (([new, old], RULES), ([twice], held_out)):
+        with pytest.raises(DataError, match="already used by"):
+            load_prompts(files, tokenizer, rules)
 
 
 def test_of_many_rows_with_one_fault_some_are_shown(tmp_path: Path, tokenizer) -> None:

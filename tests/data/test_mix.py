@@ -55,13 +55,6 @@ def test_a_mix_resumes_where_it_stopped(taken: int) -> None:
     assert resumed.metrics() == original.metrics()
 
 
-def test_a_mix_goes_back() -> None:
-    stream = mix(1, 2)
-    begin, first = stream.state_dict(), ids(stream.take(30))
-    stream.load_state_dict(begin)
-    assert ids(stream.take(30)) == first
-
-
 def test_metrics_say_how_often_a_file_was_seen() -> None:
     stream = mix(1, 0)
     stream.take(14)

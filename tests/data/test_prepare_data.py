@@ -11,6 +11,7 @@ import pytest
 from ctpo_megatron.data import PromptRules
 from examples.prepare_data.__main__ import main
 from examples.prepare_data.words import near_duplicates, overlaps, words_of
+from tests.data.rows import write
 from tests.support.prompts import load_prompts
 
 THINGS = ("apples", "marbles", "tiles", "coins", "lamps", "boats", "cards", "stamps", "pages", "seats", "rods", "keys")
@@ -31,11 +32,6 @@ def problem(number: int) -> dict[str, str]:
     return {"problem": text, "answer": str(draw.randint(1, 999)), "solution": "..."}
 
 
-def write(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
-    return str(path)
-
-
 @pytest.fixture
 def collection(tmp_path: Path) -> list[str]:
     """32 problems, ten of them planted, and the arguments that name the files."""
@@ -44,11 +40,7 @@ def collection(tmp_path: Path) -> list[str]:
     planted = [
         {**rows[0], "problem": first.replace("euros", "EUROS").replace("; ", ";  $") + "$"},  # 22: exact, other layout
         {**rows[1], "problem": rows[1]["problem"].replace("What is", "Tell what is")},  # 23: near
-        {
-            **rows[2],
-            "problem": rows[2]["problem"].replace("What is", "Tell what is"),
-            "answer": "0.5",
-        },  # another answer
+        {"problem": rows[2]["problem"].replace("What is", "Tell what is"), "answer": "0.5"},  # another answer
         {**rows[3], "problem": rows[3]["problem"].replace(" 3 ", " 4 ").replace("town 3", "town 4")},  # other numbers
         {"problem": HELD_OUT, "answer": "204"},  # 26: the whole text
         {"problem": "As we know, " + HELD_OUT[:120] + " Find the time of her way home.", "answer": "24"},  # 27: a part
@@ -58,8 +50,8 @@ def collection(tmp_path: Path) -> list[str]:
         {"problem": "How many? " + "7 " * 300, "answer": "2"},  # 31
     ]
     held_out = {"data_source": "aime", "prompt": [{"role": "user", "content": HELD_OUT}], "id": "II-1"}
-    against = write(tmp_path / "aime.jsonl", [{**held_out, "reward_model": {"ground_truth": "204"}}])
-    return [write(tmp_path / "deep.jsonl", [*rows, *planted]), "--against", against]
+    against = write(tmp_path / "aime.jsonl", {**held_out, "reward_model": {"ground_truth": "204"}})
+    return [write(tmp_path / "deep.jsonl", *rows, *planted), "--against", against]
 
 
 def test_what_is_planted_goes_and_nothing_else(tmp_path: Path, toolmath: Path, tokenizer, collection, capsys) -> None:
@@ -94,7 +86,7 @@ def test_what_is_planted_goes_and_nothing_else(tmp_path: Path, toolmath: Path, t
 
 
 def test_columns_are_mapped_and_the_answer_is_cut_out(tmp_path: Path, tokenizer) -> None:
-    source = write(tmp_path / "g.jsonl", [{"question": "1+1?", "answer": "1+1=<<1+1=2>>2\n#### 2", "uid": 7}])
+    source = write(tmp_path / "g.jsonl", {"question": "1+1?", "answer": "1+1=<<1+1=2>>2\n#### 2", "uid": 7})
     mapping = tmp_path / "map.yaml"
     mapping.write_text("problem: question\nid: uid\n")
     for given in (["problem=question", "id=uid"], [str(mapping)]):
@@ -108,38 +100,35 @@ def test_columns_are_mapped_and_the_answer_is_cut_out(tmp_path: Path, tokenizer)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--output", "out.txt"], "must end with .parquet"),
-        (["--output", "out.parquet", "--max-tokens", "9"], "--max-tokens and --model belong together"),
-        (
-            ["--output", "out.parquet", "--map", "question=problem"],
-            "--map: unknown question; known are problem",
-        ),
-        (["--output", "out.parquet", "--map", "none.yaml"], "neither NAME=COLUMN nor a YAML file"),
-        (["--output", "out.parquet", "--map", "no_text.yaml"], "neither NAME=COLUMN nor a YAML file"),
-        (["--output", "out.parquet", "--near", "nan"], "--near nan: give a share above 0"),
-        (["--output", "out.parquet", "--ngram", "0"], "--ngram 0: give at least 1"),
-        (["--output", "out.parquet", "--common", "-1"], "--common -1: give at least 1"),
-        (["--output", "out.parquet", "--max-tokens", "0", "--model", "."], "--max-tokens 0: give at least 1"),
-        (["--output", "folder.parquet", "--overwrite"], "--output folder.parquet: is a folder; name a file"),
-        (["--output", "a.jsonl/out.parquet"], "--output a.jsonl/out.parquet: File exists: a.jsonl; name another file"),
-        (["--output", "out.parquet", "--report", "folder.parquet"], "--report folder.parquet: is a folder"),
-        (["--output", "out.parquet", "--map", "problem=text"], "no column 'text'; the columns are problem, answer"),
-        (["--output", "out.parquet", "--against", "none.parquet"], "no such file: none.parquet"),
-        (["--output", "out.parquet", "--model", ".", "--max-tokens", "9"], "the tokenizer cannot be read"),
+        ("--output out.txt", "must end with .parquet"),
+        ("--max-tokens 9", "--max-tokens and --model belong together"),
+        ("--map question=problem", "--map: unknown question; known are problem"),
+        ("--map none.yaml", "neither NAME=COLUMN nor a YAML file"),
+        ("--map no_text.yaml", "neither NAME=COLUMN nor a YAML file"),
+        ("--near nan", "--near nan: give a share above 0"),
+        ("--ngram 0", "--ngram 0: give at least 1"),
+        ("--common -1", "--common -1: give at least 1"),
+        ("--max-tokens 0 --model .", "--max-tokens 0: give at least 1"),
+        ("--output folder.parquet --overwrite", "--output folder.parquet: is a folder; name a file"),
+        ("--output a.jsonl/out.parquet", "--output a.jsonl/out.parquet: File exists: a.jsonl; name another file"),
+        ("--report folder.parquet", "--report folder.parquet: is a folder"),
+        ("--map problem=text", "no column 'text'; the columns are problem, answer"),
+        ("--against none.parquet", "no such file: none.parquet"),
+        ("--model . --max-tokens 9", "the tokenizer cannot be read"),
     ],
 )
-def test_a_wrong_request_is_one_message(tmp_path: Path, monkeypatch, capsys, arguments, message: str) -> None:
+def test_a_wrong_request_is_one_message(tmp_path: Path, monkeypatch, capsys, arguments: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
-    source = write(tmp_path / "a.jsonl", [{"problem": "1+1?", "answer": "2"}])
+    write(tmp_path / "a.jsonl", {"problem": "1+1?", "answer": "2"})
     (tmp_path / "no_text.yaml").write_bytes(b"\xff\xfe")
     (tmp_path / "folder.parquet").mkdir()
-    assert main([source, *arguments]) == 2
+    assert main(["a.jsonl", "--output", "out.parquet", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out.parquet").exists()
 
 
 def test_other_columns_are_refused_with_their_map(tmp_path: Path, capsys) -> None:
-    source = write(tmp_path / "a.jsonl", [{"question": "1+1?", "final_answer": "2"}])
+    source = write(tmp_path / "a.jsonl", {"question": "1+1?", "final_answer": "2"})
     assert main([source, "--output", str(tmp_path / "out.parquet")]) == 2
     error = capsys.readouterr().err
     assert "no columns 'problem', 'answer'; the columns are question, final_answer; add --map " in error
@@ -152,13 +141,13 @@ def test_answers_that_are_words_are_listed(tmp_path: Path, capsys) -> None:
         {"problem": f"Who was number {n} of the {n + 7}?", "answer": a}
         for n, a in enumerate(("Ann Lee", "ann lee", "7"))
     ]
-    source = write(tmp_path / "raw.jsonl", rows)
+    source = write(tmp_path / "raw.jsonl", *rows)
     assert main([source, "--output", str(tmp_path / "o.parquet")]) == 0
     assert "answers that are words: 'ann lee' 2;" in capsys.readouterr().out
 
 
 def test_nothing_left_is_a_failure(tmp_path: Path, capsys) -> None:
-    source = write(tmp_path / "a.jsonl", [{"problem": "1+1?", "answer": ""}])
+    source = write(tmp_path / "a.jsonl", {"problem": "1+1?", "answer": ""})
     assert main([source, "--output", str(tmp_path / "o.parquet")]) == 1
     assert "nothing remains" in capsys.readouterr().out
     assert not (tmp_path / "o.parquet").exists()

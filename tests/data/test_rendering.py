@@ -8,8 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron.base.files import DamagedFileError
@@ -17,7 +15,7 @@ from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import PromptSampler, RowSet, batch_order
 from ctpo_megatron.preflight import Admission
-from tests.data.test_data_check import row, write
+from tests.data.rows import row, write
 
 CLOCK = "{% if '+' in messages[0].content %}{{ strftime_now('%d %B %Y %H:%M:%S') }}\n{% endif %}{{ shown }}"
 KINDS = ("train", "eval", "sft")
@@ -84,13 +82,6 @@ def test_a_start_on_another_day_has_the_date_of_the_first(own: Path, kind: str) 
     assert "2020" not in again.texts[0] and tokens(again) == tokens(admitted(own, kind))
 
 
-def test_conversations_are_the_same_trajectories(own: Path) -> None:
-    write(own / "sft.jsonl", talk("a", "b"), talk("a", "b", "c", "d", "e", "f"), talk("", " "))
-    first, again = (admitted(own, "sft").conversations for _ in range(2))
-    assert first == again
-    assert batch_order(first, 2, 0) == batch_order(again, 2, 0)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", ["a row", "a row less", "a row more"])
 def test_a_changed_file_is_refused_by_its_name(own: Path, kind: str, change: str) -> None:
@@ -107,13 +98,26 @@ def test_a_changed_file_is_refused_by_its_name(own: Path, kind: str, change: str
 
 
 def test_another_format_of_the_same_rows_is_no_change(own: Path) -> None:
-    write(own / "one.jsonl", *(json.loads(line) for line in (own / "train.jsonl").read_text().splitlines()))
-    first = admitted(own, "train")
     rows = [json.loads(line) for line in (own / "train.jsonl").read_text().splitlines()]
-    pq.write_table(pa.Table.from_pylist(rows), own / "train.parquet")
-    assert tokens(first) == tokens(admitted(own, "train", "data.train=[train.parquet]"))
-    one, other = (admitted(own, "train", f"data.train=[{file}]") for file in ("one.jsonl", "train.parquet"))
-    assert [*one.digests().values()] == [*other.digests().values()]
+    first = admitted(own, "train")
+    found = [admitted(own, "train", f"data.train=[{write(own / name, *rows)}]") for name in ("a.jsonl", "a.parquet")]
+    assert tokens(first) == tokens(found[0]) == tokens(found[1])
+    assert [*found[0].digests().values()] == [*found[1].digests().values()]
+
+
+def test_other_evaluation_files_and_a_higher_limit_are_no_change(own: Path) -> None:
+    admitted(own, "eval")
+    write(own / "other.jsonl", row("3+3?", "6"))
+    assert len(tokens(admitted(own, "eval", "data.eval=[other.jsonl]"))) == 1
+    write(own / "train.jsonl", row("a"), row("7 " * 100))
+    assert len(tokens(admitted(own, "train", "data.overlong=drop", "data.max_prompt_tokens=100"))) == 1
+    assert len(tokens(admitted(own, "train"))) == 2
+
+
+def test_conversations_are_the_same_trajectories(own: Path) -> None:
+    write(own / "sft.jsonl", talk("a", "b"), talk("a", "b", "c", "d", "e", "f"), talk("", " "))
+    first, again = (admitted(own, "sft").conversations for _ in range(2))
+    assert first == again and batch_order(first, 2, 0) == batch_order(again, 2, 0)
 
 
 def edit_template(own: Path) -> None:
@@ -159,18 +163,6 @@ def test_a_sampler_continues_over_rerendered_prompts(own: Path) -> None:
     after = PromptSampler(second, 0, rerendered=True)
     after.load_state_dict(before.state_dict())
     assert [p.id for p in after.take(7)] == [p.id for p in before.take(7)]
-
-
-def test_rows_that_were_too_long_can_come_back(own: Path) -> None:
-    write(own / "train.jsonl", row("a"), row("7 " * 100))
-    admitted(own, "train", "data.overlong=drop", "data.max_prompt_tokens=100")
-    assert len(tokens(admitted(own, "train"))) == 2
-
-
-def test_other_evaluation_files_are_no_change(own: Path) -> None:
-    admitted(own, "eval")
-    write(own / "other.jsonl", row("3+3?", "6"))
-    assert len(tokens(admitted(own, "eval", "data.eval=[other.jsonl]"))) == 1
 
 
 @pytest.mark.parametrize(

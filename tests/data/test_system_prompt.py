@@ -11,9 +11,8 @@ from ctpo_megatron.config import Config, SystemPrompt
 from ctpo_megatron.data import DataError, PromptRules
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
 from ctpo_megatron.environments.parsers.fenced import SYSTEM_PROMPT
+from tests.data.rows import row, write
 from tests.data.test_conversations import TALK
-from tests.data.test_conversations import write as write_conversations
-from tests.data.test_prompts import row, write
 from tests.support.prompts import load_conversations, load_prompts
 
 USER, OWN = {"role": "user", "content": "q"}, {"role": "system", "content": "Be kind."}
@@ -24,22 +23,26 @@ def test_a_conversation_without_one_gets_it(chosen: bool) -> None:
     assert SystemPrompt("Box it.", chosen).before([USER]) == ({"role": "system", "content": "Box it."}, USER)
 
 
-def test_the_protocol_comes_before_what_the_data_say() -> None:
-    assert SystemPrompt("Box it.").before([OWN, USER])[0]["content"] == "Box it.\n\nBe kind."
-
-
-@pytest.mark.parametrize("prompt", [SystemPrompt(), SystemPrompt("", chosen=True), SystemPrompt("Be kind.", True)])
-def test_what_is_there_already_is_not_written_again(prompt: SystemPrompt) -> None:
-    assert prompt.before([OWN, USER]) == (OWN, USER)
+@pytest.mark.parametrize(
+    ("prompt", "content"),
+    [
+        (SystemPrompt("Box it."), "Box it.\n\nBe kind."),  # the protocol comes before what the data say
+        (SystemPrompt(), "Be kind."),
+        (SystemPrompt("", chosen=True), "Be kind."),
+        (SystemPrompt("Be kind.", chosen=True), "Be kind."),
+    ],
+)
+def test_a_conversation_with_one_keeps_it(prompt: SystemPrompt, content: str) -> None:
+    assert prompt.before([OWN, USER]) == ({"role": "system", "content": content}, USER)
 
 
 def test_a_chosen_prompt_and_another_of_the_data_are_ambiguous(tmp_path: Path, tokenizer: Any) -> None:
-    files = [write(tmp_path / "a.parquet", [row(), row(prompt=[OWN, USER])])]
+    files = [write(tmp_path / "a.parquet", row(), row(prompt=[OWN, USER]))]
     prompt = SystemPrompt("Box it.", chosen=True)
     with pytest.raises(DataError, match=r"row 1 column 'prompt': .*data\.system_prompt is set: which") as caught:
         load_prompts(files, tokenizer, PromptRules(99, system_prompt=prompt))
     assert 'set data.system_prompt: "" to keep the messages of the data' in str(caught.value)
-    files = [write_conversations(tmp_path / "b.parquet", [[OWN, *TALK]])]
+    files = [write(tmp_path / "b.parquet", {"messages": [OWN, *TALK]})]
     with pytest.raises(DataError, match=r"row 0 column 'messages': .*which of them counts"):
         load_conversations(files, tokenizer, system_prompt=prompt)
 
@@ -47,13 +50,11 @@ def test_a_chosen_prompt_and_another_of_the_data_are_ambiguous(tmp_path: Path, t
 def test_it_is_what_the_model_sees(tmp_path: Path, tokenizer: Any) -> None:
     prompt = SystemPrompt("Box it.", chosen=True)
     rules = PromptRules(99, system_prompt=prompt)
-    (read,) = load_prompts([write(tmp_path / "a.parquet", [row()])], tokenizer, rules)
+    (read,) = load_prompts([write(tmp_path / "a.parquet", row())], tokenizer, rules)
     begin = "<|im_start|>system\nBox it.<|im_end|>\n<|im_start|>user\n"
     assert tokenizer.decode(list(read.token_ids)).startswith(begin)
     assert read.messages[0] == {"role": "system", "content": "Box it."}
-    (spoken,) = load_conversations(
-        [write_conversations(tmp_path / "b.parquet", [TALK])], tokenizer, system_prompt=prompt
-    )
+    (spoken,) = load_conversations([write(tmp_path / "b.parquet", {"messages": TALK})], tokenizer, system_prompt=prompt)
     assert tokenizer.decode(spoken.token_ids).startswith(begin)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import jinja2
 import pytest
 
-from ctpo_megatron.environments.tokenizer import TokenizerError, read_tokenizer, template_problem
-from tests.support.deadlines import scaled
+from ctpo_megatron.environments.tokenizer import read_tokenizer
 
 SCHEMA = {"type": "function", "function": {"name": "code_interpreter", "parameters": {"a": "<&'\u00e9"}}}
 TALK = [
@@ -62,39 +59,3 @@ def test_texts_and_ids_are_those_of_training(toolmath: Path, tokenizer, template
         assert light(rendered)["input_ids"] == tokenizer(expected)["input_ids"]
     assert light.chat_template == tokenizer.chat_template
     assert (light.eos_token_id, len(light)) == (tokenizer.eos_token_id, len(tokenizer))
-
-
-def test_torch_is_not_imported(toolmath: Path) -> None:
-    code = (
-        "import sys; from ctpo_megatron.environments.tokenizer import read_tokenizer, template_problem\n"
-        f"tokenizer = read_tokenizer({str(toolmath / 'model')!r})\n"
-        "sys.exit(template_problem(tokenizer) or ('torch' in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(60))
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "the tokenizer has no chat template"),
-        ("{% for m in messages %}\n{{ m.content }", "not valid Jinja: line 2"),
-        ("{% for m in messages %}", "not valid Jinja: line 1: Unexpected end of template"),
-        ("{{ raise_exception('never') }}", "cannot render one user message: never"),
-        ("{{ messages[3].content }}", "cannot render one user message"),
-        ("{{ messages[0].content }}", ""),
-    ],
-)
-def test_a_template_that_renders_nothing_is_named(toolmath: Path, template: str | None, message: str) -> None:
-    tokenizer = read_tokenizer(toolmath / "model")
-    tokenizer.chat_template = template
-    problem = template_problem(tokenizer)
-    assert message in problem
-    assert bool(message) == bool(problem)
-
-
-def test_a_broken_tokenizer_is_one_line(toolmath: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(TokenizerError, match=f"{tmp_path}: the tokenizer cannot be read: ") as caught:
-        read_tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)

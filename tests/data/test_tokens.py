@@ -31,10 +31,6 @@ def made(**more: Any) -> Trajectory:
     return trajectory
 
 
-def test_a_token_is_a_record_of_16_bytes() -> None:
-    assert TOKEN.itemsize == 16 and made().tokens.nbytes == 6 * 16
-
-
 @pytest.mark.parametrize("name", COLUMNS)
 def test_users_read_a_column_like_a_list(name: str) -> None:
     column, expected = getattr(made(), name), COLUMNS[name]
@@ -132,7 +128,7 @@ def test_a_token_without_a_record_is_none_of_its_experts() -> None:
 def test_router_choices_take_a_byte_each_and_stay_in_host_memory() -> None:
     trajectory = made()
     trajectory.fill(0, {ROUTER_CHOICES: np.arange(5 * 2 * 8, dtype=np.uint8).reshape(5, 2, 8)})
-    assert trajectory.tokens.itemsize == 16 + 2 * 8
+    assert (TOKEN.itemsize, made().tokens.nbytes, trajectory.tokens.itemsize) == (16, 6 * 16, 16 + 2 * 8)
     [packed] = pack(token_sequences([trajectory]), None, PackingRules(max_tokens=64))
     [scored] = pack(token_sequences([made(scores=np.array([1, 2, 3], np.float16))]), None, PackingRules(max_tokens=64))
     meta = torch.device("meta")

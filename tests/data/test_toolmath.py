@@ -26,19 +26,12 @@ def _questions(path) -> list[str]:
 def test_splits_do_not_overlap(toolmath):
     train, heldout = _questions(toolmath / "train.parquet"), _questions(toolmath / "heldout.parquet")
     sft = [row[0]["content"] for row in pq.read_table(toolmath / "sft.parquet")["messages"].to_pylist()]
-    assert len(train) == len(set(train)) == 64
-    assert len(heldout) == len(set(heldout)) == 16
-    assert len(sft) == 640
+    assert (len(set(train)), len(set(heldout)), len(sft)) == (64, 16, 640) == (len(train), len(heldout), len(sft))
     assert not set(heldout) & (set(train) | set(sft))
-
-
-def test_rows_follow_the_schema(toolmath):
     rows = pq.read_table(toolmath / "train.parquet").to_pylist()
     assert rows[0].keys() == {"id", "data_source", "prompt", "ability", "reward_model", "extra_info"}
-    assert {row["data_source"] for row in rows} == {"toolmath"}
     assert len({row["extra_info"]["family"] for row in rows}) == 14
-    assert rows[3]["extra_info"] == {"index": 3, "split": "train", "family": "rem"}
-    assert rows[3]["reward_model"]["ground_truth"].isdigit()
+    assert all(row["reward_model"]["ground_truth"].isdigit() for row in rows)
 
 
 def test_same_seed_same_files_other_seed_other_files(toolmath, tmp_path):
@@ -111,41 +104,28 @@ def test_the_model_directory_is_standard(toolmath, tokenizer):
     assert json.loads((toolmath / "model" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-@pytest.mark.parametrize(
-    "text", ["12345 + 0", "a\n\n b\t{}\\boxed{7}.", "naïve – ✓ 漢字", "<tool_call>\n{}\n</tool_call>"]
-)
-def test_tokenizer_round_trip(tokenizer, text):
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-def test_every_digit_is_a_token_and_tags_are_single(tokenizer):
+def test_tokens_are_digits_tags_and_pieces_of_any_text(tokenizer):
     assert tokenizer.tokenize("print(9041)")[-5:-1] == list("9041")
     for tag in ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_start|>", "<|im_end|>"):
         assert len(tokenizer(tag, add_special_tokens=False)["input_ids"]) == 1
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert len(tokenizer) <= 512
+    for text in ("12345 + 0", "a\n\n b\t{}\\boxed{7}.", "naïve – ✓ 漢字", "<tool_call>\n{}\n</tool_call>"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
 def test_chat_template_renders_roles(tokenizer):
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "c"},
-        {"role": "tool", "content": "1"},
-        {"role": "tool", "content": "2"},
-    ]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == (
+    turns = (("system", "Be brief."), ("user", "q"), ("assistant", "c"), ("tool", "1"), ("tool", "2"))
+    messages = [{"role": role, "content": text} for role, text in turns]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     tools = [{"type": "function", "function": {"name": "code_interpreter"}}]
-    assert (
-        tokenizer.apply_chat_template(messages[1:2], tools=tools, tokenize=False) == "<|im_start|>user\nq<|im_end|>\n"
-    )
+    alone = tokenizer.apply_chat_template(messages[1:2], tools=tools, tokenize=False)
+    assert alone == "<|im_start|>user\nq<|im_end|>\n"
 
 
 @pytest.mark.parametrize("arguments", [{"code": "print(1<2)"}, '{"code": "print(1<2)"}'])

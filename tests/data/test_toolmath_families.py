@@ -122,10 +122,3 @@ def test_a_call_is_written_as_the_parser_reads_it_and_answered_as_it_answers(too
     assert request.arguments == {"code": "import math\nprint(math.gcd(12, 8))"}
     (shown,) = parser.render([ToolCall(1, request.name, request.arguments, "success", output, 0.0)])
     assert (answered["role"], answered["content"]) == (shown.role, shown.content)
-
-
-def test_protocols_differ_in_the_calls_alone() -> None:
-    problem = draw_problem(FAMILIES[0], Random(5))
-    hermes, fenced = (conversation(problem, CLEAN, Random(6), protocol) for protocol in ("hermes", "fenced"))
-    assert (hermes[0], hermes[-1]) == (fenced[0], fenced[-1])
-    assert [message["role"] for message in fenced] == ["user", "assistant", "user", "assistant"]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -113,12 +114,6 @@ def test_what_is_sampled_ahead_survives_a_checkpoint(tmp_path: Path) -> None:
         encode_ahead({"batches": [Path()]})
 
 
-def test_pandas_reads_what_is_sampled_ahead(tmp_path: Path) -> None:
-    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made())))
-    (row,) = pd.read_parquet(tmp_path / AHEAD).to_dict("records")
-    assert row["prompt_id"] == "p-1" and row["token_ids"].tolist() == made().token_ids
-
-
 @pytest.mark.parametrize("name", [AHEAD, AHEAD_JSON])
 def test_groups_of_an_earlier_version_are_refused(tmp_path: Path, name: str) -> None:
     former = pa.table({"facts": ["{}"], "length": pa.array([0], pa.int32())})
@@ -136,17 +131,14 @@ def test_a_checkpoint_of_an_earlier_version_without_groups_is_continued(tmp_path
     assert read_ahead(tmp_path) == state
 
 
-def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
-    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made()))[:-30])
-    with pytest.raises(DamagedFileError, match=r"ahead\.parquet is damaged"):
-        read_ahead(tmp_path)
-
-
 def further(**change: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda row: {"more": [(ROUTER_CHOICES, dict(row["more"])[ROUTER_CHOICES] | change)]}
 
 
-ROWS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+Row = dict[str, Any]
+STATES = ["[" * 100_000, "[]", '"x"', '{"trajectory": 1}', '{"a": {"trajectory": []}}', None]
+"""Too deep, a list, a text, a row that is not there, no number, and none at all."""
+HOSTILE: dict[str, Callable[[Row], Row]] = {
     "objects": further(type="|O"),
     "a type that is none": further(type="import os"),
     "huge": further(shape=[2**31 - 1] * 3),
@@ -158,59 +150,53 @@ ROWS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "starts beyond": lambda row: {"sequence_starts": [3, 99]},
     "another other": lambda row: {"other": "[]"},
     "deep": lambda row: {"other": "[" * 100_000},
-}
-STATES = {
-    "deep state": "[" * 100_000,
-    "a list": "[]",
-    "a text": '"x"',
-    "no such row": '{"trajectory": 1}',
-    "no number": '{"a": {"trajectory": []}}',
-    "no state": None,
+    **{f"state {str(state)[:8]}": lambda row, state=state: {"state": state} for state in STATES},
 }
 
 
-def rewritten(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], metadata: Any = None) -> None:
-    table = pq.read_table(path)
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A file of one trajectory that was sampled ahead."""
+    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made())))
+    return tmp_path / AHEAD
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_row_or_state_is_named(written: Path, change: Callable[[Row], Row]) -> None:
+    table = pq.read_table(written)
     (row,) = table.to_pylist()
-    schema = table.schema if metadata is None else table.schema.with_metadata(metadata)
-    pq.write_table(pa.Table.from_pylist([row | change(row)], schema), path)
-
-
-@pytest.mark.parametrize("change", ROWS.values(), ids=ROWS)
-def test_a_hostile_row_is_named(tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made())))
-    rewritten(tmp_path / AHEAD, change)
+    changed = row | change(row)
+    metadata = table.schema.metadata
+    if "state" in changed:
+        state = changed.pop("state")
+        metadata = {} if state is None else {"state": state}
+    pq.write_table(pa.Table.from_pylist([changed], table.schema.with_metadata(metadata)), written)
     with pytest.raises(DamagedFileError, match=r"ahead\.parquet is damaged"):
-        read_ahead(tmp_path)
+        read_ahead(written.parent)
 
 
-@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
-def test_a_hostile_state_is_named(tmp_path: Path, state: str | None) -> None:
-    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made())))
-    rewritten(tmp_path / AHEAD, lambda row: {}, {} if state is None else {"state": state})
+def test_a_file_that_is_cut_off_is_named(written: Path) -> None:
+    written.write_bytes(written.read_bytes()[:-30])
     with pytest.raises(DamagedFileError, match=r"ahead\.parquet is damaged"):
-        read_ahead(tmp_path)
+        read_ahead(written.parent)
 
 
 @pytest.mark.parametrize("name", ["token_ids", "rollout_log_probs"])
-def test_a_missing_or_strange_column_is_named(tmp_path: Path, name: str) -> None:
-    path = tmp_path / AHEAD
-    path.write_bytes(encode_ahead(ahead(made())))
-    table = pq.read_table(path)
-    pq.write_table(table.drop_columns([name]), path)
-    with pytest.raises(DamagedFileError, match=name):
-        read_ahead(tmp_path)
-    texts = pa.array([["1"] * len(made())])
-    pq.write_table(table.set_column(table.schema.get_field_index(name), name, texts), path)
-    with pytest.raises(DamagedFileError, match=f"{name} is a column of string"):
-        read_ahead(tmp_path)
+def test_a_missing_or_strange_column_is_named(written: Path, name: str) -> None:
+    table = pq.read_table(written)
+    texts = table.set_column(table.schema.get_field_index(name), name, pa.array([["1"] * len(made())]))
+    for changed, message in ((table.drop_columns([name]), name), (texts, f"{name} is a column of string")):
+        pq.write_table(changed, written)
+        with pytest.raises(DamagedFileError, match=message):
+            read_ahead(written.parent)
 
 
-def test_a_machine_without_memory_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise MemoryError
+def test_pandas_reads_what_is_sampled_ahead(written: Path) -> None:
+    (row,) = pd.read_parquet(written).to_dict("records")
+    assert row["prompt_id"] == "p-1" and row["token_ids"].tolist() == made().token_ids
 
-    (tmp_path / AHEAD).write_bytes(encode_ahead(ahead(made())))
-    monkeypatch.setattr("pyarrow.parquet.ParquetFile.read_row_group", full)
+
+def test_a_machine_without_memory_is_not_called_damage(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile.read_row_group", mock.Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
-        read_ahead(tmp_path)
+        read_ahead(written.parent)

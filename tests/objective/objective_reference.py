@@ -57,10 +57,8 @@ Part = tuple[float, float, list[bool]]
 def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
     """Loss, token losses, gradient and clip counts of a whole step."""
     out = Expected()
-    tokens = max(1, sum(sum(s.loss) for s in batch))
-    sequences = max(1, sum(1 for s in batch if o.count_masked_sequences or sum(s.loss)))
     for s in batch:
-        d = differences(s)
+        d, share = differences(s), share_of(s, batch, o)
         losses, gradients = [0.0] * len(s), [0.0] * len(s)
         for i in range(len(s)):
             if not s.loss[i]:
@@ -71,17 +69,22 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
             out.high, out.low, out.dual = out.high + cut[0], out.low + cut[1], out.dual + cut[2]
             out.ratio.append(token.r)
             losses[i] = value * s.weight[i]
-            share = {
-                "token-mean": 1 / tokens,
-                "seq-mean-token-mean": 1 / (sequences * max(1, sum(s.loss))),
-                "seq-mean-token-sum": 1 / (sequences * o.loss_scale_factor),
-            }[o.loss_agg_mode]
             out.loss += losses[i] * share
             out.share.append(share)
             gradients[i] = slope * s.weight[i] * share
         out.per_token.append(losses)
         out.gradient.append(gradients)
     return out
+
+
+def share_of(s: Sequence, batch: list[Sequence], o: PolicyObjective) -> float:
+    """Of a loss token of this sequence in the aggregated loss."""
+    sequences = max(1, sum(1 for each in batch if o.count_masked_sequences or any(each.loss)))
+    return {
+        "token-mean": 1 / max(1, sum(sum(each.loss) for each in batch)),
+        "seq-mean-token-mean": 1 / (sequences * max(1, sum(s.loss))),
+        "seq-mean-token-sum": 1 / (sequences * o.loss_scale_factor),
+    }[o.loss_agg_mode]
 
 
 def differences(s: Sequence) -> list[float]:

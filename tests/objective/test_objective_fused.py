@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctpo_kernels.names import LOSS_AGG_MODES
@@ -14,9 +14,8 @@ from ctpo_megatron.objective import PRESETS, Denominators, PolicyObjective, line
 from ctpo_megatron.objective.fused import fused_policy_loss
 from ctpo_megatron.objective.sequences import SequenceBounds
 from tests.objective.objective_reference import packed, padded, random_batch
+from tests.objective.test_objective_loss import BATCHES, few, run
 
-LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
-few = settings(max_examples=25, derandomize=True)
 ON_KERNELS = [name for name in PRESETS if PolicyObjective.preset(name).on_kernels]
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 STEP = Denominators(sequences=9, trained_sequences=5, tokens=40)
@@ -37,9 +36,7 @@ def fused(arguments: dict[str, Any], objective: PolicyObjective, denominators: D
 @pytest.mark.parametrize("layout", [padded, packed])
 @pytest.mark.parametrize("name", ON_KERNELS)
 @given(
-    lengths=LENGTHS,
-    seed=st.integers(0, 10**6),
-    spread=st.sampled_from([0.0, 0.03, 0.5, 4.0]),
+    **BATCHES,
     aggregation=st.sampled_from(LOSS_AGG_MODES),
     counted=st.booleans(),
     step=st.sampled_from([None, STEP]),
@@ -50,13 +47,11 @@ def test_kernels_equal_plain_torch(layout, name, lengths, seed, spread, aggregat
         name, loss_agg_mode=aggregation, count_masked_sequences=counted, loss_scale_factor=7.0
     )
     arguments = layout(random_batch(seed, lengths, spread))
-    log_probs = arguments["log_probs"].clone().requires_grad_()
-    expected = policy_loss(**{**arguments, "log_probs": log_probs}, objective=objective, denominators=step)
-    expected.loss.backward()
+    expected, wanted = run(arguments, objective, denominators=step)
     loss, per_token, stats, gradient = fused(arguments, objective, step)
     torch.testing.assert_close(loss, expected.loss, **EXACT)
     torch.testing.assert_close(per_token, expected.per_token.detach(), **EXACT)
-    torch.testing.assert_close(gradient, log_probs.grad, **EXACT)
+    torch.testing.assert_close(gradient, wanted, **EXACT)
     assert summarize(stats) == pytest.approx(summarize(expected.stats), rel=1e-9, abs=1e-9)
 
 

@@ -108,35 +108,10 @@ def test_non_finite_reward_is_named(bad):
         group_advantages([], AdvantageConfig())
 
 
-def weights(proximal, rollout, model, **config):
-    """Of `correct`, in the shape of the inputs, which are packed as one sequence a row."""
-    rows, tokens = proximal.shape
-    packed = [values.reshape(-1) for values in (proximal, rollout, model, model)]
-    cu_seqlens = torch.arange(rows + 1) * tokens
-    return correct(CorrectionConfig(**config), *packed, cu_seqlens).weights.reshape(rows, tokens)
-
-
-def test_correction_weights():
-    d = [[0.5, math.nan, 1.0, -3.0], [2.0, -1.0, 0.25, 0.0]]
-    model = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]])
-    proximal = torch.tensor(d, dtype=torch.float64)
-    behaviour = torch.zeros_like(proximal)
-    e = math.exp
-    expected = {
-        "token": [[e(0.5), 1, e(1), e(-3)], [5, e(-1), e(0.25), 1]],
-        "sequence": [[e(-1.5), 1, e(-1.5), e(-1.5)], [e(1.25), e(1.25), e(1.25), 1]],
-        "prefix": [[e(0.5), 1, e(1.5), e(-1.5)], [5, e(1), e(1.25), 1]],
-    }
-    for level, want in expected.items():
-        got = weights(proximal, behaviour, model, level=level)
-        torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-11, atol=0)
-    assert weights(proximal, behaviour, model, level="prefix", cap=1.5).max() == pytest.approx(1.5)
-
-
 def test_correction_weights_never_overflow():
-    x = torch.full((1, 500), 50.0, requires_grad=True)
-    got = weights(x, torch.zeros(1, 500), torch.ones(1, 500), level="sequence")
-    torch.testing.assert_close(got, torch.full((1, 500), 5.0))
+    x, zeros, ones = torch.full((500,), 50.0, requires_grad=True), torch.zeros(500), torch.ones(500)
+    got = correct(CorrectionConfig(level="sequence"), x, zeros, ones, ones, torch.tensor([0, 500])).weights
+    torch.testing.assert_close(got, torch.full((500,), 5.0))
     assert not got.requires_grad
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +29,8 @@ from tests.objective.objective_reference import packed, padded, random_batch, re
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 BATCHES = {"lengths": LENGTHS, "seed": st.integers(0, 10**6), "spread": st.sampled_from([0.0, 0.03, 0.5, 4.0])}
 few = settings(max_examples=30, derandomize=True)
+PAIR = SimpleNamespace(size=lambda: 2)
+"""A group of two context-parallel ranks."""
 
 
 def run(arguments: dict, objective: PolicyObjective, **more):
@@ -59,23 +60,29 @@ def test_equals_python_reference(name, lengths, seed, spread, aggregation, count
     torch.testing.assert_close(gradient, torch.tensor(flat, dtype=torch.float64), **kwargs)
 
 
-@pytest.mark.parametrize("name", ["gmpo", "dppo-tv", "dppo-kl", "cppo", "trm-k3"])
+CUTTING = {
+    "ctpo": (0.6, {}),
+    "gmpo": (0.6, {}),
+    "dppo-tv": (0.6, {"clip_c": 1.5}),
+    "dppo-kl": (0.6, {"clip_c": 1.5}),
+    "cppo": (0.6, {"prefix_weight": 0.1, "prefix_budget": 0.1}),
+    "trm-k3": (0.068, {}),
+}
+"""Spreads and settings at which some tokens, or sequences, leave and others stay, with one advantage a sequence."""
+
+
+@pytest.mark.parametrize("name", CUTTING)
 def test_what_leaves_the_loss_is_met_and_counted(name):
-    """Spreads at which some tokens, or sequences, leave and others stay, with one advantage a sequence."""
-    batch = random_batch(17, [40, 25, 60, 8, 33, 51], {"trm-k3": 0.068}.get(name, 0.6))
+    spread, options = CUTTING[name]
+    batch = random_batch(17, [40, 25, 60, 8, 33, 51], spread)
     for number, sequence in enumerate(batch):
         sequence.advantage = [(1.0, -0.5, 0.8)[number % 3]] * len(sequence)
-    truncated = name.startswith("dppo")
-    options = {"clip_c": 1.5} if truncated else {"prefix_weight": 0.1, "prefix_budget": 0.1} if name == "cppo" else {}
     objective = PolicyObjective.preset(name, **options)
     expected, (out, gradient) = reference(batch, objective), run(packed(batch), objective)
     assert min(expected.high, expected.low) > 0, "or the comparison says little"
-    assert (expected.dual > 0) == truncated
-    assert out.stats.sums[[SUMS.index(f"clip_{side}") for side in ("high", "low", "dual")]].tolist() == [
-        expected.high,
-        expected.low,
-        expected.dual,
-    ]
+    assert (expected.dual > 0) == (name in ("ctpo", "dppo-tv", "dppo-kl"))
+    counts = out.stats.sums[[SUMS.index(f"clip_{side}") for side in ("high", "low", "dual")]]
+    assert counts.tolist() == [expected.high, expected.low, expected.dual]
     flat = torch.tensor([x for row in expected.gradient for x in row], dtype=torch.float64)
     assert flat.any()
     torch.testing.assert_close(gradient, flat, rtol=1e-9, atol=1e-12)
@@ -229,28 +236,6 @@ def test_prefix_sum_survives_wrapping_of_the_batch_total():
     assert torch.equal(total, torch.full_like(total, 4_000_000.0))
 
 
-def test_prefix_runs_across_turns_and_skips_observations():
-    model = torch.tensor([0, 0, 1, 1, 0, 0, 1, 0, 1])
-    d = torch.tensor([9.0, 9.0, 0.1, 0.2, 9.0, 9.0, -0.4, 9.0, 0.05])
-    objective = PolicyObjective.preset("ctpo", clip_low=9, clip_high=9, clip_c=None)
-    out = policy_loss(d, torch.zeros(9), -torch.ones(9), model, objective, cu_seqlens=torch.tensor([0, 9]))
-    expected = torch.tensor([0, 0, 0.1, 0.3, 0, 0, -0.1, 0, -0.05]).exp() * model
-    torch.testing.assert_close(out.per_token, expected)
-
-
-def test_loss_mask_leaves_prefix_and_position_of_other_tokens_alone():
-    batch = random_batch(11, [12, 20, 8], 0.2)
-    for sequence in batch:  # of which every token of a mean of bounded tokens needs the sign
-        sequence.advantage = [sequence.advantage[0]] * len(sequence)
-    arguments = packed(batch)
-    full = {**arguments, "loss_mask": arguments["response_mask"]}
-    rejected = arguments["loss_mask"].bool()
-    for name in PRESETS:
-        objective = PolicyObjective.preset(name)
-        everything, some = policy_loss(**full, objective=objective), policy_loss(**arguments, objective=objective)
-        assert torch.equal(some.per_token, torch.where(rejected, everything.per_token, 0.0))
-
-
 def test_advantages_and_weights_per_sequence_are_broadcast():
     batch = random_batch(2, [3, 5, 1], 0.1)
     a, w = torch.tensor([1.0, -2.0, 0.5]).double(), torch.tensor([0.5, 1.5, 2.0]).double()
@@ -277,14 +262,6 @@ def test_empty_and_fully_masked_batches_give_zero():
     assert out.loss == 0 and not x.grad.any()
 
 
-def test_fully_masked_sequences_count_by_choice():
-    log_probs, mask = torch.zeros(2, 2), torch.tensor([[1, 1], [0, 0]])
-    for counted, expected in ((True, -0.5), (False, -1.0)):
-        objective = PolicyObjective.preset("ctpo", count_masked_sequences=counted)
-        out = policy_loss(log_probs, log_probs, torch.ones(2), torch.ones(2, 2), objective, loss_mask=mask)
-        assert out.loss.item() == expected
-
-
 def test_padding_after_the_last_sequence_is_ignored():
     batch = random_batch(8, [4, 6], 0.1)
     arguments = packed(batch)
@@ -294,68 +271,42 @@ def test_padding_after_the_last_sequence_is_ignored():
     assert not run(tail, objective)[1][10:].any()
 
 
-def test_misfits_are_refused():
-    x, o = torch.zeros(4), PolicyObjective.preset("ctpo")
-    ends = torch.tensor([0, 4])
-    with pytest.raises(ValueError, match="need cu_seqlens"):
-        policy_loss(x, x, x, x, o)
-    with pytest.raises(ValueError, match=r"advantages has shape \(2,\)"):
-        policy_loss(x, x, torch.zeros(2), x, o, cu_seqlens=ends)
-    with pytest.raises(ValueError, match="response_mask has shape"):
-        policy_loss(x, x, x, torch.zeros(3), o, cu_seqlens=ends)
-    for bad in ([0, 5], [1, 4], [0, 3, 2]):
-        with pytest.raises(ValueError, match="must rise from 0"):
-            policy_loss(x, x, x, x, o, cu_seqlens=torch.tensor(bad))
-    with pytest.raises(ValueError, match="cu_seqlens must be an integer"):
-        policy_loss(x, x, x, x, o, cu_seqlens=torch.tensor([0.0, 4.0]))
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cu_seqlens": None}, "need cu_seqlens"),
+        ({"advantages": torch.zeros(2)}, r"advantages has shape \(2,\)"),
+        ({"response_mask": torch.zeros(3)}, "response_mask has shape"),
+        *(({"cu_seqlens": torch.tensor(bad)}, "must rise from 0") for bad in ([0, 5], [1, 4], [0, 3, 2])),
+        ({"cu_seqlens": torch.tensor([0.0, 4.0])}, "cu_seqlens must be an integer"),
+        ({"cp_group": PAIR}, "denominators: a context-parallel rank"),  # it cannot count what it does not hold
+        *(
+            (
+                {"cp_group": PAIR, "denominators": Denominators(1, 1, 4), "objective": objective},
+                "needs whole sequences, and a context-parallel rank holds pieces",
+            )
+            for objective in (PolicyObjective.preset("gmpo"), PolicyObjective(entropy_coef=0.1))
+        ),
+    ],
+)
+def test_misfits_are_refused(changed, message):
+    names = ("log_probs", "old_log_probs", "advantages", "response_mask")
+    arguments = dict.fromkeys(names, torch.zeros(4)) | {"cu_seqlens": torch.tensor([0, 4])}
+    with pytest.raises(ValueError, match=message):
+        policy_loss(**{**arguments, "objective": PolicyObjective.preset("ctpo"), **changed})
 
 
-def test_a_longer_mixed_batch_in_float64():
-    """Hundreds of tokens, so that positions, bounds and the cap are all met in one batch."""
-    lengths = [random.Random(1).randint(50, 200) for _ in range(4)]
-    batch = random_batch(21, lengths, 0.6)
-    objective = PolicyObjective.preset("ctpo")
-    expected, (out, _) = reference(batch, objective), run(packed(batch), objective)
-    assert min(expected.high, expected.low, expected.dual) > 0
-    torch.testing.assert_close(out.loss.item(), expected.loss, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, "turn-end"])
 def test_nothing_is_read_back_from_the_device(name):
     """Meta tensors hold no values, so any read-back (an `.item()`, a branch on data) would raise here."""
-    x = torch.zeros(10, device="meta", requires_grad=True)
-    ones = torch.ones(10, device="meta")
-    ends = torch.zeros(3, dtype=torch.int32, device="meta")
+    x, ones = torch.zeros(10, device="meta", requires_grad=True), torch.ones(10, device="meta")
+    given = {"loss_mask": ones, "weights": ones, "cu_seqlens": torch.zeros(3, dtype=torch.int32, device="meta")}
+    objective = PolicyObjective(turn_ratio=name) if name == "turn-end" else PolicyObjective.preset(name)
     step = Denominators(2, 2, 10)
     for denominators in (None, step):
         out = policy_loss(
-            x, ones, ones[:2], ones, PolicyObjective.preset(name),
-            loss_mask=ones, weights=ones, cu_seqlens=ends, denominators=denominators,
-        )  # fmt: skip
+            x, ones, ones[:2], ones, objective, turn=ones.to(torch.int16), denominators=denominators, **given
+        )
         out.loss.backward()
         assert merge([out.stats, out.stats]).as_tensor().device.type == "meta"
     assert supervised_loss(x, ones, step).loss.device.type == "meta"
-
-
-def test_split_sequences_need_the_counts_of_the_whole_step():
-    """A context-parallel rank cannot count what it does not hold."""
-    tokens = torch.zeros(4)
-    group = SimpleNamespace(size=lambda: 2)
-    with pytest.raises(ValueError, match="denominators: a context-parallel rank"):
-        policy_loss(
-            tokens,
-            tokens,
-            tokens,
-            tokens.bool(),
-            PolicyObjective.preset("ctpo"),
-            cu_seqlens=torch.tensor([0, 4]),
-            cp_group=group,
-        )
-
-
-@pytest.mark.parametrize("objective", [PolicyObjective.preset("gmpo"), PolicyObjective(entropy_coef=0.1)])
-def test_objectives_of_plain_torch_refuse_pieces_of_sequences(objective):
-    x, group = torch.zeros(4), SimpleNamespace(size=lambda: 2)
-    step = Denominators(1, 1, 4)
-    with pytest.raises(ValueError, match="needs whole sequences, and a context-parallel rank holds pieces"):
-        policy_loss(x, x, x, x, objective, cu_seqlens=torch.tensor([0, 4]), cp_group=group, denominators=step)

@@ -9,42 +9,12 @@ import pytest
 from ctpo_megatron.config import AdvantageConfig, ConfigError, ObjectiveConfig, advantage_from_config
 from ctpo_megatron.objective import PRESETS, PolicyObjective, objective_from_config
 
-NUMBERS = {
-    "ctpo": ("cumprod", "log_power", 0.025, 0.05, 0.05, 0.5, "seq-mean-token-mean"),
-    "ctpo-paper": ("cumprod", "log_power", 0.025, 0.05, None, 0.5, "seq-mean-token-mean"),
-    "ctpo-uniform": ("cumprod", "log_power", 0.025, 0.05, 0.05, 0.0, "seq-mean-token-mean"),
-    "ctpo-fixed": ("cumprod", "ratio", 0.5, 4.0, None, 0.5, "seq-mean-token-mean"),
-    "ctpo-drift": ("cumprod", "log_power", 0.025, 0.05, 0.05, 0.5, "seq-mean-token-mean"),
-    "ctpo-geomean": ("geomean", "log_power", 0.025, 0.05, 0.05, -0.5, "seq-mean-token-mean"),
-    "grpo": ("token", "ratio", 0.2, 0.2, 3.0, 0.5, "seq-mean-token-mean"),
-    "dr-grpo": ("token", "ratio", 0.2, 0.2, None, 0.5, "seq-mean-token-sum"),
-    "dapo": ("token", "ratio", 0.2, 0.28, 3.0, 0.5, "token-mean"),
-    "gspo": ("sequence-geomean", "ratio", 3e-4, 4e-4, None, 0.5, "seq-mean-token-mean"),
-    "cispo": ("token", "detached_ratio", 1.0, 4.0, None, 0.5, "token-mean"),
-    "sapo": ("token", "sigmoid", 0.025, 0.05, None, 0.5, "seq-mean-token-mean"),
-    "gmpo": ("sequence-geomean", "token_log", 0.4, 0.4, None, 0.5, "seq-mean-token-mean"),
-    "dppo-tv": ("token", "binary_tv", 0.15, 0.15, 20.0, 0.5, "token-mean"),
-    "dppo-kl": ("token", "binary_kl", 0.05, 0.05, 20.0, 0.5, "token-mean"),
-    "cppo": ("token", "prefix_tv", 0.15, 0.15, None, 0.5, "token-mean"),
-    "trm-k3": ("token", "sequence_k3", 0.025, 0.002, 0.1, 0.5, "token-mean"),
-    "sequence": ("sequence", "ratio", 0.2, 0.2, 3.0, 0.5, "seq-mean-token-mean"),
-}
 
-
-def test_numbers():
-    assert set(NUMBERS) == set(PRESETS) == set(get_args(ObjectiveConfig.model_fields["preset"].annotation))
-    for name, (ratio, clip, low, high, dual, power, aggregation) in NUMBERS.items():
-        drift = {"clip_drift": 0.0015} if name == "ctpo-drift" else {}
-        expected = PolicyObjective(ratio, clip, low, high, dual, power, aggregation, True, **drift)
-        assert PolicyObjective.preset(name) == expected
-    defaults = PolicyObjective()
-    assert (defaults.tau_positive, defaults.tau_negative, defaults.prefix_weight, defaults.prefix_budget) == (
-        1.0,
-        1.05,
-        0.8,
-        0.015,
-    )
-    assert defaults.entropy_coef == defaults.clip_drift == 0
+def test_presets_are_those_of_the_configuration():
+    """`test_resolved_objective` has the numbers of each."""
+    assert set(PRESETS) == set(get_args(ObjectiveConfig.model_fields["preset"].annotation))
+    for name in PRESETS:
+        assert PolicyObjective.preset(name) == objective_from_config(ObjectiveConfig(preset=name))
 
 
 def test_unknown_names_get_the_nearest():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import pytest
@@ -82,17 +83,10 @@ def test_capped_tokens_are_counted_and_seen():
 
 def test_largest_log_ratio_is_over_all_model_tokens():
     """It is there to find faults, and a rejected token may be where the fault shows."""
-    log_probs = torch.tensor([[0.5, 7.0, 3.0]])
-    out = policy_loss(
-        log_probs,
-        torch.zeros(1, 3),
-        torch.ones(1),
-        torch.tensor([[1, 0, 1]]),
-        PolicyObjective(),
-        loss_mask=torch.tensor([[1, 0, 0]]),
-    )
-    assert summarize(out.stats)["pg_update/log_ratio_abs_max"] == 3.5
-    assert summarize(out.stats)["pg_update/is_ratio/max"] == pytest.approx(torch.tensor(0.5).exp().item())
+    log_probs, model, loss = torch.tensor([[0.5, 7.0, 3.0], [1, 0, 1], [1, 0, 0]])[:, None]
+    stats = policy_loss(log_probs, 0 * model, torch.ones(1), model, PolicyObjective(), loss_mask=loss).stats
+    assert summarize(stats)["pg_update/log_ratio_abs_max"] == 3.5
+    assert summarize(stats)["pg_update/is_ratio/max"] == pytest.approx(math.exp(0.5))
 
 
 def test_nothing_trained_reports_no_means():

@@ -19,7 +19,6 @@ from ctpo_megatron.base.positions import (
     SIGNS,
     SUMS,
     bin_of,
-    histogram_value,
     quantile,
 )
 from ctpo_megatron.objective import (
@@ -30,7 +29,7 @@ from ctpo_megatron.objective import (
     position_stats,
     skipped_stats,
 )
-from tests.objective.objective_reference import Sequence, packed, random_batch, reference
+from tests.objective.objective_reference import Sequence, log_ratio, packed, random_batch, reference
 
 LENGTHS = [30, 0, 12, 400, 45, 1]
 
@@ -52,16 +51,7 @@ def stats(
 ) -> PositionStats:
     flat = packed(batch, torch.float32)
     del flat["weights"]
-    return position_stats(
-        flat["log_probs"],
-        flat["old_log_probs"],
-        flat["advantages"],
-        flat["response_mask"],
-        flat["loss_mask"],
-        objective,
-        flat["cu_seqlens"],
-        entropy,
-    )
+    return position_stats(anchor=flat.pop("old_log_probs"), objective=objective, entropy=entropy, **flat)
 
 
 def bin_by_definition(t: int) -> int:
@@ -76,21 +66,13 @@ def oracle(batch: list[Sequence], objective: PolicyObjective) -> dict[tuple[str,
     found: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     for s in batch:
         d = [float32([a - b])[0] if m else 0.0 for a, b, m in zip(s.log_probs, s.anchor, s.model, strict=True)]
-        whole, length = math.fsum(d), sum(s.model)
         for i in range(len(s)):
             if not s.model[i]:
                 continue
             t, prefix, a = sum(s.model[: i + 1]), math.fsum(d[: i + 1]), s.advantage[i]
             sign = "positive" if a > 0 else "negative" if a < 0 else "zero"
             r = math.exp(min(prefix, 10.0))
-            x = {
-                "cumprod": prefix,
-                "geomean": prefix / t,
-                "token": d[i],
-                "sequence": whole,
-                "sequence-geomean": whole / length,
-            }[objective.ratio_mode]
-            x = float32([x])[0]
+            x = float32([log_ratio(objective.ratio_mode, d, s.model, i)])[0]
             values = {"n": 1, "n_computed": 1, "t": t, "S": prefix, "S2": prefix**2, "d": d[i], "d2": d[i] ** 2}
             values |= {"r": r, "r2": r * r}
             if objective.ratio_mode != "cumprod":
@@ -188,11 +170,10 @@ def test_quantiles_are_right_to_one_bin() -> None:
     assert ranks < set(position_metrics(found, found))
 
 
-def test_a_ratio_of_one_and_of_infinity_have_bins() -> None:
-    values = [histogram_value(place) for place in range(HISTOGRAM_BINS)]
-    assert values == sorted(values) and values[HISTOGRAM_BINS // 2] == 0
-    assert values[-1] == pytest.approx(10, rel=0.04) and values[0] == -values[-1]
-    assert math.isnan(quantile(np.zeros(HISTOGRAM_BINS), 0.5))
+def test_of_a_users_objective_there_is_no_ratio_and_no_clip() -> None:
+    found = stats(a_batch(), None)
+    assert found.column("S2").any() and not any(found.column(name).any() for name in ("x", "clip_high", "clip_low"))
+    assert not found.histogram.any() and math.isnan(quantile(found.histogram, 0.5))
 
 
 def test_entropy_is_summed_where_it_is_known() -> None:
@@ -203,12 +184,6 @@ def test_entropy_is_summed_where_it_is_known() -> None:
     assert found.column("entropy").sum() == pytest.approx(float(entropy[model].double().sum()), rel=1e-12)
     assert np.array_equal(found.column("n_entropy"), found.column("n"))
     assert not stats(batch, PolicyObjective.preset("ctpo")).column("n_entropy").any()
-
-
-def test_of_a_users_objective_there_is_no_ratio_and_no_clip() -> None:
-    found = stats(a_batch(), None)
-    assert found.column("S2").any() and not any(found.column(name).any() for name in ("x", "clip_high", "clip_low"))
-    assert not found.histogram.any()
 
 
 def test_of_what_no_pass_runs_over_only_the_numbers_are_known() -> None:

@@ -1,4 +1,4 @@
-"""What a run records of its objective is what the loss computes: bounds at t = 1 and t = 100, for every preset."""
+"""What a run records of its objective: a line for every preset, and the window that token diagnostics draw."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from ctpo_megatron.config import (
     CorrectionConfig,
     ObjectiveConfig,
-    RejectConfig,
     advantage_from_config,
     resolved_objective,
 )
@@ -23,6 +21,7 @@ from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.objective import (
     PRESETS,
     Denominators,
+    PolicyObjective,
     group_advantages,
     objective_from_config,
     policy_loss,
@@ -100,20 +99,12 @@ def test_an_objective_of_the_users_own_has_no_window_of_ours() -> None:
 
 
 def test_rejection_and_cap_are_recorded() -> None:
-    reject = (RejectConfig(stat="k3", over="sequence_mean", high=0.1),)
-    correction = CorrectionConfig(level="token", cap=3.0, normalize=True, reject=reject)
-    resolved = resolved_objective(ObjectiveConfig(anchor="decoupled", correction=correction))
-    assert resolved["anchor"] == "decoupled"
-    assert resolved["correction"] == {
-        "level": "token",
-        "cap": 3.0,
-        "normalize": True,
-        "reject": [{"stat": "k3", "over": "sequence_mean", "low": None, "high": 0.1}],
-        "veto": None,
-    }
-    assert resolved["summary"].endswith(
-        "token weights up to 3, normalized, rejects sequence_mean outside k3 (-inf, 0.1)"
-    )
+    rule = {"stat": "k3", "over": "sequence_mean", "low": None, "high": 0.1}
+    correction = {"level": "token", "cap": 3.0, "normalize": True, "reject": [rule], "veto": None}
+    resolved = resolved_objective(ObjectiveConfig(anchor="decoupled", correction=CorrectionConfig(**correction)))
+    assert (resolved["anchor"], resolved["correction"]) == ("decoupled", correction)
+    end = "token weights up to 3, normalized, rejects sequence_mean outside k3 (-inf, 0.1)"
+    assert resolved["summary"].endswith(end)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -130,186 +121,46 @@ def test_it_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-class Loss:
-    """The loss of one preset, on one sequence whose last token alone has moved."""
-
-    def __init__(self, name: str) -> None:
-        self.resolved = resolved_objective(ObjectiveConfig(preset=name))
-        self.objective = objective_from_config(ObjectiveConfig(preset=name))
-
-    def gradient(self, d: list[float], advantage: float, mu: float = 0.5) -> float:
-        """d loss / d log-prob of the last token over -A, before aggregation. d: log-ratios; mu: anchor probability."""
-        anchor = torch.full((len(d),), math.log(mu), dtype=torch.float64)
-        current = (anchor + torch.tensor(d, dtype=torch.float64)).requires_grad_()
-        ones, bounds = torch.ones(len(d)), torch.tensor([0, len(d)])
-        given = (anchor, torch.full((1,), advantage), ones, self.objective)
-        policy_loss(current, *given, cu_seqlens=bounds).per_token[-1].backward()
-        assert current.grad is not None
-        return current.grad[-1].item() / -advantage
-
-    def at(self, log_ratio: float, t: int, advantage: float) -> float:
-        """The gradient of token t where log r_t is this, over r_t."""
-        return self.gradient([0.0] * (t - 1) + [log_ratio * self.share(t)], advantage) / math.exp(log_ratio)
-
-    def share(self, t: int) -> int:
-        """What the last of t tokens has to move by, over log r_t."""
-        return t if self.resolved["ratio_mode"] in ("geomean", "sequence-geomean") else 1
-
-
-def bounds(resolved: dict[str, Any], t: int) -> tuple[float, float, float | None]:
-    """Low, high and dual bound of log r_t as the record has them."""
-    window, dual = resolved["window"], resolved["dual"]
+def bounds(resolved: dict[str, Any], t: int) -> tuple[float, float]:
+    """Low and high bound of log r_t as the record has them."""
+    window = resolved["window"]
     if resolved["clip_mode"] == "log_power":
-        low, high, dual = (
-            None if bound is None else bound * t ** window["power"] + window["drift"] * t
-            for bound in (window["low"], window["high"], dual)
-        )
-        assert low is not None and high is not None
-        return low, high, dual
-    low = math.log(window["low"]) if window["low"] else -math.inf
-    return low, math.log(window["high"]), None if dual is None else math.log(dual)
+        low, high = (window[name] * t ** window["power"] + window["drift"] * t for name in ("low", "high"))
+        return low, high
+    return math.log(window["low"]) if window["low"] else -math.inf, math.log(window["high"])
 
 
 def of_mode(*modes: str) -> list[str]:
     return [name for name in PRESETS if resolved_objective(ObjectiveConfig(preset=name))["clip_mode"] in modes]
 
 
-def edge(inside: Callable[[float], float], low: float, high: float) -> float:
-    """Where a growing function is 0, by bisection."""
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle) < 0 else (low, middle)
-    return low
-
-
 @pytest.mark.parametrize("t", [1, 100])
 @pytest.mark.parametrize("name", of_mode("log_power", "ratio", "detached_ratio"))
 def test_the_window_is_that_of_the_diagnostics(name: str, t: int) -> None:
-    loss = Loss(name)
+    config = ObjectiveConfig(preset=name)
     zeros, sequence = torch.zeros(t, dtype=torch.float64), torch.tensor([0, t])
-    measured = token_diagnostics(zeros, zeros, torch.ones(t), loss.objective, cu_seqlens=sequence)
-    low, high, _ = bounds(loss.resolved, t)
-    assert (measured.low[-1].item(), measured.high[-1].item()) == pytest.approx(
-        (low, high), rel=1e-5, abs=2e-7
-    )  # float32 next to 1
-
-
-@pytest.mark.parametrize("t", [1, 100])
-@pytest.mark.parametrize("name", of_mode("log_power", "ratio"))
-def test_the_gradient_ends_at_the_bounds(name: str, t: int) -> None:
-    loss, near = Loss(name), 1e-6
-    low, high, dual = bounds(loss.resolved, t)
-    assert loss.at(high - near, t, 1.0) == pytest.approx(1) and loss.at(high + near, t, 1.0) == 0
-    assert loss.at(low + near, t, -1.0) == pytest.approx(1) and loss.at(low - near, t, -1.0) == 0
-    if dual is None:
-        far = min(3.0, 15.0 / loss.share(t))  # the log-ratio of a token is cut at 20
-        assert loss.at(high + far, t, -1.0) == pytest.approx(1)
-    else:
-        assert loss.at(dual - near, t, -1.0) == pytest.approx(1) and loss.at(dual + near, t, -1.0) == 0
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("name", of_mode("detached_ratio"))
-def test_a_detached_ratio_stays_within_its_window(name: str, advantage: float) -> None:
-    loss = Loss(name)
-    window = loss.resolved["window"]
-    assert loss.gradient([math.log(window["high"]) + 1], advantage) == pytest.approx(window["high"])
-    assert loss.gradient([-9.0], advantage) == pytest.approx(max(window["low"], math.exp(-9)))
-
-
-@pytest.mark.parametrize(("sign", "tau"), [(1.0, "tau_positive"), (-1.0, "tau_negative")])
-@pytest.mark.parametrize("name", of_mode("sigmoid"))
-def test_the_steepness_of_the_sigmoid(name: str, sign: float, tau: str) -> None:
-    loss = Loss(name)
-    ratio = math.exp(0.3)
-    gate = 1 / (1 + math.exp(-loss.resolved["window"][tau] * (ratio - 1)))
-    assert loss.gradient([0.3], sign) == pytest.approx(4 * gate * (1 - gate) * ratio)
-
-
-@pytest.mark.parametrize("t", [1, 100])
-@pytest.mark.parametrize("name", of_mode("token_log"))
-def test_each_token_has_the_window(name: str, t: int) -> None:
-    loss, near, before = Loss(name), 1e-6, [0.0] * (t - 1)
-    window = loss.resolved["window"]
-    assert (
-        loss.gradient([*before, window["high"] - near], 1.0) > 0 == loss.gradient([*before, window["high"] + near], 1.0)
-    )
-    assert (
-        loss.gradient([*before, window["low"] + near], -1.0) > 0 == loss.gradient([*before, window["low"] - near], -1.0)
-    )
-
-
-def distance(mode: str, mu: float, p: float) -> float:
-    if mode == "binary_kl":
-        return mu * math.log(mu / p) + (1 - mu) * math.log((1 - mu) / (1 - p))
-    return abs(p - mu)
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("name", of_mode("binary_tv", "binary_kl", "prefix_tv"))
-def test_the_divergence_that_takes_a_token_out(name: str, sign: float) -> None:
-    loss, mu = Loss(name), 0.5
-    mode, window = loss.resolved["clip_mode"], loss.resolved["window"]
-    limit = window["high" if sign > 0 else "low"]
-    p = mu + sign * edge(lambda away: distance(mode, mu, mu + sign * away) - limit, 0.0, 0.49)
-    for away, inside in ((-1e-5, True), (1e-5, False)):
-        assert (loss.gradient([math.log((p + sign * away) / mu)], sign) != 0) is inside
-
-
-@pytest.mark.parametrize("name", of_mode("binary_tv", "binary_kl"))
-def test_the_largest_ratio(name: str) -> None:
-    loss = Loss(name)
-    largest = loss.resolved["window"]["largest_ratio"]
-    measured = loss.gradient([math.log(2 * largest)], 1.0, mu=1e-4)
-    assert measured == pytest.approx(largest)
-
-
-@pytest.mark.parametrize("name", of_mode("prefix_tv"))
-def test_what_a_prefix_may_spend(name: str) -> None:
-    """Two tokens: the second may move by the limit and one token's budget, without what the first has spent."""
-    loss, mu, first = Loss(name), 0.5, 0.1
-    window = loss.resolved["window"]
-    left = (window["high"] + window["budget"] - first) / window["weight"]
-    assert left < window["high"] / window["weight"]
-    for away, inside in ((-1e-5, True), (1e-5, False)):
-        moved = [math.log((mu + first) / mu), math.log((mu + left + away) / mu)]
-        assert (loss.gradient(moved, 1.0) != 0) is inside
-
-
-@pytest.mark.parametrize(("t", "bound"), [(1, "high"), (100, "largest")])
-@pytest.mark.parametrize("name", of_mode("sequence_k3"))
-def test_the_k3_that_takes_a_sequence_out(name: str, t: int, bound: str) -> None:
-    loss = Loss(name)
-    limit = loss.resolved["window"][bound]
-    d = edge(lambda value: math.expm1(value) - value - limit, 0.0, 3.0)
-    before = [0.0] * (t - 1)
-    assert loss.gradient([*before, d - 1e-5], 1.0) > 0 == loss.gradient([*before, d + 1e-5], 1.0)
-
-
-def test_every_clip_mode_is_compared() -> None:
-    compared = of_mode("log_power", "ratio", "detached_ratio", "sigmoid", "token_log")
-    compared += of_mode("binary_tv", "binary_kl", "prefix_tv", "sequence_k3")
-    assert sorted(compared) == sorted(PRESETS)
+    objective = objective_from_config(config)
+    measured = token_diagnostics(zeros, zeros, torch.ones(t), objective, cu_seqlens=sequence)
+    expected = pytest.approx(bounds(resolved_objective(config), t), rel=1e-5, abs=2e-7)  # float32 next to 1
+    assert (measured.low[-1].item(), measured.high[-1].item()) == expected
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_aggregation_is_that_of_the_loss(name: str) -> None:
     """A sequence of one token, one of three, and one without any loss token."""
-    loss = Loss(name)
+    resolved, objective = resolved_objective(ObjectiveConfig(preset=name)), PolicyObjective.preset(name)
     zeros, of_sequence = torch.zeros(6), torch.tensor([0, 1, 4, 6])
     mask = torch.tensor([1, 1, 1, 1, 0, 0])
     advantages = torch.tensor([1.0, -1.0, 1.0])
-    measured = policy_loss(
-        zeros, zeros, advantages, torch.ones(6), loss.objective, loss_mask=mask, cu_seqlens=of_sequence
-    )
+    measured = policy_loss(zeros, zeros, advantages, torch.ones(6), objective, loss_mask=mask, cu_seqlens=of_sequence)
     token = measured.per_token.double()
     one, three = token[0].item(), token[1:4].sum().item()
-    sequences = Denominators.of(mask, of_sequence).sequences if loss.resolved["count_masked_sequences"] else 2
+    sequences = Denominators.of(mask, of_sequence).sequences if resolved["count_masked_sequences"] else 2
     expected = {
         "seq-mean-token-mean": (one + three / 3) / sequences,
-        "seq-mean-token-sum": (one + three) / sequences / (loss.resolved["loss_scale_factor"] or 1),
+        "seq-mean-token-sum": (one + three) / sequences / (resolved["loss_scale_factor"] or 1),
         "token-mean": (one + three) / 4,
-    }[loss.resolved["loss_agg_mode"]]
+    }[resolved["loss_agg_mode"]]
     assert measured.loss.item() == pytest.approx(expected)
 
 

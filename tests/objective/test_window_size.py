@@ -25,16 +25,11 @@ def test_the_figures_of_all_tokens(lengths: list[int], power: float, drift: floa
         return
     position = np.concatenate([np.arange(1, length + 1.0) for length in lengths])
     scale, moved = position**power, np.exp(-drift / 2 * position)
-    expected = {
-        "pg_update/la_scale/mean": scale.mean(),
-        "pg_update/la_scale/min": scale.min(),
-        "pg_update/la_scale/max": scale.max(),
-        "pg_update/la_scale/p50": np.median(scale),
-        "pg_update/la_clip_high_ratio/mean": (np.exp(objective.clip_high * scale) * moved).mean(),
-        "pg_update/la_clip_low_ratio/mean": (np.exp(-objective.clip_low * scale) * moved).mean(),
-    }
-    if objective.clip_c is not None:
-        expected["pg_update/la_clip_c_ratio/mean"] = (np.exp(objective.clip_c * scale) * moved).mean()
+    figures = {"mean": scale.mean(), "min": scale.min(), "max": scale.max(), "p50": np.median(scale)}
+    expected = {f"pg_update/la_scale/{name}": value for name, value in figures.items()}
+    for name, bound in (("high", objective.clip_high), ("low", -objective.clip_low), ("c", objective.clip_c)):
+        if bound is not None:
+            expected[f"pg_update/la_clip_{name}_ratio/mean"] = (np.exp(bound * scale) * moved).mean()
     assert found == pytest.approx(expected)
 
 

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from ctpo_megatron.objective import PolicyObjective
-from tests.objective.objective_reference import Expected, Sequence, Token, clipped, differences, packed, random_batch
+from tests.objective.objective_reference import (
+    Expected,
+    Sequence,
+    Token,
+    clipped,
+    differences,
+    packed,
+    random_batch,
+    share_of,
+)
 
 
 @dataclass
@@ -42,8 +51,6 @@ def packed_turns(batch: list[Turns], dtype: torch.dtype = torch.float64) -> dict
 def turn_end_reference(batch: list[Turns], o: PolicyObjective) -> Expected:
     """Loss, token losses and gradient: for each turn that ends at a token or after it, one term with the gain of it."""
     out = Expected()
-    tokens = max(1, sum(sum(each.sequence.loss) for each in batch))
-    sequences = max(1, sum(1 for each in batch if o.count_masked_sequences or sum(each.sequence.loss)))
     for each in batch:
         s, d = each.sequence, differences(each.sequence)
         ends = sorted({k: i for i, k in enumerate(each.turn) if s.model[i]}.values())
@@ -53,11 +60,7 @@ def turn_end_reference(batch: list[Turns], o: PolicyObjective) -> Expected:
             raw = math.fsum(d[: end + 1])
             token = Token(end, s.advantage[end] - rest, sum(s.model[: end + 1]), raw, math.exp(min(raw, 10.0)))
             terms[end] = clipped(token, s, d, o)
-        share = {
-            "token-mean": 1 / tokens,
-            "seq-mean-token-mean": 1 / (sequences * max(1, sum(s.loss))),
-            "seq-mean-token-sum": 1 / (sequences * o.loss_scale_factor),
-        }[o.loss_agg_mode]
+        share = share_of(s, [other.sequence for other in batch], o)
         losses, slopes = [0.0] * len(s), [0.0] * len(s)
         for i in range(len(s)):
             if s.loss[i]:

@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def layout() -> Iterator[Layout]:
     """One rank, this process."""
     yield init_distributed(PolicyConfig(), seed=0)

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.engines.weights.file import WeightSnapshot
-from ctpo_megatron.policy import Trainer, destroy_distributed, gather_objects, init_distributed
-from tests.policy.jobs import Results, Scenarios
+from ctpo_megatron.policy import Trainer, gather_objects, init_distributed
 
 
 def resident(field: str) -> int:
@@ -33,7 +31,7 @@ def peak_of(action: Callable[[], Any]) -> int:
     return resident("VmHWM") - before
 
 
-def run(model: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     config = PolicyConfig(timeout_minutes=2.0, **settings.get("policy", {}))
     layout = init_distributed(config, seed=0)
     policy = Trainer(config, layout, model, temperature=1.0)
@@ -48,15 +46,5 @@ def run(model: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     found = {"sync": peak_of(sync)}
     dist.barrier()
-    found["export"] = peak_of(lambda: policy.export(folder / "exported"))
+    found["export"] = peak_of(lambda: policy.export(model.with_name("exported")))
     return {"ranks": gather_objects(found)}
-
-
-def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
-    results = {}
-    for name, settings in scenarios.items():
-        results[name] = run(models_dir / settings["family"], models_dir / f"exported-{name}", settings)
-        mpu.destroy_model_parallel()
-    rank = dist.get_rank()
-    destroy_distributed()
-    return results if rank == 0 else None

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, PolicyConfig
@@ -20,17 +19,24 @@ from ctpo_megatron.policy import (
     MiniBatch,
     Trainer,
     apply_correction,
-    destroy_distributed,
     init_distributed,
     policy_gradient,
     supervised,
 )
 from ctpo_megatron.policy.predictions import function_gradient
 from tests.policy import models
-from tests.policy.jobs import Results, Scenarios
 
 
-def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
+def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The same by either head."""
+    found = {}
+    for head in ("logits", "streaming"):
+        found[head] = by_head(model, head, settings)
+        mpu.destroy_model_parallel()
+    return found
+
+
+def by_head(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Metrics, old log-probs, token diagnostics and the gradient by Hugging Face name, over all ranks."""
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, head=head, **settings.get("policy", {}))
     policy = Trainer(config, init_distributed(config, seed=0), model, temperature=0.9)
@@ -85,15 +91,3 @@ def move_anchor(micro: PackedBatch) -> None:
     """Differences between the policies that depend on the token alone, large enough to meet every bound."""
     if micro.old_log_probs is not None:  # None before the last pipeline stage
         micro.old_log_probs = micro.old_log_probs + 0.08 * torch.sin(micro.token_ids * 7.0 + micro.position_ids)
-
-
-def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
-    results: dict[str, Any] = {}
-    for name, settings in scenarios.items():
-        results[name] = {}
-        for head in ("logits", "streaming"):
-            results[name][head] = run(models_dir / settings.get("family", "qwen3-tied"), head, settings)
-            mpu.destroy_model_parallel()
-    rank = dist.get_rank()
-    destroy_distributed()
-    return results if rank == 0 else None

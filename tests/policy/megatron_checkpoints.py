@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.data import Trajectory
-from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed
 from ctpo_megatron.policy.megatron_versions import VERSION
+from tests.policy import models
+from tests.policy.steps import LOSS, weights
 
 FOLDER = Path(__file__).with_suffix("")
 KINDS: dict[str, dict[str, object]] = {
@@ -35,21 +35,9 @@ LR = 1e-2
 
 def build(folder: Path) -> Path:
     """A model of about 4,000 parameters."""
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=32,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-        )
-    )
-    model.save_pretrained(folder)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 64}
+    models.build("qwen3-tied", folder, layers=1, **heads, **shape)
     return folder
 
 
@@ -69,11 +57,7 @@ def step(policy: Trainer, seed: int) -> None:
         trajectories.append(trajectory)
     (mini_batch,) = policy.distribute(trajectories, [-1.0, 0.5, 1.0, -0.5], size=4)
     policy.compute_old_log_probs([mini_batch])
-    policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
-
-
-def weights(policy: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in policy.weights()}
+    policy.update(mini_batch, LOSS)
 
 
 def write(layout: Layout, folder: Path) -> list[Path]:

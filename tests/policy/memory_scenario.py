@@ -11,14 +11,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, Split, layer_activations, stage_memory
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Trainer, destroy_distributed, device, gather_objects, init_distributed, policy_gradient
+from ctpo_megatron.policy import Trainer, device, gather_objects, init_distributed, policy_gradient
 from tests.policy import models
-from tests.policy.jobs import Results, Scenarios
 
 
 def count(tensors: Any) -> int:
@@ -78,13 +75,3 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     per_token = layer_activations(policy.spec, split)
     kept = per_token["input"] if config.recompute == "full" else sum(per_token.values())
     return {"ranks": gather_objects(mine), "activations": (saved, tokens * layers * kept)}
-
-
-def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
-    results = {}
-    for name, settings in scenarios.items():
-        results[name] = run(models_dir / settings.get("family", "qwen3-tied"), settings)
-        mpu.destroy_model_parallel()
-    rank = dist.get_rank()
-    destroy_distributed()
-    return results if rank == 0 else None

@@ -15,15 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport, tcp_transport
 from ctpo_megatron.engines.weights.checksums import Checksums
 from ctpo_megatron.engines.weights.tcp import FetchMessage, fetched
-from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed
-from tests.policy.jobs import Results, Scenarios
+from ctpo_megatron.policy import Trainer, init_distributed
+from tests.policy.steps import weights
 
 _NETWORK = 0x40000000
 """CLONE_NEWNET of Linux."""
@@ -84,10 +82,8 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
                 found = receiver.take_in(namespaces, offer)[-1] if namespaces else receiver.take(offer)
             layout.wait_for_ranks()
         found["sent"] = layout.gather(sum(sent))
-    whole = {name: tensor.clone() for name, tensor in policy.weights()}
     transport.close()
-    declared = policy.weight_shapes()
-    return found | {"whole": whole, "declared": declared}
+    return found | {"whole": weights(policy), "declared": policy.weight_shapes()}
 
 
 def counted(sent: list[int], send: Callable[..., None]) -> Callable[..., None]:
@@ -98,13 +94,3 @@ def counted(sent: list[int], send: Callable[..., None]) -> Callable[..., None]:
         send(peer, content)
 
     return counting
-
-
-def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
-    results = {}
-    for name, settings in scenarios.items():
-        results[name] = run(models_dir / settings["family"], settings)
-        mpu.destroy_model_parallel()
-    rank = dist.get_rank()
-    destroy_distributed()
-    return results if rank == 0 else None

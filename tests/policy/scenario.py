@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.router import TopKRouter
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
@@ -18,14 +16,13 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     Trainer,
-    destroy_distributed,
     gather_objects,
     init_distributed,
     policy_gradient,
     summarize_updates,
 )
 from tests.policy import models
-from tests.policy.jobs import Results, Scenarios
+from tests.policy.steps import weights
 
 MEASURED = ("time/", "memory/")
 """Metrics that are never the same twice."""
@@ -55,7 +52,7 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     policy = Trainer(config, layout, model, temperature=0.9)
     policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear", betas=(0.9, 0.95)), total_steps=20)
     margins = watch_routers(policy)
-    before = {name: tensor.clone() for name, tensor in policy.weights()}
+    before = weights(policy)
     done = policy.load(Path(settings["load"]))["step"] if "load" in settings else 0
     loss = policy_gradient(PolicyObjective.preset(settings.get("preset", "ctpo")), "proximal")
     steps, measured, first_norm = [], [], None
@@ -72,18 +69,8 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
             how = CheckpointConfig(asynchronous=settings.get("asynchronous", False))
             policy.save(Path(settings["save"]), 1, {"step": 1}, how)
     policy.finish_save()
-    weights = {name: tensor.clone() for name, tensor in policy.weights()}
-    return {"steps": steps, "measured": measured, "before": before, "weights": weights} | {
+    router_margin = min(margin for part in gather_objects(margins) for margin in part) if margins else None
+    return {"steps": steps, "measured": measured, "before": before, "weights": weights(policy)} | {
         "first_norm": first_norm,
-        "router_margin": min(margin for part in gather_objects(margins) for margin in part) if margins else None,
+        "router_margin": router_margin,
     }
-
-
-def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
-    results = {}
-    for name, settings in scenarios.items():
-        results[name] = run(models_dir / settings.get("family", "qwen3-tied"), settings)
-        mpu.destroy_model_parallel()
-    rank = dist.get_rank()
-    destroy_distributed()
-    return results if rank == 0 else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,18 @@ import pytest
 import torch
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
-from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     Layout,
     StepOutcome,
     Trainer,
-    Update,
     destroy_distributed,
     init_distributed,
-    policy_gradient,
     summarize_updates,
 )
 from tests.policy import models
+from tests.policy.steps import has_weights, step, weights
 from tests.support import ranks
 
-LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
 GOOD = models.advantages()
 OVERFLOWING = [1e37] + [0.0] * 15
 """The loss is finite, the norm of the gradient is not; of several replicas only one sees it in its own trajectories."""
@@ -38,38 +34,23 @@ def start(layout: Layout, model: Path, settings: dict[str, Any]) -> Trainer:
     return policy
 
 
-def update(policy: Trainer, seed: int, advantages: list[float]) -> Update:
-    (mini_batch,) = policy.distribute(models.trajectories(seed=seed), advantages, size=16)
-    policy.compute_old_log_probs([mini_batch])
-    return policy.update(mini_batch, LOSS)
-
-
 def skipped_and_left_out(model: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Two good steps with a bad one between them, and the same two without it."""
     layout = init_distributed(PolicyConfig(**settings), seed=0)
     found = []
     for bad in (True, False):
         policy = start(layout, model, settings)
-        update(policy, 0, GOOD)
-        weights = {name: tensor.clone() for name, tensor in policy.weights()}
-        between = update(policy, 1, OVERFLOWING) if bad else None
-        unchanged = all(torch.equal(tensor, weights[name]) for name, tensor in policy.weights())
+        step(policy, 0, GOOD)
+        before = weights(policy)
+        between = step(policy, 1, OVERFLOWING) if bad else None
+        unchanged = has_weights(policy, before)
         if not bad:
             policy.set_scheduler_step(2 / 4)  # the schedule counts the steps that were tried
-        last = update(policy, 2, GOOD)
-        found.append(
-            {"bad": between, "unchanged": unchanged, "last": (last.grad_norm, last.learning_rate, last.applied)}
-        )
-        found[-1]["weights"] = {name: tensor.clone() for name, tensor in policy.weights()}
+        last = step(policy, 2, GOOD)
+        end = (last.grad_norm, last.learning_rate, last.applied)
+        found.append({"bad": between, "unchanged": unchanged, "last": end, "weights": weights(policy)})
     destroy_distributed()
     return found
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("bad_steps")
-    models.build("qwen3-tied", directory)
-    return directory
 
 
 DISTRIBUTED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -95,26 +76,20 @@ def test_a_step_without_a_finite_gradient_is_as_if_it_had_not_been(
         assert all(torch.equal(tensor, without["weights"][name]) for name, tensor in with_bad["weights"].items())
 
 
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
-
-
 @pytest.mark.parametrize("bad", [OVERFLOWING, NAN], ids=["gradient", "loss"])
 def test_bad_steps_in_a_row_end_the_run_and_a_good_one_in_between_counts_anew(
     layout: Layout, model: Path, bad: list[float]
 ) -> None:
     policy = start(layout, model, {"max_bad_steps": 2})
-    found = [update(policy, seed, advantages) for seed, advantages in enumerate([bad, GOOD, bad])]
-    assert [step.outcome for step in found] == [StepOutcome.BAD, StepOutcome.APPLIED, StepOutcome.BAD]
+    found = [step(policy, seed, advantages) for seed, advantages in enumerate([bad, GOOD, bad])]
+    assert [each.outcome for each in found] == [StepOutcome.BAD, StepOutcome.APPLIED, StepOutcome.BAD]
     with pytest.raises(FloatingPointError, match=r"is not finite .* as 2 in a row now \(policy\.max_bad_steps\)"):
-        update(policy, 3, bad)
+        step(policy, 3, bad)
 
 
 def test_metrics_count_bad_steps_and_leave_them_out(layout: Layout, model: Path) -> None:
     policy = start(layout, model, {})
-    good, bad = update(policy, 0, GOOD), update(policy, 1, NAN)
+    good, bad = step(policy, 0, GOOD), step(policy, 1, NAN)
     alone, both = summarize_updates([good]), summarize_updates([bad, good])
     assert (alone["actor/bad_steps"], both["actor/bad_steps"]) == (0, 1)
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/grad_norm_max", "pg_update/first_log_ratio_abs_max"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,18 @@ from megatron.core.transformer.moe import moe_utils
 
 from ctpo_megatron.base.installed import te_trouble
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
-from ctpo_megatron.policy import Trainer, capabilities, destroy_distributed, device, init_distributed, replacements
+from ctpo_megatron.policy import (
+    Layout,
+    Trainer,
+    capabilities,
+    device,
+    replacements,
+)
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
+from ctpo_megatron.policy.parallel import usable_threads
 from tests.policy import models, scenario
-from tests.policy.jobs import run_job
+from tests.policy.jobs import run_job, run_on_rank
 from tests.support import ranks
 from tests.support.deadlines import scaled
 from tests.support.prefork import Prefork
@@ -75,43 +83,41 @@ def lines(found: device.Capabilities, layer_spec: str = "auto", dtype: str = "bf
 
 
 @pytest.mark.parametrize(
-    ("modules", "attention", "adam", "fusion"),
+    ("modules", "layer_spec", "attention", "adam", "fusion"),
     [
-        ((), "torch", "torch AdamW", "off"),
-        ((TE,), "TE fused", "TE FusedAdam", "off"),
-        (APEX, "torch", "apex FusedAdam", "off"),
-        ((TE, *APEX, FUSION), "TE fused", "TE FusedAdam", "apex"),
-        ((*APEX, FUSION), "torch", "apex FusedAdam", "apex"),
-        (("apex",), "torch", "torch AdamW", "off"),  # PyPI's web toolkit
+        ((), "auto", "torch", "torch AdamW", "off"),
+        ((TE,), "auto", "TE fused", "TE FusedAdam", "off"),
+        ((TE,), "local", "torch", "TE FusedAdam", "off"),  # megatron-core picks its Adam wherever it can be imported
+        (APEX, "auto", "torch", "apex FusedAdam", "off"),
+        ((TE, *APEX, FUSION), "auto", "TE fused", "TE FusedAdam", "apex"),
+        ((*APEX, FUSION), "auto", "torch", "apex FusedAdam", "apex"),
+        (("apex",), "auto", "torch", "torch AdamW", "off"),  # PyPI's web toolkit
     ],
 )
 def test_what_is_installed_is_what_is_logged(
-    modules: tuple[str, ...], attention: str, adam: str, fusion: str, installed
+    modules: tuple[str, ...], layer_spec: str, attention: str, adam: str, fusion: str, installed, monkeypatch
 ) -> None:
-    found = lines(installed(*modules))
+    found = lines(installed(*modules), layer_spec)
     assert found["attention"].startswith(attention)
-    assert found["norms"].startswith("TE" if TE in modules else "torch")
+    assert found["norms"].startswith(attention.split()[0])
+    assert found["RoPE"] == "unfused" or attention == "TE fused"
     assert found["Adam"] == adam
     assert found["gradient accumulation fusion"].startswith(fusion)
+    assert device.transformer_flags(te_layers=False)["gradient_accumulation_fusion"] == (fusion == "apex")
     assert found["device"].startswith("cuda")
-
-
-def test_a_local_layer_spec_keeps_transformer_engine_out_of_the_layers(installed) -> None:
-    found = lines(installed(TE), "local")
-    assert found["attention"].startswith("torch") and found["norms"].startswith("torch")
-    assert found["RoPE"] == "unfused"
-    assert found["Adam"] == "TE FusedAdam"  # megatron-core picks it wherever it can be imported
+    monkeypatch.setattr(device, "CUDA", False)  # where nothing counts as installed
+    found = lines(capabilities(), layer_spec)
+    assert found["Adam"] == "torch AdamW" and found["attention"].startswith("torch")
 
 
 @pytest.mark.parametrize(("layer_spec", "fused"), [("local", False), ("auto", True), ("transformer_engine", True)])
 def test_megatron_is_asked_for_te_in_te_layers_alone(
-    layer_spec: str, fused: bool, installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layer_spec: str, fused: bool, installed, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models.build("qwen3-tied", tmp_path)
     installed(TE)
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):  # TransformerConfig asks for them
         monkeypatch.setattr(rope_utils, name, object())
-    config = transformer_config(read_spec(tmp_path), PolicyConfig(layer_spec=layer_spec, dtype="bfloat16"))
+    config = transformer_config(read_spec(model), PolicyConfig(layer_spec=layer_spec, dtype="bfloat16"))
     assert config.apply_rope_fusion == fused
 
 
@@ -206,29 +212,10 @@ def test_modules_of_transformer_engine_are_not_recomputed_in_local_layers(tmp_pa
         transformer_config(read_spec(tmp_path), policy)
 
 
-def test_flags_follow_what_is_installed(installed) -> None:
-    installed(TE)
-    assert device.transformer_flags(te_layers=True)["gradient_accumulation_fusion"] is False
-    installed(FUSION)
-    assert device.transformer_flags(te_layers=False)["gradient_accumulation_fusion"] is True
-
-
-def test_without_cuda_nothing_counts_as_installed(installed, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(TE, *APEX, FUSION)
-    monkeypatch.setattr(device, "CUDA", False)
-    found = lines(capabilities())
-    assert found["Adam"] == "torch AdamW" and found["attention"].startswith("torch")
-
-
-def test_the_logged_adam_is_the_one_that_steps(tmp_path: Path) -> None:
-    models.build("qwen3-tied", tmp_path)
-    layout = init_distributed(PolicyConfig(), seed=0)
-    try:
-        policy = Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
-        policy.use_optimizer(OptimizerConfig(), total_steps=1)
-        (inner,) = [optimizer.optimizer for optimizer in policy._steps.optimizer.chained_optimizers]
-    finally:
-        destroy_distributed()
+def test_the_logged_adam_is_the_one_that_steps(model: Path, layout: Layout) -> None:
+    policy = Trainer(PolicyConfig(), layout, model, temperature=1.0)
+    policy.use_optimizer(OptimizerConfig(), total_steps=1)
+    (inner,) = [optimizer.optimizer for optimizer in policy._steps.optimizer.chained_optimizers]
     assert f"{type(inner).__module__.split('.')[0]} {type(inner).__name__}" == capabilities().adam
 
 
@@ -239,10 +226,10 @@ def test_the_other_package_called_apex_changes_nothing(tmp_path: Path, monkeypat
     foreign.mkdir(parents=True)
     (foreign / "__init__.py").write_text('"""A toolkit for Pyramid, an Apache web server, and Velruse."""\n')
     models.build("qwen3-tied", tmp_path / "qwen3-tied")
-    plain = run_job(scenario.main, tmp_path, 1, {"run": {}})
+    plain = run_job(scenario.run, tmp_path, 1, {"run": {}})
     monkeypatch.syspath_prepend(tmp_path / "site")
     with contextlib.closing(Prefork(())) as server:
-        (beside,) = ranks.run(scenario.main, tmp_path, {"run": {}}, server=server)
+        (beside,) = ranks.run(run_on_rank, scenario.run, tmp_path, {"run": {}}, server=server)
     assert beside["run"]["steps"] == plain["run"]["steps"]
 
 
@@ -279,3 +266,14 @@ def wait_and_stream_are_one() -> bool:
 def test_no_function_of_ours_stands_for_two_of_torch_cuda() -> None:
     """torch.compile makes a table of them in each process, and refuses a function that is in it."""
     assert ranks.run(wait_and_stream_are_one) == [False]
+
+
+@pytest.mark.parametrize(("wanted", "ranks", "taken"), [(2, None, 2), (3, 2, 3), (8, 2, 4), (4, 8, 1), (1, 16, 1)])
+def test_ranks_of_a_node_do_not_take_more_threads_than_it_has_cores(
+    monkeypatch: pytest.MonkeyPatch, wanted: int, ranks: int | None, taken: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert usable_threads(wanted) == taken

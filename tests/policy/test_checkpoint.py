@@ -8,16 +8,16 @@ import logging
 import multiprocessing
 import os
 import random
-import re
-import shutil
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy
 import psutil
@@ -27,63 +27,44 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
-from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     CheckpointError,
     CheckpointWriteError,
     Layout,
     Trainer,
     checkpoint,
-    destroy_distributed,
-    init_distributed,
-    policy_gradient,
 )
 from ctpo_megatron.policy.megatron_versions import RELEASE
 from ctpo_megatron.policy.train_state import _inner_adamw
 from tests.policy import models
+from tests.policy.steps import has_weights, step, weights
 from tests.support.deadlines import scaled
 
 ASYNCHRONOUS = CheckpointConfig(asynchronous=True)
 LINEAR = OptimizerConfig(lr=1e-3, schedule="linear")
 
 
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
+Make = Callable[..., Trainer]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Makes a trainer of a small model."""
     root = tmp_path_factory.mktemp("models")
     for family in ("qwen3-tied", "qwen3-untied", "llama"):
         models.build(family, root / family, layers=2)
-    return root
 
+    def made(
+        model: str | Path = "qwen3-tied",
+        optimizer: OptimizerConfig = LINEAR,
+        total_steps: int = 20,
+        **settings: Any,
+    ) -> Trainer:
+        policy = Trainer(PolicyConfig(micro_batch_tokens=256, **settings), layout, root / model, temperature=0.9)
+        policy.use_optimizer(optimizer, total_steps)
+        return policy
 
-def make(
-    layout: Layout,
-    model: Path,
-    optimizer: OptimizerConfig = LINEAR,
-    **settings: object,
-) -> Trainer:
-    policy = Trainer(PolicyConfig(micro_batch_tokens=256, **settings), layout, model, temperature=0.9)
-    policy.use_optimizer(optimizer, total_steps=20)
-    return policy
-
-
-def step(policy: Trainer, seed: int) -> float:
-    (mini_batch,) = policy.distribute(models.trajectories(seed=seed), models.advantages(), size=16)
-    policy.compute_old_log_probs([mini_batch])
-    return policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal")).grad_norm
-
-
-def weights(policy: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.weights()}
-
-
-def assert_equal(found: Trainer, expected: dict[str, torch.Tensor]) -> None:
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.weights())
+    return made
 
 
 BOTH_OPTIMIZERS = pytest.mark.parametrize("distributed", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -98,40 +79,33 @@ BOTH_OPTIMIZERS = pytest.mark.parametrize("distributed", [pytest.param(False, ma
         pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_of_the_beginning_goes_on_like_the_run(
-    layout: Layout, folder: Path, tmp_path: Path, settings: dict[str, object]
-) -> None:
-    policy = make(layout, folder / "qwen3-tied", **settings)
+def test_a_checkpoint_of_the_beginning_goes_on_like_the_run(make: Make, tmp_path: Path, settings: Any) -> None:
+    policy = make(**settings)
     path = policy.save(tmp_path, 0, {"step": 0})
-    norms = [step(policy, seed) for seed in (1, 2)]
-    resumed = make(layout, folder / "qwen3-tied", **settings)
+    norms = [step(policy, seed).grad_norm for seed in (1, 2)]
+    resumed = make(**settings)
     assert resumed.load(path) == {"step": 0}
-    assert [step(resumed, seed) for seed in (1, 2)] == norms
-    assert_equal(resumed, weights(policy))
+    assert [step(resumed, seed).grad_norm for seed in (1, 2)] == norms
+    assert has_weights(resumed, weights(policy))
 
 
-def test_saving_in_the_background_saves_the_moment_it_was_asked(layout: Layout, folder: Path, tmp_path: Path) -> None:
-    policy = make(layout, folder / "qwen3-tied")
+def test_saving_in_the_background_saves_the_moment_it_was_asked(make: Make, tmp_path: Path) -> None:
+    policy = make()
     step(policy, seed=1)
+    synchronous = policy.save(tmp_path / "synchronous", 1, {"step": 1})
     path = policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
-    assert not path.exists()
-    norm = step(policy, seed=2)  # changes the weights while they are being written
+    assert synchronous.exists() and not path.exists()
+    norm = step(policy, seed=2).grad_norm  # changes the weights while they are being written
     policy.finish_save()
-    assert path.exists()
-    synchronous = make(layout, folder / "qwen3-tied")
-    step(synchronous, seed=1)
-    assert synchronous.save(tmp_path / "synchronous", 1, {"step": 1}).exists()
-    for saved in (path, tmp_path / "synchronous" / "step_000001"):
-        resumed = make(layout, folder / "qwen3-tied")
+    for saved in (path, synchronous):
+        resumed = make()
         resumed.load(saved)
-        assert step(resumed, seed=2) == norm
-        assert_equal(resumed, weights(policy))
+        assert step(resumed, seed=2).grad_norm == norm
+        assert has_weights(resumed, weights(policy))
 
 
-def test_a_save_in_the_background_completes_by_itself_or_with_the_next(
-    layout: Layout, folder: Path, tmp_path: Path
-) -> None:
-    policy = make(layout, folder / "qwen3-tied")
+def test_a_save_in_the_background_completes_by_itself_or_with_the_next(make: Make, tmp_path: Path) -> None:
+    policy = make()
     first = policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
     second = policy.save(tmp_path, 2, {"step": 2}, ASYNCHRONOUS)
     assert first.exists() and not second.exists()
@@ -143,87 +117,54 @@ def test_a_save_in_the_background_completes_by_itself_or_with_the_next(
 
 
 @BOTH_OPTIMIZERS
-def test_a_resumed_run_follows_the_configuration_it_is_given(
-    layout: Layout, folder: Path, tmp_path: Path, distributed: bool
-) -> None:
-    settings = {"use_distributed_optimizer": distributed}
+def test_a_resumed_run_follows_the_configuration_it_is_given(make: Make, tmp_path: Path, distributed: bool) -> None:
     first = OptimizerConfig(lr=1e-3, min_lr=0.0, schedule="constant", weight_decay=0.1)
-    path = make(layout, folder / "qwen3-tied", first, **settings).save(tmp_path, 1, {"step": 1})
+    path = make(optimizer=first, use_distributed_optimizer=distributed).save(tmp_path, 1, {"step": 1})
     other = OptimizerConfig(lr=1e-5, min_lr=1e-6, schedule="constant", weight_decay=0.0, betas=(0.8, 0.9), eps=1e-6)
-    resumed = make(layout, folder / "qwen3-tied", other, **settings)
+    resumed = make(optimizer=other, use_distributed_optimizer=distributed)
     resumed.load(path)
-    (mini_batch,) = resumed.distribute(models.trajectories(seed=1), models.advantages(), size=16)
-    resumed.compute_old_log_probs([mini_batch])
-    update = resumed.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
-    assert update.learning_rate == 1e-5
+    assert step(resumed, seed=1).learning_rate == 1e-5
     for group in resumed._steps.optimizer.param_groups:
         assert (group["lr"], group["min_lr"], tuple(group["betas"]), group["eps"]) == (1e-5, 1e-6, (0.8, 0.9), 1e-6)
         assert group["weight_decay"] == 0
 
 
 @BOTH_OPTIMIZERS
-def test_every_parameter_has_a_step_counter_of_its_own(
-    layout: Layout, folder: Path, tmp_path: Path, distributed: bool
-) -> None:
+def test_every_parameter_has_a_step_counter_of_its_own(make: Make, tmp_path: Path, distributed: bool) -> None:
     """AdamW adds one to each: a counter that parameters share would advance once per parameter."""
-    settings = {"use_distributed_optimizer": distributed}
-    policy = make(layout, folder / "qwen3-tied", **settings)
-    step(policy, seed=0)
-    path = policy.save(tmp_path, 1, {"step": 1})
-    policy.finish_save()
-    resumed = make(layout, folder / "qwen3-tied", **settings)
-    resumed.load(path)
+    policy, resumed = (make(use_distributed_optimizer=distributed) for _ in range(2))
+    step(policy)
+    resumed.load(policy.save(tmp_path, 1, {"step": 1}))
     counters = [state["step"] for inner in _inner_adamw(resumed._steps.optimizer) for state in inner.state.values()]
     assert len({counter.data_ptr() for counter in counters}) == len(counters) > 1
     step(resumed, seed=1)
     assert {counter.item() for counter in counters} == {2.0}
 
 
-def test_the_schedule_goes_on_where_the_run_stands(layout: Layout, folder: Path, tmp_path: Path) -> None:
-    policy = make(layout, folder / "qwen3-tied")
+def test_the_schedule_goes_on_where_the_run_stands(make: Make, tmp_path: Path) -> None:
+    policy = make()
     for seed in range(10):
         step(policy, seed)
     path = policy.save(tmp_path, 5, {"step": 5})
     rate = policy._steps.optimizer.param_groups[0]["lr"]
-    fewer = Trainer(PolicyConfig(micro_batch_tokens=256), layout, folder / "qwen3-tied", temperature=0.9)
-    fewer.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear"), total_steps=10)  # half as many a step
-    fewer.load(path)
-    fewer.set_scheduler_step(5 / 10)
-    assert fewer._steps.optimizer.param_groups[0]["lr"] == pytest.approx(rate) == pytest.approx(5e-4)
-    same = make(layout, folder / "qwen3-tied")
-    same.load(path)
-    same.set_scheduler_step(5 / 10)
-    assert same._steps.optimizer.param_groups[0]["lr"] == rate
-    smaller = make(layout, folder / "qwen3-tied")
-    left = smaller.distribute(models.trajectories(seed=0), models.advantages(), size=16)  # nine others were dropped
-    smaller.compute_old_log_probs(left)
-    for mini_batch in left:
-        smaller.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
-    smaller._steps.skip(10 - len(left))  # as `train` does with a batch that is smaller than planned
+    for total_steps in (20, 10):  # or half as many a step
+        resumed = make(total_steps=total_steps)
+        resumed.load(path)
+        resumed.set_scheduler_step(5 / 10)
+        assert resumed._steps.optimizer.param_groups[0]["lr"] == pytest.approx(rate) == pytest.approx(5e-4)
+        assert total_steps == 10 or resumed._steps.optimizer.param_groups[0]["lr"] == rate
+    smaller = make()
+    step(smaller)  # nine other mini-batches were dropped
+    smaller._steps.skip(9)  # as `train` does with a batch that is smaller than planned
     assert smaller._steps.optimizer.param_groups[0]["lr"] == rate
 
 
-def test_a_writer_that_is_killed_ends_a_save_that_is_waited_for(
-    layout: Layout, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = make(layout, folder / "qwen3-tied", timeout_minutes=0.05)
-    monkeypatch.setattr(
-        FileSystemWriterAsync, "write_preloaded_data", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    )
-    # With 0.16 it is a child of the writer, who waits for it.
-    late, gone = r"not done after 3 s \(policy\.timeout_minutes\).*was one of them killed", "was it killed"
-    with pytest.raises(CheckpointError, match=gone if RELEASE >= (0, 19) else late):
-        policy.save(tmp_path, 1, {"step": 1})
-    checkpoint._abandon(policy._writer._queue)
-    assert list(tmp_path.glob("step_*")) == []
-
-
-def test_a_trainer_ends_with_its_last_reference(layout: Layout, folder: Path, tmp_path: Path) -> None:
+def test_a_trainer_ends_with_its_last_reference(make: Make, tmp_path: Path) -> None:
     """What a callback at exit keeps may end in a process that writes, which clears its parent's from Python 3.12 on.
 
     The store of a job of several ranks crashed there.
     """
-    policy = make(layout, folder / "qwen3-tied")
+    policy = make()
     policy.save(tmp_path, 1, {"step": 1})
     writer = weakref.ref(policy._writer)
     del policy
@@ -233,14 +174,13 @@ def test_a_trainer_ends_with_its_last_reference(layout: Layout, folder: Path, tm
 
 @pytest.mark.parametrize("limit", [1000, 100_000], ids=["the rest", "a shard"])
 def test_a_full_disk_is_named(
-    layout: Layout,
-    folder: Path,
+    make: Make,
     tmp_path: Path,
     limit: int,
     file_limit: Callable[[int], AbstractContextManager[None]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    policy = make(layout, folder / "qwen3-tied")
+    policy = make()
     shown = logging.StreamHandler(sys.stderr)  # as without pytest's own handler
     logging.getLogger().addHandler(shown)
     try:
@@ -256,8 +196,8 @@ def test_a_full_disk_is_named(
     assert "encountered an error" not in capfd.readouterr().err  # torch's words, from the process that writes
 
 
-def test_a_writer_that_cannot_write_is_reported(layout: Layout, folder: Path, tmp_path: Path) -> None:
-    policy = make(layout, folder / "qwen3-tied")
+def test_a_writer_that_cannot_write_is_reported(make: Make, tmp_path: Path) -> None:
+    policy = make()
     policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
     (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
     process.kill()
@@ -270,30 +210,26 @@ def test_a_writer_that_cannot_write_is_reported(layout: Layout, folder: Path, tm
 
 
 def test_a_part_of_a_writer_that_is_killed_ends_the_save_soon(
-    layout: Layout,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With 0.16 the writer waits for its child, whatever becomes of it."""
+    """With 0.16 it is a child of the writer, which waits for it, whatever becomes of it."""
     monkeypatch.setattr(checkpoint, "_LOOK_S", 0.2)
-    policy = make(layout, folder / "qwen3-tied")
-    with monkeypatch.context() as patch:
+    policy = make()
+    with monkeypatch.context() as patch, pytest.raises(CheckpointWriteError, match="was it killed"):
         patch.setattr(
             FileSystemWriterAsync, "write_preloaded_data", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         )
-        with pytest.raises(CheckpointWriteError, match="was it killed"):
-            policy.save(tmp_path, 1, {"step": 1})
+        policy.save(tmp_path, 1, {"step": 1})
     assert RELEASE >= (0, 19) or "which wrote a checkpoint, was ended by SIGKILL" in caplog.text
+    assert list(tmp_path.glob("step_*")) == []
     policy.save(tmp_path, 1, {"step": 1})
 
 
 def test_a_writer_that_is_frozen_is_named(
-    layout: Layout, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(checkpoint, "_LOOK_S", 0.2)
-    policy = make(layout, folder / "qwen3-tied")
+    policy = make()
     policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
     (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
     os.kill(process.pid, signal.SIGSTOP)
@@ -303,12 +239,14 @@ def test_a_writer_that_is_frozen_is_named(
 
 
 def test_a_writer_that_hangs_is_discarded_and_does_not_outlive_the_job(
-    layout: Layout, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", lambda *_, **__: time.sleep(10))
-    policy = make(layout, folder / "qwen3-tied", timeout_minutes=0.005)
+    policy = make(timeout_minutes=0.005)
     policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
-    with pytest.raises(CheckpointError, match=r"not done after 0\.3 s \(policy\.timeout_minutes\)"):
+    with pytest.raises(
+        CheckpointError, match=r"not done after 0\.3 s \(policy\.timeout_minutes\).*was one of them killed"
+    ):
         policy.finish_save()
     (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
     checkpoint._abandon(policy._writer._queue)
@@ -316,23 +254,19 @@ def test_a_writer_that_hangs_is_discarded_and_does_not_outlive_the_job(
     assert not process.is_alive()
 
 
-def test_the_process_that_keeps_what_writers_tell_has_no_torch(layout: Layout, folder: Path, tmp_path: Path) -> None:
+def test_the_process_that_keeps_what_writers_tell_has_no_torch(make: Make, tmp_path: Path) -> None:
     """Two CPU-seconds and 250 MB of every rank, for nothing."""
-    make(layout, folder / "qwen3-tied").save(tmp_path, 1, {"step": 1})
+    make().save(tmp_path, 1, {"step": 1})
     (keeper,) = [child for child in multiprocessing.active_children() if child.name.startswith("SyncManager")]
     assert not [file.path for file in psutil.Process(keeper.pid).memory_maps() if "torch" in file.path]
 
 
-def no_process() -> None:
-    raise BlockingIOError(11, "no process")
-
-
 def test_a_save_whose_queue_does_not_start_fails_and_the_next_succeeds(
-    layout: Layout, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = make(layout, folder / "qwen3-tied")
+    policy = make()
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "start_results_queue", no_process)
+        patched.setattr(checkpoint, "start_results_queue", mock.Mock(side_effect=BlockingIOError(11, "no process")))
         with pytest.raises(CheckpointWriteError, match=r"could not be written to .*: Blocking.*'no process'"):
             policy.save(tmp_path, 1, {"step": 1})
     assert not [*tmp_path.iterdir()]
@@ -340,9 +274,9 @@ def test_a_save_whose_queue_does_not_start_fails_and_the_next_succeeds(
 
 
 def test_attached_files_are_those_of_rank_zero_and_checked(
-    layout: Layout, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy = make(layout, folder / "qwen3-tied")
+    policy = make()
     path = policy.save(tmp_path, 1, {"step": 1}, attached={"ahead.json.gz": lambda: b"groups"})
     assert not caplog.records  # megatron would warn of a folder that is not empty
     assert (path / "ahead.json.gz").read_bytes() == b"groups" and policy.load(path) == {"step": 1}
@@ -351,8 +285,8 @@ def test_attached_files_are_those_of_rank_zero_and_checked(
         policy.load(path)
 
 
-def test_random_streams_go_on_where_they_stood(layout: Layout, folder: Path, tmp_path: Path) -> None:
-    policy = make(layout, folder / "qwen3-tied")
+def test_random_streams_go_on_where_they_stood(make: Make, tmp_path: Path) -> None:
+    policy = make()
 
     def draw() -> tuple[float, float, float]:
         return random.random(), float(numpy.random.random()), float(torch.rand(()))
@@ -365,8 +299,8 @@ def test_random_streams_go_on_where_they_stood(layout: Layout, folder: Path, tmp
     assert draw() == expected
 
 
-def test_a_broken_file_is_named_before_anything_changes(layout: Layout, folder: Path, tmp_path: Path) -> None:
-    policy = make(layout, folder / "qwen3-tied")
+def test_a_broken_file_is_named_before_anything_changes(make: Make, tmp_path: Path) -> None:
+    policy = make()
     older, path = (policy.save(tmp_path, n, {"step": n}) for n in (1, 2))
     broken = path / "__0_0.distcp"
     data = broken.read_bytes()
@@ -380,12 +314,12 @@ def test_a_broken_file_is_named_before_anything_changes(layout: Layout, folder: 
     broken.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp does not have the contents that were written"):
         policy.load(path)
-    assert_equal(policy, before)
+    assert has_weights(policy, before)
 
 
-def test_another_model_is_refused_with_every_difference(layout: Layout, folder: Path, tmp_path: Path) -> None:
-    path = make(layout, folder / "qwen3-tied").save(tmp_path, 1, {"step": 1})
-    other = make(layout, folder / "qwen3-untied")
+def test_another_model_is_refused_with_every_difference(make: Make, tmp_path: Path) -> None:
+    path = make().save(tmp_path, 1, {"step": 1})
+    other = make("qwen3-untied")
     before = weights(other)
     with pytest.raises(CheckpointError) as caught:
         other.load(path)
@@ -393,66 +327,63 @@ def test_another_model_is_refused_with_every_difference(layout: Layout, folder: 
     assert "\n  output_layer.weight is not in the checkpoint" in text
     assert "linear_qkv.weight is float32 2x192x96 in the checkpoint and float32 2x256x96 here" in text
     assert "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight is float32 2x192x96" in text
-    assert_equal(other, before)
+    assert has_weights(other, before)
     with pytest.raises(CheckpointError, match=r"q_layernorm\.weight is not in this model and optimizer"):
-        make(layout, folder / "llama").load(path)
+        make("llama").load(path)
 
 
-def test_another_precision_or_optimizer_is_refused(layout: Layout, folder: Path, tmp_path: Path) -> None:
-    path = make(layout, folder / "qwen3-tied").save(tmp_path, 1, {"step": 1})
-    precision = r"policy\.dtype was float32 and is bfloat16"
-    optimizer = r"policy\.use_distributed_optimizer was False and is True"
-    with pytest.raises(CheckpointError, match=precision):
-        make(layout, folder / "qwen3-tied", dtype="bfloat16").load(path)
-    with pytest.raises(CheckpointError, match=optimizer):
-        make(layout, folder / "qwen3-tied", use_distributed_optimizer=True).load(path)
-    assert make(layout, folder / "qwen3-tied").load(path) == {"step": 1}
+def test_another_precision_or_optimizer_is_refused(make: Make, tmp_path: Path) -> None:
+    path = make().save(tmp_path, 1, {"step": 1})
+    for settings, message in (
+        ({"dtype": "bfloat16"}, r"policy\.dtype was float32 and is bfloat16"),
+        ({"use_distributed_optimizer": True}, r"policy\.use_distributed_optimizer was False and is True"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            make(**settings).load(path)
+    assert make().load(path) == {"step": 1}
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("changed", "message"),
     [
         (
-            "rope_parameters",
-            {"rope_type": "default", "rope_theta": 7e3},
-            "rope_theta of model.path was 10000.0 and is 7",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 7e3}},
+            r"rope_theta of model\.path was 10000\.0 and is 7",
         ),
-        ("rms_norm_eps", 1e-3, "rms_norm_eps of model.path was 1e-06 and is 0.001"),
+        ({"rms_norm_eps": 1e-3}, r"rms_norm_eps of model\.path was 1e-06 and is 0\.001"),
     ],
 )
 def test_a_model_that_computes_something_else_with_the_same_tensors_is_refused(
-    layout: Layout, folder: Path, tmp_path: Path, key: str, value: object, message: str
+    make: Make, tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
-    path = make(layout, folder / "qwen3-tied").save(tmp_path / "checkpoints", 1, {"step": 1})
-    shutil.copytree(folder / "qwen3-tied", tmp_path / "other")
+    path = make().save(tmp_path / "checkpoints", 1, {"step": 1})
+    models.build("qwen3-tied", tmp_path / "other", layers=2)
     config = json.loads((tmp_path / "other" / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {key: value}))
-    other = make(layout, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | changed))
+    other = make(tmp_path / "other")
     for load in (other.load, other.load_weights):
-        with pytest.raises(CheckpointError, match=re.escape(message)):
+        with pytest.raises(CheckpointError, match=message):
             load(path)
 
 
-def test_weights_of_another_precision_are_converted(layout: Layout, folder: Path, tmp_path: Path) -> None:
-    policy = make(layout, folder / "qwen3-tied")
+def test_weights_of_another_precision_are_converted(make: Make, tmp_path: Path) -> None:
+    policy = make()
     step(policy, seed=1)
     path = policy.save(tmp_path, 1, {"step": 1})
-    other = make(layout, folder / "qwen3-tied", dtype="bfloat16")
+    other = make(dtype="bfloat16")
     other.load_weights(path)
-    assert_equal(other, {name: tensor.bfloat16() for name, tensor in weights(policy).items()})
+    assert has_weights(other, {name: tensor.bfloat16() for name, tensor in weights(policy).items()})
 
 
 @BOTH_OPTIMIZERS
-def test_what_decays_is_what_is_configured(layout: Layout, folder: Path, tmp_path: Path, distributed: bool) -> None:
+def test_what_decays_is_what_is_configured(make: Make, tmp_path: Path, distributed: bool) -> None:
     """A step whose gradients are all zero leaves the decay alone: weight * (1 - lr * weight_decay)."""
     found, paths = {}, {}
     for rule in ("matrices", "all"):
         config = OptimizerConfig(lr=0.5, weight_decay=0.5, weight_decay_of=rule)
-        policy = make(layout, folder / "qwen3-tied", config, use_distributed_optimizer=distributed)
+        policy = make(optimizer=config, use_distributed_optimizer=distributed)
         before = weights(policy)
-        (mini_batch,) = policy.distribute(models.trajectories(), [0.0] * 16, size=16)
-        policy.compute_old_log_probs([mini_batch])
-        policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
+        step(policy, advantages=[0.0] * 16)
         found[rule] = {name for name, tensor in policy.weights() if torch.equal(tensor, before[name] * 0.75)}
         paths[rule] = policy.save(tmp_path / rule, 1, {"step": 1})
     assert found["all"] == set(before)

@@ -42,17 +42,27 @@ def problems(checkpoint: Path) -> list[str]:
     )
 
 
-def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
-    for step, score in enumerate([0.1, 0.9, None, 0.5, 0.9, 0.2, 0.3]):
-        write(tmp_path, step, score, keep_last=2, keep_best=2)
-    assert steps(tmp_path) == [1, 4, 5, 6]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in (1, 4, 5, 6)]
+@pytest.mark.parametrize(
+    ("scores", "keep_last", "kept"),
+    [
+        ([0.1, 0.9, None, 0.5, 0.9, 0.2, 0.3], 2, [1, 4, 5, 6]),
+        ([0.5] * 4, 1, [2, 3]),  # the newer of two equals is the better
+    ],
+)
+def test_the_last_and_the_two_best_are_kept(
+    tmp_path: Path, scores: list[float | None], keep_last: int, kept: list[int]
+) -> None:
+    for step, score in enumerate(scores):
+        write(tmp_path, step, score, keep_last, keep_best=2)
+    assert steps(tmp_path) == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in kept]
 
 
-def test_the_newer_of_two_equals_is_the_better(tmp_path: Path) -> None:
-    for step in range(4):
-        write(tmp_path, step, 0.5, keep_last=1, keep_best=2)
-    assert steps(tmp_path) == [2, 3]
+def test_a_save_replaces_its_own_step_and_no_later_one(tmp_path: Path) -> None:
+    write(tmp_path, 6)
+    write(tmp_path, 3, score=0.1, keep_last=1)
+    path = write(tmp_path, 3, score=0.2, keep_last=1)
+    assert checkpoint_files.read_marker(path).score == 0.2 and steps(tmp_path) == [3, 6]
 
 
 def test_a_course_that_is_discarded_is_kept_out_of_sight(tmp_path: Path) -> None:
@@ -93,12 +103,6 @@ def test_an_interruption_of_giving_up_leaves_no_gap(tmp_path: Path, monkeypatch:
     assert steps(tmp_path) == [2, 4]
 
 
-def test_a_later_checkpoint_is_neither_counted_nor_deleted_by_a_save(tmp_path: Path) -> None:
-    write(tmp_path, 6)
-    write(tmp_path, 3, keep_last=1)
-    assert steps(tmp_path) == [3, 6]
-
-
 def test_what_cannot_be_deleted_is_hidden_and_deleted_by_a_later_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,16 +120,12 @@ def test_what_cannot_be_deleted_is_hidden_and_deleted_by_a_later_save(
     assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    write(tmp_path, 1, score=0.1)
-    path = write(tmp_path, 1, score=0.2)
-    assert checkpoint_files.read_marker(path).score == 0.2 and steps(tmp_path) == [1]
-
-
 def test_an_unfinished_one_is_not_found_and_is_cleared_away_by_the_next(tmp_path: Path) -> None:
     write(tmp_path, 1)
     aside = checkpoint_files.begin(tmp_path, 2)
     (aside / "a.distcp").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoint_files.read_marker(aside)
     assert latest_checkpoint(tmp_path) == tmp_path / "step_000001"
     again = checkpoint_files.begin(tmp_path, 2)
     assert again != aside and not aside.exists() and list(again.iterdir()) == []
@@ -163,24 +163,19 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (path / MARKER).write_text(json.dumps({"blake2b": digest} | content))
 
 
-def test_a_marker_that_was_changed_is_damaged(tmp_path: Path) -> None:
-    path = write(tmp_path, 1)
-    text = (path / MARKER).read_text()
-    (path / MARKER).write_text(text.replace('"run": {"step": 1}', '"run": {"step": 7}'))
-    with pytest.raises(CheckpointError, match="it does not have the contents that were written"):
-        checkpoint_files.read_marker(path)
-    (path / MARKER).write_text(text)
-    assert checkpoint_files.read_marker(path).run == {"step": 1}
-
-
-def test_a_marker_without_a_digest_is_damaged(tmp_path: Path) -> None:
+def test_a_marker_that_was_changed_or_has_no_digest_is_damaged(tmp_path: Path) -> None:
     whole, path = write(tmp_path, 1), write(tmp_path, 2)
-    content = json.loads((path / MARKER).read_text())
+    text = (path / MARKER).read_text()
+    content = json.loads(text)
     del content["blake2b"]
-    (path / MARKER).write_text(json.dumps(content))
-    damaged = rf"step_000002/{MARKER} is damaged \(it does not have the contents that were written\).*load={whole}$"
-    with pytest.raises(CheckpointError, match=damaged):
-        checkpoint_files.read_marker(path)
+    for changed in (text.replace('"run": {"step": 2}', '"run": {"step": 7}'), json.dumps(content)):
+        assert changed != text
+        (path / MARKER).write_text(changed)
+        damaged = rf"step_000002/{MARKER} is damaged \(it does not have the contents that were written\).*load={whole}$"
+        with pytest.raises(CheckpointError, match=damaged):
+            checkpoint_files.read_marker(path)
+    (path / MARKER).write_text(text)
+    assert checkpoint_files.read_marker(path).run == {"step": 2}
 
 
 def test_a_marker_as_an_earlier_commit_wrote_it_is_read(tmp_path: Path) -> None:
@@ -207,14 +202,9 @@ def test_a_marker_of_another_form_is_damaged(
 ) -> None:
     path = write(tmp_path, 1)
     rewrite(path, change)
-    with pytest.raises(CheckpointError, match=rf"{MARKER} is damaged \({message}\)\. No older"):
-        checkpoint_files.read_marker(path)
-
-
-def test_without_a_whole_one_that_is_said(tmp_path: Path) -> None:
-    path = write(tmp_path, 1)
-    (path / MARKER).write_text("{}")
-    with pytest.raises(CheckpointError, match=r"No older checkpoint is whole.*run\.overwrite=true"):
+    with pytest.raises(
+        CheckpointError, match=rf"{MARKER} is damaged \({message}\)\. No older checkpoint is whole.*run\.overwrite=true"
+    ):
         checkpoint_files.read_marker(path)
 
 
@@ -249,8 +239,3 @@ def test_a_renamed_one_is_not_taken_for_that_of_another_step(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"it is of step 2: was its folder renamed.*load=\S*step_000001$"):
         checkpoint_files.read_marker(path)
     assert checkpoint_files.read_marker(path.rename(tmp_path / "the_best")).step == 2
-
-
-def test_a_folder_without_marker_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        checkpoint_files.read_marker(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import TokenSequence, Trajectory, token_sequences
@@ -54,25 +55,17 @@ def expected(places: list[int]) -> dict[int, Any]:
     return {s.place: plain(s) for s in chosen}
 
 
-def check(answers: list[dict[str, Any]], shares: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    ("count", "tensor_parallel", "shares"),
+    [(2, 1, SHARES), (2, 2, [SHARES[0] + SHARES[1]]), (1, 1, [[*range(16)]])],
+    ids=["two replicas", "two ranks of a replica", "one rank"],
+)
+def test_each_rank_gets_the_share_of_its_replica(count: int, tensor_parallel: int, shares: list[list[int]]) -> None:
     whole = token_sequences(trajectories(), version=0)
-    for rank, answer in enumerate(answers):
+    for rank, answer in enumerate(ranks.run(exchange, tensor_parallel, ranks=count)):
         assert answer["counts"] == [(s.place, s.length, s.sampled_tokens, s.loss_tokens) for s in whole]
         assert answer["advantages"] == ADVANTAGES  # float64: the same bits
         assert answer["tokens"] == expected(shares[answer["dp_rank"]])
         assert rank == 0 or answer["known"] == []  # sizes travel to all, tokens to those that train on them
-    kinds = {kind[1:] for descr, _ in answers[1]["tokens"].values() for _, kind, *_ in descr}
-    assert kinds == {"i4", "f4", "b1", "u1"}
-
-
-def test_two_replicas_get_their_share() -> None:
-    check(ranks.run(exchange, 1, ranks=2), SHARES)
-
-
-def test_all_ranks_of_a_replica_get_the_same() -> None:
-    check(ranks.run(exchange, 2, ranks=2), [SHARES[0] + SHARES[1]])
-
-
-def test_one_rank_keeps_what_it_has() -> None:
-    (answer,) = ranks.run(exchange, 1, ranks=1)
-    assert answer["tokens"] == expected(list(range(16))) and answer["advantages"] == ADVANTAGES
+        kinds = {kind[1:] for descr, _ in answer["tokens"].values() for _, kind, *_ in descr}
+        assert kinds == {"i4", "f4", "b1", "u1"}

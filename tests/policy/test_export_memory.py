@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.policy import export_memory_scenario
-from tests.policy.jobs import run_job
+from tests.policy import export_memory_scenario, models
+from tests.policy.jobs import PP2, TP2, run_job
 
-run = partial(run_job, export_memory_scenario.main)
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
+run = partial(run_job, export_memory_scenario.run)
 # The largest parameter: the embedding of a large vocabulary, or gate and up of a wide MLP.
 SHAPES = {
     "vocabulary": {"vocab_size": 64000, "hidden_size": 512, "intermediate_size": 512},
@@ -35,10 +31,7 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_peak_extra_memory_is_at_most_the_largest_parameter(name: str, tmp_path: Path) -> None:
     """Seen: 1.00 to 1.01 of it, on every rank."""
     shape = name.split("-")[0]
-    common = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**common, **SHAPES[shape], tie_word_embeddings=False))
-    model.save_pretrained(tmp_path / shape)
+    models.build("qwen3-untied", tmp_path / shape, layers=2, head_dim=64, **SHAPES[shape])
     ranks, job = JOBS[name]
     for rank, peaks in enumerate(run(tmp_path, ranks, {name: job})[name]["ranks"]):
         for path in ("sync", "export"):

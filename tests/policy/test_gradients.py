@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,12 @@ import torch
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import Layout, Trainer, policy_gradient
 from ctpo_megatron.verify import batch
 from ctpo_megatron.verify.oracle import Reference
 from tests.policy import models
 
 TEMPERATURE = 0.7
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 # `ctpo verify` compares the gradients of Qwen3 and Qwen3-MoE under every layout.

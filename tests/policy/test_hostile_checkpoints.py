@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import pickletools
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import (
     CheckpointError,
     Layout,
     Trainer,
     checkpoint_files,
-    destroy_distributed,
-    init_distributed,
 )
+from ctpo_megatron.policy.checkpoint_files import MARKER
 from ctpo_megatron.policy.checkpoint_reading import metadata_from
 from tests.end_to_end.small_run import Ctpo
 from tests.policy import megatron_checkpoints as checkpoints
+from tests.policy.steps import has_weights, weights
+from tests.policy.test_checkpoint_files import rewrite
 from tests.support import children
 
 
@@ -40,12 +39,6 @@ class Call:
 
     def __reduce__(self) -> Any:
         return self.call
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +54,9 @@ def unpacked(release: str, place: Path) -> Path:
 
 def sign(checkpoint: Path) -> None:
     """The marker of the files as they are now: digests have no key."""
-    content = json.loads((checkpoint / "COMPLETE.json").read_text())
-    del content["blake2b"]
-    names = [path.name for path in checkpoint.iterdir() if path.name != "COMPLETE.json"]
-    content["files"] = {name: asdict(entry) for name, entry in checkpoint_files.digests(checkpoint, names).items()}
-    (checkpoint / "COMPLETE.json").write_text(json.dumps(content | {"blake2b": checkpoint_files._digest(content)}))
+    names = [path.name for path in checkpoint.iterdir() if path.name != MARKER]
+    files = {name: asdict(entry) for name, entry in checkpoint_files.digests(checkpoint, names).items()}
+    rewrite(checkpoint, lambda content: content.update(files=files))
 
 
 def saved(content: Any) -> bytes:
@@ -128,7 +119,7 @@ def test_no_file_of_a_checkpoint_runs(
 ) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     policy, made = checkpoints.make(layout, model, "plain"), tmp_path / "made"
-    before = checkpoints.weights(policy)
+    before = weights(policy)
     hostile = unpacked(release, tmp_path / "hostile")
     place(hostile, Call(os.mkdir, str(made)))
     sign(hostile)
@@ -139,7 +130,7 @@ def test_no_file_of_a_checkpoint_runs(
     assert str(hostile) in text and "mkdir" in text and "nothing of it was run" in text
     assert "weights_only" not in text and "Traceback" not in text
     if place is in_metadata:  # of the others tensors were read already
-        assert all(torch.equal(tensor, before[name]) for name, tensor in checkpoints.weights(policy).items())
+        assert has_weights(policy, before)
     WAYS[way](policy, unpacked(release, tmp_path / "good"))
 
 
@@ -165,17 +156,14 @@ def test_a_format_that_is_none_is_refused(layout: Layout, model: Path, tmp_path:
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b", "a\x1b[2J", "a\0"])
 def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path, name: str) -> None:
     hostile = unpacked("0.16.1", tmp_path)
-    content = json.loads((hostile / "COMPLETE.json").read_text())
-    del content["blake2b"]
-    content["files"][name] = {"bytes": 1, "blake2b": "0"}
-    (hostile / "COMPLETE.json").write_text(json.dumps(content | {"blake2b": checkpoint_files._digest(content)}))
+    rewrite(hostile, lambda content: content["files"].update({name: {"bytes": 1, "blake2b": "0"}}))
     with pytest.raises(CheckpointError, match="which is no name of a file of it"):
         checkpoint_files.read_marker(hostile)
 
 
 def test_a_manifest_of_endless_depth_is_refused(tmp_path: Path) -> None:
     hostile = unpacked("0.16.1", tmp_path)
-    (hostile / "COMPLETE.json").write_text('{"a":' * 100_000)
+    (hostile / MARKER).write_text('{"a":' * 100_000)
     with pytest.raises(CheckpointError, match=r"COMPLETE\.json is damaged"):
         checkpoint_files.read_marker(hostile)
 
@@ -208,14 +196,11 @@ def known(part: Any) -> bytes:
 
 HOSTILE: dict[str, bytes] = {
     "os.system": pickle.dumps(Call(os.system, "true")),
-    "eval": pickle.dumps(Call(eval, "1")),
     "exec, protocol 0": pickle.dumps(Call(exec, "1"), protocol=0),
     "protocol 2": pickle.dumps(Call(eval, "1"), protocol=2),
     "getattr": pickle.dumps(Call(getattr, "x", "upper")),
-    "import": pickle.dumps(Call(__import__, "this")),
     "pickle in pickle": pickle.dumps(Call(pickle.loads, pickle.dumps(1))),
     "a class of an allowed module": pickle.dumps(Call(torch.distributed.checkpoint.planner.SavePlanner)),
-    "torch.load": pickle.dumps(Call(torch.load, "x")),
     "attributes of what is allowed": assembled(
         word("torch.serialization"), word("_get_layout.__globals__"), pickle.STACK_GLOBAL
     ),

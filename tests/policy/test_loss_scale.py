@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,23 @@ from hypothesis import strategies as st
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
-from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     Layout,
     StepOutcome,
     Trainer,
-    Update,
     destroy_distributed,
     device,
     init_distributed,
-    policy_gradient,
     summarize_updates,
 )
 from ctpo_megatron.policy.loss_scale import LossScale
 from tests.policy import models
+from tests.policy.jobs import CP2, DISTOPT, EP2, OVERLAP, PP2, TP2
+from tests.policy.steps import has_weights, step, weights
 from tests.support import ranks
 
-LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
 TOO_LARGE = 2.0**24
 """At which these models overflow a few times, until it has been halved often enough."""
-DISTRIBUTED = {"use_distributed_optimizer": True}
 APPLIED, OVERFLOW, BAD = StepOutcome.APPLIED, StepOutcome.OVERFLOW, StepOutcome.BAD
 
 
@@ -45,28 +41,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
-
-
 def start(layout: Layout, model: Path, **settings: Any) -> Trainer:
     config = PolicyConfig(**{"dtype": "float16", "timeout_minutes": 2.0, "micro_batch_tokens": 256, **settings})
     policy = Trainer(config, layout, model, temperature=1.0)
     policy.use_optimizer(OptimizerConfig(lr=1e-3, warmup_steps=16), total_steps=16)
     return policy
-
-
-def update(policy: Trainer, seed: int, advantages: list[float] | None = None) -> Update:
-    given = models.advantages() if advantages is None else advantages
-    (mini_batch,) = policy.distribute(models.trajectories(seed=seed), given, size=16)
-    policy.compute_old_log_probs([mini_batch])
-    return policy.update(mini_batch, LOSS)
-
-
-def weights(policy: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.weights()}
 
 
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 3))
@@ -105,11 +84,11 @@ def steps_of(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     policy = start(layout, model, initial_loss_scale=TOO_LARGE, max_bad_steps=1, **settings)
     before, found, unchanged = weights(policy), [], []
     while len(found) < 16 and (not found or not found[-1].applied):
-        found.append(update(policy, seed=0))
-        unchanged.append(all(torch.equal(tensor, before[name]) for name, tensor in policy.weights()))
+        found.append(step(policy, seed=0))
+        unchanged.append(has_weights(policy, before))
     fitting = start(layout, model, **settings)
     fitting.set_scheduler_step((len(found) - 1) / 16)  # the schedule counts the steps that were tried
-    first = update(fitting, seed=0)
+    first = step(fitting, seed=0)
     after = weights(policy), weights(fitting)
     destroy_distributed()
     return {"found": found, "unchanged": unchanged, "first": first, "before": before, "after": after}
@@ -119,12 +98,12 @@ LAYOUTS = {
     "one": ("qwen3-tied", 1, {}),
     "one-logits": ("qwen3-tied", 1, {"head": "logits"}),
     "one-moe": ("qwen3-moe-decided", 1, {}),
-    "tp2": ("qwen3-tied", 2, {"tensor_model_parallel_size": 2}),
-    "pp2": ("qwen3-tied", 2, {"pipeline_model_parallel_size": 2}),
-    "cp2": ("qwen3-tied", 2, {"context_parallel_size": 2} | DISTRIBUTED),
+    "tp2": ("qwen3-tied", 2, TP2),
+    "pp2": ("qwen3-tied", 2, PP2),
+    "cp2": ("qwen3-tied", 2, CP2 | DISTOPT),
     "dp2": ("qwen3-tied", 2, {}),
-    "dp2-distopt": ("qwen3-tied", 2, DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True}),
-    "moe-ep2": ("qwen3-moe-decided", 2, {"expert_model_parallel_size": 2} | DISTRIBUTED),
+    "dp2-distopt": ("qwen3-tied", 2, DISTOPT | OVERLAP),
+    "moe-ep2": ("qwen3-moe-decided", 2, EP2 | DISTOPT),
 }
 
 
@@ -139,11 +118,11 @@ def test_overflows_change_nothing_and_lower_the_scale_on_all_ranks(folder: Path,
     family, count, settings = LAYOUTS[name]
     for result in ranks.run(steps_of, folder / family, settings, ranks=count):
         found, first = result["found"], result["first"]
-        assert [step.outcome for step in found] == [OVERFLOW] * (len(found) - 1) + [APPLIED] and len(found) > 2
+        assert [each.outcome for each in found] == [OVERFLOW] * (len(found) - 1) + [APPLIED] and len(found) > 2
         # megatron-core waits for the second overflow, then halves at each.
-        assert [step.loss_scale for step in found] == [TOO_LARGE / 2 ** max(0, n - 1) for n in range(len(found))]
+        assert [each.loss_scale for each in found] == [TOO_LARGE / 2 ** max(0, n - 1) for n in range(len(found))]
         assert result["unchanged"][:-1] == [True] * (len(found) - 1) and first.applied
-        assert all(math.isinf(step.grad_norm) for step in found[:-1])
+        assert all(math.isinf(each.grad_norm) for each in found[:-1])
         assert found[-1].grad_norm == pytest.approx(first.grad_norm, rel=2e-3)
         assert found[-1].learning_rate == first.learning_rate
         ours, theirs = (flat(tensors) for tensors in result["after"])
@@ -154,8 +133,8 @@ def test_overflows_change_nothing_and_lower_the_scale_on_all_ranks(folder: Path,
     ("family", "settings"),
     [
         pytest.param("qwen3-tied", {}, marks=pytest.mark.slow, id="one optimizer"),
-        pytest.param("qwen3-tied", DISTRIBUTED, id="distributed"),
-        pytest.param("qwen3-moe-decided", DISTRIBUTED, marks=pytest.mark.slow, id="two optimizers"),
+        pytest.param("qwen3-tied", DISTOPT, id="distributed"),
+        pytest.param("qwen3-moe-decided", DISTOPT, marks=pytest.mark.slow, id="two optimizers"),
     ],
 )
 def test_the_scale_of_a_checkpoint_continues_bit_for_bit(
@@ -164,25 +143,20 @@ def test_the_scale_of_a_checkpoint_continues_bit_for_bit(
     """An overflow comes before the save, and others after it."""
     policy = start(layout, folder / family, initial_loss_scale=TOO_LARGE, **settings)
     saved_after = 3
-    outcomes = [update(policy, seed).outcome for seed in range(saved_after)]
+    outcomes = [step(policy, seed).outcome for seed in range(saved_after)]
     assert outcomes[:2] == [OVERFLOW, OVERFLOW]
     path = policy.save(tmp_path, saved_after, {"step": saved_after})
-    expected = [update(policy, seed) for seed in range(saved_after, 7)]
-    assert {OVERFLOW, APPLIED} >= {step.outcome for step in expected} and expected[-1].applied
+    expected = [step(policy, seed) for seed in range(saved_after, 7)]
+    assert {OVERFLOW, APPLIED} >= {each.outcome for each in expected} and expected[-1].applied
     resumed = start(layout, folder / family, **settings)  # the initial scale is not what counts
     resumed.load(path)
-    found = [update(resumed, seed) for seed in range(saved_after, 7)]
+    found = [step(resumed, seed) for seed in range(saved_after, 7)]
     for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.outcome, ours.grad_norm, ours.learning_rate) == (
-            theirs.outcome,
-            theirs.grad_norm,
-            theirs.learning_rate,
-        )
-        assert ours.loss_scale == theirs.loss_scale
+        for name in ("outcome", "grad_norm", "learning_rate", "loss_scale"):
+            assert getattr(ours, name) == getattr(theirs, name), name
     scales = [trainer._model.loss_scale for trainer in (resumed, policy)]
     assert scales[0].state_dict() == scales[1].state_dict()
-    after = weights(policy)
-    assert all(torch.equal(tensor, after[name]) for name, tensor in weights(resumed).items())
+    assert has_weights(resumed, weights(policy))
 
 
 BEYOND_ALL_SCALES = [1e37] + [0.0] * 15
@@ -191,16 +165,16 @@ NAN = [math.nan] * 16
 
 def test_only_what_no_scale_can_help_is_a_bad_step(layout: Layout, folder: Path) -> None:
     policy = start(layout, folder / "qwen3-tied", initial_loss_scale=2.0, max_bad_steps=2)
-    found = [update(policy, 0, advantages) for advantages in (BEYOND_ALL_SCALES, NAN, BEYOND_ALL_SCALES)]
-    assert [step.outcome for step in found] == [OVERFLOW, BAD, OVERFLOW]
-    assert [step.loss_scale for step in found] == [2, 2, 2]  # a loss that is not finite says nothing of it
+    found = [step(policy, 0, advantages) for advantages in (BEYOND_ALL_SCALES, NAN, BEYOND_ALL_SCALES)]
+    assert [each.outcome for each in found] == [OVERFLOW, BAD, OVERFLOW]
+    assert [each.loss_scale for each in found] == [2, 2, 2]  # a loss that is not finite says nothing of it
     with pytest.raises(FloatingPointError, match=r"as 2 in a row now \(policy\.max_bad_steps\)"):
-        update(policy, 0, BEYOND_ALL_SCALES)  # at the smallest scale; the overflow between the two is no good step
+        step(policy, 0, BEYOND_ALL_SCALES)  # at the smallest scale; the overflow between the two is no good step
 
 
 def test_metrics_count_overflows_apart_and_leave_them_out(layout: Layout, folder: Path) -> None:
     policy = start(layout, folder / "qwen3-tied")
-    good, overflow, bad = update(policy, 0), update(policy, 1, BEYOND_ALL_SCALES), update(policy, 2, NAN)
+    good, overflow, bad = step(policy, 0), step(policy, 1, BEYOND_ALL_SCALES), step(policy, 2, NAN)
     alone, both = summarize_updates([good]), summarize_updates([overflow, good])
     assert (alone["actor/overflow_steps"], both["actor/overflow_steps"]) == (0, 1)
     assert both["actor/bad_steps"] == 0 and both["actor/loss_scale"] == 2.0**16
@@ -214,5 +188,5 @@ def test_metrics_count_overflows_apart_and_leave_them_out(layout: Layout, folder
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_precisions_have_no_loss_scale(layout: Layout, folder: Path, dtype: str) -> None:
     policy = start(layout, folder / "qwen3-tied", dtype=dtype)
-    metrics = summarize_updates([update(policy, 0)])
+    metrics = summarize_updates([step(policy, 0)])
     assert not metrics.keys() & {"actor/overflow_steps", "actor/loss_scale"} and policy._model.loss_scale is None

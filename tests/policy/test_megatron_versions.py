@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
+from ctpo_megatron.policy import Layout
 from ctpo_megatron.policy.megatron_versions import VERSION
 from tests.policy import megatron_checkpoints as checkpoints
 from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 RELEASES = ("0.16.1", "0.19.2")
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

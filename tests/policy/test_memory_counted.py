@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.policy import memory_scenario, models
-from tests.policy.jobs import Results, run_job
+from tests.policy.jobs import CP2, DISTOPT, EP2, PP2, SP2, Results, run_job
 
-run = partial(run_job, memory_scenario.main)
+run = partial(run_job, memory_scenario.run)
 BF16 = {"dtype": "bfloat16"}
 FUSED = ("qwen3-tied", "qwen2.5")
-DISTOPT = {"use_distributed_optimizer": True}
 ONE: dict[str, dict[str, Any]] = {
     "tied": {},
     "untied-bfloat16": {"family": "qwen3-untied", "policy": BF16},
@@ -31,12 +28,12 @@ ONE: dict[str, dict[str, Any]] = {
     },
 }
 TWO: dict[str, dict[str, Any]] = {
-    "tp2-sp": {"policy": BF16 | {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
-    "pp2-tied": {"policy": {"pipeline_model_parallel_size": 2}},
-    "pp2-untied": {"family": "qwen3-untied", "policy": {"pipeline_model_parallel_size": 2}},
+    "tp2-sp": {"policy": BF16 | SP2},
+    "pp2-tied": {"policy": PP2},
+    "pp2-untied": {"family": "qwen3-untied", "policy": PP2},
     "dp2-distopt": {"policy": BF16 | DISTOPT},
-    "cp2-distopt": {"policy": DISTOPT | {"context_parallel_size": 2}},
-    "ep2": {"family": "qwen3-moe", "policy": BF16 | {"expert_model_parallel_size": 2}},
+    "cp2-distopt": {"policy": DISTOPT | CP2},
+    "ep2": {"family": "qwen3-moe", "policy": BF16 | EP2},
 }
 
 
@@ -48,11 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FUSED:
         for layers in (2, 4):
             models.build(family, root / f"{family}-{layers}", layers=layers)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    config = Qwen3MoeConfig(vocab_size=models.VOCAB, head_dim=24, intermediate_size=192, **shape, **experts)
-    Qwen3MoeForCausalLM(config).save_pretrained(root / "qwen3-moe")
+    models.build("qwen3-moe", root / "qwen3-moe", moe_intermediate_size=32)
     return root
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ctpo_megatron.config import ObjectiveConfig, PolicyConfig
 from ctpo_megatron.data.batch import Batch
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
-from tests.policy import models
+from tests.policy.jobs import CP2, DISTOPT, PP2, SP2
 from tests.policy.test_train import Run, a_batch, comparable
 from tests.support import ranks
 
@@ -36,24 +36,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {"use_distributed_optimizer": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
-    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "dp2": DISTOPT,
+    "pp2": PP2,
+    "cp2": CP2,
+    "tp2-sp": SP2,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("verdicts")
-    models.build("qwen3-tied", directory, layers=2)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 def failing(missing: Sequence[int] = MISSING) -> Batch:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ctpo_megatron.policy.layers import rotate_packed
 from ctpo_megatron.policy.megatron_versions import LATENT_ROTARY
-from ctpo_megatron.policy.nodes import rms_norm, rotate, take_rows
+from ctpo_megatron.policy.nodes import rms_norm
 
 EPS = 1e-6
 
@@ -42,28 +42,8 @@ def test_rows_of_bfloat16_are_normalized_in_float32() -> None:
     assert [grad.dtype for grad in gradients(found, torch.ones_like(found), x, weight)] == [torch.bfloat16] * 2
 
 
-def test_a_rotation_turns_pairs_and_its_gradient_turns_back() -> None:
-    torch.manual_seed(0)
-    t, angle = torch.randn(9, 3, 8, requires_grad=True), torch.randn(9, 1, 4)
-    cosine, sine = angle.cos(), angle.sin()
-    first, second = t.chunk(2, dim=-1)
-    expected = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-    found, way = rotate(t, cosine, sine), torch.randn(9, 3, 8)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradients(found, way, t), gradients(expected, way, t))
-
-
 @pytest.mark.parametrize("kwargs", [{"rotary_interleaved": True}, {LATENT_ROTARY: True}, {}])
 def test_other_rotations_are_refused(kwargs: dict[str, bool]) -> None:
     width = 8 if kwargs else 4  # of the angles; less than a head's turns a part of it
     with pytest.raises(ValueError, match="halves of whole heads"):
         rotate_packed(torch.zeros(2, 1, 8), None, torch.zeros(2, 1, 1, width), **kwargs)
-
-
-def test_rows_are_taken_and_the_gradient_comes_from_where_they_went() -> None:
-    t = torch.arange(12.0).view(4, 3).requires_grad_()
-    at, back = torch.tensor([2, 3, 2, 2, 0, 1]), torch.tensor([4, 5, 0, 1])  # rows 2 and 3 of `at` are padding
-    found, way = take_rows(t, at, back), torch.randn(6, 3)
-    way[2:4] = 0.0
-    assert torch.equal(found, t[at])
-    torch.testing.assert_close(gradients(found, way, t), gradients(t.index_select(0, at), way, t))

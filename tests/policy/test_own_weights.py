@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from ctpo_megatron.policy.hf_share import Rows, cut
 from tests.cluster.nodes import Cable, missing
 from tests.policy import models, own_weights_scenario
-from tests.policy.jobs import Jobs, Results, Scenarios, run_job
+from tests.policy.jobs import EP2, PP2, TP2, Jobs, Results, Scenarios, run_job
 
-TP2, EP2 = {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
 TWO: Scenarios = {
     "dp2": {"family": "qwen3-tied"},
     "tp2": {"family": "qwen3-tied", "policy": TP2},
     "cp2": {"family": "qwen3-untied", "policy": {"context_parallel_size": 2, "head": "logits"}},
-    "pp2": {"family": "qwen3-tied", "policy": {"pipeline_model_parallel_size": 2}},
+    "pp2": {"family": "qwen3-tied", "policy": PP2},
     "ep2": {"family": "qwen3-moe", "policy": EP2},
 }
 FOUR: Scenarios = {
@@ -45,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(root: Path) -> Jobs:
     def run(scenarios: Scenarios) -> Results:
-        return run_job(own_weights_scenario.main, root, 2 if scenarios is TWO else 4, scenarios)
+        return run_job(own_weights_scenario.run, root, 2 if scenarios is TWO else 4, scenarios)
 
     return Jobs(run, TWO, FOUR)
 
@@ -108,7 +107,7 @@ def test_engines_of_four_nodes_fetch_equally_much_from_each_rank(root: Path, cab
         "namespaces": [cable.namespace for cable in cables],
         **FOUR["dp2tp2"],
     }
-    result = run_job(own_weights_scenario.main, root, 4, {"four": settings})["four"]
+    result = run_job(own_weights_scenario.run, root, 4, {"four": settings})["four"]
     assert all(torch.equal(result["tensors"][key], tensor) for key, tensor in result["whole"].items())
     assert result["sums agree"]
     sent = result["sent"]

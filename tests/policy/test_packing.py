@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from ctpo_megatron.config import PolicyConfig
@@ -25,7 +24,7 @@ from ctpo_megatron.data import (
     token_sequences,
 )
 from ctpo_megatron.models import FAMILIES, ModelSpec
-from ctpo_megatron.policy import Layout, context, destroy_distributed, device, init_distributed, layers
+from ctpo_megatron.policy import Layout, context, device, layers
 from ctpo_megatron.policy.attention_plan import (
     EXACT,
     SHORTEST_OF_CLASS,
@@ -37,15 +36,14 @@ from ctpo_megatron.policy.attention_plan import (
     call_lengths,
 )
 from ctpo_megatron.policy.context import ContextSplit
-from ctpo_megatron.policy.layers import PackedCausalAttention, packed_sequences, rotate_packed
+from ctpo_megatron.policy.layers import PackedCausalAttention
 from ctpo_megatron.policy.minibatch import packing_rules
 from tests.policy import models
+from tests.policy.jobs import CP2, SP2, VPP2
 
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
+EVERY_RULE = pytest.mark.parametrize(
+    "rules", [AttentionRules(), AttentionRules(bounded=True), AttentionRules(True, True)], ids=str
+)
 
 
 def of_lengths(lengths: list[int]) -> list[TokenSequence]:
@@ -106,18 +104,12 @@ def test_more_micro_batches_come_from_halving_the_largest() -> None:
     ("policy", "rules"),
     [
         ({}, PackingRules(100)),
-        ({"context_parallel_size": 2}, PackingRules(200, sequence_multiple=4)),
-        (
-            {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-            PackingRules(400, sequence_multiple=8, batch_multiple=8),
-        ),
-        (
-            {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
-            PackingRules(100, count_multiple=4),
-        ),
+        (CP2, PackingRules(200, sequence_multiple=4)),
+        (SP2 | {"context_parallel_size": 4}, PackingRules(400, sequence_multiple=8, batch_multiple=8)),
+        (VPP2 | {"pipeline_model_parallel_size": 4}, PackingRules(100, count_multiple=4)),
     ],
 )
-def test_rules_follow_from_the_layout(policy: dict[str, object], rules: PackingRules) -> None:
+def test_rules_follow_from_the_layout(policy: dict[str, Any], rules: PackingRules) -> None:
     assert packing_rules(PolicyConfig(micro_batch_tokens=100, **policy)) == rules
 
 
@@ -144,21 +136,18 @@ def test_a_long_sequence_weighs_more_than_its_tokens() -> None:
     assert split_evenly(six, 2, [spec.forward_flops(s.length, s.sampled_tokens) for s in six])[0] == [0]
 
 
-def test_a_trajectory_beyond_the_budget_names_the_keys() -> None:
+def test_trajectories_that_cannot_be_packed_are_refused() -> None:
     with pytest.raises(ValueError, match=r"holds 10 \(policy\.micro_batch_tokens.*rollout\.max_response_tokens"):
         pack(of_lengths([11]), None, PackingRules(10))
     with pytest.raises(ValueError, match="has 10 tokens, but a micro-batch holds 10"):
         pack(of_lengths([10]), None, PackingRules(10, sequence_multiple=4))
-
-
-def test_a_trajectory_without_prompt_is_refused() -> None:
     trajectory = Trajectory("p", 0, seed=0)
     trajectory.append_model([1, 2], [-1.0, -1.0], [0, 0], turn=1)
     with pytest.raises(ValueError, match="needs a prompt"):
         token_sequences([trajectory])
 
 
-@pytest.mark.parametrize("rules", [AttentionRules(), AttentionRules(bounded=True), AttentionRules(True, True)], ids=str)
+@EVERY_RULE
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 2, 3, 4, 31, 32, 33, 7], [64, 1, 1], [65, 0, 63, 128, 129]])
 def test_packed_attention_equals_attention_per_sequence(
     lengths: list[int], rules: AttentionRules, layout: Layout
@@ -190,7 +179,7 @@ def test_packed_attention_equals_attention_per_sequence(
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("rules", [AttentionRules(), AttentionRules(bounded=True), AttentionRules(True, True)], ids=str)
+@EVERY_RULE
 def test_attention_of_context_parallel_ranks_is_that_of_one(
     rules: AttentionRules, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,39 +208,15 @@ def test_attention_of_context_parallel_ranks_is_that_of_one(
         torch.testing.assert_close(attend(split), whole[split.rows])
 
 
-def test_rotary_embedding_of_packed_rows_is_that_of_each_sequence(layout: Layout) -> None:
-    torch.manual_seed(0)
-    batch = pack(token_sequences(models.trajectories(4)), None, PackingRules(4096))[0]
-    packed = packed_sequences(batch, ContextSplit.of(batch.cu_seqlens))
-    rows = torch.randn(batch.num_tokens, 2, 8)
-    angles = torch.randn(batch.max_seqlen, 1, 1, 4).repeat(1, 1, 1, 2)  # as megatron makes them
-    found = rotate_packed(rows, packed.cu_seqlens_q, angles)
-    expected = [
-        _apply_rotary_pos_emb_bshd(rows[place].unsqueeze(1), angles[: place.stop - place.start]).squeeze(1)
-        for _, place in batch.places()
-    ]
-    assert torch.equal(found, torch.cat(expected))
-
-
 def test_length_classes_hold_every_token_once_and_little_else(layout: Layout) -> None:
     batch = pack(token_sequences(models.trajectories()), None, PackingRules(4096))[0]
     plan = AttentionPlan(ContextSplit.of(batch.cu_seqlens))
     assert plan.queries[plan.back].tolist() == list(range(batch.num_tokens))
     rows = sum(part.queries.numel() for part in plan.classes)
     shapes = attention_shapes(batch.cu_seqlens, EXACT)
+    assert attention_shapes(batch.cu_seqlens, None) == [(1, batch.num_tokens)]  # of layers that pad nothing
     assert len(plan.queries) == len(plan.tokens) == rows == sum(size * length for size, length in shapes)
     assert batch.num_tokens >= SHORTEST_OF_CLASS * rows
-
-
-@pytest.mark.parametrize("lengths", [[5], [10, 8, 7, 100], [3, 3, 3], [80, 100, 99, 79], [0, 4, 0]])
-def test_length_classes_start_at_the_longest(lengths: list[int]) -> None:
-    calls = attention_calls(lengths, bounded=False)
-    assert sorted(index for call in calls for index in call.members) == [i for i, n in enumerate(lengths) if n]
-    for number, call in enumerate(calls):
-        members = [lengths[index] for index in call.members]
-        assert call.length == max(members) and min(members) >= SHORTEST_OF_CLASS * call.length
-        shorter = [lengths[index] for later in calls[number + 1 :] for index in later.members]
-        assert all(length < SHORTEST_OF_CLASS * call.length for length in shorter)
 
 
 BUDGET, MOST_SHAPES = 24576, 317
@@ -300,7 +265,3 @@ def test_attention_is_called_as_its_fused_back_ends_take_it(
     monkeypatch.setattr(device, "CUDA", True)
     monkeypatch.setattr(device, "_compute_capability", lambda: capability)
     assert device.attention_rules(dtype, head_dim, masked=masked) == rules
-
-
-def test_layers_that_take_packed_sequences_pad_none() -> None:
-    assert attention_shapes(torch.tensor([0, 5, 5, 105]), None) == [(1, 105)]

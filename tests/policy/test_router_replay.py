@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,13 @@ from transformers import PreTrainedModel
 from ctpo_megatron.config import ObjectiveConfig, PolicyConfig
 from ctpo_megatron.data import DataError, Trajectory
 from ctpo_megatron.data.tokens import ROUTER_CHOICES
-from ctpo_megatron.policy import Layout, MiniBatch, Trainer, destroy_distributed, init_distributed
+from ctpo_megatron.policy import Layout, MiniBatch, Trainer
 from ctpo_megatron.policy.router_replay import Choices, ReplayedRouter
 from tests.policy import models
 from tests.policy.test_train import Run, a_batch
 from tests.support.experts import taken
 
 AGREEMENT, UNRECORDED = "mismatch/router_agreement", "mismatch/router_unrecorded"
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 @pytest.fixture(scope="module")

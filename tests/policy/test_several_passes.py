@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ctpo_megatron.config import (
-    ObjectiveConfig,
     PolicyConfig,
     RolloutConfig,
     advantage_from_config,
@@ -20,7 +19,6 @@ from ctpo_megatron.objective import batch_advantages
 from ctpo_megatron.policy import (
     Layout,
     MiniBatch,
-    TrainSettings,
     apply_correction,
     configured_loss,
     destroy_distributed,
@@ -28,7 +26,7 @@ from ctpo_megatron.policy import (
     init_distributed,
     summarize_updates,
 )
-from tests.policy.test_train import OBJECTIVES, Run, a_batch, comparable, without_signal_at_both_ends
+from tests.policy.test_train import OBJECTIVES, Run, a_batch, comparable, settings_of, without_signal_at_both_ends
 from tests.support import ranks
 
 SIZE, COUNT = 4, 4
@@ -137,8 +135,7 @@ def test_the_schedule_counts_optimizer_steps_of_all_passes(model: Path, layout: 
 
 def test_settings_are_those_of_the_configuration() -> None:
     policy, rollout = PolicyConfig(passes_per_batch=3, mini_batch_prompts=8), RolloutConfig(prompts_per_step=32)
-    of: dict[str, Any] = {"skip_zero_advantage": True, "sampler_dtype": "float32", "diagnostics": True, "dump_every": 1}
-    settings = TrainSettings.of(ObjectiveConfig(), policy, rollout, batches=5, seed=7, **of)
+    settings = settings_of(policy, rollout)
     assert (settings.updates_per_batch, settings.passes, settings.seed) == (12, 3, 7)
 
 

@@ -28,27 +28,18 @@ def check(path: Path) -> None:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moved_before", [0, 3, 6, None])
+def test_the_library_reads_what_was_written_and_moved_meanwhile(tmp_path: Path, moved_before: int | None) -> None:
     file = TensorFile(tmp_path / "a")
-    for name, tensor in TENSORS.items():
-        file.add(name, tensor)
-    file.close()
-    check(tmp_path / "a")
-    assert file.tensor_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
-
-
-@pytest.mark.parametrize("moved_before", [0, 3, 6])
-def test_a_file_can_move_while_it_grows(tmp_path: Path, moved_before: int) -> None:
-    file = TensorFile(tmp_path / "a")
-    for index, (name, tensor) in enumerate(TENSORS.items()):
+    for index, (name, tensor) in enumerate([*TENSORS.items(), (None, None)]):
         if index == moved_before:
             file.move(tmp_path / "b")
-        file.add(name, tensor)
-    if moved_before == 6:
-        file.move(tmp_path / "b")
+        if name is not None:
+            file.add(name, tensor)
     file.close()
-    assert not (tmp_path / "a").exists()
-    check(tmp_path / "b")
+    assert (tmp_path / "a").exists() == (moved_before is None)
+    check(tmp_path / ("a" if moved_before is None else "b"))
+    assert file.tensor_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
 
 
 def test_a_full_header_is_said_before_anything_is_written(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from ctpo_megatron.objective import batch_advantages, window_metrics
 from ctpo_megatron.policy import (
     Layout,
     MismatchError,
-    OldLogProbs,
     Trainer,
     TrainResult,
     TrainSettings,
@@ -38,6 +37,7 @@ from ctpo_megatron.policy import (
 )
 from ctpo_megatron.tracking import PhaseTimer
 from tests.policy import models
+from tests.policy.jobs import CP2, PP2, SP2
 from tests.support import ranks
 
 MEASURED = ("time/", "memory/", "tokens/old_log_probs", "weights/version")
@@ -48,9 +48,9 @@ OBJECTIVES = {
     "weighted": ObjectiveConfig.model_validate({"anchor": "decoupled", "correction": {"level": "token"}}),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
-    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": PP2,
+    "cp2": CP2,
+    "tp2-sp": SP2,
 }
 
 
@@ -175,14 +175,6 @@ def test_what_must_not_be_trained_on_stops_the_step_before_any_weight_changes(
     assert torch.equal(run.weights, before) and run.trainer.version == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [("ctpo", "first update"), ("cispo", "first update"), ("behaviour", "none"), ("weighted", "pass")],
-)
-def test_the_plan_follows_from_the_objective(name: str, plan: str) -> None:
-    assert OldLogProbs.plan(OBJECTIVES[name]) == plan
-
-
 def test_diagnostics_are_those_of_the_update_itself(model: Path, layout: Layout) -> None:
     """The second optimizer step of a batch has ratios; its trajectories come without another pass."""
     run = Run(model, layout, OBJECTIVES["ctpo"], 8, batches=3)
@@ -195,31 +187,22 @@ def test_diagnostics_are_those_of_the_update_itself(model: Path, layout: Layout)
 
 
 def test_the_cumulative_ratio_is_dumped_whatever_the_objective(model: Path, layout: Layout) -> None:
-    run = Run(model, layout, ObjectiveConfig(preset="grpo"), 8)
-    for fields in run.train().diagnostics.values():
-        assert np.allclose(
-            fields["prefix_log_ratio"], np.cumsum(fields["log_ratio"]) * (fields["log_ratio"] != 0), atol=1e-5
-        )
-    assert all(
-        "prefix_log_ratio" not in fields
-        for fields in Run(model, layout, ObjectiveConfig(), 8).train().diagnostics.values()
-    )
+    for fields in Run(model, layout, ObjectiveConfig(preset="grpo"), 8).train().diagnostics.values():
+        sums = np.cumsum(fields["log_ratio"]) * (fields["log_ratio"] != 0)
+        assert np.allclose(fields["prefix_log_ratio"], sums, atol=1e-5)
+    ctpo = Run(model, layout, ObjectiveConfig(), 8).train().diagnostics
+    assert all("prefix_log_ratio" not in fields for fields in ctpo.values())
+
+
+def settings_of(policy: PolicyConfig, rollout: RolloutConfig, dump_every: int = 1) -> TrainSettings:
+    """Of a configuration, for five batches."""
+    more = {"skip_zero_advantage": True, "sampler_dtype": "float32", "diagnostics": True, "dump_every": dump_every}
+    return TrainSettings.of(ObjectiveConfig(), policy, rollout, batches=5, seed=7, **more)
 
 
 @pytest.mark.parametrize(("every", "dumped"), [(1, [1, 2, 3, 4, 5]), (2, [1, 2, 4, 5]), (9, [1, 5])])
 def test_the_steps_that_are_dumped(every: int, dumped: list[int]) -> None:
-    objective, policy, rollout = ObjectiveConfig(), PolicyConfig(), RolloutConfig()
-    settings = TrainSettings.of(
-        objective,
-        policy,
-        rollout,
-        batches=5,
-        seed=0,
-        skip_zero_advantage=True,
-        sampler_dtype="float32",
-        diagnostics=True,
-        dump_every=every,
-    )
+    settings = settings_of(PolicyConfig(), RolloutConfig(), every)
     assert [step for step in range(1, 6) if settings.is_dumped(step)] == dumped
 
 

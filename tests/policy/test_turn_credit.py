@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +11,10 @@ import torch
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import ObjectiveConfig, PolicyConfig
 from ctpo_megatron.data.batch import Batch
-from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, policy_gradient
-from ctpo_megatron.policy.minibatch import all_micro_batches, largest
+from ctpo_megatron.policy import Layout, Trainer
+from ctpo_megatron.policy.minibatch import all_micro_batches
 from tests.policy import models
 from tests.policy.test_train import Run, a_batch, comparable
-from tests.support import ranks
 
 OF_TURNS = [(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (1.0, 1.0)]
 
@@ -87,34 +84,6 @@ def test_tokens_have_the_advantage_and_the_number_of_their_turn(model: Path, lay
     for wrong in ((1.0, 2.0, 3.0), (1.0,)):
         with pytest.raises(ValueError, match=f"p0#1: {len(wrong)} advantages for 2 turns"):
             policy.distribute(trajectories, [(1.0, 1.0), wrong, None, None], 4, by_turn=True)
-
-
-def test_the_largest_advantage_decides_who_is_left_out() -> None:
-    assert [largest(each) for each in ((0.0, -3.0, 2.0), (0.0, 0.0), None, 0.5)] == [-3.0, 0.0, None, 0.5]
-
-
-def gradient(model: Path, only: int | None) -> dict[str, Any]:
-    """Of a step on all ranks; one trajectory alone may have an advantage, so that a replica has nothing to do."""
-    config = PolicyConfig(micro_batch_tokens=256)
-    layout = init_distributed(config, seed=0)
-    policy = Trainer(config, layout, model, temperature=1.0)
-    advantages = [(0.5 * (only in (None, n)), -1.0 * (only in (None, n))) for n in range(16)]
-    (mini,) = policy.distribute(models.trajectories(), advantages, 16, skip_zero_advantage=True, by_turn=True)
-    policy.compute_old_log_probs([mini])
-    objective = PolicyObjective.preset("ctpo", turn_ratio="turn-end")
-    stats, named = policy.gradients(mini, policy_gradient(objective, "proximal"))
-    found = torch.cat([value.flatten() for _, value in named]).clone()
-    destroy_distributed()
-    return {"gradient": found, "replicas": layout.dp_size, "sums": stats.sums.tolist()}
-
-
-@pytest.mark.parametrize("only", [None, 5])
-def test_two_replicas_have_the_gradient_of_one(model: Path, only: int | None) -> None:
-    (one,), two = (ranks.run(gradient, model, only, ranks=count) for count in (1, 2))
-    assert (one["replicas"], two[0]["replicas"]) == (1, 2)
-    assert one["gradient"].norm() > 0
-    torch.testing.assert_close(two[0]["gradient"], one["gradient"], rtol=1e-4, atol=1e-6)
-    assert two[0]["sums"] == pytest.approx(one["sums"], rel=1e-6, abs=1e-9)
 
 
 FUNCTION = """

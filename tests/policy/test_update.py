@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.data import DataError, Trajectory
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
+    Layout,
     MismatchError,
     Trainer,
     check_mismatch,
-    destroy_distributed,
-    init_distributed,
-    policy_gradient,
 )
 from tests.policy import models
-
-LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
+from tests.policy.steps import step
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    directory = tmp_path_factory.mktemp("update")
-    models.build("qwen3-tied", directory)
-    config = PolicyConfig(max_bad_steps=1)
-    yield Trainer(config, init_distributed(config, seed=0), directory, temperature=1.0)
-    destroy_distributed()
+def policy(model: Path, layout: Layout) -> Trainer:
+    return Trainer(PolicyConfig(max_bad_steps=1), layout, model, temperature=1.0)
 
 
 def test_the_gradient_norm_is_reported_without_clipping_too(policy: Trainer) -> None:
     norms = []
     for clip in (1e-3, 0.0):
         policy.use_optimizer(OptimizerConfig(lr=1e-12, clip_grad=clip), total_steps=1)
-        (mini_batch,) = policy.distribute(models.trajectories(), models.advantages(), size=16)
-        policy.compute_old_log_probs([mini_batch])
-        norms.append(policy.update(mini_batch, LOSS).grad_norm)
+        norms.append(step(policy).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[1] > 0
 
 
@@ -54,16 +44,6 @@ def test_every_trajectory_of_every_optimizer_step_keeps_its_advantage(policy: Tr
         for place, tokens in micro.places()
     }
     assert found == {place: {advantage} for place, advantage in enumerate(advantages)}
-
-
-def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(policy: Trainer) -> None:
-    policy.use_optimizer(OptimizerConfig(lr=1.0), total_steps=1)
-    before = {name: tensor.clone() for name, tensor in policy.weights()}
-    (mini_batch,) = policy.distribute(models.trajectories(), [math.nan] * 16, size=16)
-    policy.compute_old_log_probs([mini_batch])
-    with pytest.raises(FloatingPointError, match="not finite"):
-        policy.update(mini_batch, LOSS)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
 
 
 @pytest.mark.parametrize("token", [models.VOCAB, 511, 512, -1])

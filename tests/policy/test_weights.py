@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,15 +16,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctpo_megatron.config import ConfigError, PolicyConfig, read_spec
-from ctpo_megatron.policy import CheckpointError, Layout, Trainer, destroy_distributed, init_distributed
+from ctpo_megatron.policy import CheckpointError, Layout, Trainer
 from ctpo_megatron.policy.hf_directory import write_directory
 from tests.policy import models
+from tests.policy.steps import has_weights
 
 
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
+def small(layout: Layout, folder: Path) -> Trainer:
+    """Of a model in the folder `one` of this one."""
+    models.build("qwen3-tied", folder / "one", layers=2)
+    return Trainer(PolicyConfig(), layout, folder / "one", temperature=1.0)
 
 
 @pytest.fixture(scope="module", params=list(models.FAMILIES))
@@ -88,18 +89,16 @@ def test_a_number_that_is_not_finite_is_named_by_tensor(layout: Layout, tmp_path
     models.build("qwen3-tied", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = torch.nan
-    weights["model.norm.weight"][0] = 3.4e38  # infinite in bfloat16
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"too large for float32\): model\.layers\.1\.self_attn\.k_proj\.weight;"):
-        Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
-    with pytest.raises(ConfigError, match=r"bfloat16\): model\.layers\.1\S*k_proj\.weight, model\.norm\.weight;"):
-        Trainer(PolicyConfig(dtype="bfloat16"), layout, tmp_path, temperature=1.0)
-    weights["model.norm.weight"][0] = 65520.0  # infinite in float16
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"large for float16\): model\.layers\.1\S*k_proj\.weight, model\.norm\.weight;"
+    for dtype, beyond, named in (
+        ("float32", 3.4e38, ""),
+        ("bfloat16", 3.4e38, r", model\.norm\.weight"),  # which is infinite there
+        ("float16", 65520.0, r", model\.norm\.weight"),
     ):
-        Trainer(PolicyConfig(dtype="float16"), layout, tmp_path, temperature=1.0)
+        weights["model.norm.weight"][0] = beyond
+        save_file(weights, tmp_path / "model.safetensors")
+        message = rf"too large for {dtype}\): model\.layers\.1\.self_attn\.k_proj\.weight{named};"
+        with pytest.raises(ConfigError, match=message):
+            Trainer(PolicyConfig(dtype=dtype), layout, tmp_path, temperature=1.0)
 
 
 def test_a_tied_model_with_another_head_is_refused(layout: Layout, tmp_path: Path) -> None:
@@ -115,8 +114,7 @@ def test_a_tied_model_with_another_head_is_refused(layout: Layout, tmp_path: Pat
 
 
 def test_an_export_replaces_nothing_but_an_export(layout: Layout, tmp_path: Path) -> None:
-    models.build("qwen3-tied", tmp_path / "one")
-    policy = Trainer(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    policy = small(layout, tmp_path)
     (tmp_path / "link").symlink_to("one")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").touch()
@@ -133,8 +131,7 @@ def test_an_export_replaces_nothing_but_an_export(layout: Layout, tmp_path: Path
 def test_an_export_that_does_not_fit_on_the_disk_leaves_nothing(
     layout: Layout, tmp_path: Path, file_limit: Callable[[int], AbstractContextManager[None]]
 ) -> None:
-    models.build("qwen3-tied", tmp_path / "one")
-    policy = Trainer(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    policy = small(layout, tmp_path)
     message = rf"could not be written to {tmp_path}/out: File too large; \d+\.\d GiB were free there"
     with file_limit(300_000), pytest.raises(CheckpointError, match=message):
         policy.export(tmp_path / "out")
@@ -144,7 +141,7 @@ def test_an_export_that_does_not_fit_on_the_disk_leaves_nothing(
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_an_export_says_its_precision_and_keeps_templates(key: str, layout: Layout, tmp_path: Path) -> None:
-    models.build("qwen3-tied", tmp_path / "one")
+    models.build("qwen3-tied", tmp_path / "one", layers=2)
     settings = json.loads((tmp_path / "one" / "config.json").read_text())
     settings.pop("dtype")
     (tmp_path / "one" / "config.json").write_text(json.dumps(settings | {key: "float16"}))
@@ -159,7 +156,7 @@ def test_an_export_says_its_precision_and_keeps_templates(key: str, layout: Layo
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_others_may_read_an_export_as_the_umask_says(umask: int, mode: int, layout: Layout, tmp_path: Path) -> None:
-    models.build("qwen3-tied", tmp_path / "one")
+    models.build("qwen3-tied", tmp_path / "one", layers=2)
     for file in (tmp_path / "one").iterdir():
         file.chmod(0o600)
     before = os.umask(umask)
@@ -176,8 +173,7 @@ def test_others_may_read_an_export_as_the_umask_says(umask: int, mode: int, layo
 def test_an_export_that_is_cut_short_leaves_a_whole_model_or_none(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models.build("qwen3-tied", tmp_path / "one")
-    policy = Trainer(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    policy = small(layout, tmp_path)
     policy.export(tmp_path / "out")
     whole = sorted(file.name for file in (tmp_path / "out").iterdir())
     remove = shutil.rmtree
@@ -199,8 +195,7 @@ def test_an_export_that_is_cut_short_leaves_a_whole_model_or_none(
 def test_sharded_directories_are_read_and_written(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = models.build("qwen3-tied", tmp_path / "one")
-    policy = Trainer(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    policy = small(layout, tmp_path)
     synced: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(os.readlink(f"/proc/self/fd/{file}"))))
     write_directory(policy.weights(), tmp_path / "one", tmp_path / "many", layout, shard_bytes=200_000)
@@ -210,5 +205,4 @@ def test_sharded_directories_are_read_and_written(
     assert len(set(index["weight_map"].values())) > 2
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in policy.weights())
     again = Trainer(PolicyConfig(), layout, tmp_path / "many", temperature=1.0)
-    for name, tensor in again.weights():
-        assert torch.equal(tensor, model.state_dict()[name]), name
+    assert has_weights(again, load_file(tmp_path / "one" / "model.safetensors"))

@@ -26,6 +26,7 @@ from ctpo_megatron.policy import (
     summarize_updates,
 )
 from tests.policy import models
+from tests.policy.jobs import CP2, DISTOPT, EP2, SP2, VPP2
 from tests.support import ranks
 
 USUAL = ("ctpo", "cppo")
@@ -34,14 +35,14 @@ AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum")
 
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dp2": ("qwen3-tied", {"use_distributed_optimizer": True}),
+    "dp2": ("qwen3-tied", DISTOPT),
     "pp2-vpp2": (
         "qwen3-tied",
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "layer_spec": "local"},
+        VPP2 | {"layer_spec": "local"},
     ),
-    "tp2-sp": ("qwen3-tied", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "cp2": ("qwen3-tied", {"context_parallel_size": 2}),
-    "ep2": ("qwen3-moe-decided", {"expert_model_parallel_size": 2}),
+    "tp2-sp": ("qwen3-tied", SP2),
+    "cp2": ("qwen3-tied", CP2),
+    "ep2": ("qwen3-moe-decided", EP2),
 }
 CTPO = PolicyObjective.preset("ctpo")
 ONE_LEARNS = [1.3 * (index == 5) for index in range(16)]
