@@ -22,41 +22,6 @@ def found(config: Config) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (
-            ["rollout.filters=[truncated, {name: 'mine:truncated'}]"],
-            'error: rollout.filters = ["truncated", "mine:truncated"]: holds 2 filters named truncated',
-        ),
-        (
-            ["rollout.uniform_groups=drop", "rollout.samples_per_prompt=1", "objective.advantage.kind=mean_baseline"],
-            'error: rollout.uniform_groups = "drop": would drop everything: the rewards of a group of one are always',
-        ),
-        (
-            ["rollout.uniform_groups=refill", "objective.advantage.kind=mean_baseline"],
-            'error: rollout.uniform_groups = "refill": would drop groups that teach: objective.advantage.kind compares',
-        ),
-        (
-            ["rollout.oversample=4", "rollout.uniform_groups=refill"],
-            "error: rollout.oversample = 4: draws further prompts before it is known how many are needed",
-        ),
-        (
-            ["rollout.oversample=4", "rollout.replay=runs/other"],
-            "error: rollout.oversample = 4: is for engines; what was not waited for is not in rollout.replay",
-        ),
-        (
-            ["reward.overlong_penalty={buffer: 177}"],
-            "error: reward.overlong_penalty.buffer = 177: is more than the budget itself (rollout.max_resp",
-        ),
-    ],
-)
-def test_problems(config_with: Make, overrides: list[str], expected: str) -> None:
-    assert [text for text in found(config_with(*overrides)) if text.startswith(expected)], found(
-        config_with(*overrides)
-    )
-
-
-@pytest.mark.parametrize(
     ("recorded", "now", "expected"),
     [
         (
@@ -87,11 +52,6 @@ def test_a_replay_draws_as_the_recorded_run_did(
         (tmp_path / "old" / "trajectories" / f"step_{step:06d}.jsonl").touch()
     problems = found(config_with("rollout.replay=old", *now))
     assert len(problems) == bool(expected) and all(expected in problem for problem in problems), problems
-
-
-def test_no_false_alarms(config_with: Make) -> None:
-    assert found(config_with("reward.overlong_penalty={buffer: 176}", "rollout.uniform_groups=refill")) == []
-    assert found(config_with("rollout.filters=[void_turn, truncated, failed_tool]")) == []
 
 
 def test_training_files_that_are_evaluated_on_are_named(config_with: Make) -> None:

@@ -145,13 +145,6 @@ def test_it_fits_one_card(
         assert ["".join(cells) for cells in found] == sums and len(sums) == 9
 
 
-def test_a_card_that_is_too_small_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    shapes = str(CONFIGS / "models" / "qwen3_1_7b.json")
-    words = ["--dry-run", "--cuda", "--gpu-gib", "24", "--shapes", shapes]
-    assert main(["train", str(CONFIGS / "qwen3_1_7b_one_gpu.yaml"), *words]) == 2
-    assert re.search(r"GPU 0: [\d.]+ GiB of 24 GiB", capsys.readouterr().err)
-
-
 def commands() -> list[list[str]]:
     """The words of every command that brings models or data."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
