@@ -207,7 +207,8 @@ WRONG_VALUES = {
     "sft.steps=3": "sft.data: required, but not given; add it: files with a column `messages` (docs/data.md) (list of",
     "run.root=${run.rot}": 'run.root = "${run.rot}": there is no key run.rot; did you mean run.root?',
     "run.root=${oc.env:CTPO_NO_SUCH_VARIABLE}": (
-        'run.root = "${oc.env:CTPO_NO_SUCH_VARIABLE}": KeyError raised while resolving interpolation: "Environment variable \'CTPO_NO_SUCH_VARIABLE\' not found"'
+        'run.root = "${oc.env:CTPO_NO_SUCH_VARIABLE}": KeyError raised while resolving interpolation: "'
+        "Environment variable 'CTPO_NO_SUCH_VARIABLE' not found\""
     ),
     "run.root=${run.root}": 'run.root = "${run.root}": Recursive interpolation detected',
     "run.root=${rollout.replay.x}": 'run.root = "${rollout.replay.x}": there is no key rollout.replay.x',
