@@ -10,7 +10,7 @@ import torch
 from ctpo_kernels.names import LOSS_AGG_MODES, RATIO_MODES
 from ctpo_megatron.objective import PolicyObjective, policy_loss
 from tests.kernels.packings import distance, random_batch, without
-from tests.kernels.reference import ctpo_loss_reference, linear_ctpo_reference, log_probs_reference
+from tests.kernels.reference import ctpo_loss_reference
 from tests.support.pairwise import pairwise
 
 
@@ -109,58 +109,6 @@ def test_gradient_is_the_derivative_of_the_loss() -> None:
         moved[1][i] -= step
         up, down = (ctpo_loss_reference(**{**batch, "log_probs": x}, ratio_mode="token").loss for x in moved)
         assert (up - down) / (2 * step) == pytest.approx(gradient[i], rel=1e-6, abs=1e-9)
-
-
-def test_log_probs_equal_torch() -> None:
-    logits = torch.randn(9, 14, dtype=torch.float64, requires_grad=True)
-    labels, g = torch.randint(0, 11, (9,)), torch.randn(9, dtype=torch.float64)
-    table = (logits[:, :11] / 0.7).log_softmax(1)
-    log_probs = table.gather(1, labels[:, None]).squeeze(1)
-    log_probs.backward(g)
-    found = log_probs_reference(logits.detach(), labels, 0.7, 11, g)
-    assert distance(log_probs.detach(), found.log_probs) <= 1e-12
-    assert distance(-(table.exp() * table).sum(1).detach(), found.entropy) <= 1e-12
-    assert distance(logits.grad, found.d_logits) <= 1e-12
-
-
-def test_log_probs_of_edge_rows() -> None:
-    inf = math.inf
-    found = log_probs_reference(
-        [[0.0, 0.0], [-inf, 1.0], [-inf, -inf], [math.nan, 0.0], [3.0, 1.0]], [0, 1, 0, 1, -100]
-    )
-    assert found.log_probs[:2] == pytest.approx([-math.log(2), 0.0])
-    assert found.entropy[:2] == pytest.approx([math.log(2), 0.0])
-    assert math.isnan(found.log_probs[2])
-    assert math.isnan(found.log_probs[3])
-    assert found.log_probs[4] == 0
-    assert found.d_logits[4] == [0.0, 0.0]
-
-
-def test_linear_equals_autograd_through_torch() -> None:
-    torch.manual_seed(3)
-    hidden = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    labels, response = torch.randint(0, 5, (8,)), torch.tensor([1, 1, 0, 1, 1, 1, 0, 1])
-    log_probs = (hidden @ weight[:5].T / 1.5).log_softmax(1).gather(1, labels[:, None]).squeeze(1)
-    old = (log_probs - 0.01).detach()
-    output = policy_loss(
-        log_probs, old, torch.tensor([1.0, -2.0]), response, PolicyObjective(), cu_seqlens=torch.tensor([0, 5, 8])
-    )
-    output.loss.backward()
-    found = linear_ctpo_reference(
-        hidden.detach(),
-        weight.detach(),
-        labels,
-        old,
-        response,
-        [1.0, -2.0],
-        [0, 5, 8],
-        temperature=1.5,
-        vocab_size=5,
-    )
-    assert found.loss.loss == pytest.approx(output.loss.item(), rel=1e-12)
-    assert distance(hidden.grad, found.d_hidden) <= 1e-12
-    assert distance(weight.grad, found.d_weight) <= 1e-12
 
 
 def test_unknown_modes_are_refused() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,12 @@ def execute(sandbox_server: SandboxServer) -> Iterator[Runner]:
         yield run
 
 
+def small_server(folder: Path, **options: Any) -> SandboxServer:
+    """One slot with the standard library, but for the options."""
+    usual = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
+    return start_server(**usual | options, log_path=folder / "log")
+
+
 @contextmanager
 def server_in_memory(**options: Any) -> Iterator[SandboxServer]:
     """A server that keeps the files of runs in memory, if there is room: a slow disk is not what is tested.
@@ -52,15 +60,11 @@ def server_in_memory(**options: Any) -> Iterator[SandboxServer]:
 
 @pytest.fixture
 def server_at(tmp_path: Path) -> Callable[[str], AbstractContextManager[Runner]]:
-    """A server of its own at a level of isolation, with the standard library."""
+    """A server of its own at a level of isolation."""
 
     @contextmanager
     def start(level: str) -> Iterator[Runner]:
-        options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "require": "none"}
-        with (
-            start_server(**options, log_path=tmp_path / "server.log", level=level) as server,
-            runner(server.url) as run,
-        ):
+        with small_server(tmp_path, require="none", level=level) as server, runner(server.url) as run:
             yield run
 
     return start
@@ -77,3 +81,40 @@ def runner(url: str) -> Iterator[Runner]:
 
         yield run
         loop.run(client.aclose())
+
+
+@asynccontextmanager
+async def client_of(*urls: str, concurrency: int = 8, deadline_s: float = scaled(60)) -> AsyncIterator[SandboxClient]:
+    client = SandboxClient([*urls], max_concurrency=concurrency, request_timeout_s=deadline_s)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def side_by_side(*runs: tuple[str, str]) -> list[ExecutionResult]:
+    """The results of programs that run at once: address of the server and code of each."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(client_of(url)) for url, _ in runs]
+        programs = zip(clients, runs, strict=True)
+        return await asyncio.gather(*(client.run(code, run_timeout_s=scaled(20)) for client, (_, code) in programs))
+
+
+def announced(file: Path, server: subprocess.Popen[bytes]) -> str:
+    """The address that a server which has been started writes there."""
+
+    def up() -> bool:
+        assert server.poll() is None, "the server has ended"
+        return file.exists()
+
+    wait_until(up, "the server to come up", scaled(60))
+    return file.read_text().strip()
+
+
+def wait_until(condition: Callable[[], Any], awaited: str, timeout_s: float = scaled(15)) -> Any:
+    """What it returns once that counts as true."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {awaited}"
+        time.sleep(0.01)
+    return found

@@ -17,9 +17,10 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from ctpo_megatron.config import SandboxConfig
-from ctpo_sandbox import Limits, SandboxServer, SandboxStartError, start_server
+from ctpo_sandbox import Limits, SandboxServer, SandboxStartError
 from ctpo_sandbox.records import option
 from ctpo_sandbox.server import add_arguments
+from tests.sandbox.conftest import small_server
 from tests.sandbox.sandbox_http import HTTP, post
 from tests.support.deadlines import scaled
 
@@ -61,9 +62,7 @@ OF_THE_SERVER = {"url", "require", "slots", "warm", "request_timeout_s", "max_co
 
 @pytest.fixture(scope="module")
 def lowered_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxServer]:
-    log = tmp_path_factory.mktemp("lowered") / "log"
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
-    with start_server(**options, limits=LOWERED, log_path=log) as server:
+    with small_server(tmp_path_factory.mktemp("lowered"), limits=LOWERED) as server:
         yield server
 
 
@@ -121,8 +120,7 @@ def test_threads_that_memory_has_no_room_for_are_refused_with_both_keys() -> Non
 
 def test_a_server_runs_with_the_least_of_every_limit(tmp_path: Path) -> None:
     least = {limit.name: limit.metadata["least"] for limit in fields(Limits) if limit.metadata["least"]}
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
-    with start_server(**options, limits=Limits(**least), log_path=tmp_path / "log") as server:
+    with small_server(tmp_path, limits=Limits(**least)) as server:
         assert post(server, {"code": "print(6 * 7)"}).json()["run_result"]["stdout"] == "42\n"
 
 
@@ -131,12 +129,8 @@ def test_a_limit_beyond_the_machines_is_named(name: str, kind: int, tmp_path: Pa
     hard = resource.getrlimit(kind)[1]
     if hard == resource.RLIM_INFINITY:
         pytest.skip("this machine has no limit")
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "log_path": tmp_path / "log"}
-    with (
-        pytest.raises(SandboxStartError, match=rf"{option(name)} {hard + 1}: this machine allows {hard} \(ulimit"),
-        start_server(**options, limits=Limits(**{name: hard + 1})),
-    ):
-        pass
+    with pytest.raises(SandboxStartError, match=rf"{option(name)} {hard + 1}: this machine allows {hard} \(ulimit"):
+        small_server(tmp_path, limits=Limits(**{name: hard + 1}))
 
 
 @pytest.mark.parametrize(
