@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,11 +104,18 @@ def sweep(head: Head, **keywords: Any) -> Swept:
 
 
 @dataclass
-class _Watch(TorchDispatchMode):
-    """Records matrix products (result rows x columns, inner size) and the largest tensor that anything returned."""
+class Watch(TorchDispatchMode):
+    """What torch dispatches inside of it.
 
+    names: of the operations. products: matrix products (result rows x columns, inner size). largest: elements of the
+    largest tensor that anything returned. devices: of the results. copies_into: how often, by address of the memory.
+    """
+
+    names: list[str] = field(default_factory=list)
     products: list[tuple[int, int, int]] = field(default_factory=list)
     largest: int = 0
+    devices: set[str] = field(default_factory=set)
+    copies_into: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -115,18 +123,23 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
+        self.names.append(name)
         if name in ("mm", "addmm", "addmm_"):
             a, b = args[-2:]
             self.products.append((a.shape[0], b.shape[1], a.shape[1]))
+        if name == "copy_":
+            self.copies_into[args[0].untyped_storage().data_ptr()] += 1
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(tensor, Tensor):
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.devices.add(tensor.device.type)
+                if tensor.device.type != "meta":
+                    self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
         return out
 
 
-def watched(call: Callable[[], Any]) -> _Watch:
+def watched(call: Callable[[], Any]) -> Watch:
     """What `call` multiplied and allocated."""
-    watch = _Watch()
+    watch = Watch()
     with watch:
         call()
     return watch

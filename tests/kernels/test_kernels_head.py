@@ -54,57 +54,50 @@ def test_float32(backend: str, ratio: str, chunk: int | None) -> None:
     [([1], 5, 3), ([0, 0, 1, 0], 17, 1), ([12, 3], 1, 4), ([130, 129], 131, 7), ([5, 5, 5, 5], 16, 16)],
 )
 def test_shapes(backend: str, lengths: list[int], vocab: int, width: int) -> None:
-    head = random_head(4, lengths, vocab=vocab, width=width)
+    head = all_labelled(random_head(4, lengths, vocab=vocab, width=width))
     head.batch["response_mask"] |= torch.rand(sum(lengths)) < 0.5 if sum(lengths) > 20 else True
-    head.batch = {k: v if v is None or not v.is_floating_point() else v.nan_to_num(-1.0) for k, v in head.batch.items()}
-    head.labels.clamp_(min=0)
     assert_swept(sweep(head, chunk_size=100), head)
+
+
+def all_labelled(head: Head) -> Head:
+    """With numbers and labels in masked rows too."""
+    head.batch = {k: v.nan_to_num(-1.0) if v.is_floating_point() else v for k, v in head.batch.items()}
+    head.labels.clamp_(min=0)
+    return head
 
 
 @pytest.mark.parametrize("response", [True, False])
 def test_all_or_no_rows_are_responses(backend: str, response: bool) -> None:
-    head = random_head(5, [20, 12])
+    head = all_labelled(random_head(5, [20, 12]))
     head.batch["response_mask"] = torch.full((32,), response)
-    head.batch = {k: v.nan_to_num(-2.0) if v.is_floating_point() else v for k, v in head.batch.items()}
-    head.labels.clamp_(min=0)
     found = sweep(head)
     assert_swept(found, head)
     assert bool(found.d_weight.any()) == response
 
 
-def test_on_policy(backend: str) -> None:
+ONE_EACH = torch.tensor([1.0, 2.0, -1.5, 0.5, 0.0, 1.0])
+FORMS = {
+    "on policy": {"old_log_probs": None},
+    "without mask and weights": {"loss_mask": None, "weights": None},
+    "an advantage a sequence": {"advantages": ONE_EACH},
+    "a weight a sequence": {"weights": ONE_EACH},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_the_batch(backend: str, form: str) -> None:
     head = random_head(6)
-    head.batch["old_log_probs"] = None
+    head.batch |= FORMS[form]
     found = sweep(head, chunk_size=16)
     assert_swept(found, head)
-    assert found.stats.maxima.tolist() == [1.0, -1.0, 0.0]
-
-
-def test_optional_masks_and_weights(backend: str) -> None:
-    head = random_head(7)
-    head.batch = without(head.batch, "loss_mask", "weights")
-    assert_swept(sweep(head, chunk_size=16), head)
-
-
-@pytest.mark.parametrize("values", ["advantages", "weights"])
-def test_one_value_for_each_sequence(backend: str, values: str) -> None:
-    head = random_head(8)
-    head.batch[values] = torch.tensor([1.0, 2.0, -1.5, 0.5, 0.0, 1.0])
-    assert_swept(sweep(head, chunk_size=16), head)
+    assert form != "on policy" or found.stats.maxima.tolist() == [1.0, -1.0, 0.0]
 
 
 def test_log_probs_are_those_of_linear_log_probs_to_the_bit(backend: str) -> None:
     head = random_head(9, padded=3, temperature=0.9)
     found = sweep(head, chunk_size=16)
-    same = linear_log_probs(
-        head.hidden,
-        head.weight,
-        head.labels,
-        temperature=0.9,
-        chunk_size=16,
-        vocab_size=head.vocab_size,
-        mask=head.batch["response_mask"],
-    )
+    own = {"hidden": head.hidden, "weight": head.weight, "labels": head.labels, "mask": head.batch["response_mask"]}
+    same = linear_log_probs(**own, temperature=0.9, chunk_size=16, vocab_size=head.vocab_size)
     assert same_bits(found.log_probs, same)
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctpo_kernels import linear_log_probs, rows_torch, vocab_parallel_log_probs
 from ctpo_kernels.rows_torch import Shard
+from tests.kernels.heads import Watch
 from tests.kernels.packings import distance, same_bits
 from tests.kernels.reference import log_probs_reference
 from tests.support.pairwise import pairwise
@@ -185,24 +182,11 @@ def test_the_twin_adds_at_labels_without_an_addition_of_undefined_order(dtype: t
     owned = (labels >= 0) & (labels < 37)
     column = labels.where(owned, 0)[:, None]
     expected = rows.scatter_add(1, column, torch.where(owned, g, 0.0)[:, None].to(dtype))
-    with watch_operators() as names:
+    with Watch() as watch:
         found = rows_torch._add_at_labels(rows, labels, g, shard)
     assert found.data_ptr() == rows.data_ptr()
     assert same_bits(found, expected)
-    assert names.isdisjoint({"scatter_add_", "scatter_add", "index_add_", "put_", "scatter_reduce_"})
-
-
-@contextlib.contextmanager
-def watch_operators() -> Iterator[set[str]]:
-    names: set[str] = set()
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.add(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        yield names
+    assert set(watch.names).isdisjoint({"scatter_add_", "scatter_add", "index_add_", "put_", "scatter_reduce_"})
 
 
 def test_shard_of_minus_infinity(backend: str) -> None:

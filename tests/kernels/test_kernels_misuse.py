@@ -16,8 +16,6 @@ import torch
 
 import ctpo_kernels
 from ctpo_kernels import ctpo_loss, dispatch, fused_linear_ctpo, linear_log_probs, use_backend, vocab_parallel_log_probs
-from ctpo_kernels.ops_loss import fused_linear, loss_operator
-from ctpo_kernels.packed import LossTensors
 from ctpo_kernels.spec import LossSpec
 from tests.kernels.heads import random_head
 from tests.kernels.packings import random_batch
@@ -299,20 +297,3 @@ def test_both_losses_have_the_keywords_of_the_reference(function: Any) -> None:
     for name, default in LossSpec._field_defaults.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters[name].default == default
-
-
-@pytest.mark.parametrize("function", [ctpo_loss, fused_linear_ctpo])
-def test_both_losses_take_every_field(function: Any) -> None:
-    """Their signatures repeat the fields of the two objects behind."""
-    parameters = inspect.signature(function).parameters
-    assert set(LossTensors._fields) | set(LossSpec._fields) <= set(parameters)
-
-
-@pytest.mark.parametrize("schema", [loss_operator, fused_linear])
-def test_the_operators_take_the_fields_in_their_order(schema: Any) -> None:
-    """`ops_loss` unpacks the two objects into positional arguments."""
-    names = [argument.name for argument in schema._opoverload._schema.arguments]
-    start = names.index("response_mask") - 1
-    tokens = names[start : start + 6]
-    assert tokens == ["old", *LossTensors._fields[1:6]]
-    assert names[start + 10 : start + 18] == list(LossSpec._fields)

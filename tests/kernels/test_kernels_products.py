@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ctpo_kernels import chunk_rows, linear_log_probs, use_backend
 from ctpo_kernels.linear_head import HeadOptions, LinearHead
 from ctpo_kernels.tiles import TILE, active_runs
-from tests.kernels.heads import Head, eager, random_head, sweep, watched
+from tests.kernels.heads import Head, Watch, eager, random_head, sweep, watched
 from tests.kernels.packings import boundaries, same_bits
 
 VOCAB, WIDTH = 40, 6
@@ -80,13 +80,10 @@ def test_skipping_changes_nothing(ratio: str, into_main_grad: bool) -> None:
     head = tiled([TILE, 2 * TILE, 70], [1.0, 0.0, -1.0])
     found = []
     for skip in (True, False):
-        weight = head.weight.clone()
-        weight.main_grad = torch.zeros_like(weight)
-        other = Head(head.hidden, weight, head.labels, head.batch)
         if into_main_grad:
-            gradient = _into_main_grad(other, skip, ratio)
+            gradient = _into_main_grad(head, skip, ratio)
         else:
-            swept = sweep(other, skip_zero_tiles=skip, ratio_mode=ratio)
+            swept = sweep(head, skip_zero_tiles=skip, ratio_mode=ratio)
             gradient = (swept.loss, swept.log_probs, swept.d_hidden, swept.d_weight, swept.stats.sums)
         found.append(gradient)
     for a, b in zip(*found, strict=True):
@@ -102,13 +99,8 @@ def _into_main_grad(head: Head, skip: bool, ratio: str) -> tuple[Tensor, ...]:
     weight = head.weight.clone().requires_grad_()
     weight.main_grad = torch.zeros_like(head.weight)
     hidden = head.hidden.clone().requires_grad_()
-    loss, _, _ = fused_linear_ctpo(
-        **{**head.arguments(), "weight": weight, "hidden": hidden},
-        accumulate_into_main_grad=True,
-        skip_zero_tiles=skip,
-        ratio_mode=ratio,
-    )
-    loss.backward()
+    options = {"accumulate_into_main_grad": True, "skip_zero_tiles": skip, "ratio_mode": ratio}
+    fused_linear_ctpo(**{**head.arguments(), "weight": weight, "hidden": hidden}, **options)[0].backward()
     return hidden.grad, weight.main_grad
 
 
@@ -225,24 +217,10 @@ def test_one_sweep_multiplies_each_row_once_and_two_phases_twice() -> None:
     assert rows_of(head, chunk_size=32, ratio_mode="sequence") == (200, 100, 100)
 
 
-class _Copies(TorchDispatchMode):
-    """Where copies go, by the address of the memory that is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.overloadpacket.__name__ == "copy_":
-            self.into[args[0].untyped_storage().data_ptr()] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_log_probs_of_a_chunk_are_copied_once() -> None:
-    copies = _Copies()
-    with copies:
+    with Watch() as watch:
         found = sweep(tiled([100], [1.0]), chunk_size=32)
-    assert copies.into[found.log_probs.untyped_storage().data_ptr()] == 4
+    assert watch.copies_into[found.log_probs.untyped_storage().data_ptr()] == 4
 
 
 class _Wide(TorchDispatchMode):
