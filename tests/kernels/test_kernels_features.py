@@ -174,28 +174,6 @@ def test_padded_log_probs(backend: str) -> None:
     assert same_bits(gradients[0][0], gradients[1][0].view(3, 8))
 
 
-def test_a_penalty_on_the_distance_to_a_reference(backend: str) -> None:
-    """As the README says: of `linear_log_probs`, which is differentiable, with the loss of the same log-probs."""
-    head = random_head(8, [9, 14, 3], width=6, vocab=13)
-    batch = {name: v.nan_to_num(-1.0) if v.is_floating_point() else v for name, v in head.batch.items()}
-    labels, mask, reference = head.labels.clamp(min=0), batch["response_mask"], torch.randn(26) * 0.1 - 2.5
-
-    def penalty(log_probs: Tensor) -> Tensor:  # the k3 estimator
-        away = reference.to(log_probs.dtype) - log_probs
-        return 0.1 * ((away.exp() - away - 1) * mask).sum()
-
-    operands = head.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()
-    log_probs: Any = linear_log_probs(*operands, labels, mask=mask, chunk_size=8)
-    (ctpo_loss(log_probs, **batch)[0] + penalty(log_probs)).backward()
-    exact_operands = head.hidden.double().requires_grad_(), head.weight.double().requires_grad_()
-    double_log_probs, _ = exact_log_probs(exact_operands[0] @ exact_operands[1].T, labels)
-    double = {name: v.double() if v.is_floating_point() else v for name, v in batch.items()}
-    with use_backend("torch"):
-        (ctpo_loss(double_log_probs, **double)[0] + penalty(double_log_probs)).backward()
-    for operand, expected in zip(operands, exact_operands, strict=True):
-        assert distance(operand.grad, expected.grad) <= TOLERANCE
-
-
 def test_refusals() -> None:
     head, shaped = padded(7)
     arguments = {**head.arguments(), **shaped}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctpo_kernels import linear_log_probs, rows_torch, vocab_parallel_log_probs
+from ctpo_kernels import rows_torch, vocab_parallel_log_probs
 from ctpo_kernels.rows_torch import Shard
 from tests.kernels.heads import Watch
 from tests.kernels.packings import distance, same_bits
@@ -74,12 +74,6 @@ def test_given_logits(backend: str, n: int, columns: int, vocab: int, temperatur
     assert not given.grad[:, vocab:].any()
     assert entropy.requires_grad
     assert torch.equal(given.detach(), logits)
-
-
-def test_far_shifted_rows_at_another_temperature(backend: str) -> None:
-    logits, labels, _ = made_up(60, 100, 100)
-    log_probs = vocab_parallel_log_probs(logits, labels, None, 0.7)
-    assert absolute(log_probs, log_probs_reference(logits, labels, 0.7).log_probs) <= LOG_PROB
 
 
 def test_float64_logits_in_the_twin() -> None:
@@ -234,38 +228,6 @@ def test_no_rows(backend: str) -> None:
     log_probs.sum().backward()
     assert log_probs.shape == (0,)
     assert logits.grad.shape == (0, 8)
-
-
-@pairwise({"dtype": [torch.float32, torch.float64], "chunk": [1, 7, 23, 100, None], "masked": [False, True]})
-def test_hidden_states(dtype: torch.dtype, chunk: int | None, masked: bool) -> None:
-    check_hidden_states(dtype, chunk, masked)
-
-
-@pytest.mark.parametrize(("chunk", "masked"), [(7, True), (None, False)])
-def test_hidden_states_interpreted(interpreter: None, chunk: int | None, masked: bool) -> None:
-    check_hidden_states(torch.float32, chunk, masked)
-
-
-def check_hidden_states(dtype: torch.dtype, chunk: int | None, masked: bool) -> None:
-    """linear_log_probs in chunks that do and do not divide the rows, against the reference on the whole logits."""
-    exact = dtype == torch.float64
-    hidden, weight = torch.randn(23, 9, dtype=dtype), torch.randn(31, 9, dtype=dtype)
-    labels, g = torch.randint(0, 29, (23,)), torch.randn(23)
-    labels[5] = -100
-    mask = torch.rand(23) < 0.6 if masked else None
-    given = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    log_probs, entropy = linear_log_probs(*given, labels, None, False, 0.8, True, chunk, vocab_size=29, mask=mask)
-    log_probs.backward(g.to(log_probs.dtype))
-    logits = hidden.double() @ weight.double().T
-    kept = torch.ones(23, dtype=torch.bool) if mask is None else mask
-    expected = log_probs_reference(logits, labels, 0.8, 29, torch.where(kept, g, 0.0).double())
-    dz, tolerance = expected.d_logits, 1e-12 if exact else LOG_PROB
-    assert absolute(log_probs.detach()[kept], expected.log_probs[kept]) <= tolerance
-    assert absolute(entropy.detach()[kept], expected.entropy[kept]) <= tolerance
-    assert not log_probs[~kept].any()
-    assert distance(given[0].grad, dz @ weight.double()) <= (1e-12 if exact else GRADIENT)
-    assert distance(given[1].grad, dz.T @ hidden.double()) <= (1e-12 if exact else GRADIENT)
-    assert not given[0].grad[~kept].any()
 
 
 def test_company_of_other_rows_leaves_the_bits(backend: str) -> None:

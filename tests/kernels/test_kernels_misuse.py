@@ -121,21 +121,6 @@ def test_head_arguments(case: tuple[dict[str, Any], type[Exception], str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"ratio_mode": "x"}, ValueError, "ratio_mode"),
-        ({"advantages": torch.ones(5)}, ValueError, "advantages has shape"),
-        ({"response_mask": torch.ones(5)}, ValueError, "response_mask has shape"),
-        ({"old_log_probs": torch.ones(N, device="meta")}, ValueError, "old_log_probs is on meta"),
-        ({"cu_seqlens": torch.tensor([0, 99])}, ValueError, "cu_seqlens must rise"),
-    ],
-)
-def test_loss_arguments_of_the_head(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        fused_linear_ctpo(**{**random_head(1, [20, 10, 6]).arguments(), **changes})
-
-
-@pytest.mark.parametrize(
     ("logits", "labels", "error", "message"),
     [
         (torch.zeros(4), torch.zeros(4, dtype=torch.int64), ValueError, r"logits must be floating-point \[N, V\]"),
