@@ -94,13 +94,15 @@ def eager(head: Head, **keywords: Any) -> Swept:
     return Swept(loss.detach(), log_probs, hidden.grad, weight.grad, stats)
 
 
-def sweep(head: Head, **keywords: Any) -> Swept:
-    """`fused_linear_ctpo` forward and backward."""
+def sweep(head: Head, call: Any = fused_linear_ctpo, **keywords: Any) -> Swept:
+    """`fused_linear_ctpo` forward and backward; d_weight is `main_grad` where it goes there."""
     hidden, weight = head.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()
+    if into_main_grad := keywords.get("accumulate_into_main_grad"):
+        weight.main_grad = torch.zeros(weight.shape)
     arguments = {**head.arguments(), "hidden": hidden, "weight": weight}
-    loss, stats, log_probs = fused_linear_ctpo(**arguments, **keywords)
+    loss, stats, log_probs = call(**arguments, **keywords)
     loss.backward()
-    return Swept(loss.detach(), log_probs, hidden.grad, weight.grad, stats)
+    return Swept(loss.detach(), log_probs, hidden.grad, weight.main_grad if into_main_grad else weight.grad, stats)
 
 
 @dataclass
