@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.cli import main
 from ctpo_megatron.config import Config
 from ctpo_megatron.preflight import RunContext
 from ctpo_megatron.preflight.configuration import check_training
@@ -77,15 +75,3 @@ def test_other_files_of_the_same_folder_are_held_out(config_with: Make, tmp_path
         (tmp_path / name).touch()
     texts = found(config_with("data.train=['tr*.jsonl']", "data.eval=['te*.jsonl', test.jsonl]"))
     assert not [text for text in texts if text.startswith("warning: data.eval")]
-
-
-def test_the_dry_run_counts_the_prompts(config_with: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pq.write_table(pq.read_table("data/train.parquet").slice(0, 5), tmp_path / "five.parquet")
-    command = ["train", "base.yaml", "--dry-run", "data.train=[five.parquet]"]
-    assert main([*command, "rollout.prompts_per_step=64"]) == 0
-    assert (
-        "warning: command line: rollout.prompts_per_step = 64: is more than the 5 prompts of data.train: "
-        "a prompt is in a batch up to 13 times, each a group of its own with other seeds; lower it, or give more data"
-    ) in capsys.readouterr().err
-    assert main([*command, "rollout.prompts_per_step=4"]) == 0
-    assert "prompts of data.train" not in capsys.readouterr().err

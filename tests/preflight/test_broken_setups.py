@@ -269,7 +269,11 @@ REFUSED = [
 DOUBTED = [
     *overrides(
         ("rollout.engine.dtype=bfloat16 policy.dtype=float32", "rollout.engine.dtype", "policy.dtype"),
-        ("rollout.prompts_per_step=32", "= 32: is more than the 20 prompts", "lower it, or give more data"),
+        (
+            "rollout.prompts_per_step=32",
+            "= 32: is more than the 20 prompts of data.train: a prompt is in a batch up to 2 times, each a group of",
+            "its own with other seeds; lower it, or give more data",
+        ),
         ("sandbox.url=http://127.0.0.1:9", "the first call was not tried", "start it before the run"),
         ("rollout.max_response_tokens=20", "already end with 'length'", "raise max_response_tokens"),
         ("rollout.max_turns=1", "the tools (python) are offered and can never", "raise it, or set rollout.tools: []"),

@@ -119,6 +119,7 @@ PROCESSES = _attacks(
         "clone3": f"{_RAW}a = (ctypes.c_uint64 * 11)(0, 0, 0, 0, 17)\nassert libc.syscall(435, a, 88) >= 0",
         "vfork by number": _system_call(58),
         "new session": "import os; os.setsid()",
+        "a limit of its own": "import resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0))",
         "clone with every set of flags": _CLONES,
         "a table of descriptors by close_range": _system_call(436, "900", "901", "2"),
     },

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,6 +21,7 @@ from ctpo_sandbox import ExecutionResult, Limits, SandboxClient, SandboxServer, 
 from tests.support.deadlines import scaled
 
 Runner = Callable[..., ExecutionResult]
+SANDBOX = Path(__file__).parents[2] / "sandbox"
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -109,6 +112,13 @@ def announced(file: Path, server: subprocess.Popen[bytes]) -> str:
 
     wait_until(up, "the server to come up", scaled(60))
     return file.read_text().strip()
+
+
+def ended_server(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A server that does not start, run as a command."""
+    environment = {**os.environ, "PYTHONPATH": str(SANDBOX)} | variables
+    command = [sys.executable, "-m", "ctpo_sandbox.server", "--port", "0", *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled(60), check=False)
 
 
 def wait_until(condition: Callable[[], Any], awaited: str, timeout_s: float = scaled(15)) -> Any:

@@ -130,7 +130,7 @@ def test_attack(target: Target, attack: Attack) -> None:
     reply = target.run(attack.code, SHORT_S if attack.timeout else scaled(8))
     assert reply["status"] == ("timeout" if attack.timeout else "runtime_error"), reply
     assert ESCAPED not in reply["run_result"]["stdout"]
-    assert len(reply["run_result"]["stdout"]) < 1_001_000
+    assert all(len(reply["run_result"][stream]) < 1_001_000 for stream in ("stdout", "stderr"))
     target.assert_well()
 
 

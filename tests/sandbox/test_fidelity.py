@@ -57,6 +57,7 @@ def test_printing_beyond_the_limit_is_cut_and_no_error(execute: Runner) -> None:
     result = execute("for i in range(1_200_000): print('1234567890')\nimport sys; print('end', file=sys.stderr)")
     assert (result.status, result.stderr) == ("success", "end\n")
     assert result.stdout.endswith("[output cut: the first 1000000 of 8388608 bytes]\n")
+    assert "[output cut: the first 1000000 of" in execute("import os\nwhile True: os.write(2, b'x' * 10**6)").stderr
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from ctpo_sandbox import SandboxServer
-from tests.sandbox.conftest import announced, wait_until
+from tests.sandbox.conftest import SANDBOX, announced, wait_until
 from tests.sandbox.sandbox_http import HTTP
 from tests.support.deadlines import scaled
 
@@ -44,7 +44,7 @@ class _Server:
         command = [sys.executable, "-c", HURRIED, *OPTIONS, "--announce", str(announce)]
         self.process = subprocess.Popen(
             ["sh", "-c", f'ulimit -Sn {FEW_FILES}; exec "$@"', "sh", *command],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "sandbox"), **settings},
+            env={**os.environ, "PYTHONPATH": str(SANDBOX), **settings},
         )
         self.url = announced(announce, self.process)
 

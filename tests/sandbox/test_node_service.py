@@ -20,10 +20,9 @@ from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.config import load_config
 from ctpo_sandbox import SandboxClient
 from ctpo_sandbox.variables import node_url
-from tests.sandbox.conftest import wait_until
+from tests.sandbox.conftest import ended_server, wait_until
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
-from tests.support.prefork import ROOT
 
 
 def _free_port() -> int:
@@ -66,11 +65,7 @@ def test_a_supervised_server_is_started_again_at_its_address_and_ends_with_its_s
 
 def test_a_server_that_cannot_start_is_not_started_again(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [sys.executable, "-m", "ctpo_sandbox.server", "--supervise", "--port", str(taken.getsockname()[1])]
-        path = os.pathsep.join(sys.path)
-        ended = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=scaled(60)
-        )  # fmt: skip
+        ended = ended_server("--supervise", "--port", str(taken.getsockname()[1]))
     assert ended.returncode == 1
     assert ended.stderr.count("did not start") == 1 and "in use" in ended.stderr
 
@@ -112,8 +107,6 @@ def test_a_node_program_takes_the_sandbox_that_its_node_has(tmp_path: Path, monk
 def test_a_server_whose_parent_has_ended_does_not_start() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    command = [sys.executable, "-m", "ctpo_sandbox.server", "--port", "0", "--tiers", "stdlib"]
-    command += ["--parent-pid", str(gone.pid)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), cwd=ROOT / "sandbox")
+    done = ended_server("--tiers", "stdlib", "--parent-pid", str(gone.pid))
     said = f"ctpo sandbox did not start: parent process {gone.pid} (--parent-pid) has ended\n"
     assert (done.returncode, done.stderr) == (1, said)

@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy
 import pytest
 
-from tests.sandbox.conftest import announced
+from tests.sandbox.conftest import SANDBOX, announced
 from tests.sandbox.sandbox_http import HTTP, health
 from tests.support.deadlines import scaled
 
 LEVEL = "namespaces-root" if os.geteuid() == 0 else "namespaces-user"
-SANDBOX = Path(__file__).parents[2] / "sandbox"
 
 
 def test_a_box_without_its_packages_is_refused_and_says_where_they_belong(sandbox_server, tmp_path: Path) -> None:
