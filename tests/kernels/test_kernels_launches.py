@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import ctpo_kernels as ck
-from tests.kernels import harness
 from tests.kernels.heads import Watch
 from tests.support.pairwise import pairwise
 
@@ -55,31 +54,6 @@ def test_three_launches_or_four_and_nothing_else(
         assert len(launches) == (4 if mode == "token-mean" and not count_given else 3)
         extra = [name for name in operations.names if not any(free in name for free in FREE) and name not in CHECKS]
         assert extra == []
-
-
-@pytest.mark.parametrize("segments", [5, 40])
-def test_counting_loss_tokens_reads_every_mask_and_every_span_once(
-    interpreter: None, monkeypatch: pytest.MonkeyPatch, segments: int
-) -> None:
-    """Of sequences of one span each, which need nothing of the first pass if the count is given."""
-    n = 2 * segments
-    loaded = []
-    for counts in ({"batch_num_tokens": n}, {}):
-        total = 0
-
-        def add(accesses: harness.Accesses, tensors: list[torch.Tensor]) -> list[str]:
-            nonlocal total
-            _, size, _, store = accesses.flat()
-            total += int(size[~store].sum())
-            return []
-
-        monkeypatch.setattr(harness, "_problems", add)
-        tokens = (torch.zeros(n), None, torch.ones(n, dtype=torch.bool), torch.ones(segments))
-        ck.ctpo_loss(*tokens, torch.arange(0, n + 1, 2), loss_agg_mode="token-mean", **counts)
-        loaded.append(total)
-    given, counted = loaded
-    result = 4  # bytes of the inverse, which every program reads
-    assert counted - given == n + (8 + result) * segments
 
 
 def test_a_table_of_powers_is_made_on_its_device_and_not_kept(interpreter: None) -> None:

@@ -76,17 +76,6 @@ def test_given_logits(backend: str, n: int, columns: int, vocab: int, temperatur
     assert torch.equal(given.detach(), logits)
 
 
-def test_float64_logits_in_the_twin() -> None:
-    logits, labels, g = made_up(20, 40, 33, torch.float64)
-    given = logits.clone().requires_grad_()
-    log_probs, entropy = vocab_parallel_log_probs(given, labels, None, 0.7, True, vocab_size=33)
-    log_probs.backward(g.double())
-    expected = log_probs_reference(logits, labels, 0.7, 33, g)
-    assert absolute(log_probs.detach(), expected.log_probs) <= 1e-12
-    assert absolute(entropy, expected.entropy) <= 1e-12
-    assert distance(given.grad, expected.d_logits) <= 1e-12
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_logits_are_computed_in_float32(backend: str, dtype: torch.dtype) -> None:
     logits, labels, g = made_up(20, 40, 33)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ctpo_kernels import chunk_rows, linear_log_probs, use_backend
+from ctpo_kernels import linear_log_probs, use_backend
 from ctpo_kernels.linear_head import HeadOptions, LinearHead
-from ctpo_kernels.tiles import TILE, active_runs
+from ctpo_kernels.tiles import TILE
 from tests.kernels.heads import Head, Watch, eager, random_head, sweep, watched
 from tests.kernels.packings import boundaries, same_bits
 
@@ -119,33 +119,6 @@ def test_clipped_tiles_of_two_phases_are_known_before_the_second() -> None:
     assert rows_of(head, ratio_mode="sequence", chunk_size=TILE) == (7 * TILE, 3 * TILE, 3 * TILE)
 
 
-@pytest.mark.parametrize(
-    ("nonzero", "length", "expected"),
-    [
-        ([], 300, []),
-        ([0], 300, [(0, 128)]),
-        ([127, 128], 300, [(0, 256)]),
-        ([299], 300, [(256, 300)]),
-        ([5, 260], 300, [(0, 128), (256, 300)]),
-        ([0], 1, [(0, 1)]),
-    ],
-)
-def test_active_runs(nonzero: list[int], length: int, expected: list[tuple[int, int]]) -> None:
-    g = torch.zeros(length)
-    for number, index in enumerate(nonzero):
-        g[index] = torch.nan if number else -1.0
-    assert active_runs(g, length) == [expected]
-
-
-def test_active_runs_of_all_chunks() -> None:
-    """Tiles begin anew with each chunk, whose last one is shorter."""
-    g = torch.zeros(650)
-    g[[0, 199, 430, 649]] = 1.0
-    assert active_runs(g, 200) == [[(0, 200)], [], [(0, 128)], [(0, 50)]]
-    assert active_runs(g[:600], 200) == [[(0, 200)], [], [(0, 128)]]
-    assert active_runs(g[:0], 200) == []
-
-
 def test_nan_gradient_is_not_skipped() -> None:
     head = tiled([TILE, TILE], [0.0, 0.0])
     old = eager(head).log_probs
@@ -168,16 +141,6 @@ def test_no_tensor_of_all_logits_exists(ratio: str) -> None:
     labels = head.labels.clamp(min=0)
     alone = watched(lambda: linear_log_probs(hidden, weight, labels, chunk_size=chunk).sum().backward()).largest
     assert alone <= max(chunk * vocab, vocab * WIDTH, n * WIDTH)
-
-
-def test_rows_at_a_time_follow_the_free_memory() -> None:
-    """At most a quarter of it, in steps of two: 4096 rows of a vocabulary of 152k where it allows."""
-    gib = 1 << 30
-    assert [chunk_rows(151936, free * gib) for free in (80, 9.6, 9.4, 4.8, 4.7, 2, 0, -3)] == [
-        *(4096, 4096, 2048, 2048, 1024, 512, 512, 512)
-    ]
-    assert chunk_rows(18992, 80 * gib) == 262 * TILE  # one shard of eight
-    assert chunk_rows(10**8, 0) == TILE
 
 
 def test_memory_that_is_free_changes_no_bits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,17 +58,3 @@ def test_printing_beyond_the_limit_is_cut_and_no_error(execute: Runner) -> None:
     assert (result.status, result.stderr) == ("success", "end\n")
     assert result.stdout.endswith("[output cut: the first 1000000 of 8388608 bytes]\n")
     assert "[output cut: the first 1000000 of" in execute("import os\nwhile True: os.write(2, b'x' * 10**6)").stderr
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import multiprocessing as m; m.Pool(2).map(abs, [1])",
-        "from concurrent.futures import ProcessPoolExecutor as P\nwith P(2) as p: print(list(p.map(abs, [1])))",
-        "import os; os.fork()",
-    ],
-)
-def test_several_processes_are_refused_in_words(execute: Runner, code: str) -> None:
-    result = execute(code)
-    assert result.status == "runtime_error"
-    assert "one process per run: use threads" in result.stderr.splitlines()[-1]
