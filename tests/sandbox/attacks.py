@@ -143,6 +143,8 @@ SIGNALS = _attacks(
         "priority of the parent": "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
         "cores of the parent": "import os; os.sched_setaffinity(os.getppid(), {0})",
         "survive the parent": _system_call(157, "1", "0"),
+        "survive the parent, upper half set": _system_call(157, "ctypes.c_uint64(1 << 32 | 1)", "0"),
+        "signal of a file, upper half set": _system_call(72, "0", "ctypes.c_uint64(1 << 32 | 10)", "9"),
     },
 )
 
@@ -168,7 +170,8 @@ NETWORK = _attacks(
             "import asyncio\nasync def f(): assert (await asyncio.start_server(print, '127.0.0.1', 0)).sockets\n"
             "asyncio.run(f())"
         ),
-        "socket by number, upper half set": f"{_RAW}assert libc.syscall(41, ctypes.c_uint64(1 << 32 | 2), 1, 0) >= 0",
+        "socket by number, upper half set": _system_call(41, "ctypes.c_uint64(1 << 32 | 2)", "1", "0"),
+        "pair of sockets, upper half set": _system_call(53, "ctypes.c_uint64(1 << 32 | 2)", "1", "0", "0"),
     },
 )
 
