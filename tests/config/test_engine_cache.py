@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ctpo_megatron.config import Config, CpuCache, free_memory
-from tests.config.model import SPEC
+from tests.config.model import SPEC as SMALL
 
+SPEC = replace(SMALL, num_layers=4)
 EACH = 2 * SPEC.num_layers * SPEC.num_key_value_heads * SPEC.head_dim * 4
 MIB = 2**20
 
