@@ -38,18 +38,19 @@ def test_layout_arithmetic(config_with: Make) -> None:
 @pytest.mark.parametrize(
     ("overrides", "world_size", "expected"),
     [
-        (["policy.expert_model_parallel_size=3"], 3, "does not divide the model's 8 experts"),
-        (["policy.expert_model_parallel_size=4"], 2, "does not divide the 2 data x context parallel ranks"),
-        (["policy.tensor_model_parallel_size=2"], 2, "policy.sequence_parallel = false: is needed by experts"),
+        ("expert_model_parallel_size=3", 3, "does not divide the model's 8 experts"),
+        ("expert_model_parallel_size=4", 2, "does not divide the 2 data x context parallel ranks"),
+        ("tensor_model_parallel_size=2", 2, "policy.sequence_parallel = false: is needed by experts"),
         (
-            ["policy.pipeline_model_parallel_size=2", "policy.virtual_pipeline_model_parallel_size=4"],
+            "pipeline_model_parallel_size=2 virtual_pipeline_model_parallel_size=4",
             2,
             "= 4: x pipeline_model_parallel_size 2 does not divide the model's 4 layers",
         ),
     ],
 )
-def test_layouts_of_experts_and_chunks(config_with: Make, overrides: list[str], world_size: int, expected: str) -> None:
-    assert any(expected in problem for problem in found(config_with(*overrides), world_size, MOE))
+def test_layouts_of_experts_and_chunks(config_with: Make, overrides: str, world_size: int, expected: str) -> None:
+    config = config_with(*(f"policy.{override}" for override in overrides.split()))
+    assert any(expected in problem for problem in found(config, world_size, MOE))
 
 
 def test_good_layouts_of_experts_and_chunks(config_with: Make) -> None:
@@ -58,31 +59,31 @@ def test_good_layouts_of_experts_and_chunks(config_with: Make) -> None:
     assert found(config_with(*pipeline, *experts, "policy.router_replay=true"), 4, MOE) == []
 
 
+REPLAY = "policy.router_replay=true"
+NO_CACHE, ROUTED = "extra={enable_prefix_caching: false}", "extra={enable_return_routed_experts: true}"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "cuda", "expected"),
+    ("engine", "cuda", "expected"),
     [
-        ([], False, "warning: policy.router_replay = false: is off, and the model is a mixture of experts"),
-        (["policy.router_replay=true", "rollout.engine.tensor_parallel_size=2"], False, "needs engines of one worker"),
-        (["policy.router_replay=true"], True, 'rollout.engine.model_runner = "v1": reports no experts'),
+        (["tensor_parallel_size=2"], False, "needs engines of one worker"),
+        ([], True, 'rollout.engine.model_runner = "v1": reports no experts'),
         (
-            [
-                "policy.router_replay=true",
-                "rollout.engine.model_runner=v2",
-                "rollout.engine.extra={enable_prefix_caching: false}",
-            ],
+            ["model_runner=v2", NO_CACHE],
             True,
-            "rollout.engine.extra.enable_prefix_caching = false: must stay on with policy.router_replay",
+            "extra.enable_prefix_caching = false: must stay on with policy.router_rep",
         ),
-        (
-            ["policy.router_replay=true", "rollout.engine.extra={enable_return_routed_experts: true}"],
-            False,
-            "rollout.engine.extra.enable_return_routed_experts = true: is set elsewhere; use policy.router_replay",
-        ),
+        ([ROUTED], False, "extra.enable_return_routed_experts = true: is set elsewhere; use policy.router_replay"),
     ],
 )
-def test_replay_of_experts(config_with: Make, overrides: list[str], cuda: bool, expected: str) -> None:
-    (text,) = found(config_with(*overrides), spec=MOE, cuda=cuda)
+def test_replay_of_experts(config_with: Make, engine: list[str], cuda: bool, expected: str) -> None:
+    (text,) = found(config_with(REPLAY, *(f"rollout.engine.{key}" for key in engine)), spec=MOE, cuda=cuda)
     assert expected in text
+
+
+def test_training_experts_without_replay_is_warned_of(config_with: Make) -> None:
+    (text,) = found(config_with(), spec=MOE)
+    assert "warning: policy.router_replay = false: is off, and the model is a mixture of experts" in text
 
 
 def test_replay_of_experts_fits_the_model(config_with: Make) -> None:
@@ -106,29 +107,26 @@ def test_modules_of_dense_layers_are_not_those_of_experts(config_with: Make) -> 
     assert "layernorm and moe_act need Transformer Engine's layers" in text
 
 
+BFLOAT16 = ("policy.dtype=bfloat16", "rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null")
+
+
 @pytest.mark.parametrize(
-    ("overrides", "why", "held", "fix"),
+    ("overrides", "said"),
     [
         # 120 x 240 entries of a boolean and a float32 mask; keys and values of 240 tokens, 4 heads of 32, in float32
-        ([], "policy.dtype: float32", "0.1 MiB for a sequence of 240 tokens", "0.2 MiB: not in the memory plan"),
-        (["policy.dtype=bfloat16", "policy.layer_spec=local"], "policy.layer_spec: local", "0.1 MiB", "0.1 MiB: not"),
-        (
-            ["policy.dtype=bfloat16"],
-            "it is not installed here",
-            "0.1 MiB",
-            "install it (docs/install_cuda.md), or split",
-        ),
+        ((), ["(policy.dtype: float32)", "0.1 MiB for a sequence of 240 tokens", "0.2 MiB: not in the memory plan"]),
+        ((*BFLOAT16, "policy.layer_spec=local"), ["(policy.layer_spec: local)", "0.1 MiB: not"]),
+        (BFLOAT16, ["(it is not installed here)", "0.1 MiB", "install it (docs/install_cuda.md), or split"]),
     ],
 )
 def test_context_parallelism_in_local_layers_says_what_it_holds(
-    config_with: Make, overrides: list[str], why: str, held: str, fix: str, monkeypatch: pytest.MonkeyPatch
+    config_with: Make, overrides: tuple[str, ...], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(configuration, "te_trouble", lambda: Trouble("not whole", "mend it"))
-    engine = ["rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"] if overrides else []
-    config = config_with(*overrides, *engine, "policy.context_parallel_size=2")
+    config = config_with(*overrides, "policy.context_parallel_size=2")
     (text,) = found(config, 2, cuda=True)
     assert text.startswith("warning: policy.context_parallel_size = 2: without Transformer Engine's layers")
-    assert all(part in text for part in (f"({why})", held, fix)), text
+    assert all(part in text for part in said), text
     assert found(config, 2) == []  # a CPU has no other layers
 
 
@@ -137,6 +135,4 @@ def test_context_parallelism_in_layers_of_transformer_engine_says_nothing(
 ) -> None:
     monkeypatch.setattr(configuration, "te_trouble", lambda: None)
     monkeypatch.setattr(configuration, "is_installed", lambda name: True)
-    engine = ["rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"]
-    config = config_with(*engine, "policy.dtype=bfloat16", "policy.context_parallel_size=2")
-    assert found(config, 2, cuda=True) == []
+    assert found(config_with(*BFLOAT16, "policy.context_parallel_size=2"), 2, cuda=True) == []

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ctpo_megatron.config import PolicyConfig, Split, head_chunk_rows, layer_activations, stage_memory
-from ctpo_megatron.config.memory import GIB, USABLE, in_flight, memory, model_parameters, peak_memory, stage_parameters
+from ctpo_megatron.config import PolicyConfig, Split, layer_activations, stage_memory
+from ctpo_megatron.config.memory import in_flight, memory, model_parameters, peak_memory, stage_parameters
 from ctpo_megatron.preflight import memory_table
 from docs.site.sizing import MODELS, SIZINGS
 
@@ -112,33 +112,6 @@ def test_streaming_head_does_not_grow_with_the_vocabulary() -> None:
     assert streaming < 2.1 * 2**30 < logits == 2 * 16384 * 5120 * 2 + 16384 * 151936 * 8
 
 
-def test_chunks_of_the_head_follow_the_memory_that_the_plan_leaves_free() -> None:
-    """At most a quarter of it is logits; a pinned number of rows stays."""
-    spec, split = MODELS["Qwen3-4B"], replace(ROW, data=8, distributed_optimizer=True, recompute=("full",))
-    rows = [head_chunk_rows(spec, split, gib * GIB) for gib in (24, 41, 43, 48, 80, 141)]
-    assert rows == [512, 512, 1024, 2048, 4096, 4096]
-    for gib, chosen in zip((43, 48, 80), rows[2:], strict=False):
-        held = stage_memory(spec, replace(split, head_chunk_tokens=chosen), 0).total
-        assert held <= USABLE * gib * GIB
-    assert head_chunk_rows(spec, replace(split, head_chunk_tokens=300), 80 * GIB) == 300
-    pinned, default = (stage_memory(spec, replace(split, head_chunk_tokens=n), 0).head for n in (1024, 2048))
-    assert default - pinned == 1024 * 4 * 151936
-    assert default == stage_memory(spec, split, 0).head
-
-
-def test_the_allocator_keeps_two_blocks_of_logits_and_a_tenth_of_the_activations() -> None:
-    """Of Qwen3-4B: 2,048 rows of 151,936 float32 numbers are a chunk; without the streaming head all 16,384 are."""
-    spec = MODELS["Qwen3-4B"]
-    for streaming, rows in ((True, 2048), (False, 16384)):
-        found = stage_memory(spec, replace(ROW, streaming_head=streaming), 0)
-        assert found.kept == 2 * rows * 151936 * 4 + found.activations // 10
-        assert found.total - found.kept == sum(
-            (found.weights, found.gradients, found.optimizer, found.activations, found.head)
-        )
-    first, last = memory(spec, replace(ROW, pipeline=2))
-    assert first.kept == first.activations // 10 and last.kept > 2 * 2048 * 151936 * 4
-
-
 def test_local_layers_keep_copies() -> None:
     """Of Qwen3-4B: attention's output in order; with norms of q and k also q and v, of which rows are gathered."""
     spec = MODELS["Qwen3-4B"]
@@ -189,11 +162,3 @@ def test_table_rows_add_up() -> None:
     assert rows[0][2] == "4,022,468,096 parameters x 2 B"
     assert sizes[6] == pytest.approx(sum(sizes[:6]), abs=0.3)
     assert sizes[7] == pytest.approx(sum(sizes[:3]), abs=0.2)
-
-
-def test_the_table_says_what_is_too_much_for_a_gpu() -> None:
-    split = replace(ROW, data=8)
-    notes = {what: note for what, _, note in memory_table(MODELS["Qwen3-4B"], split)}
-    assert notes["total"].startswith("TOO MUCH for a GPU of 80 GiB; pipeline stage 0")
-    fitting = memory_table(MODELS["Qwen3-4B"], replace(split, distributed_optimizer=True, recompute=("full",)))
-    assert not any("TOO MUCH" in note for _, _, note in fitting)

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ctpo_megatron.config import Config, CpuCache, free_memory
-from ctpo_megatron.models import FAMILIES, ModelSpec
+from tests.config.model import SPEC as SMALL
 
-SPEC = ModelSpec(
-    family=FAMILIES["Qwen3ForCausalLM"],
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    intermediate_size=128,
-    max_position_embeddings=4096,
-    vocab_size=256,
-)
-EACH = 2 * 4 * 2 * 32 * 4
+SPEC = replace(SMALL, num_layers=4)
+EACH = 2 * SPEC.num_layers * SPEC.num_key_value_heads * SPEC.head_dim * 4
 MIB = 2**20
 
 

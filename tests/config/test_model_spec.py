@@ -71,12 +71,9 @@ def test_spec_of_the_other_families(tmp_path: Path) -> None:
     assert (mistral.num_key_value_heads, mistral.head_dim, mistral.qk_norm) == (8, 80, False)
     llama = read_spec(write_model(tmp_path, architectures=["LlamaForCausalLM"], rope_scaling=LLAMA3))
     assert (llama.qkv_bias, llama.rope_scaling) == (False, LLAMA3)
-    linear = {"type": "linear", "factor": 2.0}
-    hidden = {"rope_type": "default", "rope_theta": 5.0}
-    for spec in (
-        read_spec(write_model(tmp_path, rope_scaling=linear)),
-        read_spec(write_model(tmp_path, rope_scaling=linear, rope_parameters=hidden)),
-    ):
+    linear = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    for hidden in ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}):
+        spec = read_spec(write_model(tmp_path, **linear, **hidden))
         assert (spec.rope_scaling, spec.rope_theta) == ({"rope_type": "linear", "factor": 2.0}, 1e6)
 
 
@@ -85,14 +82,11 @@ def test_spec_of_the_other_families(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["Gemma3ForCausalLM"]},
-            "architecture Gemma3ForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3Moe",
+            "Gemma3ForCausalLM is not supported; supported: Qwen2ForCausalLM, Q",
         ),
         ({"architectures": {"0": "Qwen3ForCausalLM"}}, "architecture None is not supported"),
         ({"architectures": [["Qwen3ForCausalLM"]]}, "architecture ['Qwen3ForCausalLM'] is not supported"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope type 'yarn' is not supported; supported",
-        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported; supported"),
         (
             # transformers 5 drops `rope_parameters` for this
             {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
@@ -104,10 +98,7 @@ def test_spec_of_the_other_families(tmp_path: Path) -> None:
             "llama3 rope scaling with {'original_max_position_embeddings': 4096}",
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "default rotary embedding with {'full_attent"),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1}},
-            "linear rotary embedding with {'mscale': 1}",
-        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1}}, "rotary embedding with {'mscale': 1}"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25 is not supported"),
         ({"rope_parameters": [1]}, "rope_parameters [1] is no JSON object"),
@@ -130,6 +121,9 @@ def test_spec_of_the_other_families(tmp_path: Path) -> None:
         (MISTRAL | {"sliding_window": "drop"}, "sliding-window attention is not supported"),  # transformers' default
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
+        (A3B | {"num_experts_per_tok": 129}, "num_experts_per_tok 129 is more than its 128 experts"),
+        (A3B | {"num_experts_per_tok": 1}, "norm_topk_prob with one expert per token gives the router no gradient"),
+        (A3B | {"num_experts": "128"}, "gives no num_experts"),
     ],
 )
 def test_unsupported_models(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
@@ -140,56 +134,34 @@ def test_unsupported_models(tmp_path: Path, changes: dict[str, Any], expected: s
 
 
 def test_missing_model(config_with: Make) -> None:
-    with pytest.raises(ConfigError, match=r'model.path = "nowhere": no such directory; give a directory'):
-        spec_for(config_with("model.path=nowhere"))
-    with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-4B --local-dir"):
-        spec_for(config_with("model.path=Qwen/Qwen3-4B"))
-    with pytest.raises(ConfigError, match=r"; python -m examples.toolmath data/toolmath writes it"):
-        spec_for(config_with("model.path=data/toolmath/model"))
+    for path, said in (
+        ("nowhere", 'model.path = "nowhere": no such directory; give a directory'),
+        ("Qwen/Qwen3-4B", "hf download Qwen/Qwen3-4B --local-dir"),
+        ("data/toolmath/model", "; python -m examples.toolmath data/toolmath writes it"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            spec_for(config_with(f"model.path={path}"))
 
 
 def test_broken_model_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json: No such file"):
         read_spec(tmp_path)
-    (tmp_path / "config.json").write_text("{\n oops")
-    with pytest.raises(ConfigError, match=r"config\.json:2: not valid JSON"):
-        read_spec(tmp_path)
+    for content, said in ((b"{\n oops", ":2: not valid JSON"), (b'{"a": "\xff"}', ": not valid JSON: 'utf-8' codec")):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=f"config.json{said}"):
+            read_spec(tmp_path)
 
 
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(A3B))
-    spec = read_spec(tmp_path)
+    spec = read_spec(write_model(tmp_path, **A3B))
     assert (spec.num_experts, spec.num_experts_per_token, spec.moe_intermediate_size) == (128, 8, 768)
     assert spec.norm_topk_prob and spec.qk_norm
-    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in A3B.items()}
-    (tmp_path / "config.json").write_text(json.dumps(renamed))
-    assert read_spec(tmp_path) == spec
+    assert read_spec(write_model(tmp_path, **A3B | {"num_experts": "drop", "num_local_experts": 128})) == spec
 
 
 def test_experts_that_are_not_supported_are_all_named(tmp_path: Path) -> None:
-    raw = {key: value for key, value in A3B.items() if key not in ("num_experts", "moe_intermediate_size")}
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"mlp_only_layers": [0]}))
+    changes = {"num_experts": "drop", "moe_intermediate_size": "drop", "mlp_only_layers": [0]}
     with pytest.raises(ConfigError, match="3 problems") as caught:
-        read_spec(tmp_path)
+        read_spec(write_model(tmp_path, **A3B | changes))
     for expected in ("gives no num_experts", "gives no moe_intermediate_size", "dense layers among the layers"):
         assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 is more than its 128 experts"),
-        ({"num_experts_per_tok": 1}, "norm_topk_prob with one expert per token gives the router no gradient"),
-        ({"num_experts": "128"}, "gives no num_experts"),
-    ],
-)
-def test_experts_that_cannot_be_routed(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(A3B | changes))
-    with pytest.raises(ConfigError, match=expected):
-        read_spec(tmp_path)
-
-
-def test_a_config_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    (write_model(tmp_path) / "config.json").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ConfigError, match=r"config.json: not valid JSON: 'utf-8' codec"):
-        read_spec(tmp_path)

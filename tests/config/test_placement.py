@@ -51,18 +51,10 @@ def colocated(**change: Any) -> dict[str, Any]:
     return merged({"placement": placed, "policy": {"offload": "all"}}, change)
 
 
-@pytest.mark.parametrize(
-    ("job", "model", "change"),
-    [
-        (Job(4), "Qwen3-4B", {}),  # as README says
-        (Job(8), "Qwen3-4B", colocated()),
-        (Job(4), "Qwen3-14B", PAPER_14B),
-        (Job(8), "Qwen3-14B", colocated(**PAPER_14B)),
-    ],
-    ids=["4B-4+4", "4B-colocated", "14B-4+4", "14B-colocated"],
-)
-def test_the_papers_models_fit_on_a_node_of_eight(job: Job, model: str, change: dict[str, Any]) -> None:
-    config = readme(**change)
+@pytest.mark.parametrize(("model", "change"), [("Qwen3-4B", {}), ("Qwen3-14B", PAPER_14B)])  # 4B: as README says
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_papers_models_fit_on_a_node_of_eight(model: str, change: dict[str, Any], shared: bool) -> None:
+    job, config = (Job(8), readme(**colocated(**change))) if shared else (Job(4), readme(**change))
     assert Placement.of(config, job).gpus == 8
     assert refused(config, job, model) == ""
 
@@ -103,87 +95,55 @@ def test_gpus_of_engines_are_those_of_every_node() -> None:
     assert Placement.of(six, Job(8, 4)).engines == range(4, 7)
 
 
-@pytest.mark.parametrize(
-    ("job", "change", "expected"),
-    [
-        (Job(2), {}, "placement.trainer_gpus = 4: but 2 trainer ranks run here; start 4 ranks a node: torchrun"),
-        (Job(16, 8), {}, "placement.trainer_gpus = 4: but 8 trainer ranks run here"),
-        (Job(8), {}, "placement.trainer_gpus = 4: but 8 trainer ranks run here"),
-        (
-            Job(16, 4),
-            {"cluster": {"nodes": 2}},
-            "cluster.nodes = 2: but 16 trainer ranks, 4 a node, run on other than 2 nodes; "
-            "start torchrun with --nnodes 2",
-        ),
-        (
-            Job(4),
-            {"cluster": {"nodes": 2}},
-            "placement.trainer_gpus = 4: but 4 trainer ranks run on 2 nodes (cluster.nodes)",
-        ),
-        (
-            Job(8, 8),
-            {"cluster": {"nodes": 2}, "placement": {"trainer_gpus": None}},
-            "cluster.nodes = 2: but 8 trainer ranks, 8 a node, run on other than 2 nodes",
-        ),
-        (
-            Job(4),
-            {"placement": {"engine_gpus": None}},
-            'rollout.engines = "auto": needs to know how many GPUs there are',
-        ),
-        (
-            Job(4),
-            {"rollout": {"engine": {"tensor_parallel_size": 8}}},
-            "placement.engine_gpus = 4: cannot be distributed",
-        ),
-        (
-            Job(4),
-            {"rollout": {"engines": 5}},
-            "rollout.engines = 5: x 1 GPUs each do not fit into placement.engine_gpus",
-        ),
-        (Job(4), {"rollout": {"engines": 3}}, "warning: rollout.engines = 3: leaves 1 of placement.engine_gpus (4)"),
-        (
-            Job(8, 4),
-            {"rollout": {"engines": 9}, "cluster": {"nodes": 2}},
-            "rollout.engines = 9: x 1 GPUs each do not fit into placement.engine_gpus (4) x cluster.nodes (2)",
-        ),
-        (
-            Job(8, 4),
-            {"rollout": {"engines": 7}, "cluster": {"nodes": 2}},
-            "leaves 1 of placement.engine_gpus (4) x cluster.nodes (2) without an engine",
-        ),
-        (Job(8), colocated(placement={"engine_gpus": 16}), "engines need 16 GPUs, and the trainer has 8 to share"),
-        (
-            Job(4, 4, 4),
-            {},
-            "needs 8 GPUs, 4 for the trainer and 4 for the engines, and this node shows 4; start fewer",
-        ),
-    ],
-)
+TWO_NODES = {"cluster": {"nodes": 2}}
+NO_ENGINE_GPUS = {"placement": {"engine_gpus": None}}
+
+
+def engines(count: int) -> dict[str, Any]:
+    return {"rollout": {"engines": count}}
+
+
+CONTRADICTIONS: list[tuple[Job, dict[str, Any], str]] = [
+    (Job(2), {}, "placement.trainer_gpus = 4: but 2 trainer ranks run here; start 4 ranks a node: torchrun"),
+    (Job(16, 8), {}, "placement.trainer_gpus = 4: but 8 trainer ranks run here"),
+    (Job(8), {}, "placement.trainer_gpus = 4: but 8 trainer ranks run here"),
+    (
+        Job(16, 4),
+        TWO_NODES,
+        "but 16 trainer ranks, 4 a node, run on other than 2 nodes; start torchrun with --nnodes 2",
+    ),
+    (Job(4), TWO_NODES, "placement.trainer_gpus = 4: but 4 trainer ranks run on 2 nodes (cluster.nodes)"),
+    (Job(8, 8), TWO_NODES | {"placement": {"trainer_gpus": None}}, "cluster.nodes = 2: but 8 trainer ranks, 8 a node,"),
+    (Job(4), NO_ENGINE_GPUS, 'rollout.engines = "auto": needs to know how many GPUs there are'),
+    (Job(4), {"rollout": {"engine": {"tensor_parallel_size": 8}}}, "placement.engine_gpus = 4: cannot be distributed"),
+    (Job(4), engines(5), "rollout.engines = 5: x 1 GPUs each do not fit into placement.engine_gpus"),
+    (Job(4), engines(3), "warning: rollout.engines = 3: leaves 1 of placement.engine_gpus (4)"),
+    (Job(8, 4), engines(9) | TWO_NODES, "do not fit into placement.engine_gpus (4) x cluster.nodes (2)"),
+    (Job(8, 4), engines(7) | TWO_NODES, "leaves 1 of placement.engine_gpus (4) x cluster.nodes (2) without an engine"),
+    (Job(8), colocated(placement={"engine_gpus": 16}), "engines need 16 GPUs, and the trainer has 8 to share"),
+    (Job(4, 4, 4), {}, "needs 8 GPUs, 4 for the trainer and 4 for the engines, and this node shows 4; start fewer"),
+]
+
+
+@pytest.mark.parametrize(("job", "change", "expected"), CONTRADICTIONS)
 def test_contradictions_are_named(job: Job, change: dict[str, Any], expected: str) -> None:
     found = [f"{p.severity}: {p}" for p in check_placement(RunContext(readme(**change), None, job, True))]
     assert any(expected in text for text in found), found
 
 
 @pytest.mark.parametrize(
-    ("environment", "nodes", "expected"),
-    [
-        ({}, 1, Job(4, 4)),
-        ({}, 2, Job(8, 4)),
-        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 2, Job(16, 8)),
-        ({"WORLD_SIZE": "4"}, 1, Job(4)),
-    ],
+    ("world", "on_a_node", "nodes", "expected"),
+    [("", "", 1, Job(4, 4)), ("", "", 2, Job(8, 4)), ("16", "8", 2, Job(16, 8)), ("4", "", 1, Job(4))],
 )
 def test_the_job_is_what_torchrun_says_or_what_is_configured(
-    environment: dict[str, str], nodes: int, expected: Job, monkeypatch: pytest.MonkeyPatch
+    world: str, on_a_node: str, nodes: int, expected: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", on_a_node)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     config = readme(cluster={"nodes": nodes})
     assert Job.here(config, cuda=True) == expected
-    assert Job.here(config, cuda=False) == (expected if environment else Job(1))
-    assert Job.here(readme(placement={"trainer_gpus": None}), cuda=True) == (expected if environment else Job(1))
+    assert Job.here(config, cuda=False) == (expected if world else Job(1))
+    assert Job.here(readme(placement={"trainer_gpus": None}), cuda=True) == (expected if world else Job(1))
 
 
 def test_no_gpu_no_placement() -> None:
@@ -256,10 +216,10 @@ def test_the_head_is_counted_with_as_many_rows_of_logits_as_the_trainer_takes() 
     assert in_an_update(43, head_chunk_tokens=512) == in_an_update(80, head_chunk_tokens=512)
 
 
-@pytest.mark.parametrize("change", [{"policy": {"offload": "none"}}, {"policy": {"offload": "optimizer"}}])
-def test_a_trainer_that_stays_is_added_to_the_sampling_engine(change: dict[str, Any]) -> None:
-    both = {"rollout": {"engine": {"gpu_memory_utilization": 0.85}}}
-    text = refused(readme(**colocated(**change, **both)), Job(8))
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_a_trainer_that_stays_is_added_to_the_sampling_engine(offload: str) -> None:
+    shared = colocated(policy={"offload": offload}, rollout={"engine": {"gpu_memory_utilization": 0.85}})
+    text = refused(readme(**shared), Job(8))
     assert "GPUs 0 to 7: " in text and "of 80 GiB while sampling (trainer" in text and "+ engine 68.0 GiB)" in text
 
 
@@ -294,10 +254,10 @@ def test_a_model_that_is_too_large_is_told_so() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("share", "fix"), [(0.1, "set at least 0.14"), (0.9, "raise rollout.engine.tensor_parallel_size")]
-)
-def test_an_engine_that_cannot_hold_its_model_is_refused(share: float, fix: str) -> None:
-    config = readme(rollout={"engine": {"gpu_memory_utilization": share}})
-    text = refused(config, Job(4), *(("Qwen3-32B",) if share > 0.5 else ()), gpu_gib=48 if share > 0.5 else 80)
-    assert f"rollout.engine.gpu_memory_utilization = {share}: of" in text and fix in text, text
+def test_an_engine_that_cannot_hold_its_model_is_refused() -> None:
+    for share, model, gib, fix in (
+        (0.1, "Qwen3-4B", 80, "set at least 0.14"),
+        (0.9, "Qwen3-32B", 48, "raise rollout.engine.tensor_parallel_size"),
+    ):
+        text = refused(readme(rollout={"engine": {"gpu_memory_utilization": share}}), Job(4), model, gib)
+        assert f"rollout.engine.gpu_memory_utilization = {share}: of" in text and fix in text, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,21 +94,30 @@ def eager(head: Head, **keywords: Any) -> Swept:
     return Swept(loss.detach(), log_probs, hidden.grad, weight.grad, stats)
 
 
-def sweep(head: Head, **keywords: Any) -> Swept:
-    """`fused_linear_ctpo` forward and backward."""
+def sweep(head: Head, call: Any = fused_linear_ctpo, **keywords: Any) -> Swept:
+    """`fused_linear_ctpo` forward and backward; d_weight is `main_grad` where it goes there."""
     hidden, weight = head.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()
+    if into_main_grad := keywords.get("accumulate_into_main_grad"):
+        weight.main_grad = torch.zeros(weight.shape)
     arguments = {**head.arguments(), "hidden": hidden, "weight": weight}
-    loss, stats, log_probs = fused_linear_ctpo(**arguments, **keywords)
+    loss, stats, log_probs = call(**arguments, **keywords)
     loss.backward()
-    return Swept(loss.detach(), log_probs, hidden.grad, weight.grad, stats)
+    return Swept(loss.detach(), log_probs, hidden.grad, weight.main_grad if into_main_grad else weight.grad, stats)
 
 
 @dataclass
-class _Watch(TorchDispatchMode):
-    """Records matrix products (result rows x columns, inner size) and the largest tensor that anything returned."""
+class Watch(TorchDispatchMode):
+    """What torch dispatches inside of it.
 
+    names: of the operations. products: matrix products (result rows x columns, inner size). largest: elements of the
+    largest tensor that anything returned. devices: of the results. copies_into: how often, by address of the memory.
+    """
+
+    names: list[str] = field(default_factory=list)
     products: list[tuple[int, int, int]] = field(default_factory=list)
     largest: int = 0
+    devices: set[str] = field(default_factory=set)
+    copies_into: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -115,18 +125,23 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
+        self.names.append(name)
         if name in ("mm", "addmm", "addmm_"):
             a, b = args[-2:]
             self.products.append((a.shape[0], b.shape[1], a.shape[1]))
+        if name == "copy_":
+            self.copies_into[args[0].untyped_storage().data_ptr()] += 1
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(tensor, Tensor):
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.devices.add(tensor.device.type)
+                if tensor.device.type != "meta":
+                    self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
         return out
 
 
-def watched(call: Callable[[], Any]) -> _Watch:
+def watched(call: Callable[[], Any]) -> Watch:
     """What `call` multiplied and allocated."""
-    watch = _Watch()
+    watch = Watch()
     with watch:
         call()
     return watch

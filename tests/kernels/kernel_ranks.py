@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.kernels.heads import Head, random_head
-from tests.kernels.packings import random_batch, without
+from ctpo_kernels import ctpo_loss, fused_linear_ctpo, linear_log_probs, use_backend, vocab_parallel_log_probs
+from tests.kernels.heads import Head, Swept, random_head, sweep
+from tests.kernels.packings import random_batch, run, without
 from tests.support.deadlines import scaled
 
 RANKS = 2
@@ -62,7 +64,6 @@ def main() -> dict[Any, Any]:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=scaled(60)))
     import importlib.util
 
-    from ctpo_kernels import use_backend
     from tests.kernels.harness import observed
 
     cases = [("torch", torch.float64), ("torch", torch.float32)]
@@ -102,55 +103,32 @@ def run_cases(rank: int, dtype: torch.dtype) -> dict[Any, Any]:
 
 def shard(weight: Tensor, rank: int) -> Tensor:
     columns = weight.shape[0] // RANKS
-    return weight[rank * columns : (rank + 1) * columns].clone().requires_grad_()
+    return weight[rank * columns : (rank + 1) * columns]
 
 
-def tensor_parallel(
-    rank: int,
-    head: Head,
-    *,
-    sequence_parallel: bool = False,
-    accumulate_into_main_grad: bool = False,
-    compiled: bool = False,
-) -> dict[str, Any]:
-    from ctpo_kernels import fused_linear_ctpo
-
+def tensor_parallel(rank: int, head: Head, *, compiled: bool = False, **options: bool) -> dict[str, Any]:
     call: Any = torch.compile(fused_linear_ctpo, fullgraph=True, backend="eager") if compiled else fused_linear_ctpo
-    weight = shard(head.weight, rank)
-    if accumulate_into_main_grad:
-        weight.main_grad = torch.zeros(weight.shape)
     n = head.hidden.shape[0]
-    rows = slice(rank * n // RANKS, (rank + 1) * n // RANKS) if sequence_parallel else slice(None)
-    hidden = head.hidden[rows].clone().requires_grad_()
-    loss, stats, log_probs = call(
-        **{**head.arguments(), "hidden": hidden, "weight": weight},
-        tp_group=dist.group.WORLD,
-        sequence_parallel=sequence_parallel,
-        accumulate_into_main_grad=accumulate_into_main_grad,
-        chunk_size=16,
-    )
-    loss.backward()
-    d_weight = weight.main_grad if accumulate_into_main_grad else weight.grad
-    return {
-        "loss": loss.detach(),
-        "stats": torch.cat([stats.sums, stats.maxima]),
-        "log_probs": log_probs,
-        "d_hidden": hidden.grad,
-        "d_weight": d_weight,
-    }
+    rows = slice(rank * n // RANKS, (rank + 1) * n // RANKS) if options.get("sequence_parallel") else slice(None)
+    mine = replace(head, hidden=head.hidden[rows], weight=shard(head.weight, rank))
+    return fields_of(sweep(mine, call, tp_group=dist.group.WORLD, chunk_size=16, **options))
+
+
+def fields_of(found: Swept) -> dict[str, Any]:
+    stats = torch.cat([found.stats.sums, found.stats.maxima])
+    names = ("loss", "log_probs", "d_hidden", "d_weight")
+    return {name: getattr(found, name) for name in names} | {"stats": stats}
 
 
 def log_probs(rank: int, head: Head, *, sequence_parallel: bool = False) -> dict[str, Any]:
     """Both log-prob functions with a soft-cap, the upstream gradients known functions of the row."""
-    from ctpo_kernels import linear_log_probs, vocab_parallel_log_probs
-
     n = head.hidden.shape[0]
     labels = head.labels.clamp(min=0)
     g = torch.sin(torch.arange(n, dtype=head.hidden.dtype))
     settings = {"temperature": head.temperature, "vocab_size": head.vocab_size, "return_entropy": True}
     settings["softcap"] = SOFTCAP
     rows = slice(rank * n // RANKS, (rank + 1) * n // RANKS) if sequence_parallel else slice(None)
-    hidden, weight = head.hidden[rows].clone().requires_grad_(), shard(head.weight, rank)
+    hidden, weight = head.hidden[rows].clone().requires_grad_(), shard(head.weight, rank).clone().requires_grad_()
     log_probs, entropy = linear_log_probs(
         hidden, weight, labels, dist.group.WORLD, sequence_parallel, chunk_size=16, **settings
     )
@@ -162,7 +140,7 @@ def log_probs(rank: int, head: Head, *, sequence_parallel: bool = False) -> dict
         "d_weight": weight.grad,
     }
     if not sequence_parallel:
-        logits = (head.hidden @ shard(head.weight, rank).detach().T).requires_grad_()
+        logits = (head.hidden @ shard(head.weight, rank).T).requires_grad_()
         given, given_entropy = vocab_parallel_log_probs(logits, labels, dist.group.WORLD, **settings)
         torch.autograd.backward((given, given_entropy), (g, g.flip(0)))
         found |= {"given": given.detach(), "given_entropy": given_entropy.detach(), "d_logits": logits.grad}
@@ -170,8 +148,6 @@ def log_probs(rank: int, head: Head, *, sequence_parallel: bool = False) -> dict
 
 
 def context_parallel(rank: int, batch: dict[str, Tensor], **keywords: Any) -> dict[str, Any]:
-    from tests.kernels.packings import run
-
     found = run(local(batch, rank), cp_group=dist.group.WORLD, **keywords)
     return {
         "loss": found.loss,
@@ -184,39 +160,16 @@ def context_parallel(rank: int, batch: dict[str, Tensor], **keywords: Any) -> di
 
 
 def context_parallel_head(rank: int, head: Head, **keywords: Any) -> dict[str, Any]:
-    from ctpo_kernels import fused_linear_ctpo
-
     rows = zigzag_rows(rank)
-    hidden, weight = head.hidden[rows].clone().requires_grad_(), head.weight.clone().requires_grad_()
-    batch = without(head.batch, "cu_seqlens")
-    mine = {name: value[rows] for name, value in batch.items()}
-    loss, stats, log_probs = fused_linear_ctpo(
-        hidden,
-        weight,
-        head.labels[rows],
-        **mine,
-        cu_seqlens=head.batch["cu_seqlens"] // RANKS,
-        temperature=head.temperature,
-        vocab_size=head.vocab_size,
-        cp_group=dist.group.WORLD,
-        chunk_size=8,
-        **keywords,
-    )
-    loss.backward()
-    return {
-        "loss": loss.detach(),
-        "stats": torch.cat([stats.sums, stats.maxima]),
-        "log_probs": log_probs,
-        "d_hidden": hidden.grad,
-        "d_weight": weight.grad,
-    }
+    batch = {name: value[rows] for name, value in without(head.batch, "cu_seqlens").items()}
+    batch["cu_seqlens"] = head.batch["cu_seqlens"] // RANKS
+    mine = replace(head, hidden=head.hidden[rows], labels=head.labels[rows], batch=batch)
+    return fields_of(sweep(mine, cp_group=dist.group.WORLD, chunk_size=8, **keywords))
 
 
 def sharded(head: Head) -> dict[str, Any]:
     """A weight under FSDP2, in the forward of its module: every rank has the same tokens. Messages of calls outside."""
     from torch.distributed.fsdp import fully_shard
-
-    from ctpo_kernels import fused_linear_ctpo, linear_log_probs, vocab_parallel_log_probs
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
@@ -247,8 +200,6 @@ def sharded(head: Head) -> dict[str, Any]:
 
 def refusals(batch: dict[str, Tensor]) -> list[str]:
     """Messages of calls that a group makes wrong; refused before any collective, so no rank is left waiting."""
-    from ctpo_kernels import ctpo_loss
-
     messages = []
     for changes in ({"loss_agg_mode": "token-mean"}, {"cu_seqlens": torch.tensor([0, 3, 28])}):
         changed = {**without(batch, "weights"), **changes}

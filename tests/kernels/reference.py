@@ -1,7 +1,7 @@
-"""The loss and the log-probs once more, token by token in Python floats (64 bit), for tests.
+"""The loss once more, token by token in Python floats (64 bit), for tests; log-probs by float64 autograd.
 
-Written from the formulas, not from the kernels: every sum is `math.fsum` over all its terms, nothing is carried along,
-no tensor operation takes part. Slow by design: thousands of tokens, not millions.
+The loss is written from the formulas, not from the kernels: every sum is `math.fsum` over all its terms, nothing is
+carried along, no tensor operation takes part. Slow by design: thousands of tokens, not millions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ctpo_kernels.spec import LossSpec
@@ -43,21 +44,21 @@ class LossReference:
 
 @dataclass(frozen=True)
 class LogProbsReference:
-    """log_probs, entropy: `[N]`, nats. d_logits: `[N][V]`, derivative of sum_i g_i log_prob_i, 0 in padding columns."""
+    """log_probs, entropy: `[N]`, nats. d_logits: `[N, V]`, derivative of sum_i g_i log_prob_i, 0 in padding columns."""
 
-    log_probs: Row
-    entropy: Row
-    d_logits: list[Row]
+    log_probs: Tensor
+    entropy: Tensor
+    d_logits: Tensor
 
 
 @dataclass(frozen=True)
 class LinearReference:
-    """loss: of `log_probs` `[N]` (0 where masked). d_hidden `[N][H]`, d_weight `[V][H]`: its gradients."""
+    """loss: of `log_probs` `[N]` (0 where masked). d_hidden `[N, H]`, d_weight `[V, H]`: its gradients."""
 
     loss: LossReference
-    log_probs: Row
-    d_hidden: list[Row]
-    d_weight: list[Row]
+    log_probs: Tensor
+    d_hidden: Tensor
+    d_weight: Tensor
 
 
 def ctpo_loss_reference(
@@ -166,80 +167,59 @@ def ctpo_loss_reference(
     return LossReference(loss, out.gradient, out.token_loss, out.log_ratio, out.prefix, out.clip, stats)
 
 
-def log_probs_reference(
-    logits: Tensor | Sequence[Row],
-    labels: Numbers,
+def exact_log_probs(
+    logits: Tensor,
+    labels: Tensor,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    g: Numbers | None = None,
-) -> LogProbsReference:
-    """log softmax(logits / temperature)[label] of each row, its entropy, and d (sum g log_probs) / d logits.
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the labels (0 at IGNORED_LABEL) and entropies, differentiable, in the dtype of the logits `[N, V]`.
 
-    logits: `[N][V]`; columns from `vocab_size` on are padding. labels: `[N]`; IGNORED_LABEL gives 0 and no gradient, a
-    label outside the vocabulary NaN. g: `[N]`, default 1.
+    Columns from `vocab_size` on are padding.
     """
-    rows = [[float(x) for x in row] for row in (logits.tolist() if isinstance(logits, Tensor) else logits)]
-    upstream = [1.0] * len(rows) if g is None else _list(g)
-    out = LogProbsReference([], [], [])
-    for row, label, factor in zip(rows, (int(x) for x in _list(labels)), upstream, strict=True):
-        z = [x / temperature for x in row[:vocab_size]]
-        top = max(z)
-        if any(math.isnan(x) for x in z) or math.isinf(top):
-            probabilities, log_total = [math.nan] * len(z), math.nan
-        else:
-            total = math.fsum(math.exp(x - top) for x in z)
-            log_total = top + math.log(total)
-            probabilities = [math.exp(x - top) / total for x in z]
-        known = 0 <= label < len(z)
-        log_probs = 0.0 if label == IGNORED_LABEL else z[label] - log_total if known else math.nan
-        entropy = log_total - math.fsum(p * x for p, x in zip(probabilities, z, strict=True) if p != 0)
-        slope = 0.0 if label == IGNORED_LABEL else factor / temperature
-        onehot = [float(column == label) for column in range(len(z))]
-        gradient = [slope * (hot - p) if slope != 0 else 0.0 for hot, p in zip(onehot, probabilities, strict=True)]
-        out.log_probs.append(log_probs)
-        out.entropy.append(entropy)
-        out.d_logits.append(gradient + [0.0] * (len(row) - len(z)))
-    return out
+    z = logits[:, :vocab_size]
+    table = ((z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature).log_softmax(1)
+    own = table.gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
+    entropy = -(table.exp() * table.clamp(min=torch.finfo(table.dtype).min)).sum(1)
+    return torch.where(labels == IGNORED_LABEL, 0.0, own), entropy
+
+
+def log_probs_reference(
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, vocab_size: int | None = None, g: Tensor | None = None
+) -> LogProbsReference:
+    """The same in float64 with the gradient of sum_i g_i log_prob_i; g: `[N]`, default 1."""
+    exact = logits.detach().double().requires_grad_()
+    log_probs, entropy = exact_log_probs(exact, labels, temperature, vocab_size)
+    (d_logits,) = torch.autograd.grad(log_probs, exact, torch.ones_like(log_probs) if g is None else g.double())
+    return LogProbsReference(log_probs.detach(), entropy.detach(), d_logits)
 
 
 def linear_ctpo_reference(
-    hidden: Tensor | Sequence[Row],
-    weight: Tensor | Sequence[Row],
-    labels: Numbers,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     old_log_probs: Numbers | None,
-    response_mask: Numbers,
+    response_mask: Tensor,
     advantages: Numbers,
-    cu_seqlens: Numbers,
+    cu_seqlens: Tensor,
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
     **loss_keywords: Any,
 ) -> LinearReference:
-    """What `fused_linear_ctpo` computes: hidden `[N][H]`, weight `[V][H]`, the rest as `ctpo_loss_reference`."""
-    x = hidden.tolist() if isinstance(hidden, Tensor) else [list(row) for row in hidden]
-    w = weight.tolist() if isinstance(weight, Tensor) else [list(row) for row in weight]
-    response, all_labels = _list(response_mask), [int(label) for label in _list(labels)]
-    width, bounds = len(w[0]), [int(b) for b in _list(cu_seqlens)]
-    rows = [i for i in range(bounds[-1]) if response[i] != 0]
-    logits = [[math.fsum(a * b for a, b in zip(x[i], column, strict=True)) for column in w] for i in rows]
-    own_labels = [all_labels[i] for i in rows]
-    found = log_probs_reference(logits, own_labels, temperature, vocab_size)
-    log_probs = [0.0] * len(x)
-    for i, value in zip(rows, found.log_probs, strict=True):
-        log_probs[i] = value
-    loss = ctpo_loss_reference(
-        log_probs, old_log_probs, response_mask, advantages, cu_seqlens, **loss_keywords
-    )  # d log_probs / d logits is taken once more below, with the loss's gradient as the upstream one
-    upstream = [loss.gradient[i] for i in rows]
-    d_logits = log_probs_reference(logits, own_labels, temperature, vocab_size, upstream).d_logits
-    d_hidden = [[0.0] * width for _ in x]
-    for i, dz in zip(rows, d_logits, strict=True):
-        d_hidden[i] = [math.fsum(dz[v] * w[v][h] for v in range(len(w))) for h in range(width)]
-    d_weight = [
-        [math.fsum(dz[v] * x[i][h] for i, dz in zip(rows, d_logits, strict=True)) for h in range(width)]
-        for v in range(len(w))
-    ]
-    return LinearReference(loss, log_probs, d_hidden, d_weight)
+    """What `fused_linear_ctpo` computes: hidden `[N, H]`, weight `[V, H]`, the rest as `ctpo_loss_reference`.
+
+    Autograd takes the gradient of the loss, which is a list of numbers, through the logits.
+    """
+    operands = tuple(operand.detach().double().requires_grad_() for operand in (hidden, weight))
+    rows = [i for i in range(int(cu_seqlens[-1])) if response_mask[i] != 0]
+    own, _ = exact_log_probs(operands[0][rows] @ operands[1].T, labels[rows], temperature, vocab_size)
+    log_probs = torch.zeros(len(hidden), dtype=torch.float64)
+    log_probs[rows] = own.detach()
+    loss = ctpo_loss_reference(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, **loss_keywords)
+    gradient = torch.tensor(loss.gradient, dtype=torch.float64)[rows]
+    return LinearReference(loss, log_probs, *torch.autograd.grad(own, operands, gradient))
 
 
 def _list(values: Numbers) -> Row:

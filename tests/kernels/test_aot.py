@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.kernels import aot
 from benchmarks.kernels.aot_launches import KernelLaunch
-from tests.kernels.compiling import ENVIRONMENT, code, gate, quick_gate
-from tests.support import children
-from tests.support.deadlines import scaled
+from tests.kernels.compiling import code, gate, quick_gate
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -87,26 +83,6 @@ def test_another_tile_is_that_of_the_loss_alone() -> None:
     assert aot.with_tile(other, "256:8") is other
 
 
-@pytest.mark.slow
-def test_workers_end_with_their_parent() -> None:
-    """Killed outright, the parent cannot tell them."""
-    program = (
-        "import os, time\nfrom benchmarks.kernels import aot\n"
-        "print(aot.workers(1).submit(os.getpid).result(), flush=True)\ntime.sleep(600)"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        assert parent.stdout is not None
-        worker = psutil.Process(int(parent.stdout.readline()))
-        parent.kill()
-        worker.wait(timeout=scaled(30))
-    finally:
-        children.end(parent)
-        parent.wait()
-
-
 def test_a_kernel_outside_the_table_is_refused() -> None:
     added = (
         "from benchmarks.kernels import aot; from ctpo_kernels import loss_kernels as k; "
@@ -118,19 +94,8 @@ def test_a_kernel_outside_the_table_is_refused() -> None:
 
 
 def test_spills_and_compiler_errors_are_failures() -> None:
-    bad = aot.Report(
-        "loss_kernel",
-        "some",
-        90,
-        1,
-        registers=20,
-        spill_bytes=8,
-        stack_bytes=16,
-        shared_bytes=1 << 20,
-        instructions=500.0,
-        most_instructions=240,
-        unordered=True,
-    )
+    sizes = {"registers": 20, "spill_bytes": 8, "stack_bytes": 16, "shared_bytes": 1 << 20}
+    bad = aot.Report("loss_kernel", "some", 90, 1, **sizes, instructions=500.0, most_instructions=240, unordered=True)
     failures = "\n".join(bad.failures(aot.REGISTERS))
     assert len(failures.splitlines()) == 5
     for part in ("spills 8 bytes", "16 bytes", "shared memory", "500 instructions a token", "have still to load"):

@@ -102,20 +102,14 @@ def test_a_broken_gate_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("measured", "at_least", "verdict"),
+    ("at_least", "stretch", "verdicts"),
     [
-        (1.0, True, "MISSED"),
-        (2.0, True, "met"),
-        (3.0, True, "stretch met"),
-        (None, True, "not measured"),
-        (3.0, False, "MISSED"),
-        (2.0, False, "met"),
-        (0.9, False, "stretch met"),
+        (True, 3.0, {1.0: "MISSED", 2.0: "met", 3.0: "stretch met", None: "not measured"}),
+        (False, 1.0, {3.0: "MISSED", 2.0: "met", 0.9: "stretch met"}),
     ],
 )
-def test_verdicts(measured: float | None, at_least: bool, verdict: str) -> None:
-    goal = goals.Goal("a", "x", measured, 2.0, 3.0 if at_least else 1.0, at_least)
-    assert goal.verdict() == verdict
+def test_verdicts(at_least: bool, stretch: float, verdicts: dict[float | None, str]) -> None:
+    assert {value: goals.Goal("a", "x", value, 2.0, stretch, at_least).verdict() for value in verdicts} == verdicts
 
 
 def test_goals_on_a_gpu_come_from_the_records() -> None:

@@ -75,14 +75,3 @@ def test_windows_of_wrong_boundaries(gradient: Tensor, cu: list[int]) -> None:
         stream.step(start, end)
     assert_inside(gradient)
     assert stream.finish()[0].isnan()
-
-
-@pytest.mark.parametrize("cu", [[0, 20, 40], [0, 0, 25], [0, 40, 40]])
-def test_right_boundaries_give_a_loss(gradient: Tensor, cu: list[int]) -> None:
-    from ctpo_kernels import loss_triton
-
-    out = loss_triton.loss_pass(batch_with(cu), LossSpec(), 0.25)
-    assert_inside(gradient)
-    assert out.loss.isfinite()
-    assert not gradient[GUARD + cu[-1] : GUARD + N].any(), "padding gets the gradient 0"
-    assert int(out.vector[2]) == cu[-1]

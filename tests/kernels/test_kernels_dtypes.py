@@ -101,15 +101,3 @@ def test_float32_weight_takes_its_gradient_into_main_grad(backend: str) -> None:
     loss, *_ = fused_linear_ctpo(**{**head.arguments(), "weight": weight}, accumulate_into_main_grad=True)
     loss.backward()
     assert distance(weight.main_grad - 1.0, sweep(head).d_weight.double()) <= 1e-5
-
-
-def test_a_bias_is_one_more_column_of_the_weight(backend: str) -> None:
-    """As the README says: the output layer has no argument for it."""
-    head = random_head(23, [20, 11], width=6, vocab=13)
-    bias = torch.randn(13)
-    hidden = torch.cat([head.hidden, torch.ones(31, 1)], dim=1)
-    weight = torch.cat([head.weight, bias[:, None]], dim=1)
-    found = log_probs_of(Head(hidden, weight, head.labels, head.batch))
-    logits = torch.nn.functional.linear(head.hidden.double(), head.weight.double(), bias.double())
-    exact = logits.log_softmax(1).gather(1, head.labels.clamp(min=0)[:, None]).squeeze(1)
-    assert float((found - exact * head.batch["response_mask"]).abs().max()) <= 5e-6

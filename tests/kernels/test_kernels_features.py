@@ -12,6 +12,7 @@ from torch import Tensor
 from ctpo_kernels import ctpo_loss, fused_linear_ctpo, linear_log_probs, use_backend, vocab_parallel_log_probs
 from tests.kernels.heads import Head, random_head
 from tests.kernels.packings import distance, same_bits
+from tests.kernels.reference import exact_log_probs
 from tests.support.pairwise import pairwise
 
 TOLERANCE = 5e-6
@@ -21,15 +22,6 @@ FORMS = {
     "h": ["none", "some", "alone"],  # derivatives by the entropies
 }
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of infinities
-
-
-def exact(logits: Tensor, labels: Tensor, cap: float | None, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of the labels (0 at -100) and entropies in float64, differentiable."""
-    z = (logits if cap is None else cap * torch.tanh(logits / cap)) / temperature
-    log_p = z.log_softmax(1)
-    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(torch.float64).min)).sum(1)
-    own = log_p.gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
-    return torch.where(labels == -100, 0.0, own), entropy
 
 
 def upstreams(h: str, rows: int) -> tuple[Tensor, Tensor]:
@@ -47,7 +39,7 @@ def test_given_logits(backend: str, cap: float | None, temperature: float, h: st
     g, of_entropy = upstreams(h, 9)
     given, own = logits.clone().requires_grad_(), logits.double().requires_grad_()
     found = vocab_parallel_log_probs(given, labels, None, temperature, True, vocab_size=20, softcap=cap)
-    wanted = exact(own[:, :20], labels, cap, temperature)
+    wanted = exact_log_probs(own, labels, temperature, 20, cap)
     for values, reference in zip(found, wanted, strict=True):
         assert float((values.double() - reference).detach().abs().max()) <= TOLERANCE
     (gradient,) = torch.autograd.grad((found[0] * g + found[1] * of_entropy).sum(), given)
@@ -67,7 +59,9 @@ def test_hidden_states(backend: str, cap: float | None, temperature: float, h: s
     given = [x.clone().requires_grad_() for x in operands]
     own = [x.double().requires_grad_() for x in operands]
     found = linear_log_probs(*given, labels, None, False, temperature, True, 4, softcap=cap, mask=mask)
-    wanted = [x if mask is None else x * mask for x in exact(own[0] @ own[1].T, labels, cap, temperature)]
+    wanted = [
+        x if mask is None else x * mask for x in exact_log_probs(own[0] @ own[1].T, labels, temperature, None, cap)
+    ]
     for values, reference in zip(found, wanted, strict=True):
         assert float((values.double() - reference).detach().abs().max()) <= TOLERANCE
     gradients = torch.autograd.grad((found[0] * g + found[1] * of_entropy).sum(), given)
@@ -81,7 +75,7 @@ def exact_head(head: Head, cap: float | None, coefficient: float, **keywords: An
     operands = head.hidden.double().requires_grad_(), head.weight.double().requires_grad_()
     batch = {k: v.double() if v.is_floating_point() else v for k, v in head.batch.items()}
     labels = head.labels.clamp(min=0)
-    log_probs, entropy = exact(operands[0] @ operands[1].T, labels, cap, head.temperature)
+    log_probs, entropy = exact_log_probs(operands[0] @ operands[1].T, labels, head.temperature, None, cap)
     with use_backend("torch"):
         loss, _ = ctpo_loss(log_probs=log_probs, **batch, **keywords)
         # Ratio 1, advantage -1, no clip: the loss is the sum of the shares, its gradient the share of each token.
@@ -178,28 +172,6 @@ def test_padded_log_probs(backend: str) -> None:
     assert same_bits(per_token.view(torch.Size([24])), expected[2])
     gradients = torch.autograd.grad(loss, log_probs), torch.autograd.grad(expected[0], packed)
     assert same_bits(gradients[0][0], gradients[1][0].view(3, 8))
-
-
-def test_a_penalty_on_the_distance_to_a_reference(backend: str) -> None:
-    """As the README says: of `linear_log_probs`, which is differentiable, with the loss of the same log-probs."""
-    head = random_head(8, [9, 14, 3], width=6, vocab=13)
-    batch = {name: v.nan_to_num(-1.0) if v.is_floating_point() else v for name, v in head.batch.items()}
-    labels, mask, reference = head.labels.clamp(min=0), batch["response_mask"], torch.randn(26) * 0.1 - 2.5
-
-    def penalty(log_probs: Tensor) -> Tensor:  # the k3 estimator
-        away = reference.to(log_probs.dtype) - log_probs
-        return 0.1 * ((away.exp() - away - 1) * mask).sum()
-
-    operands = head.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()
-    log_probs: Any = linear_log_probs(*operands, labels, mask=mask, chunk_size=8)
-    (ctpo_loss(log_probs, **batch)[0] + penalty(log_probs)).backward()
-    exact_operands = head.hidden.double().requires_grad_(), head.weight.double().requires_grad_()
-    exact_log_probs, _ = exact(exact_operands[0] @ exact_operands[1].T, labels, None, 1.0)
-    double = {name: v.double() if v.is_floating_point() else v for name, v in batch.items()}
-    with use_backend("torch"):
-        (ctpo_loss(exact_log_probs, **double)[0] + penalty(exact_log_probs)).backward()
-    for operand, expected in zip(operands, exact_operands, strict=True):
-        assert distance(operand.grad, expected.grad) <= TOLERANCE
 
 
 def test_refusals() -> None:

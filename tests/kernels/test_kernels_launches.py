@@ -5,32 +5,18 @@ from __future__ import annotations
 import ast
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ctpo_kernels as ck
-from tests.kernels import harness
+from tests.kernels.heads import Watch
 from tests.support.pairwise import pairwise
 
 # What prepares memory or looks at it differently; all others would be launches on a device.
 FREE = ("empty", "detach", "view", "slice", "select", "unsqueeze", "alias", "set_", "as_strided")
 # Checks that are only made where the boundaries lie on the CPU.
 CHECKS = ("_to_copy", "_local_scalar_dense", "sub", "lt", "any")
-
-
-class _Operations(TorchDispatchMode):
-    """Names of the operations that torch dispatches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pairwise(
@@ -52,74 +38,31 @@ def test_three_launches_or_four_and_nothing_else(
     """The fourth counts the loss tokens of token-mean, where they are not given."""
     from triton.runtime.interpreter import GridExecutor
 
-    launches = 0
-
-    def count(*_: Any, **__: Any) -> None:
-        nonlocal launches
-        launches += 1
-
-    monkeypatch.setattr(GridExecutor, "__call__", count)
+    launches: list[object] = []
+    monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: launches.append(self))
     n = 2 * segments
     log_probs = torch.zeros(n, requires_grad=True)
     response = torch.ones(n, dtype=mask)
     cu_seqlens = torch.arange(0, n + 1, 2, dtype=boundaries)
     old_log_probs, advantages = torch.zeros(n), torch.ones(segments)
     for count_given in (False, True):
-        launches = 0
-        with _Operations() as operations:
+        launches.clear()
+        with Watch() as operations:
             tokens = (log_probs, old_log_probs, response, advantages, cu_seqlens)
             counts = {"batch_num_tokens": n} if count_given else {}
             ck.ctpo_loss(*tokens, loss_mask=response, loss_agg_mode=mode, **counts)
-        assert launches == (4 if mode == "token-mean" and not count_given else 3)
+        assert len(launches) == (4 if mode == "token-mean" and not count_given else 3)
         extra = [name for name in operations.names if not any(free in name for free in FREE) and name not in CHECKS]
         assert extra == []
-
-
-@pytest.mark.parametrize("segments", [5, 40])
-def test_counting_loss_tokens_reads_every_mask_and_every_span_once(
-    interpreter: None, monkeypatch: pytest.MonkeyPatch, segments: int
-) -> None:
-    """Of sequences of one span each, which need nothing of the first pass if the count is given."""
-    n = 2 * segments
-    loaded = []
-    for counts in ({"batch_num_tokens": n}, {}):
-        total = 0
-
-        def add(accesses: harness.Accesses, tensors: list[torch.Tensor]) -> list[str]:
-            nonlocal total
-            _, size, _, store = accesses.flat()
-            total += int(size[~store].sum())
-            return []
-
-        monkeypatch.setattr(harness, "_problems", add)
-        tokens = (torch.zeros(n), None, torch.ones(n, dtype=torch.bool), torch.ones(segments))
-        ck.ctpo_loss(*tokens, torch.arange(0, n + 1, 2), loss_agg_mode="token-mean", **counts)
-        loaded.append(total)
-    given, counted = loaded
-    result = 4  # bytes of the inverse, which every program reads
-    assert counted - given == n + (8 + result) * segments
-
-
-class _Devices(TorchDispatchMode):
-    """Where the results of operations are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.seen.add(out.device.type)
-        return out
 
 
 def test_a_table_of_powers_is_made_on_its_device_and_not_kept(interpreter: None) -> None:
     """Nothing of the host is copied, which a CUDA graph could not capture."""
     from ctpo_kernels.loss_triton import _power
 
-    with _Devices() as devices:
+    with Watch() as operations:
         _, table = _power(0.3, 100, torch.device("meta"))
-    assert table is not None and devices.seen == {"meta"}
+    assert table is not None and operations.devices == {"meta"}
     _, table = _power(0.3, 100, torch.device("cpu"))
     assert table is not None and table[99] == torch.tensor(100.0**0.3)
     gone = weakref.ref(table)

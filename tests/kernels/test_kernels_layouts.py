@@ -12,16 +12,11 @@ from ctpo_kernels import ctpo_loss, fused_linear_ctpo, linear_log_probs, vocab_p
 from tests.kernels.heads import Head, Swept, random_head
 from tests.kernels.layouts import cover, laid_out
 from tests.kernels.packings import Found, assert_reference, distance, random_batch, same_bits
-from tests.kernels.reference import ctpo_loss_reference
+from tests.kernels.reference import ctpo_loss_reference, exact_log_probs
 from tests.kernels.test_kernels_head import assert_swept
 
 ROWS, WIDTH, VOCAB = 11, 6, 13
 TOLERANCE = 5e-6  # log-probs: nats; gradients: Frobenius, relative
-
-
-def exact_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """float64, differentiable."""
-    return logits.log_softmax(1).gather(1, labels[:, None]).squeeze(1)
 
 
 def arranged(values: dict[str, Tensor], layouts: dict[str, str]) -> dict[str, Tensor]:
@@ -43,7 +38,7 @@ def test_given_logits(backend: str, layouts: dict[str, str], inplace: bool) -> N
     given = arranged(values, layouts)
     logits, labels, g = given["logits"].requires_grad_(), given["labels"], given["g"]
     exact = logits.detach().double().requires_grad_()
-    expected = exact_log_probs(exact, labels)
+    expected, _ = exact_log_probs(exact, labels)
     if inplace and layouts["logits"] == "expanded":
         with pytest.raises(ValueError, match="inplace_backward: rows of the logits share memory"):
             vocab_parallel_log_probs(logits, labels, inplace_backward=True)
@@ -67,7 +62,7 @@ def test_hidden_states(backend: str, layouts: dict[str, str]) -> None:
     given = arranged(values, layouts)
     operands = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
     exact = tuple(operand.detach().double().requires_grad_() for operand in operands)
-    expected = exact_log_probs(exact[0] @ exact[1].T, given["labels"]) * given["mask"]
+    expected = exact_log_probs(exact[0] @ exact[1].T, given["labels"])[0] * given["mask"]
     log_probs = linear_log_probs(*operands, given["labels"], mask=given["mask"], chunk_size=4)
     assert float((log_probs.double() - expected).detach().abs().max()) <= TOLERANCE
     wanted = torch.autograd.grad(expected, exact, given["g"].double())

@@ -16,8 +16,6 @@ import torch
 
 import ctpo_kernels
 from ctpo_kernels import ctpo_loss, dispatch, fused_linear_ctpo, linear_log_probs, use_backend, vocab_parallel_log_probs
-from ctpo_kernels.ops_loss import fused_linear, loss_operator
-from ctpo_kernels.packed import LossTensors
 from ctpo_kernels.spec import LossSpec
 from tests.kernels.heads import random_head
 from tests.kernels.packings import random_batch
@@ -120,21 +118,6 @@ def test_head_arguments(case: tuple[dict[str, Any], type[Exception], str]) -> No
     operands = {name: getattr(head, name) for name in ("hidden", "weight")}
     with pytest.raises(error, match=message):
         linear_log_probs(**{**operands, "labels": head.labels.clamp(min=0), **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"ratio_mode": "x"}, ValueError, "ratio_mode"),
-        ({"advantages": torch.ones(5)}, ValueError, "advantages has shape"),
-        ({"response_mask": torch.ones(5)}, ValueError, "response_mask has shape"),
-        ({"old_log_probs": torch.ones(N, device="meta")}, ValueError, "old_log_probs is on meta"),
-        ({"cu_seqlens": torch.tensor([0, 99])}, ValueError, "cu_seqlens must rise"),
-    ],
-)
-def test_loss_arguments_of_the_head(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        fused_linear_ctpo(**{**random_head(1, [20, 10, 6]).arguments(), **changes})
 
 
 @pytest.mark.parametrize(
@@ -299,20 +282,3 @@ def test_both_losses_have_the_keywords_of_the_reference(function: Any) -> None:
     for name, default in LossSpec._field_defaults.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters[name].default == default
-
-
-@pytest.mark.parametrize("function", [ctpo_loss, fused_linear_ctpo])
-def test_both_losses_take_every_field(function: Any) -> None:
-    """Their signatures repeat the fields of the two objects behind."""
-    parameters = inspect.signature(function).parameters
-    assert set(LossTensors._fields) | set(LossSpec._fields) <= set(parameters)
-
-
-@pytest.mark.parametrize("schema", [loss_operator, fused_linear])
-def test_the_operators_take_the_fields_in_their_order(schema: Any) -> None:
-    """`ops_loss` unpacks the two objects into positional arguments."""
-    names = [argument.name for argument in schema._opoverload._schema.arguments]
-    start = names.index("response_mask") - 1
-    tokens = names[start : start + 6]
-    assert tokens == ["old", *LossTensors._fields[1:6]]
-    assert names[start + 10 : start + 18] == list(LossSpec._fields)

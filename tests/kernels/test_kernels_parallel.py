@@ -15,6 +15,7 @@ from tests.kernels import kernel_ranks
 from tests.kernels.heads import sweep
 from tests.kernels.kernel_ranks import LENGTHS, RANKS, RATIOS, TOKENS, VOCABS, case_batch, head_of, zigzag_rows
 from tests.kernels.packings import distance, run, same_bits
+from tests.kernels.reference import exact_log_probs
 from tests.support import ranks as pool
 
 CASES = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.float32)]
@@ -109,10 +110,8 @@ def test_log_probs_over_shards(ranks: list, backend: str, dtype: torch.dtype, na
     hidden, weight = head.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()
     logits = hidden @ weight.T
     logits.retain_grad()
-    bent = kernel_ranks.SOFTCAP * torch.tanh(logits[:, : head.vocab_size] / kernel_ranks.SOFTCAP)
-    table = (bent / head.temperature).log_softmax(1)
-    log_probs = table.gather(1, head.labels.clamp(min=0)[:, None]).squeeze(1)
-    entropy = -(table.exp() * table).sum(1)
+    labels = head.labels.clamp(min=0)
+    log_probs, entropy = exact_log_probs(logits, labels, head.temperature, head.vocab_size, kernel_ranks.SOFTCAP)
     g = torch.sin(torch.arange(hidden.shape[0], dtype=dtype))
     torch.autograd.backward((log_probs, entropy), (g, g.flip(0)))
     entropy = entropy.detach()

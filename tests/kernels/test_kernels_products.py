@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ctpo_kernels import chunk_rows, linear_log_probs, use_backend
+from ctpo_kernels import linear_log_probs, use_backend
 from ctpo_kernels.linear_head import HeadOptions, LinearHead
-from ctpo_kernels.tiles import TILE, active_runs
-from tests.kernels.heads import Head, eager, random_head, sweep, watched
+from ctpo_kernels.tiles import TILE
+from tests.kernels.heads import Head, Watch, eager, random_head, sweep, watched
 from tests.kernels.packings import boundaries, same_bits
 
 VOCAB, WIDTH = 40, 6
@@ -78,38 +77,13 @@ def test_tiles_without_gradient_leave_two_products(chunk: int | None) -> None:
 @pytest.mark.parametrize("into_main_grad", [False, True])
 def test_skipping_changes_nothing(ratio: str, into_main_grad: bool) -> None:
     head = tiled([TILE, 2 * TILE, 70], [1.0, 0.0, -1.0])
-    found = []
-    for skip in (True, False):
-        weight = head.weight.clone()
-        weight.main_grad = torch.zeros_like(weight)
-        other = Head(head.hidden, weight, head.labels, head.batch)
-        if into_main_grad:
-            gradient = _into_main_grad(other, skip, ratio)
-        else:
-            swept = sweep(other, skip_zero_tiles=skip, ratio_mode=ratio)
-            gradient = (swept.loss, swept.log_probs, swept.d_hidden, swept.d_weight, swept.stats.sums)
-        found.append(gradient)
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    options = {"accumulate_into_main_grad": into_main_grad, "ratio_mode": ratio}
+    found, expected = (sweep(head, skip_zero_tiles=skip, **options) for skip in (True, False))
+    for name in ("loss", "log_probs", "d_hidden"):
+        assert same_bits(getattr(found, name), getattr(expected, name))
     # Rows of d_hidden are products of their own; d_weight is summed over rows in another order.
-    for index in (0, 1, 2) if not into_main_grad else (0,):
-        assert same_bits(found[0][index], found[1][index])
-
-
-def _into_main_grad(head: Head, skip: bool, ratio: str) -> tuple[Tensor, ...]:
-    from ctpo_kernels import fused_linear_ctpo
-
-    weight = head.weight.clone().requires_grad_()
-    weight.main_grad = torch.zeros_like(head.weight)
-    hidden = head.hidden.clone().requires_grad_()
-    loss, _, _ = fused_linear_ctpo(
-        **{**head.arguments(), "weight": weight, "hidden": hidden},
-        accumulate_into_main_grad=True,
-        skip_zero_tiles=skip,
-        ratio_mode=ratio,
-    )
-    loss.backward()
-    return hidden.grad, weight.main_grad
+    torch.testing.assert_close(found.d_weight, expected.d_weight, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found.stats.sums, expected.stats.sums, rtol=1e-5, atol=1e-7)
 
 
 def test_zero_tiles_of_the_weight_gradient_are_bitwise_nothing() -> None:
@@ -145,33 +119,6 @@ def test_clipped_tiles_of_two_phases_are_known_before_the_second() -> None:
     assert rows_of(head, ratio_mode="sequence", chunk_size=TILE) == (7 * TILE, 3 * TILE, 3 * TILE)
 
 
-@pytest.mark.parametrize(
-    ("nonzero", "length", "expected"),
-    [
-        ([], 300, []),
-        ([0], 300, [(0, 128)]),
-        ([127, 128], 300, [(0, 256)]),
-        ([299], 300, [(256, 300)]),
-        ([5, 260], 300, [(0, 128), (256, 300)]),
-        ([0], 1, [(0, 1)]),
-    ],
-)
-def test_active_runs(nonzero: list[int], length: int, expected: list[tuple[int, int]]) -> None:
-    g = torch.zeros(length)
-    for number, index in enumerate(nonzero):
-        g[index] = torch.nan if number else -1.0
-    assert active_runs(g, length) == [expected]
-
-
-def test_active_runs_of_all_chunks() -> None:
-    """Tiles begin anew with each chunk, whose last one is shorter."""
-    g = torch.zeros(650)
-    g[[0, 199, 430, 649]] = 1.0
-    assert active_runs(g, 200) == [[(0, 200)], [], [(0, 128)], [(0, 50)]]
-    assert active_runs(g[:600], 200) == [[(0, 200)], [], [(0, 128)]]
-    assert active_runs(g[:0], 200) == []
-
-
 def test_nan_gradient_is_not_skipped() -> None:
     head = tiled([TILE, TILE], [0.0, 0.0])
     old = eager(head).log_probs
@@ -196,16 +143,6 @@ def test_no_tensor_of_all_logits_exists(ratio: str) -> None:
     assert alone <= max(chunk * vocab, vocab * WIDTH, n * WIDTH)
 
 
-def test_rows_at_a_time_follow_the_free_memory() -> None:
-    """At most a quarter of it, in steps of two: 4096 rows of a vocabulary of 152k where it allows."""
-    gib = 1 << 30
-    assert [chunk_rows(151936, free * gib) for free in (80, 9.6, 9.4, 4.8, 4.7, 2, 0, -3)] == [
-        *(4096, 4096, 2048, 2048, 1024, 512, 512, 512)
-    ]
-    assert chunk_rows(18992, 80 * gib) == 262 * TILE  # one shard of eight
-    assert chunk_rows(10**8, 0) == TILE
-
-
 def test_memory_that_is_free_changes_no_bits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anchor pass and training must cut alike, so the default looks at shapes alone."""
     for place in (torch.cuda, torch.cuda.memory):
@@ -225,24 +162,10 @@ def test_one_sweep_multiplies_each_row_once_and_two_phases_twice() -> None:
     assert rows_of(head, chunk_size=32, ratio_mode="sequence") == (200, 100, 100)
 
 
-class _Copies(TorchDispatchMode):
-    """Where copies go, by the address of the memory that is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.overloadpacket.__name__ == "copy_":
-            self.into[args[0].untyped_storage().data_ptr()] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_log_probs_of_a_chunk_are_copied_once() -> None:
-    copies = _Copies()
-    with copies:
+    with Watch() as watch:
         found = sweep(tiled([100], [1.0]), chunk_size=32)
-    assert copies.into[found.log_probs.untyped_storage().data_ptr()] == 4
+    assert watch.copies_into[found.log_probs.untyped_storage().data_ptr()] == 4
 
 
 class _Wide(TorchDispatchMode):

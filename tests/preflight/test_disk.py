@@ -22,6 +22,7 @@ from tests.engines.tiny_model import build_tiny_model
 from tests.support.prefork import ROOT
 
 CONFIGS = ROOT / "configs"
+SPEC = read_shapes(CONFIGS / "models" / "qwen3_4b.json")
 RECIPES = {"4b": 4.02e9, "14b": 14.77e9}  # parameters
 
 
@@ -68,14 +69,13 @@ def test_recorded_experts_take_a_byte_for_each_layer_and_choice() -> None:
     assert grown == pytest.approx(4096 * 4512 * 48 * 8) and "experts" not in uses()
 
 
+AUTO = r"19 minutes and the step after them \(checkpoint\.every: auto; writing 52\.4 GiB takes 56\.3 s at 1 "
+
+
 @pytest.mark.parametrize(
     ("every", "steps", "said"),
     [
-        (
-            "auto",
-            305,
-            r"19 minutes and the step after them \(checkpoint\.every: auto; writing 52\.4 GiB takes 56\.3 s at 1 ",
-        ),
+        ("auto", 305, AUTO),
         ("0", 305, r"all 305 steps \(checkpoint\.every: 0; a checkpoint after the last step alone\)"),
         ("20", 305, r"20 steps \(checkpoint\.every: 20\)"),
         ("20", 7, r"7 steps "),
@@ -83,33 +83,32 @@ def test_recorded_experts_take_a_byte_for_each_layer_and_choice() -> None:
 )
 def test_what_a_crash_loses(every: str, steps: int, said: str) -> None:
     config = recipe("4b", f"checkpoint.every={every}", f"run.steps={steps}")
-    line = crash_line(config, read_shapes(CONFIGS / "models" / "qwen3_4b.json"))
+    line = crash_line(config, SPEC)
     assert re.match(f"a crash loses at most {said}", line), line
 
 
+KEEP = "checkpoint.keep_last = 2:"
+
+
 @pytest.mark.parametrize(
-    ("gib", "overrides", "said"),
+    ("gib", "every", "said"),
     [
-        (10, [], "error: checkpoint.keep_last = 2: disk of .*ctpo: 10 GiB free, but one checkpoint takes 52"),
-        (
-            150,
-            [],
-            "warning: checkpoint.keep_last = 2: .* but the run writes .* ratios 4.41 GiB, checkpoints 157 GiB",
-        ),
-        (200, ["checkpoint.every=0"], None),
-        (200, ["checkpoint.every=auto"], "warning: checkpoint.keep_last = 2: .* checkpoints 157 GiB"),
-        (20, ["checkpoint.every=0"], "error: checkpoint.keep_last = 2: .* 20 GiB free, but one checkpoint takes 52"),
-        (80, ["checkpoint.every=0"], "warning: checkpoint.keep_last = 2: .* checkpoints 52.4 GiB"),
-        (300, [], None),
+        (10, "", f"error: {KEEP} disk of .*ctpo: 10 GiB free, but one checkpoint takes 52"),
+        (150, "", f"warning: {KEEP} .* but the run writes .* ratios 4.41 GiB, checkpoints 157 GiB"),
+        (200, "0", None),
+        (200, "auto", f"warning: {KEEP} .* checkpoints 157 GiB"),
+        (20, "0", f"error: {KEEP} .* 20 GiB free, but one checkpoint takes 52"),
+        (80, "0", f"warning: {KEEP} .* checkpoints 52.4 GiB"),
+        (300, "", None),
     ],
 )
 def test_a_disk_that_is_too_small_names_the_key_of_what_takes_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: float, overrides: list[str], said: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: float, every: str, said: str | None
 ) -> None:
     monkeypatch.chdir(tmp_path)
     free(monkeypatch, gib)
-    spec = read_shapes(CONFIGS / "models" / "qwen3_4b.json")
-    found = [f"{problem.severity}: {problem}" for problem in check_disk(RunContext(recipe("4b", *overrides), spec))]
+    config = recipe("4b", *([f"checkpoint.every={every}"] if every else []))
+    found = [f"{problem.severity}: {problem}" for problem in check_disk(RunContext(config, SPEC))]
     assert len(found) == (said is not None)
     if said is not None:
         assert re.match(said, found[0]), found
@@ -117,13 +116,13 @@ def test_a_disk_that_is_too_small_names_the_key_of_what_takes_most(
 
 def test_what_the_run_has_written_before_is_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config, spec = recipe("4b", "checkpoint.every=0"), read_shapes(CONFIGS / "models" / "qwen3_4b.json")
+    config = recipe("4b", "checkpoint.every=0")
     free(monkeypatch, 70)
-    assert [*check_disk(RunContext(config, spec))]
+    assert [*check_disk(RunContext(config, SPEC))]
     config.run.directory.mkdir(parents=True)
     with (config.run.directory / "dump").open("wb") as file:
         file.truncate(40 * GIB)  # takes no room
-    assert not [*check_disk(RunContext(config, spec))]
+    assert not [*check_disk(RunContext(config, SPEC))]
 
 
 @pytest.fixture
@@ -154,13 +153,13 @@ def test_a_root_that_cannot_be_made_or_written_to(
     (everyones / "closed").mkdir(mode=0o500)
     (everyones / "link").symlink_to("nothing")
     config = recipe("4b", f"run.root={root}", "checkpoint.every=0")
-    spec, user = read_shapes(CONFIGS / "models" / "qwen3_4b.json"), os.geteuid()
+    user = os.geteuid()
     free(monkeypatch, 1e6)
     try:
         if user == 0:  # to whom nothing is closed
             (everyones / "folder").chmod(0o777)
             os.seteuid(65534)
-        problems = [*check_disk(RunContext(config, spec))]
+        problems = [*check_disk(RunContext(config, SPEC))]
     finally:
         os.seteuid(user)
     if not problem:

@@ -120,12 +120,8 @@ def test_the_exit_status_tells_ready_broken_and_wrong_request(
     assert cli.main(["doctor", "first.yaml", "policy.micro_batch_tokens=9", "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert not said["ready"] and said["verdict"].startswith("not ready: ")
-    assert {
-        finding["name"] for finding in said["findings"]["Configuration first.yaml"] if finding["status"] == "broken"
-    } == {
-        "config",
-        "tokenizer",
-    }
+    found = said["findings"]["Configuration first.yaml"]
+    assert {each["name"] for each in found if each["status"] == "broken"} == {"config", "tokenizer"}
     assert "copy it there" in said["to_do"]
     assert cli.main(["doctor", "first.yaml"]) == 1
     out, err = capsys.readouterr()

@@ -22,10 +22,7 @@ def found(extra: dict[str, Any]) -> list[str]:
     ("extra", "expected"),
     [
         ({"max_num_batched_tokens": 512, "enable_prefix_caching": False}, None),
-        (
-            {"bogus_arg": 1},
-            "error: rollout.engine.extra.bogus_arg = 1: vLLM has no such engine argument",
-        ),
+        ({"bogus_arg": 1}, "error: rollout.engine.extra.bogus_arg = 1: vLLM has no such engine argument"),
         ({"enable_prefix_cashing": True}, "did you mean enable_prefix_caching?"),
         ({"max-num-batched-tokens": 1}, "did you mean max_num_batched_tokens?"),
         ({"enable_lora": True}, "warning: rollout.engine.extra.enable_lora = true: was never tried in a run"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,10 +157,3 @@ def test_stages_of_a_pipeline_have_micro_batches_to_fill_them() -> None:
 def test_without_a_gpu_the_numbers_are_those_of_before() -> None:
     assert PolicyConfig().chosen == (8192, "none", None)
     assert recipe("0_6b").policy.chosen[:2] == (8192, "none")
-
-
-def test_the_recipes_of_one_gpu_have_no_constants() -> None:
-    for model in ("0_6b", "1_7b"):
-        policy = recipe(model).policy
-        assert (policy.micro_batch_tokens, policy.recompute) == ("auto", "auto")
-    assert load_config(Path(ROOT / "configs" / "quickstart.yaml")).policy.micro_batch_tokens == 8192

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from ctpo_sandbox import ExecutionResult, Limits, SandboxClient, SandboxServer, 
 from tests.support.deadlines import scaled
 
 Runner = Callable[..., ExecutionResult]
+SANDBOX = Path(__file__).parents[2] / "sandbox"
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -32,6 +37,12 @@ def sandbox_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox
 def execute(sandbox_server: SandboxServer) -> Iterator[Runner]:
     with runner(sandbox_server.url) as run:
         yield run
+
+
+def small_server(folder: Path, **options: Any) -> SandboxServer:
+    """One slot with the standard library, but for the options."""
+    usual = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
+    return start_server(**usual | options, log_path=folder / "log")
 
 
 @contextmanager
@@ -52,15 +63,11 @@ def server_in_memory(**options: Any) -> Iterator[SandboxServer]:
 
 @pytest.fixture
 def server_at(tmp_path: Path) -> Callable[[str], AbstractContextManager[Runner]]:
-    """A server of its own at a level of isolation, with the standard library."""
+    """A server of its own at a level of isolation."""
 
     @contextmanager
     def start(level: str) -> Iterator[Runner]:
-        options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "require": "none"}
-        with (
-            start_server(**options, log_path=tmp_path / "server.log", level=level) as server,
-            runner(server.url) as run,
-        ):
+        with small_server(tmp_path, require="none", level=level) as server, runner(server.url) as run:
             yield run
 
     return start
@@ -77,3 +84,47 @@ def runner(url: str) -> Iterator[Runner]:
 
         yield run
         loop.run(client.aclose())
+
+
+@asynccontextmanager
+async def client_of(*urls: str, concurrency: int = 8, deadline_s: float = scaled(60)) -> AsyncIterator[SandboxClient]:
+    client = SandboxClient([*urls], max_concurrency=concurrency, request_timeout_s=deadline_s)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def side_by_side(*runs: tuple[str, str]) -> list[ExecutionResult]:
+    """The results of programs that run at once: address of the server and code of each."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(client_of(url)) for url, _ in runs]
+        programs = zip(clients, runs, strict=True)
+        return await asyncio.gather(*(client.run(code, run_timeout_s=scaled(20)) for client, (_, code) in programs))
+
+
+def announced(file: Path, server: subprocess.Popen[bytes]) -> str:
+    """The address that a server which has been started writes there."""
+
+    def up() -> bool:
+        assert server.poll() is None, "the server has ended"
+        return file.exists()
+
+    wait_until(up, "the server to come up", scaled(60))
+    return file.read_text().strip()
+
+
+def ended_server(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A server that does not start, run as a command."""
+    environment = {**os.environ, "PYTHONPATH": str(SANDBOX)} | variables
+    command = [sys.executable, "-m", "ctpo_sandbox.server", "--port", "0", *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled(60), check=False)
+
+
+def wait_until(condition: Callable[[], Any], awaited: str, timeout_s: float = scaled(15)) -> Any:
+    """What it returns once that counts as true."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {awaited}"
+        time.sleep(0.01)
+    return found

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ctpo_sandbox import ExecutionResult, SandboxClient, SandboxServer, SandboxUnavailable
+from ctpo_sandbox import ExecutionResult, SandboxServer, SandboxUnavailable
+from tests.sandbox.conftest import client_of
 from tests.sandbox.sandbox_http import post
 from tests.support.deadlines import scaled
 
@@ -64,22 +65,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxServer]:
         yield server
 
 
-@contextlib.asynccontextmanager
-async def client_of(*servers: SandboxServer, timeout_s: float = scaled(30)) -> AsyncIterator[SandboxClient]:
-    urls = [server.url for server in servers]
-    client = SandboxClient(urls, max_concurrency=4, request_timeout_s=timeout_s)
-    try:
-        yield client
-    finally:
-        await client.aclose()
-
-
 @pytest.mark.parametrize("program", [WORKER, DEFECT])
 def test_a_server_that_fails_again_over_one_program_and_runs_others_blames_it(
     server: SandboxServer, program: str
 ) -> None:
     async def run_three() -> list[ExecutionResult]:
-        async with client_of(server) as client:
+        async with client_of(server.url) as client:
             results = [await client.run(code, run_timeout_s=4) for code in ("print(1)", program, "print(2)")]
             assert (client.stats.blamed, client.stats.results["runtime_error"]) == (1, 1)
             return results
@@ -91,7 +82,7 @@ def test_a_server_that_fails_again_over_one_program_and_runs_others_blames_it(
 
 def test_a_run_that_one_machine_kills_again_and_again_is_not_blamed(server: SandboxServer) -> None:
     async def run() -> None:
-        async with client_of(server, timeout_s=scaled(5)) as client:
+        async with client_of(server.url, deadline_s=scaled(5)) as client:
             with pytest.raises(SandboxUnavailable):
                 await client.run(KILLED, run_timeout_s=9)
             assert client.stats.blamed == 0 and client.stats.retries > 1
@@ -101,7 +92,7 @@ def test_a_run_that_one_machine_kills_again_and_again_is_not_blamed(server: Sand
 
 def test_a_run_that_two_machines_kill_is_blamed(server: SandboxServer, tmp_path: Path) -> None:
     async def run(*servers: SandboxServer) -> ExecutionResult:
-        async with client_of(*servers) as client:
+        async with client_of(*(server.url for server in servers)) as client:
             return await client.run(KILLED, run_timeout_s=9)
 
     with fragile(tmp_path, 1) as other:
@@ -111,7 +102,7 @@ def test_a_run_that_two_machines_kill_is_blamed(server: SandboxServer, tmp_path:
 
 def test_servers_that_fail_over_every_program_blame_none(tmp_path: Path) -> None:
     async def run(*servers: SandboxServer) -> None:
-        async with client_of(*servers, timeout_s=scaled(5)) as client:
+        async with client_of(*(server.url for server in servers), deadline_s=scaled(5)) as client:
             with pytest.raises(SandboxUnavailable):
                 await client.run("print(1)", run_timeout_s=4)
             assert client.stats.blamed == 0 and client.stats.retries > 2

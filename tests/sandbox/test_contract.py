@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctpo_sandbox import ExecutionResult, SandboxServer, start_server
+from ctpo_sandbox import SandboxServer, start_server
 from ctpo_sandbox.launch import _is_alive
 from ctpo_sandbox.pool import Pool, RunResult
+from tests.sandbox.conftest import Runner
 from tests.sandbox.sandbox_http import HTTP, health, post
 from tests.sandbox.test_lost_processes import one_slot
 from tests.support.deadlines import scaled
@@ -50,17 +52,14 @@ ENDS = {
     "libc.syscall(59, b'/bin/true', 0, 0)": "success",
     "resource.setrlimit(resource.RLIMIT_CORE, (-1, -1)); os.abort()": "runtime_error",
     "signal.raise_signal(signal.SIGSTOP)": "timeout",
+    "os.write(1, bytes(range(256))); os.write(2, bytes(range(256)))": "success",
+    "os.write(1, b'\\xe2\\x82'); os.write(2, b'\\xf0\\x9f\\x98')": "success",
+    "os.write(1, b'\\xed\\xa0\\x80')": "success",
+    "os.close(1); os.close(2)": "success",
+    "os.write(1, b'\\xe2\\x82\\xac' * 400_000)": "success",
+    "os.write(2, b'\\xff'); os.kill(os.getpid(), 40)": "runtime_error",
 }
 """Program -> status."""
-
-OUTPUTS = {
-    "every byte": "os.write(1, bytes(range(256))); os.write(2, bytes(range(256)))",
-    "half a letter": "os.write(1, b'\\xe2\\x82'); os.write(2, b'\\xf0\\x9f\\x98')",
-    "surrogates in UTF-8": "os.write(1, b'\\xed\\xa0\\x80')",
-    "closed": "os.close(1); os.close(2)",
-    "cut in the middle of a letter": "os.write(1, b'\\xe2\\x82\\xac' * 400_000)",
-    "no newline before a signal": "os.write(2, b'\\xff'); os.kill(os.getpid(), 40)",
-}
 
 
 @pytest.fixture
@@ -106,10 +105,13 @@ def test_every_signal_is_a_verdict(sandbox_server: SandboxServer, number: int) -
 
 @pytest.mark.parametrize("code", ENDS)
 def test_every_end_is_a_verdict(sandbox_server: SandboxServer, code: str) -> None:
-    timeout_s = 0.2 if ENDS[code] == "timeout" else scaled(4)
-    reply = post(sandbox_server, {"code": RAW + code, "run_timeout": timeout_s})
-    assert reply.status_code == 200, reply.text
-    assert reply.json()["status"] == ENDS[code], reply.text
+    request = {"code": RAW + code, "run_timeout": 0.2 if ENDS[code] == "timeout" else scaled(4)}
+    for path in ("/faas/sandbox/", "/run_code"):
+        reply = post(sandbox_server, request, path)
+        assert reply.status_code == 200, reply.text
+        result = reply.json()["run_result"]
+        assert isinstance(result["stdout"], str) and isinstance(result["stderr"], str)
+        assert path == "/run_code" or reply.json()["status"] == ENDS[code], reply.text
 
 
 @settings(max_examples=60, derandomize=True)
@@ -167,15 +169,6 @@ def test_no_bytes_of_a_request_are_answered_by_an_error_of_the_server(
             assert not answer or answer.split()[1][:1] in (b"1", b"2", b"3", b"4"), answer
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
-@pytest.mark.parametrize("path", ["/faas/sandbox/", "/run_code"])
-def test_every_output_is_a_verdict(sandbox_server: SandboxServer, name: str, path: str) -> None:
-    reply = post(sandbox_server, {"code": RAW + OUTPUTS[name], "run_timeout": scaled(8)}, path)
-    assert reply.status_code == 200, reply.text
-    result = reply.json()["run_result"]
-    assert isinstance(result["stdout"], str) and isinstance(result["stderr"], str)
-
-
 def test_a_defect_anywhere_is_a_counted_503(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a 500: the request may be sent again, and the metrics show it. Its text need not be encodable."""
     from fastapi.testclient import TestClient
@@ -214,20 +207,6 @@ NAMES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outside_measured(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[..., ExecutionResult]]:
-    """At a level where the worker counts the threads of a run, as the runs have no user of their own."""
-    from ctpo_sandbox import start_server
-    from tests.sandbox.conftest import runner
-
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "level": "namespaces-user"}
-    log = tmp_path_factory.mktemp("contract") / "log"
-    with start_server(**options, log_path=log) as server, runner(server.url) as run:
-        yield run
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_no_name_of_another_process_keeps_a_server_from_stopping(name: str) -> None:
     """It looks at all processes of the machine for those of its group."""
@@ -241,8 +220,12 @@ def test_no_name_of_another_process_keeps_a_server_from_stopping(name: str) -> N
             named.kill()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_name_of_a_thread_ends_nothing(outside_measured: Callable[..., ExecutionResult], name: str) -> None:
-    code = f"import ctypes, time; ctypes.CDLL(None).prctl(15, {NAMES[name]!r}, 0, 0, 0); time.sleep(0.3); print('well')"
-    result = outside_measured(code)
-    assert (result.status, result.stdout) == ("success", "well\n")
+def test_the_name_of_a_thread_ends_nothing(server_at: Callable[[str], AbstractContextManager[Runner]]) -> None:
+    """At a level where the worker counts the threads of a run, as the runs have no user of their own."""
+    with server_at("namespaces-user") as run:
+        for name in NAMES.values():
+            code = (
+                f"import ctypes, time; ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0); time.sleep(0.3); print('well')"
+            )
+            result = run(code)
+            assert (result.status, result.stdout) == ("success", "well\n"), name

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ctpo_sandbox import ExecutionResult, Limits, SandboxClient, start_server
+from ctpo_sandbox import ExecutionResult, Limits
 from ctpo_sandbox.watch import Watch
-from tests.sandbox.conftest import runner, server_in_memory
+from tests.sandbox.conftest import client_of, runner, server_in_memory, small_server
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
 
@@ -56,9 +56,8 @@ def hoarder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 
 def test_a_run_that_ends_before_its_files_are_counted_has_exceeded_the_limit(tmp_path: Path) -> None:
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "level": "landlock"}
     with (
-        start_server(**options, log_path=tmp_path / "log", limits=Limits(disk_files=16)) as server,
+        small_server(tmp_path, level="landlock", limits=Limits(disk_files=16)) as server,
         runner(server.url) as run,
     ):
         within, beyond = (run(f"for i in range({n}): open(f'f{{i}}', 'wb').close()") for n in (16, 17))
@@ -98,20 +97,19 @@ print("held", threading.active_count())
 
 def test_a_run_that_takes_every_process_costs_no_other_run_its_verdict(tmp_path: Path) -> None:
     """In a group of processes with a limit, as in a container, at a level where the kernel counts no run's threads."""
-    options = {"slots": 3, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "level": "namespaces-user"}
-    with start_server(**options, log_path=tmp_path / "log") as server, _few_processes(server.process.pid, 40) as group:
+    options = {"slots": 3, "level": "namespaces-user"}
+    with small_server(tmp_path, **options) as server, _few_processes(server.process.pid, 40) as group:
         before = health(server.url)
 
         async def all_of_them() -> list[ExecutionResult]:
-            client = SandboxClient(server.url, max_concurrency=8, request_timeout_s=scaled(30))
-            hostile = asyncio.ensure_future(client.run(THREADS, run_timeout_s=4))
-            while (group / "pids.current").read_text() != (group / "pids.max").read_text():
-                await asyncio.sleep(0.005)
-            innocent = asyncio.gather(*(client.run(f"print({i})", run_timeout_s=4) for i in range(6)))
-            results = [await hostile, *await innocent]
-            await client.aclose()
-            assert client.stats.retries == 0
-            return results
+            async with client_of(server.url) as client:
+                hostile = asyncio.ensure_future(client.run(THREADS, run_timeout_s=4))
+                while (group / "pids.current").read_text() != (group / "pids.max").read_text():
+                    await asyncio.sleep(0.005)
+                innocent = asyncio.gather(*(client.run(f"print({i})", run_timeout_s=4) for i in range(6)))
+                results = [await hostile, *await innocent]
+                assert client.stats.retries == 0
+                return results
 
         hostile, *innocent = asyncio.run(all_of_them())
         assert [result.stdout for result in innocent] == [f"{i}\n" for i in range(6)]

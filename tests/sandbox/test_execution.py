@@ -8,9 +8,8 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from ctpo_sandbox import start_server
 from ctpo_sandbox.libraries import PROMISED
-from tests.sandbox.conftest import runner
+from tests.sandbox.conftest import runner, small_server
 from tests.support.deadlines import scaled
 
 
@@ -32,11 +31,7 @@ def test_stdin_is_what_was_given_and_then_ends(execute):
         "def f(:\n    pass",
         "def f(n):\n    return 1 // n\n\nf(0)",
         "try:\n    {}['a']\nexcept KeyError:\n    raise ValueError('two\\nlines')",
-        "import sys\nprint('out')\nsys.exit(3)",
-        "raise SystemExit('a message')",
-        "raise SystemExit",
         "import atexit\natexit.register(print, 'bye')\nprint(__name__, __import__('sys').argv)",
-        "from __future__ import annotations\nx: undefined = 1\nprint(__annotations__)",
         "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
         "import atexit, threading\natexit.register(lambda: print(threading.main_thread().is_alive()))",
         "import time\nfrom concurrent.futures import ThreadPoolExecutor as T\n"
@@ -46,7 +41,6 @@ def test_stdin_is_what_was_given_and_then_ends(execute):
         "import atexit, weakref\nclass A: pass\na = A()\natexit.register(print, 'last')\n"
         "weakref.finalize(a, print, 'first')",
         "import sys\nsys.excepthook = lambda *a: print('hook', a[1])\n1 / 0",
-        "class A: pass\nimport pickle\nprint(type(pickle.loads(pickle.dumps(A()))).__name__)",
         "# -*- coding: latin-1 -*-\nprint('caf\u00e9'.encode())",
     ],
 )
@@ -67,52 +61,17 @@ def test_what_programs_may_expect_to_import_is_there(tmp_path):
         found.name for found in promised if found.marker and found.marker.evaluate({"extra": "sandbox-math"})
     )
     assert names == sorted(PROMISED)
-    with (
-        start_server(slots=1, start_timeout_s=scaled(60), log_path=tmp_path / "log") as server,
-        runner(server.url) as run,
-    ):
+    with small_server(tmp_path, tiers=()) as server, runner(server.url) as run:
         assert server.health["not_installed"] == []
         for name in [*names, "scipy.optimize, scipy.stats, scipy.integrate"]:
             result = run(f"import {name}; print('imported')", run_timeout_s=scaled(30))
             assert (result.status, result.stdout) == ("success", "imported\n"), (name, result)
 
 
-def test_death_by_signal_is_named(execute):
-    result = execute("import os\nprint('before', flush=True)\nos.abort()")
-    assert (result.status, result.stdout) == ("runtime_error", "before\n")
-    assert "[killed by signal 6 (SIGABRT)]" in result.stderr
-
-
-@pytest.mark.parametrize("sent", ["SIGKILL", "SIGXCPU"])
-def test_a_snippet_cannot_claim_a_timeout(execute, sent):
-    result = execute(f"import os, signal\nos.kill(os.getpid(), signal.{sent})")
-    assert result.status == "runtime_error"
-    assert sent in result.stderr
-
-
-def test_output_that_is_not_utf8(execute):
-    assert execute(r"import os; os.write(1, b'\xff\xfeok')").stdout == "\ufffd\ufffdok"
-
-
 def test_lone_surrogates_do_not_break_the_reply(execute):
     assert "UnicodeEncodeError" in execute(r"print('\ud800')").stderr
     assert "SyntaxError" in execute("print('\ud800')").stderr
     assert execute("import sys; print(len(sys.stdin.buffer.read()))", stdin="\ud800").stdout == "3\n"
-
-
-def test_numerical_libraries_import(execute):
-    code = "import numpy, sympy\nx = sympy.Symbol('x')\nprint(numpy.arange(3).sum(), sympy.integrate(x, x))"
-    result = execute(code)
-    assert (result.stdout, result.status) == ("3 x**2/2\n", "success")
-
-
-def test_runs_share_nothing(execute):
-    execute("import math, random\nmath.pi = 3\nopen('left', 'w').close()")
-    results = [
-        execute("import math, os, random\nprint(math.pi > 3.1, os.listdir(), random.random())") for _ in range(4)
-    ]
-    assert all(result.stdout.startswith("True [] ") for result in results)
-    assert len({result.stdout for result in results}) == 4
 
 
 def test_every_run_has_random_numbers_of_its_own_in_every_library(execute):

@@ -9,6 +9,7 @@ import httpx
 import psutil
 
 from ctpo_sandbox import SandboxServer
+from tests.sandbox.conftest import wait_until
 from tests.sandbox.sandbox_http import health, post
 from tests.support.deadlines import scaled
 
@@ -33,14 +34,13 @@ class _Request(threading.Thread):
 
 def _snippet(server: SandboxServer, not_one_of: set[int] = frozenset()) -> psutil.Process:
     """The process of a run that goes on, once its first line has run: it burns CPU time."""
-    deadline = time.monotonic() + scaled(15)
-    while time.monotonic() < deadline:
-        for worker in filter(None, health(server.url)["workers"]):
-            for child in psutil.Process(worker).children():
-                if child.pid not in not_one_of and child.cpu_times().user >= 0.03:
-                    return child
-        time.sleep(0.01)
-    raise AssertionError("waited for a snippet to start")
+
+    def look() -> psutil.Process | None:
+        workers = [psutil.Process(worker) for worker in filter(None, health(server.url)["workers"])]
+        children = [child for worker in workers for child in worker.children() if child.pid not in not_one_of]
+        return next((child for child in children if child.cpu_times().user >= 0.03), None)
+
+    return wait_until(look, "a snippet to start")
 
 
 BUSY = "import time\nwhile time.process_time() < {seconds}: pass\nprint('done')"

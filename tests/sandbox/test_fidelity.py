@@ -28,10 +28,6 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_there_are_enough() -> None:
-    assert len({*PROGRAMS, *HEAVY}) == len(PROGRAMS) + len(HEAVY) >= 150
-
-
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=[] if n % 3 == 0 else pytest.mark.slow) for n in range(len(PROGRAMS))]
 )
@@ -61,17 +57,4 @@ def test_printing_beyond_the_limit_is_cut_and_no_error(execute: Runner) -> None:
     result = execute("for i in range(1_200_000): print('1234567890')\nimport sys; print('end', file=sys.stderr)")
     assert (result.status, result.stderr) == ("success", "end\n")
     assert result.stdout.endswith("[output cut: the first 1000000 of 8388608 bytes]\n")
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import multiprocessing as m; m.Pool(2).map(abs, [1])",
-        "from concurrent.futures import ProcessPoolExecutor as P\nwith P(2) as p: print(list(p.map(abs, [1])))",
-        "import os; os.fork()",
-    ],
-)
-def test_several_processes_are_refused_in_words(execute: Runner, code: str) -> None:
-    result = execute(code)
-    assert result.status == "runtime_error"
-    assert "one process per run: use threads" in result.stderr.splitlines()[-1]
+    assert "[output cut: the first 1000000 of" in execute("import os\nwhile True: os.write(2, b'x' * 10**6)").stderr

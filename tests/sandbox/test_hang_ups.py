@@ -9,7 +9,8 @@ import signal
 import psutil
 import pytest
 
-from ctpo_sandbox import SandboxClient, SandboxServer, start_server
+from ctpo_sandbox import SandboxClient, SandboxServer
+from tests.sandbox.conftest import client_of, small_server
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
 
@@ -18,8 +19,7 @@ HANG_UPS = 60
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> SandboxServer:
-    log = tmp_path_factory.mktemp("hang-ups") / "log"
-    with start_server(slots=2, start_timeout_s=scaled(60), log_path=log, tiers=["stdlib"]) as server:
+    with small_server(tmp_path_factory.mktemp("hang-ups"), slots=2) as server:
         yield server
 
 
@@ -42,15 +42,13 @@ def test_hanging_up_costs_others_nothing(server: SandboxServer) -> None:
     """After 0 to 30 ms: while the request waits, while its run is set up, and while it runs."""
 
     async def all_of_them() -> tuple[int, int]:
-        client = SandboxClient(server.url, max_concurrency=8, request_timeout_s=scaled(30))
-        over = asyncio.Event()
-        innocent = asyncio.ensure_future(_innocent(client, over))
-        for number in range(0, HANG_UPS, 3):
-            await asyncio.gather(*(_hang_up(client, 0.0005 * (number + i)) for i in range(3)))
-        over.set()
-        runs = await innocent
-        await client.aclose()
-        return runs, client.stats.retries
+        async with client_of(server.url) as client:
+            over = asyncio.Event()
+            innocent = asyncio.ensure_future(_innocent(client, over))
+            for number in range(0, HANG_UPS, 3):
+                await asyncio.gather(*(_hang_up(client, 0.0005 * (number + i)) for i in range(3)))
+            over.set()
+            return await innocent, client.stats.retries
 
     runs, retries = asyncio.run(all_of_them())
     assert runs > 0 and retries == 0
@@ -59,15 +57,13 @@ def test_hanging_up_costs_others_nothing(server: SandboxServer) -> None:
 
 def test_hanging_up_while_a_worker_is_forked_leaves_the_template_alone(server: SandboxServer) -> None:
     async def hang_up_while_stopped(template: list[psutil.Process]) -> str:
-        client = SandboxClient(server.url, max_concurrency=2, request_timeout_s=scaled(30))
-        for process in template:
-            process.suspend()
-        await _hang_up(client, scaled(0.5))
-        for process in template:
-            process.resume()
-        result = await client.run("print('well')", run_timeout_s=9)
-        await client.aclose()
-        return result.stdout
+        async with client_of(server.url) as client:
+            for process in template:
+                process.suspend()
+            await _hang_up(client, scaled(0.5))
+            for process in template:
+                process.resume()
+            return (await client.run("print('well')", run_timeout_s=9)).stdout
 
     before = health(server.url)
     outer = psutil.Process(before["templates"]["stdlib"])

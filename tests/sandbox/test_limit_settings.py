@@ -17,9 +17,10 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from ctpo_megatron.config import SandboxConfig
-from ctpo_sandbox import Limits, SandboxServer, SandboxStartError, start_server
+from ctpo_sandbox import Limits, SandboxServer, SandboxStartError
 from ctpo_sandbox.records import option
 from ctpo_sandbox.server import add_arguments
+from tests.sandbox.conftest import ended_server, small_server
 from tests.sandbox.sandbox_http import HTTP, post
 from tests.support.deadlines import scaled
 
@@ -61,9 +62,7 @@ OF_THE_SERVER = {"url", "require", "slots", "warm", "request_timeout_s", "max_co
 
 @pytest.fixture(scope="module")
 def lowered_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxServer]:
-    log = tmp_path_factory.mktemp("lowered") / "log"
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
-    with start_server(**options, limits=LOWERED, log_path=log) as server:
+    with small_server(tmp_path_factory.mktemp("lowered"), limits=LOWERED) as server:
         yield server
 
 
@@ -114,15 +113,13 @@ def test_threads_that_memory_has_no_room_for_are_refused_with_both_keys() -> Non
     said = "address_space_mb = 70 has room for the stacks of 280; lower threads, or set address_space_mb to 75"
     assert Limits(memory_mb=64, address_space_mb=70, threads=300).threads_too_many == said
     assert Limits(threads=2049, memory_mb=513).threads_too_many == ""
-    serve = [sys.executable, "-m", "ctpo_sandbox.server", "--port", "0", "--threads", "2049"]
-    ended = subprocess.run(serve, capture_output=True, text=True, timeout=scaled(60))
+    ended = ended_server("--threads", "2049")
     assert ended.returncode == 1 and "--threads 2049: memory_mb = 512 has room" in ended.stderr, ended.stderr
 
 
 def test_a_server_runs_with_the_least_of_every_limit(tmp_path: Path) -> None:
     least = {limit.name: limit.metadata["least"] for limit in fields(Limits) if limit.metadata["least"]}
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
-    with start_server(**options, limits=Limits(**least), log_path=tmp_path / "log") as server:
+    with small_server(tmp_path, limits=Limits(**least)) as server:
         assert post(server, {"code": "print(6 * 7)"}).json()["run_result"]["stdout"] == "42\n"
 
 
@@ -131,12 +128,8 @@ def test_a_limit_beyond_the_machines_is_named(name: str, kind: int, tmp_path: Pa
     hard = resource.getrlimit(kind)[1]
     if hard == resource.RLIM_INFINITY:
         pytest.skip("this machine has no limit")
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "log_path": tmp_path / "log"}
-    with (
-        pytest.raises(SandboxStartError, match=rf"{option(name)} {hard + 1}: this machine allows {hard} \(ulimit"),
-        start_server(**options, limits=Limits(**{name: hard + 1})),
-    ):
-        pass
+    with pytest.raises(SandboxStartError, match=rf"{option(name)} {hard + 1}: this machine allows {hard} \(ulimit"):
+        small_server(tmp_path, limits=Limits(**{name: hard + 1}))
 
 
 @pytest.mark.parametrize(

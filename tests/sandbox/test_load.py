@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctpo_sandbox import ClientStats, ExecutionResult, Limits, SandboxClient, SandboxServer, start_server
+from ctpo_sandbox import ClientStats, ExecutionResult, Limits, SandboxServer
+from tests.sandbox.conftest import client_of, small_server
 from tests.sandbox.sandbox_http import health, post, post_bytes
 from tests.support.deadlines import scaled
 
@@ -42,14 +43,10 @@ def _job(index: int) -> tuple[str, str, str]:
     return kinds[names[index % len(names)]]
 
 
-async def _all(
-    url: str, count: int, concurrency: int, deadline_s: float = scaled(120)
-) -> tuple[list[ExecutionResult], Any]:
-    client = SandboxClient(url, max_concurrency=concurrency, request_timeout_s=deadline_s)
-    jobs = [client.run(_job(i)[0], stdin=f"in-{i}\n", run_timeout_s=LIMIT_S) for i in range(count)]
-    results = await asyncio.gather(*jobs)
-    await client.aclose()
-    return results, client.stats
+async def _all(url: str, count: int, concurrency: int) -> tuple[list[ExecutionResult], Any]:
+    async with client_of(url, concurrency=concurrency, deadline_s=scaled(120)) as client:
+        jobs = [client.run(_job(i)[0], stdin=f"in-{i}\n", run_timeout_s=LIMIT_S) for i in range(count)]
+        return await asyncio.gather(*jobs), client.stats
 
 
 def _assert_right(results: list[ExecutionResult]) -> None:
@@ -72,8 +69,7 @@ def _footprint(server: SandboxServer) -> dict[str, Any]:
 @pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.slow)])
 def test_many_runs_do_not_mix_nor_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    options = {"slots": 3, "limits": Limits(run_timeout_s=LIMIT_S), "start_timeout_s": scaled(60)}
-    with start_server(**options, log_path=tmp_path / "log") as server:
+    with small_server(tmp_path, slots=3, limits=Limits(run_timeout_s=LIMIT_S), tiers=()) as server:
         _assert_right(asyncio.run(_all(server.url, 200, CONCURRENCY))[0])  # every worker of every slot is there now
         files, before = sorted(tmp_path.rglob("*")), _footprint(server)
         results, stats = asyncio.run(_all(server.url, count, CONCURRENCY))
@@ -92,10 +88,8 @@ def test_cpu_contention_is_no_timeout(sandbox_server: SandboxServer) -> None:
     limit_s = scaled(1.5)
 
     async def all_of_them() -> list[ExecutionResult]:
-        client = SandboxClient(sandbox_server.url, max_concurrency=40, request_timeout_s=scaled(120))
-        results = await asyncio.gather(*(client.run(code, run_timeout_s=limit_s) for _ in range(40)))
-        await client.aclose()
-        return results
+        async with client_of(sandbox_server.url, concurrency=40, deadline_s=scaled(120)) as client:
+            return await asyncio.gather(*(client.run(code, run_timeout_s=limit_s) for _ in range(40)))
 
     assert {result.status for result in asyncio.run(all_of_them())} == {"success"}
 
@@ -107,8 +101,7 @@ def test_chaos_never_changes_a_verdict(tmp_path: Path, count: int) -> None:
 
     Every tenth verdict brings the next kill: by the clock, a slow machine would lose its templates before they are up.
     """
-    options = {"slots": 3, "limits": Limits(run_timeout_s=LIMIT_S), "start_timeout_s": scaled(60)}
-    with start_server(**options, log_path=tmp_path / "log") as server:
+    with small_server(tmp_path, slots=3, limits=Limits(run_timeout_s=LIMIT_S), tiers=()) as server:
         results, stats, kills = asyncio.run(_under_fire(server, count))
         _assert_right(results)
         assert kills == count // VERDICTS_PER_KILL and server.restarts == 1
@@ -118,7 +111,6 @@ def test_chaos_never_changes_a_verdict(tmp_path: Path, count: int) -> None:
 
 async def _under_fire(server: SandboxServer, count: int) -> tuple[list[ExecutionResult], ClientStats, int]:
     """`count` runs, the client's counts, and the number of kills."""
-    client = SandboxClient(server.url, max_concurrency=16, request_timeout_s=scaled(200))
     rng = random.Random(0)
     verdicts = kills = 0
 
@@ -132,8 +124,8 @@ async def _under_fire(server: SandboxServer, count: int) -> tuple[list[Execution
             _kill(rng.choice(victims))
         return result
 
-    results = await asyncio.gather(*(one(index) for index in range(count)))
-    await client.aclose()
+    async with client_of(server.url, concurrency=16, deadline_s=scaled(200)) as client:
+        results = await asyncio.gather(*(one(index) for index in range(count)))
     return results, client.stats, kills
 
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from ctpo_megatron.base.processes import wait_for
-from ctpo_sandbox import Limits, SandboxServer, SandboxStartError, start_server
+from ctpo_sandbox import Limits, SandboxServer, SandboxStartError
 from ctpo_sandbox.control_groups import MemoryGroups, own_group
-from tests.sandbox.conftest import Runner, runner
+from tests.sandbox.conftest import Runner, runner, small_server
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
 
@@ -32,8 +32,7 @@ grouped = pytest.mark.skipif(not _offered(), reason="no memory control group may
 
 
 def _start(folder: Path) -> SandboxServer:
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
-    return start_server(**options, limits=LIMITS, log_path=folder / "log")
+    return small_server(folder, limits=LIMITS)
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_sandbox import ExecutionResult, SandboxClient, SandboxServer, SandboxStartError
+from ctpo_sandbox import SandboxServer, SandboxStartError
 from ctpo_sandbox.namespaces import WORK
 from ctpo_sandbox.readable import readable_files, readable_trees
-from tests.sandbox.conftest import runner
+from tests.sandbox.conftest import runner, side_by_side
 from tests.sandbox.other_users import AT_C, Host, server_of
 from tests.support.deadlines import scaled
 
@@ -138,7 +138,7 @@ def as_on_linux_5_11(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
 
 @pytest.mark.xdist_group("sandbox-B")
 def test_neighbours_are_invisible_without_landlock(as_on_linux_5_11: SandboxServer) -> None:
-    held, looked = asyncio.run(_both(as_on_linux_5_11.url))
+    held, looked = asyncio.run(side_by_side(*((as_on_linux_5_11.url, code) for code in (HOLD, LOOK))))
     assert held.stdout == "held\n", held
     assert looked.stdout == "[]\n", looked
 
@@ -158,17 +158,9 @@ def test_nothing_but_the_box_is_visible_without_landlock(as_on_linux_5_11: Sandb
 @pytest.mark.parametrize("host", AT_C)
 def test_runs_of_one_user_cannot_ask_for_names_of_each_other(host: Host) -> None:
     with server_of(host) as (url, _):
-        held, looked = asyncio.run(_both(url, HOLD_NAMES, LOOK_FOR_NAMES))
+        held, looked = asyncio.run(side_by_side((url, HOLD_NAMES), (url, LOOK_FOR_NAMES)))
         with runner(url) as run:
             names = [Path(run("import os; print(os.getcwd())").stdout.strip()).name for _ in range(4)]
     assert held.status == "success" and len(Path(held.stdout.strip()).name) == 32
     assert looked.stdout == "[]\n", looked
     assert len(set(names)) == 4
-
-
-async def _both(url: str, hold: str = HOLD, look: str = LOOK) -> list[ExecutionResult]:
-    client = SandboxClient(url, max_concurrency=2, request_timeout_s=scaled(40))
-    limit_s = scaled(20.0)
-    results = await asyncio.gather(client.run(hold, run_timeout_s=limit_s), client.run(look, run_timeout_s=limit_s))
-    await client.aclose()
-    return results

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -21,9 +20,9 @@ from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.config import load_config
 from ctpo_sandbox import SandboxClient
 from ctpo_sandbox.variables import node_url
+from tests.sandbox.conftest import ended_server, wait_until
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
-from tests.support.prefork import ROOT
 
 
 def _free_port() -> int:
@@ -31,14 +30,11 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _answers(url: str, awaited: str) -> dict[str, object]:
-    deadline = time.monotonic() + scaled(60)
-    while time.monotonic() < deadline:
-        try:
-            return health(url)
-        except httpx.TransportError:
-            time.sleep(0.05)
-    raise AssertionError(f"waited for {awaited}")
+def _answers(url: str) -> bool:
+    try:
+        return bool(health(url))
+    except httpx.TransportError:
+        return False
 
 
 def test_a_supervised_server_is_started_again_at_its_address_and_ends_with_its_supervisor(tmp_path: Path) -> None:
@@ -50,12 +46,12 @@ def test_a_supervised_server_is_started_again_at_its_address_and_ends_with_its_s
         supervisor = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=log)
     try:
         url = f"http://127.0.0.1:{port}"
-        _answers(url, "the first start")
+        wait_until(lambda: _answers(url), "the first start", scaled(60))
         assert announced.read_text().strip() == url
         (server,) = psutil.Process(supervisor.pid).children()
         server.kill()
         assert wait_for([server], scaled(10)) == []
-        _answers(url, "the second start")
+        wait_until(lambda: _answers(url), "the second start", scaled(60))
         client = SandboxClient(url, max_concurrency=1, request_timeout_s=scaled(30))
         assert asyncio.run(client.run("print('up')", run_timeout_s=9)).stdout == "up\n"
         family = psutil.Process(supervisor.pid).children(recursive=True)
@@ -69,11 +65,7 @@ def test_a_supervised_server_is_started_again_at_its_address_and_ends_with_its_s
 
 def test_a_server_that_cannot_start_is_not_started_again(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [sys.executable, "-m", "ctpo_sandbox.server", "--supervise", "--port", str(taken.getsockname()[1])]
-        path = os.pathsep.join(sys.path)
-        ended = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=scaled(60)
-        )  # fmt: skip
+        ended = ended_server("--supervise", "--port", str(taken.getsockname()[1]))
     assert ended.returncode == 1
     assert ended.stderr.count("did not start") == 1 and "in use" in ended.stderr
 
@@ -115,13 +107,6 @@ def test_a_node_program_takes_the_sandbox_that_its_node_has(tmp_path: Path, monk
 def test_a_server_whose_parent_has_ended_does_not_start() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    command = [sys.executable, "-m", "ctpo_sandbox.server", "--port", "0", "--tiers", "stdlib"]
-    done = subprocess.run(
-        [*command, "--parent-pid", str(gone.pid)],
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        cwd=ROOT / "sandbox",
-    )
+    done = ended_server("--tiers", "stdlib", "--parent-pid", str(gone.pid))
     said = f"ctpo sandbox did not start: parent process {gone.pid} (--parent-pid) has ended\n"
     assert (done.returncode, done.stderr) == (1, said)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import venv
 from pathlib import Path
 
 import numpy
 import pytest
 
+from tests.sandbox.conftest import SANDBOX, announced
 from tests.sandbox.sandbox_http import HTTP, health
 from tests.support.deadlines import scaled
 
 LEVEL = "namespaces-root" if os.geteuid() == 0 else "namespaces-user"
-SANDBOX = Path(__file__).parents[2] / "sandbox"
 
 
 def test_a_box_without_its_packages_is_refused_and_says_where_they_belong(sandbox_server, tmp_path: Path) -> None:
@@ -41,25 +40,15 @@ def test_the_servers_own_packages_may_lie_anywhere(sandbox_server, tmp_path: Pat
         pytest.skip(f"this machine offers {offered}, not {LEVEL}")
     venv.create(tmp_path / "venv", with_pip=False)
     path = os.pathsep.join([str(SANDBOX), str(Path(numpy.__file__).parents[1])])
-    python, announced = tmp_path / "venv" / "bin" / "python", tmp_path / "url"
-    options = ["--port", "0", "--level", LEVEL, "--tiers", "stdlib", "--announce", str(announced)]
-    log = tmp_path / "log"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [python, "-m", "ctpo_sandbox.server", *options],
-            env=os.environ | {"PYTHONPATH": path},
-            stderr=output,
-        )
+    python, announce = tmp_path / "venv" / "bin" / "python", tmp_path / "url"
+    options = ["--port", "0", "--level", LEVEL, "--tiers", "stdlib", "--announce", str(announce)]
+    command = [python, "-m", "ctpo_sandbox.server", *options]
+    server = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
     try:
-        deadline = time.monotonic() + scaled(60)
-        while not announced.exists():
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        assert health(announced.read_text().strip())["level"] == LEVEL
-        code = {"code": "import pyseccomp"}
-        assert (
-            "No module named 'pyseccomp'" in HTTP.post(f"{announced.read_text().strip()}/faas/sandbox/", json=code).text
-        )
+        url = announced(announce, server)
+        assert health(url)["level"] == LEVEL
+        said = HTTP.post(f"{url}/faas/sandbox/", json={"code": "import pyseccomp"}).text
+        assert "No module named 'pyseccomp'" in said
     finally:
         server.terminate()
         server.wait(scaled(30))

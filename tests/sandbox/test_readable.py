@@ -63,14 +63,8 @@ def test_data_in_the_folder_of_the_environment_cannot_be_read(host: Host, answer
 
 def test_the_library_and_the_packages_are_below_what_is_readable() -> None:
     paths = sysconfig.get_paths()
-    for path in (
-        paths["stdlib"],
-        paths["platstdlib"],
-        paths["purelib"],
-        paths["platlib"],
-        os.__file__,
-        pytest.__file__,
-    ):
+    of_installation = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    for path in (*of_installation, os.__file__, pytest.__file__):
         assert readable_above(path) is not None, path
     assert os.path.realpath(sys.executable) in readable_files()
     assert not {sys.prefix, sys.base_prefix, "/usr", "/usr/local", "/", "/bin", "/usr/bin"} & set(readable_trees())

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from ctpo_sandbox import SandboxClient, SandboxServer, SandboxStartError, SandboxUnavailable, start_server
 from ctpo_sandbox.variables import authorization
+from tests.sandbox.conftest import SANDBOX, client_of, ended_server, small_server, wait_until
 from tests.sandbox.sandbox_http import HTTP, health, post
 from tests.support.deadlines import scaled
 
@@ -30,15 +30,11 @@ def _post(server, **request) -> httpx.Response:
 
 
 def _running_snippet(url: str) -> psutil.Process:
-    found: list[psutil.Process] = []
-
-    def look() -> bool:
+    def look() -> list[psutil.Process]:
         workers = [pid for pid in health(url)["workers"] if pid is not None]
-        found.extend(child for pid in workers for child in psutil.Process(pid).children())
-        return bool(found)
+        return [child for pid in workers for child in psutil.Process(pid).children()]
 
-    _wait_until(look, "a snippet to start")
-    return found[0]
+    return wait_until(look, "a snippet to start")[0]
 
 
 @contextmanager
@@ -58,13 +54,6 @@ def _gone(processes: list[psutil.Process]) -> bool:
     return all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in processes)
 
 
-def _wait_until(condition, awaited: str, timeout_s: float = scaled(15)) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {awaited}"
-        time.sleep(0.02)
-
-
 def _lost(url: str) -> float:
     lines = HTTP.get(f"{url}/metrics").text.splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("ctpo_sandbox_lost{"))
@@ -78,52 +67,12 @@ def test_reply_has_the_contract(sandbox_server):
     assert "T" in reply["created_at"]
 
 
-def test_other_languages_are_refused(sandbox_server):
-    response = _post(sandbox_server, language="cpp\ud800")
-    assert response.status_code == 400
-    assert "python" in response.json()["detail"]
-
-
 @pytest.mark.parametrize("field", ["run_timeout", "compile_timeout"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0, -1, "soon", None])
 def test_bad_timeouts_are_422(sandbox_server, field, value):
     response = _post(sandbox_server, **{field: value})
     assert response.status_code == 422
     assert field in str(response.json()["detail"])
-
-
-def test_code_is_required(sandbox_server):
-    response = post(sandbox_server, {"stdin": "\ud7ff"})
-    assert response.status_code == 422
-
-
-def test_health_states_what_is_enforced(sandbox_server):
-    found = health(sandbox_server.url)
-    assert found["slots"] == 2
-    assert found["enforced"] and found["not_enforced"]
-
-
-def test_concurrent_mixed_runs_do_not_mix(sandbox_server):
-    async def all_of_them():
-        client = SandboxClient(sandbox_server.url, max_concurrency=20, request_timeout_s=scaled(60))
-        kinds = {
-            "success": "print({0}, input())",
-            "runtime_error": "import sys\nprint({0}, input())\nsys.exit(1)",
-            "timeout": "print({0}, input(), flush=True)\nwhile True: pass",
-        }
-        expected = [list(kinds)[index % 10 % 3] if index % 5 else "timeout" for index in range(20)]
-        runs = [
-            client.run(kinds[kind].format(index), stdin=f"in-{index}\n", run_timeout_s=0.5 if kind == "timeout" else 15)
-            for index, kind in enumerate(expected)
-        ]
-        results = await asyncio.gather(*runs)
-        await client.aclose()
-        return expected, results, client.stats
-
-    expected, results, stats = asyncio.run(all_of_them())
-    assert [result.status for result in results] == expected
-    assert [result.stdout for result in results] == [f"{index} in-{index}\n" for index in range(20)]
-    assert (stats.requests, stats.retries, stats.results.total()) == (20, 0, 20)
 
 
 def test_killed_workers_are_replaced_and_the_run_retried(sandbox_server, execute):
@@ -137,47 +86,24 @@ def test_killed_workers_are_replaced_and_the_run_retried(sandbox_server, execute
     assert _lost(sandbox_server.url) > lost
 
 
-def test_killed_templates_are_replaced(sandbox_server, execute):
-    before = health(sandbox_server.url)
-    for pid in before["templates"].values():
-        os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + scaled(30)
-    while True:  # the death of one is noticed when it is next asked for a worker
-        for code in ("print('again')", "import numpy; print('again')", "import sympy; print('again')"):
-            assert execute(code).stdout == "again\n"
-        restarts = health(sandbox_server.url)["restarts"] - before["restarts"]
-        if restarts >= 3 or time.monotonic() > deadline:
-            break
-    assert restarts >= 3
-
-
 def test_worker_killed_during_a_run(sandbox_server):
     async def killed_once():
-        client = SandboxClient(sandbox_server.url, max_concurrency=2, request_timeout_s=scaled(30))
-        run = asyncio.ensure_future(client.run("import time; time.sleep(1); print('done')", run_timeout_s=10))
-        snippet = await asyncio.to_thread(_running_snippet, sandbox_server.url)
-        os.kill(snippet.ppid(), signal.SIGKILL)
-        result = await run
-        await client.aclose()
-        return result, snippet
+        async with client_of(sandbox_server.url) as client:
+            run = asyncio.ensure_future(client.run("import time; time.sleep(1); print('done')", run_timeout_s=10))
+            snippet = await asyncio.to_thread(_running_snippet, sandbox_server.url)
+            os.kill(snippet.ppid(), signal.SIGKILL)
+            return await run, snippet
 
     result, orphan = asyncio.run(killed_once())
     assert (result.status, result.stdout) == ("success", "done\n")
-    _wait_until(lambda: _gone([orphan]), "the child of the killed worker to end")
+    wait_until(lambda: _gone([orphan]), "the child of the killed worker to end")
 
 
 def test_hanging_up_kills_the_snippet(sandbox_server):
     with _endless_run(sandbox_server.url) as snippet:
         assert not _gone([snippet])
-    _wait_until(lambda: _gone([snippet]), "the snippet of a client that left to end", timeout_s=scaled(5))
-    _wait_until(lambda: health(sandbox_server.url)["idle"] == 2, "its slot to be free", timeout_s=scaled(5))
-
-
-def test_nothing_runs_between_requests(sandbox_server, execute):
-    execute("import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()")
-    execute("while True: pass", run_timeout_s=0.2)
-    workers = [pid for pid in health(sandbox_server.url)["workers"] if pid is not None]
-    assert [psutil.Process(worker).children() for worker in workers] == [[] for _ in workers]
+    wait_until(lambda: _gone([snippet]), "the snippet of a client that left to end", timeout_s=scaled(5))
+    wait_until(lambda: health(sandbox_server.url)["idle"] == 2, "its slot to be free", timeout_s=scaled(5))
 
 
 def _run_against(url: str, **options) -> tuple[SandboxUnavailable, SandboxClient]:
@@ -227,8 +153,7 @@ server = start_server(slots=1, start_timeout_s=60, log_path=pathlib.Path("log"))
 print(server.process.pid, server.url, flush=True)
 time.sleep(60)
 """
-    root = str(Path(__file__).parents[2] / "sandbox")
-    environment = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(SANDBOX), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         try:
@@ -238,52 +163,45 @@ time.sleep(60)
                 family = [psutil.Process(int(pid)), *psutil.Process(int(pid)).children(recursive=True)]
                 assert len(family) >= 6  # server, a template of each tier, a worker, its snippet
                 parent.kill()
-                _wait_until(lambda: _gone(family), "the server and all its processes to end with their parent")
+                wait_until(lambda: _gone(family), "the server and all its processes to end with their parent")
         finally:
             parent.kill()  # its server ends with it
-    _wait_until(lambda: not list(tmp_path.glob("ctpo-sandbox-*")), "its files to go")
+    wait_until(lambda: not list(tmp_path.glob("ctpo-sandbox-*")), "its files to go")
 
 
 def test_stopping_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    log = tmp_path / "log"
-    with start_server(slots=2, tiers=TIERS, start_timeout_s=scaled(60), log_path=log) as server:
+    with small_server(tmp_path, slots=2, tiers=TIERS) as server:
         directories = list(tmp_path.glob("ctpo-sandbox-*/box-*"))
         with _endless_run(server.url) as snippet:
             os.kill(snippet.ppid(), signal.SIGKILL)
     assert len(directories) == len(TIERS)
-    assert list(tmp_path.iterdir()) == [log]
+    assert list(tmp_path.iterdir()) == [tmp_path / "log"]
 
 
 def test_a_killed_server_takes_everything_along_and_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    log = tmp_path / "log"
-    with start_server(slots=1, tiers=TIERS, start_timeout_s=scaled(60), log_path=log) as server:
+    with small_server(tmp_path, tiers=TIERS) as server:
         (before,) = tmp_path.glob("ctpo-sandbox-*")
         with _endless_run(server.url):
             family = psutil.Process(server.process.pid).children(recursive=True)
             assert len(family) >= 4  # a template of each tier, a worker, its snippet
             server.process.kill()
-            _wait_until(lambda: _gone(family), "templates, worker and snippet to end with their server")
+            wait_until(lambda: _gone(family), "templates, worker and snippet to end with their server")
         client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=scaled(30))
         assert asyncio.run(client.run("print('back')", run_timeout_s=4)).stdout == "back\n"
         assert server.restarts == 1 and client.stats.retries > 0
-        _wait_until(lambda: not before.exists(), "the files of the killed server to go")
-    assert list(tmp_path.iterdir()) == [log]
+        wait_until(lambda: not before.exists(), "the files of the killed server to go")
+    assert list(tmp_path.iterdir()) == [tmp_path / "log"]
 
 
 def test_off_loopback_needs_a_token(tmp_path: Path):
-    command = [sys.executable, "-m", "ctpo_sandbox.server", "--host", "0.0.0.0", "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "sandbox")}
-    environment.pop("SANDBOX_TOKEN", None)
-
     def refusal(**token: str) -> str:
-        every = {**environment, **token}
-        done = subprocess.run(command, env=every, capture_output=True, text=True, timeout=scaled(60), check=False)
+        done = ended_server("--host", "0.0.0.0", **token)
         assert done.returncode == 1
         return done.stderr
 
-    said = refusal()
+    said = refusal(SANDBOX_TOKEN="")
     assert "--host 0.0.0.0 is not a loopback address" in said and "SANDBOX_TOKEN" in said
     open_to_all = tmp_path / "token"
     open_to_all.write_text("secret-of-the-test")
@@ -320,8 +238,7 @@ def test_a_token_file_is_its_owners(
 
 def test_token_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SANDBOX_TOKEN", "secret-of-the-test")
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
-    with start_server(**options, log_path=tmp_path / "log") as server:
+    with small_server(tmp_path) as server:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret-of-the-test"}):
             response = HTTP.post(server.url + _PATH, json={"code": "1"}, headers=headers)
             assert response.status_code == 401
@@ -330,13 +247,6 @@ def test_token_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
         client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=10)
         assert asyncio.run(client.run("print(1)", run_timeout_s=1)).stdout == "1\n"
         monkeypatch.delenv("SANDBOX_TOKEN")
-        shared = tmp_path / "token"
-        shared.touch(0o600)
-        shared.write_text("secret-of-the-test")
-        monkeypatch.setenv("SANDBOX_TOKEN_FILE", str(shared))
-        client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=10)
-        assert asyncio.run(client.run("print(2)", run_timeout_s=1)).stdout == "2\n"
-        monkeypatch.delenv("SANDBOX_TOKEN_FILE")
         error, _ = _run_against(server.url)
         assert "wants a bearer token" in str(error)
     assert "secret-of-the-test" not in (tmp_path / "log").read_text()
@@ -383,12 +293,6 @@ def test_sandbox_fusion_words(sandbox_server, code, status, run_status, return_c
     assert reply["run_result"]["execution_time"] > 0
 
 
-def test_importing_the_front_door_is_light():
-    code = "import sys, ctpo_sandbox; assert not {'torch', 'fastapi', 'ctpo_megatron'} & set(sys.modules)"
-    root = str(Path(__file__).parents[2] / "sandbox")
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root}, timeout=scaled(60), check=True)
-
-
 def _ctpo(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(str(folder) for folder in (root, root / "sandbox", root / "kernels"))
@@ -405,8 +309,7 @@ def test_smoke_passes_on_a_good_server(sandbox_server):
 
 @pytest.mark.slow
 def test_smoke_fails_on_a_server_without_isolation(tmp_path: Path):
-    options = {"slots": 1, "start_timeout_s": scaled(60)}
-    with start_server(**options, log_path=tmp_path / "log", level="none", require="none") as server:
+    with small_server(tmp_path, tiers=(), level="none", require="none") as server:
         done = _ctpo("smoke", "--url", server.url)
     assert done.returncode == 1
     assert "FAILED no other program: expected runtime_error, got success" in done.stdout
@@ -421,10 +324,16 @@ def test_bench_prints_its_table(sandbox_server):
     assert all(float(line[2]) > 0 for line in lines[1:])
 
 
-def test_a_level_below_what_is_required_is_refused():
-    done = _ctpo("serve", "--port", "0", "--level", "seccomp", "--require", "namespaces")
-    assert done.returncode == 1
-    assert "--level seccomp does not satisfy --require namespaces" in done.stderr
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--level", "seccomp", "--require", "namespaces"], "--level seccomp does not satisfy --require namespaces"),
+        (["--warm", "json,no_such_module"], "--warm: cannot find no_such_module"),
+    ],
+)
+def test_a_start_that_cannot_be_is_refused(options, said):
+    done = _ctpo("serve", "--port", "0", *options)
+    assert done.returncode == 1 and said in done.stderr
 
 
 def test_a_slow_start_is_an_error_and_no_reason_for_less_isolation():
@@ -448,12 +357,6 @@ def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "Linux only, not on darwin" in capsys.readouterr().err
 
 
-def test_unknown_modules_to_warm_are_named():
-    done = _ctpo("serve", "--port", "0", "--warm", "json,no_such_module")
-    assert done.returncode == 1
-    assert "--warm: cannot find no_such_module" in done.stderr
-
-
 def test_what_programs_will_miss_is_said_at_the_start(tmp_path: Path):
     """With numpy and sympy hidden, as in an environment that has the service alone."""
     code = """
@@ -472,12 +375,11 @@ sys.exit(main())
 
 
 def test_a_run_can_have_modules_imported_ahead(tmp_path: Path):
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "warm": ["xml.dom", "wave"]}
-    with start_server(**options, log_path=tmp_path / "log") as server:
+    with small_server(tmp_path, warm=["xml.dom", "wave"]) as server:
         assert server.health["libraries"]["extra"][-2:] == ["xml.dom", "wave"]
 
 
-def test_a_warm_tier_of_ones_own(tmp_path: Path):
+def test_a_program_gets_the_tier_of_what_it_imports():
     from ctpo_sandbox.libraries import choose, tiers
 
     available = tiers(["xml.dom"])
@@ -485,11 +387,6 @@ def test_a_warm_tier_of_ones_own(tmp_path: Path):
     chosen = {code: choose(code, available) for code in ("x = 1", "import numpy", "from sympy import *", "import xml")}
     assert list(chosen.values()) == ["stdlib", "numpy", "sympy", "extra"]
     assert choose("numpyish = sympy_ = 1", available) == "stdlib"
-
-
-def test_tiers_can_be_left_out():
-    from ctpo_sandbox.libraries import choose, tiers
-
     assert [tier.name for tier in tiers(wanted=["numpy"])] == ["stdlib", "numpy"]
     assert [tier.name for tier in tiers(["xml.dom"], ["stdlib"])] == ["stdlib", "extra"]
     assert choose("import sympy, numpy", tiers(wanted=["numpy"])) == "numpy"

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ctpo_sandbox import ClientStats, SandboxClient, SandboxServer, SandboxUnavailable, bench, start_server
+from ctpo_sandbox import ClientStats, SandboxClient, SandboxServer, SandboxUnavailable, bench
 from ctpo_sandbox.bench import measure_all
+from tests.sandbox.conftest import client_of, small_server
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
 
@@ -22,12 +23,7 @@ BURST = 32
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp("pair")
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
-    with (
-        start_server(**options, log_path=folder / "one") as one,
-        start_server(**options, log_path=folder / "two") as two,
-    ):
+    with small_server(tmp_path_factory.mktemp("one")) as one, small_server(tmp_path_factory.mktemp("two")) as two:
         yield one, two
 
 
@@ -39,19 +35,17 @@ def _burst(urls: list[str], count: int = BURST) -> tuple[ClientStats, float]:
     """`count` runs asked for at once, each answered rightly; the seconds that the slowest took."""
 
     async def all_of_them() -> tuple[ClientStats, float]:
-        client = SandboxClient(urls, max_concurrency=count, request_timeout_s=scaled(60))
-        began, slowest = time.monotonic(), 0.0
+        began = time.monotonic()
 
-        async def one(number: int) -> None:
-            nonlocal slowest
+        async def one(client: SandboxClient, number: int) -> float:
             result = await client.run(f"import time; time.sleep(0.02); print({number})", run_timeout_s=4)
-            slowest = max(slowest, time.monotonic() - began)
             assert result.stdout == f"{number}\n"
+            return time.monotonic() - began
 
-        await asyncio.gather(*(one(number) for number in range(count)))
-        await client.aclose()
-        assert client.stats.unavailable == 0
-        return client.stats, slowest
+        async with client_of(*urls, concurrency=count) as client:
+            seconds = await asyncio.gather(*(one(client, number) for number in range(count)))
+            assert client.stats.unavailable == 0
+            return client.stats, max(seconds)
 
     return asyncio.run(all_of_them())
 
@@ -111,23 +105,21 @@ def test_a_server_that_answers_again_gets_its_share_again(pair: Pair) -> None:
     one, two = pair
 
     async def on_and_off() -> None:
-        client = SandboxClient([one.url, two.url], max_concurrency=8, request_timeout_s=scaled(60))
-
         async def some() -> None:
             await asyncio.gather(*(client.run("print(1)", run_timeout_s=4) for _ in range(8)))
 
-        two.process.send_signal(signal.SIGSTOP)
-        try:
-            await some()
-        finally:
-            two.process.send_signal(signal.SIGCONT)
-        before = (await asyncio.to_thread(_executions, pair))[1]
-        async with asyncio.timeout(scaled(20)):
-            while (await asyncio.to_thread(_executions, pair))[1] < before + 8:
+        async with client_of(one.url, two.url) as client:
+            two.process.send_signal(signal.SIGSTOP)
+            try:
                 await some()
-                await asyncio.sleep(0.1)
-        assert client.stats.unavailable == 0
-        await client.aclose()
+            finally:
+                two.process.send_signal(signal.SIGCONT)
+            before = (await asyncio.to_thread(_executions, pair))[1]
+            async with asyncio.timeout(scaled(20)):
+                while (await asyncio.to_thread(_executions, pair))[1] < before + 8:
+                    await some()
+                    await asyncio.sleep(0.1)
+            assert client.stats.unavailable == 0
 
     asyncio.run(on_and_off())
 
@@ -135,11 +127,8 @@ def test_a_server_that_answers_again_gets_its_share_again(pair: Pair) -> None:
 def test_a_login_in_an_address_is_in_no_message() -> None:
     async def run() -> None:
         urls = ["http://user:PASSWORD@127.0.0.1:9", "http://:PASSWORD@127.0.0.1:1"]
-        client = SandboxClient(urls, max_concurrency=1, request_timeout_s=0.5)
-        try:
+        async with client_of(*urls, deadline_s=0.5) as client:
             await client.run("print(1)", run_timeout_s=1)
-        finally:
-            await client.aclose()
 
     with pytest.raises(SandboxUnavailable) as raised:
         asyncio.run(run())

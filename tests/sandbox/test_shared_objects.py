@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_sandbox import ExecutionResult, SandboxClient
+from tests.sandbox.conftest import side_by_side
 from tests.sandbox.other_users import Host, server_of
 from tests.sandbox.shared_objects import LEVELS, ROWS, SIDE_CHANNEL, Row, programs
 from tests.support.deadlines import scaled
@@ -52,7 +52,7 @@ def test_it_is_as_the_table_says(pair: tuple[str, list[str]], row: Row) -> None:
     level, urls = pair
     seconds = scaled(0.3)
     for _ in range(ATTEMPTS):
-        held, looked = asyncio.run(_side_by_side(urls, programs(row, seconds)))
+        held, looked = asyncio.run(side_by_side(*zip(urls, programs(row, seconds), strict=True)))
         assert (held.status, looked.status) == ("success", "success"), (held, looked)  # neither decides a verdict
         (began, ended, done), (first, last, noticed) = json.loads(held.stdout), json.loads(looked.stdout)
         if began <= first and last <= ended:
@@ -62,12 +62,3 @@ def test_it_is_as_the_table_says(pair: tuple[str, list[str]], row: Row) -> None:
         pytest.fail(f"the two programs were never side by side in {ATTEMPTS} attempts")
     if row.answers[LEVELS.index(level)] != SIDE_CHANNEL:
         assert (done, noticed) == ([], []), row.name
-
-
-async def _side_by_side(urls: list[str], codes: tuple[str, str]) -> list[ExecutionResult]:
-    clients = [SandboxClient(url, max_concurrency=2, request_timeout_s=scaled(60)) for url in urls]
-    runs = [client.run(code, run_timeout_s=scaled(20)) for client, code in zip(clients, codes, strict=True)]
-    results = await asyncio.gather(*runs)
-    for client in clients:
-        await client.aclose()
-    return results

@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ctpo_sandbox import SandboxStartError, launch, start_server
+from ctpo_sandbox import launch
 from ctpo_sandbox.launch import SandboxServer
 from tests.support.deadlines import scaled
-from tests.support.kills import signalled_as_they_start, with_word
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -69,13 +68,3 @@ runpy.run_module("ctpo_sandbox.server", run_name="__main__")
         server.stop()
     assert time.monotonic() - began < scaled(10)
     assert server.restarts == 1 and not server._watcher.is_alive()
-
-
-@pytest.mark.slow
-def test_a_server_says_which_of_its_processes_did_not_start(tmp_path: Path) -> None:
-    def templates() -> list[psutil.Process]:
-        return with_word(psutil.Process().children(recursive=True), " -P ")
-
-    reason = rf"waited {scaled(12):g} s for the template of stdlib \(pid \d+\) to start"
-    with signalled_as_they_start(templates, 3, signal.SIGSTOP), pytest.raises(SandboxStartError, match=reason):
-        start_server(slots=1, start_timeout_s=scaled(15), log_path=tmp_path / "log", tiers=["stdlib"])

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_sandbox import ExecutionResult, SandboxClient, SandboxServer, SandboxStartError, users
+from ctpo_sandbox import SandboxServer, SandboxStartError, users
 from ctpo_sandbox.users import FREE, UserIds
+from tests.sandbox.conftest import side_by_side
 from tests.sandbox.other_users import HOSTS, Host, server_of
 from tests.support.deadlines import scaled
 
@@ -45,21 +46,12 @@ print(os.getuid(), len(threads))
 )
 def test_threads_of_another_server_do_not_decide_a_verdict(host: Host) -> None:
     with server_of(host) as (one, _), server_of(host) as (two, _):
-        many, few = asyncio.run(_both((one, SLEEPERS), (two, WORKERS)))
+        many, few = asyncio.run(side_by_side((one, SLEEPERS), (two, WORKERS)))
     assert (many.status, few.status) == ("success", "success"), (many, few)
     (sleeper, threads), (worker, started) = (list(map(int, each.stdout.split())) for each in (many, few))
     assert (threads, started) == (127, 8)
     assert sleeper != worker
     assert {sleeper, worker} <= set(next(ids for ids in FREE if users._is_mapped(ids)))
-
-
-async def _both(*runs: tuple[str, str]) -> list[ExecutionResult]:
-    clients = [SandboxClient(url, max_concurrency=1, request_timeout_s=scaled(60)) for url, _ in runs]
-    programs = [client.run(code, run_timeout_s=scaled(20)) for client, (_, code) in zip(clients, runs, strict=True)]
-    results = await asyncio.gather(*programs)
-    for client in clients:
-        await client.aclose()
-    return results
 
 
 def test_ids_of_a_killed_server_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
