@@ -13,10 +13,16 @@ from ctpo_kernels import (
     ctpo_loss,
     fused_linear_ctpo,
     linear_log_probs,
+    ops,
+    ops_loss,
+    use_backend,
     vocab_parallel_log_probs,
 )
 from tests.kernels.heads import random_head
 from tests.kernels.packings import same_bits
+
+HEAD = ("", 0.8, 13, 4.0)  # group, temperature, vocabulary, soft-cap
+KEYWORDS = (0.025, 0.05, None, 0.5, "log_power", "cumprod", "seq-mean-token-mean", 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +97,30 @@ def test_shapes_of_fake_tensors(name: str) -> None:
         found = flat(function(**fake))
     for a, b in zip(found, expected, strict=True):
         assert (a.shape, a.dtype, a.device, a.requires_grad) == (b.shape, b.dtype, b.device, b.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["log_probs", "linear", "loss", "fused"])
+def test_opcheck(name: str) -> None:
+    given = operands()
+    labels, hidden, weight = given["labels"], given["hidden"], given["weight"]
+    tokens = [given[key] for key in ("old_log_probs", "response_mask", "advantages", "cu_seqlens", "loss_mask")]
+    loss = (*tokens, None, None, None, 5, None, *KEYWORDS)
+    logits = (hidden @ weight.T).detach().requires_grad_()
+    log_probs = given["old_log_probs"].clone().requires_grad_()
+    operator, arguments = {
+        "log_probs": (ops.log_probs, (logits, labels, *HEAD, True)),
+        "linear": (
+            ops.linear_log_probs,
+            (hidden, weight, labels, given["response_mask"], *HEAD, 7, torch.float32, False, True),
+        ),
+        "loss": (ops_loss.loss_operator, (log_probs, *loss, "", True)),
+        "fused": (
+            ops_loss.fused_linear,
+            (hidden, weight, labels, *loss, *HEAD, 7, torch.float32, False, "", True, False, 0.1, True, True, True),
+        ),
+    }[name]
+    with use_backend("torch"):
+        torch.library.opcheck(operator, arguments)
 
 
 def test_one_graph_for_all_numbers_of_rows() -> None:
