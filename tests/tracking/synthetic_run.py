@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.run_paths import METRICS
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
@@ -149,6 +151,17 @@ def step_metrics(rng: random.Random, step: int, steps: int) -> dict[str, float]:
         "memory/rank_0_peak_mib": 640.0 + step,
         "memory/rank_1_peak_mib": 610.0 + step,
     }
+
+
+def logged(
+    root: Path, *steps: Mapping[str, float], name: str = "demo", file: str = METRICS, first: int = 1, **sections: Any
+) -> Path:
+    """A run directory with a line of these metrics for each step. first: the number of the first one."""
+    run_dir = open_run_directory(make_config(root, name, **sections))
+    with MetricsWriter(run_dir, file_name=file) as writer:
+        for step, metrics in enumerate(steps, start=first):
+            writer.log(step, metrics)
+    return run_dir
 
 
 def write_run(root: Path, steps: int = 20, samples: int = 4, prompts: int = 4, final: str | None = None) -> Path:
