@@ -57,17 +57,6 @@ def test_an_agent_that_does_what_the_built_in_environment_does_has_its_tokens(sh
     ]
 
 
-def test_every_call_is_recorded_with_its_versions_and_log_probs() -> None:
-    engine = Engine(CALL, "It is 1.")
-    trajectory = played(engine, solve)
-    assert engine.read[1][0] == trajectory.token_ids[: len(engine.read[1][0])]
-    for turn, (log_prob, version) in enumerate([(-0.5, 7), (-1.0, 8)], start=1):
-        mine = (trajectory.tokens["turn"] == turn) & (trajectory.tokens["response_mask"] == 1)
-        assert set(trajectory.tokens["rollout_log_probs"][mine].tolist()) == {log_prob}
-        assert set(trajectory.tokens["weight_version"][mine].tolist()) == {version}
-    assert set(trajectory.tokens["weight_version"][trajectory.tokens["response_mask"] == 0].tolist()) == {-1}
-
-
 def test_the_answers_ids_are_continued_though_they_would_be_rendered_otherwise() -> None:
     """The model's call is one token of its own JSON; the template writes another text."""
     engine = Engine(CALL, "1")

@@ -110,6 +110,7 @@ def test_an_answer_that_comes_after_the_agent_has_gone_on_does_not_count() -> No
 
     trajectory = played(engine, impatient, max_turns=1)
     assert (sampled(trajectory), trajectory.final_text) == (["one<|im_end|>"], "one")
+    assert ["What is 1?" in text for text in sequences(trajectory)] == [False]  # nor does its question
 
 
 def test_retries_of_openais_client_are_fresh_calls() -> None:

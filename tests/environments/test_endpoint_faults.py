@@ -1,4 +1,4 @@
-"""Agents that give up calls, repeat the model's own words, or meet half a character."""
+"""Agents that repeat the model's own words, or meet half a character."""
 
 from __future__ import annotations
 
@@ -14,31 +14,7 @@ from ctpo_megatron.environments import endpoint_server
 from ctpo_megatron.environments.endpoint import AgentTask
 from ctpo_megatron.environments.endpoint_server import _without_proxy
 from ctpo_megatron.environments.episode import ModelTurn
-from tests.environments.endpoint_stand import Engine, asked, played, sampled, sequences, solve
-
-
-class Hanging(Engine):
-    """Does not answer where its text is "hang"."""
-
-    async def __call__(self, token_ids: Sequence[int], **options: Any) -> ModelTurn:
-        if self.texts[0] == "hang":
-            await asyncio.sleep(3600)
-        return await super().__call__(token_ids, **options)
-
-
-def test_a_call_that_the_agent_has_given_up_leaves_nothing_in_the_tokens() -> None:
-    async def impatient(task: AgentTask) -> str:
-        first = await asked(task, task.messages)
-        await asked(task, [{"role": "user", "content": "And 2?"}])
-        with pytest.raises(TimeoutError):
-            more = [*task.messages, first, {"role": "user", "content": "Sure?"}]
-            await asyncio.wait_for(asked(task, more), 0.5)
-        return "done"
-
-    trajectory = played(Hanging("one", "two", "hang"), impatient)
-    assert sampled(trajectory) == ["one<|im_end|>", "two<|im_end|>"]
-    assert [sequence.count("Sure?") for sequence in sequences(trajectory)] == [0, 0]
-    assert trajectory.final_text == "done"
+from tests.environments.endpoint_stand import Engine, asked, played, sampled, solve
 
 
 def test_a_history_that_ends_with_the_models_own_answer_is_rendered() -> None:

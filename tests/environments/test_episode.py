@@ -12,21 +12,14 @@ import pytest
 
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.environments.episode import (
-    Episode,
-    EpisodeLimits,
-    EpisodeOver,
-    ModelTurn,
-)
-from ctpo_megatron.environments.episode import (
-    play as play_episode,
-)
+from ctpo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeOver, ModelTurn
+from ctpo_megatron.environments.episode import play as play_episode
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Message, ToolResult, ToolUnavailable
-from ctpo_megatron.environments.python_tool import PythonTool
 from ctpo_megatron.environments.seeds import turn_seed
 from ctpo_megatron.environments.toolbox import Toolbox
+from tests.environments.endpoint_stand import Tool as Tool
 
 STOP = 0
 CALL = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(1)"}}</tool_call>'
@@ -62,20 +55,6 @@ class Engine:
         turn = self.turns.pop(0)[:max_tokens]
         n = len(self.asked)
         return ModelTurn(turn, [-0.5 * n] * len(turn), [n + 6] * len(turn))
-
-
-class Tool:
-    """Answers always the same; raises it if it is an error."""
-
-    schema = PythonTool.schema
-
-    def __init__(self, answer: ToolResult | BaseException = ToolResult("1")) -> None:  # noqa: B008 - it is immutable
-        self.answer = answer
-
-    async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer
 
 
 def play(
@@ -226,14 +205,13 @@ def test_failing_program_is_the_models_business(status: str) -> None:
     assert codec.seen == ["boom"]
 
 
-def test_unavailable_tool_fails_the_episode() -> None:
-    with pytest.raises(ToolUnavailable, match="connection refused"):
-        play(Engine([10, STOP]), Codec(), Tool(ToolUnavailable("connection refused")))
-
-
-def test_unknown_status_is_an_infrastructure_error() -> None:
-    with pytest.raises(ToolUnavailable, match="'fine'"):
-        play(Engine([10, STOP]), Codec(), Tool(ToolResult("", "fine")))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(ToolUnavailable("connection refused"), "connection refused"), (ToolResult("", "fine"), "'fine'")],  # type: ignore[arg-type]
+)
+def test_a_tool_that_is_unavailable_or_answers_nonsense_fails_the_episode(answer: Any, said: str) -> None:
+    with pytest.raises(ToolUnavailable, match=said):
+        play(Engine([10, STOP]), tool=Tool(answer))
 
 
 def test_prompt_must_leave_room() -> None:
