@@ -24,6 +24,10 @@ Record = dict[str, Any]
 Edit = Callable[[Path], None]
 
 
+SECONDS = {"wall_s": 0.1, "exec_s": 0.05, "began_at": 1.8e9}
+CALL = {"turn": 1, "name": "python", "arguments": {"code": "print(1)"}, "output": "1", **SECONDS}
+
+
 def trajectory(prompt: int, sample: int, version: int) -> Record:
     """As a run dumps one, shorter."""
     return {
@@ -37,17 +41,7 @@ def trajectory(prompt: int, sample: int, version: int) -> Record:
         "weight_version": [-1, version, version, version],
         "turn": [0, 1, 1, 1],
         "finish_reason": "answer",
-        "tool_calls": [
-            {
-                "turn": 1,
-                "name": "python",
-                "arguments": {"code": "print(1)"},
-                "output": "1",
-                "wall_s": 0.1,
-                "exec_s": 0.05,
-                "began_at": 1.8e9,
-            }
-        ],
+        "tool_calls": [CALL],
         "scored_at": [1.8e9, 1.8e9 + 0.5],
         "final_text": "\\boxed{1}",
         "reward": 1.0,
@@ -154,10 +148,6 @@ EDITS: dict[str, tuple[Edit, str]] = {
         edited("metrics.jsonl", 2, lambda record: record.pop("reward/mean")),
         "metrics.jsonl, step 2, metric reward/mean against metric step",
     ),
-    "null metric": (
-        edited("metrics.jsonl", 0, lambda record: record.update({"reward/mean": None})),
-        "metrics.jsonl, step 0, metric reward/mean: 0.5 against None",
-    ),
     "SFT loss": (
         edited("sft.jsonl", 1, lambda record: record.update({"sft/loss": next_float(1.0)})),
         "sft.jsonl, step 2, metric sft/loss: 1.0 against 1.0000000000000002",
@@ -176,11 +166,8 @@ EDITS: dict[str, tuple[Edit, str]] = {
         f"{SAMPLE}, rollout_log_probs, position 0: 0.0 against -0.0",
     ),
     "version": (in_batch("weight_version", lambda v: v ^ 1, 3), f"{SAMPLE}, weight_version, position 3: 1 against 0"),
-    "reward": (in_batch("reward", next_float), f"{SAMPLE}, reward: 1.0 against 1.0000000000000002"),
     "whole number": (in_batch("reward", int), f"{SAMPLE}, reward: 1.0 against 1"),
-    "mask": (in_batch("loss_mask", lambda value: 1 - value, 3), f"{SAMPLE}, loss_mask, position 3: 1 against 0"),
     "shorter": (in_batch("turn", lambda turns: turns[:-1]), f"{SAMPLE}, turn: 4 against 3 values"),
-    "text": (in_batch("final_text", lambda text: text + " "), f"{SAMPLE}, final_text: '\\\\boxed{{1}}' against"),
     "tool output": (
         in_batch("tool_calls", lambda calls: [calls[0] | {"output": "2"}]),
         f"{SAMPLE}, tool_calls, position 0, output: '1' against '2'",
