@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -11,8 +12,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.base.signals import ENDING
-from ctpo_megatron.base.stop import Cancelled, StopSignal
-from ctpo_megatron.cli.errors import report_error
+from ctpo_megatron.base.stop import BEGUN, Cancelled, StopSignal
 from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.policy import TrainResult
@@ -210,6 +210,41 @@ def test_a_stop_while_the_last_update_is_awaited_saves_too(tmp_path: Path, stop:
     assert not run.end() and recorder.calls[-2:] == ["wait_for_updates", "ensure_saved 5"]
 
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
+GONE = FileNotFoundError(errno.ENOENT, "No such file", "runs/x/metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "saved"),
+    [
+        ("next_batch", FULL, True),
+        ("train", FULL, False),  # its weights are between two steps
+        ("next_batch", GONE, False),  # the directory was removed
+        ("next_batch", ZeroDivisionError(), False),  # a bug: the run is continued from a checkpoint
+    ],
+)
+@pytest.mark.parametrize("fails", ["", "ensure_saved"])
+def test_a_run_that_cannot_write_saves_the_state_after_its_last_step(
+    tmp_path: Path, stop: StopSignal, where: str, error: Exception, saved: bool, fails: str, caplog: Any
+) -> None:
+    """And a save that fails, too, does not hide what came first."""
+    run, recorder = a_run(tmp_path, stop, fails)
+    function, error = getattr(recorder, where), type(error)(*error.args)
+
+    def failing(argument: Any) -> Any:
+        if run.done == 2:
+            raise error
+        return function(argument)
+
+    setattr(recorder, where, failing)
+    everything: Any = recorder
+    with pytest.raises(type(error)) as raised, run.saved_at_least():
+        reinforce(run, everything, everything)
+    assert raised.value is error and error.__notes__ == [f"{BEGUN} 2"]
+    assert [call for call in recorder.calls if call.startswith("ensure")] == ["ensure_saved 2"] * saved
+    assert ("the state after step 2 could not be saved: stop requested" in caplog.text) == (saved and fails != "")
+
+
 def test_the_first_evaluation_can_be_left_out_but_not_that_of_a_run_without_steps(
     tmp_path: Path, stop: StopSignal
 ) -> None:
@@ -300,8 +335,3 @@ def test_a_resumed_run_counts_anew(tmp_path: Path, stop: StopSignal) -> None:
     run.restore(None)
     reinforce(run, everything, everything)
     assert run.end() and run.done == 5
-
-
-def test_the_end_for_missing_verdicts_is_no_bug_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report_error(TooManyFailed("80% have no verdict"), "train") == 2
-    assert capsys.readouterr().err == "ctpo: 80% have no verdict\n"
