@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,15 +49,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for the driver that remembers its configuration."""
-    module = types.ModuleType("ctpo_megatron.train")
-
-    def main(config: Config) -> int:
-        module.config = config  # type: ignore[attr-defined]
-        return 0
-
-    module.main = main  # type: ignore[attr-defined]
+    module: Any = types.ModuleType("ctpo_megatron.train")
+    module.main = lambda config: vars(module).update(config=config) or 0
     monkeypatch.setitem(sys.modules, "ctpo_megatron.train", module)
     return module
 
@@ -66,6 +63,15 @@ def second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in rank.items():
         monkeypatch.setenv(name, value)
+
+
+def raising(error: BaseException, cause: BaseException | None = None) -> Callable[[Config], int]:
+    """A driver that fails."""
+
+    def main(_: Config) -> int:
+        raise error from cause
+
+    return main
 
 
 HEAVY = {"torch", "transformers", "ray", "vllm", "megatron", "fastapi", "numpy", "pyarrow", "vl_convert"}
@@ -106,7 +112,7 @@ def test_a_package_that_a_login_node_lacks_is_named(
 
 
 def test_dry_run_prints_the_plan_and_touches_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], driver: types.ModuleType
+    folder: Path, capsys: pytest.CaptureFixture[str], driver: Any
 ) -> None:
     assert cli.main(["train", "first.yaml", "--dry-run", "run.seed=7"]) == 0
     out, err = capsys.readouterr()
@@ -206,7 +212,7 @@ def test_the_status_of_a_run_outlives_its_terminal() -> None:
 
 
 def test_what_is_left_of_another_job_makes_no_rank(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: types.ModuleType
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: Any
 ) -> None:
     """Of a shell that planned a larger job, or that another launcher has opened."""
 
@@ -240,7 +246,7 @@ def test_python_without_docstrings_is_refused() -> None:
 
 
 def test_a_temporary_directory_that_will_not_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: types.ModuleType
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: Any
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * 80}")
     assert cli.main(["train", "first.yaml"]) == 2
@@ -252,7 +258,7 @@ def test_a_temporary_directory_that_will_not_do(
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_all_problems_at_once_without_traceback(
-    dry: list[str], capsys: pytest.CaptureFixture[str], driver: types.ModuleType
+    dry: list[str], capsys: pytest.CaptureFixture[str], driver: Any
 ) -> None:
     wrong = ["policy.micro_batch_tokens=9", "eval.every=3", "run.resume=true", "run.overwrite=true"]
     assert cli.main(["train", "first.yaml", *wrong, *dry]) == 2
@@ -263,13 +269,13 @@ def test_all_problems_at_once_without_traceback(
     assert not hasattr(driver, "config")
 
 
-def test_train_gets_the_checked_configuration(driver: types.ModuleType) -> None:
+def test_train_gets_the_checked_configuration(driver: Any) -> None:
     assert cli.main(["train", "first.yaml", "run.seed=3"]) == 0
     assert driver.config.run.seed == 3
 
 
 def test_a_process_sweeps_and_takes_a_folder_of_its_own_before_it_starts_anything(
-    driver: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+    driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it leaves behind is found by the next start, and by that alone."""
     done: list[str] = []
@@ -319,53 +325,37 @@ def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("second_rank")
 @pytest.mark.parametrize("kind", [RankZeroError, RankLost, EngineError])
 def test_what_failed_in_another_process_is_said_in_one_line(
-    driver: types.ModuleType, capsys: pytest.CaptureFixture[str], kind: type[Exception]
+    driver: Any, capsys: pytest.CaptureFixture[str], kind: type[Exception]
 ) -> None:
-    def stop(_: Config) -> int:
-        raise type("Kind", (kind,), {})("rank 1 stops, rank 0 failed: X: y")
-
-    driver.main = stop  # type: ignore[attr-defined]
+    driver.main = raising(type("Kind", (kind,), {})("rank 1 stops, rank 0 failed: X: y"))
     assert cli.main(["train", "first.yaml"]) == 1
     out, err = capsys.readouterr()
     said = [line for line in err.splitlines() if not line.startswith("warning: ")]
     assert (out, said) == ("", ["ctpo: rank 1 stops, rank 0 failed: X: y"])
 
 
-def test_other_errors_keep_their_traceback(driver: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(_: Config) -> int:
-        raise RuntimeError("a bug")
-
-    driver.main = fail  # type: ignore[attr-defined]
+def test_other_errors_keep_their_traceback(driver: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    driver.main = raising(RuntimeError("a bug"))
     assert cli.main(["train", "first.yaml"]) == 1
     err = capsys.readouterr().err
-    assert "Traceback" in err
-    assert "RuntimeError: a bug" in err
+    assert "Traceback" in err and "RuntimeError: a bug" in err
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ENOTDIR])
 def test_what_a_file_system_refuses_is_a_message_if_it_says_of_what(
-    driver: types.ModuleType, capsys: pytest.CaptureFixture[str], number: int
+    driver: Any, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
-    def refused(_: Config) -> int:
-        raise OSError(number, os.strerror(number), "runs/first/metrics.jsonl")
-
-    def of_a_dump(_: Config) -> int:
-        try:
-            raise OSError(number, os.strerror(number))
-        except OSError as error:
-            raise RuntimeError(f"the dump of step 3 could not be written: {error}") from error
-
-    def nameless(_: Config) -> int:
-        raise OSError(number, os.strerror(number))
-
+    nameless = OSError(number, os.strerror(number))
+    of_a_dump = RuntimeError(f"the dump of step 3 could not be written: {nameless}")
+    refused = OSError(number, os.strerror(number), "runs/first/metrics.jsonl")
     advice = "; free space where it writes, in /tmp or in /dev/shm (df -h), and start it again"
     ending = f"{advice}\n" if number == errno.ENOSPC else "\n"
-    for fail, said in ((refused, "'runs/first/metrics.jsonl'"), (of_a_dump, os.strerror(number))):
-        driver.main = fail  # type: ignore[attr-defined]
+    for error, cause, said in ((refused, None, f"'{refused.filename}'"), (of_a_dump, nameless, nameless.strerror)):
+        driver.main = raising(error, cause)
         assert cli.main(["train", "first.yaml"]) == 1
         text = capsys.readouterr().err
         assert text.endswith(f"{said}{ending}") and "Traceback" not in text
-    driver.main = nameless  # type: ignore[attr-defined]
+    driver.main = raising(nameless)
     assert cli.main(["train", "first.yaml"]) == 1
     assert ("Traceback" in capsys.readouterr().err) == (number != errno.ENOSPC)  # a full disk is one, whatever its name
 

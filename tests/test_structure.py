@@ -75,17 +75,6 @@ def test_figures(tree: Path) -> None:
     }
 
 
-def test_the_command_prints_the_figures(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert structure.main([str(tree)]) == 0
-    assert "core (ctpo_megatron)" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        structure.main([str(tree), "--trace"])
-    assert "call it from the other one" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        structure.main(["--json"])
-    assert "add --trace" in capsys.readouterr().err
-
-
 def record(folder: Path, process: int, entries: list[tuple[str, str, str]]) -> None:
     (folder / f"{process}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
@@ -114,9 +103,3 @@ def test_processes_are_merged(tree: Path) -> None:
         "lines": 18,
         "entered": {"ctpo_megatron/train.py": {"lines": 18, "functions": ["takes"]}},
     }
-
-
-def test_a_door_that_no_process_passed_is_named(tmp_path: Path) -> None:
-    record(tmp_path, 1, [(DOOR, "", name) for name in DOORS if name != "Rollouts.publish"])
-    with pytest.raises(ValueError, match=r"no process called Rollouts\.publish: .* DOORS of tests/walk/hook"):
-        merged(tmp_path, structure.ROOT)

@@ -310,15 +310,12 @@ def test_a_tool_that_ends_after_its_agent_changes_nothing() -> None:
     async def agent(task: AgentTask) -> str:
         await asked(task, QUESTION)
 
-        async def call(id: int) -> None:
-            try:
-                await task.call_tool(calls_of(2)[id])
-            except Exception as error:
-                errors.append(error)
-
         async def late() -> None:
-            await call(0)
-            await call(1)
+            for call in calls_of(2):
+                try:
+                    await task.call_tool(call)
+                except Exception as error:
+                    errors.append(error)
 
         tasks.append(asyncio.create_task(late()))
         await until(lambda: tool.begun)
@@ -337,9 +334,8 @@ def test_a_tool_that_ends_after_its_agent_changes_nothing() -> None:
     trajectory, before = asyncio.run(run())
     assert (tool.begun, tool.ended) == (1, 1)
     assert trajectory == before and trajectory.tool_calls == []
-    assert [str(error) for error in errors] == [
-        "environment: the episode is finished; nothing is run or recorded after its end"
-    ] * 2
+    said = "environment: the episode is finished; nothing is run or recorded after its end"
+    assert [str(error) for error in errors] == [said] * 2
 
 
 @pytest.mark.parametrize("limit", [1, 2])

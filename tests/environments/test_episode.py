@@ -138,24 +138,21 @@ def test_budget_is_what_remains() -> None:
     assert [budget for _, budget, _ in engine.asked] == [13, 8]
 
 
-@pytest.mark.parametrize("limit", [{"max_response_tokens": 2}, {"max_turn_tokens": 2}, {"max_model_len": 4}])
-def test_turn_without_stop_ends_with_length(limit: dict[str, int]) -> None:
-    trajectory = play(Engine([1, 2, 1, STOP]), **limit)
-    assert trajectory.finish_reason == "length"
-    assert trajectory.final_text == "ab"
-    assert trajectory.response_tokens == 2
-
-
-def test_cut_tool_call_is_never_scored_nor_run() -> None:
-    trajectory = play(Engine([1, 10, 12, 12]), max_turn_tokens=3)
-    assert (trajectory.finish_reason, trajectory.final_text, trajectory.tool_calls) == ("length", "", [])
-
-
-def test_call_in_the_last_turn_is_not_run() -> None:
-    trajectory = play(Engine([10, STOP], [10, STOP]), max_turns=2)
-    assert (trajectory.finish_reason, trajectory.final_text) == ("max_turns", "")
-    assert len(trajectory.tool_calls) == 1
-    assert trajectory.token_ids[-1] == STOP
+@pytest.mark.parametrize(
+    ("turns", "limits", "reason", "text", "calls", "tokens"),
+    [
+        *(([[1, 2, 1, STOP]], {f"max_{name}": n}, "length", "ab", 0, 2)
+          for name, n in (("response_tokens", 2), ("turn_tokens", 2), ("model_len", 4))),
+        ([[1, 10, 12, 12]], {"max_turn_tokens": 3}, "length", "", 0, 3),  # a call that is cut: neither scored nor run
+        ([[10, STOP], [10, STOP]], {"max_turns": 2}, "max_turns", "", 1, 2 + 3 + 2),  # the last call is not run
+    ],
+)  # fmt: skip
+def test_a_limit_ends_an_episode(
+    turns: list[list[int]], limits: dict[str, int], reason: str, text: str, calls: int, tokens: int
+) -> None:
+    trajectory = play(Engine(*turns), **limits)
+    assert (trajectory.finish_reason, trajectory.final_text) == (reason, text)
+    assert (len(trajectory.tool_calls), trajectory.response_tokens) == (calls, tokens)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,11 @@ def ratio_fields(rng: random.Random, groups: list[Group]) -> dict[int, dict[str,
     return fields
 
 
+NONE = ("reward/timeouts", "reward/failures", "rollout/group_retries", "rollout/engine_restarts")
+NONE += ("sandbox/infrastructure_error",)
+CLIPPED = {"total": 1.0, "high": 0.5, "low": 0.3, "dual": 0.2}
+
+
 def step_metrics(rng: random.Random, step: int, steps: int) -> dict[str, float]:
     """Metrics of one RL step of a run that learns."""
     way = 1 - math.exp(-3 * step / steps)
@@ -114,21 +119,14 @@ def step_metrics(rng: random.Random, step: int, steps: int) -> dict[str, float]:
         "reward/std": 0.4,
         "reward/groups_mixed": 0.9 - 0.4 * way,
         "reward/no_box": round(40 * (1 - way)),
-        "reward/timeouts": 0,
-        "reward/failures": 0,
         "rollout/tool_use": 0.6 + 0.39 * way,
         "rollout/tool_error_rate": 0.12 * (1 - way),
         "rollout/truncated": 0.03 * (1 - way),
         "rollout/response_length_mean": 64 + 4 * way,
         "rollout/model_tokens_mean": 42 + 4 * way,
-        "rollout/group_retries": 0,
-        "rollout/engine_restarts": 0,
-        "sandbox/infrastructure_error": 0,
+        **dict.fromkeys(NONE, 0),
         "actor/grad_norm": 0.5 + rng.random() * 0.3,
-        "pg_update/clip/total/rate": clip,
-        "pg_update/clip/high/rate": clip * 0.5,
-        "pg_update/clip/low/rate": clip * 0.3,
-        "pg_update/clip/dual/rate": clip * 0.2,
+        **{f"pg_update/clip/{bound}/rate": clip * share for bound, share in CLIPPED.items()},
         "pg_update/is_ratio/mean": 1 + rng.gauss(0, 0.005),
         "pg_update/is_ratio/min": 0.3 + 0.2 * way,
         "pg_update/is_ratio/max": 5 - 3 * way + rng.random(),

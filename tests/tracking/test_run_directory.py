@@ -137,26 +137,21 @@ def test_a_run_that_has_ended_is_left_alone_by_auto_until_there_is_more_to_do(co
     assert not is_finished(auto.run)
 
 
-def test_overwrite_starts_anew_and_is_not_written_down(config_in):
-    directory = open_run_directory(config_in())
+@pytest.mark.parametrize("linked", [False, True])
+def test_overwrite_starts_anew_and_is_not_written_down(config_in, tmp_path, linked):
+    config, elsewhere = config_in(), tmp_path / "large disk" / "demo"
+    directory = config.run.directory
+    if linked:
+        elsewhere.mkdir(parents=True)
+        directory.parent.mkdir(parents=True)
+        directory.symlink_to(elsewhere)
+    open_run_directory(config)
     (directory / "metrics.jsonl").write_text("{}\n")
     assert open_run_directory(config_in(run={"overwrite": True})) == directory
-    assert not (directory / "metrics.jsonl").exists()
+    assert directory.is_symlink() == linked and not (directory / "metrics.jsonl").exists()
     assert yaml.safe_load((directory / "config.yaml").read_text())["run"]["overwrite"] is False
-    assert [path.name for path in directory.parent.iterdir()] == ["demo"]
-
-
-def test_overwrite_starts_anew_behind_a_link(config_in, tmp_path):
-    config, elsewhere = config_in(), tmp_path / "large disk" / "demo"
-    elsewhere.mkdir(parents=True)
-    config.run.directory.parent.mkdir(parents=True, exist_ok=True)
-    config.run.directory.symlink_to(elsewhere)
-    open_run_directory(config)
-    (elsewhere / "metrics.jsonl").write_text("{}\n")
-    open_run_directory(config_in(run={"overwrite": True}))
-    assert config.run.directory.is_symlink() and (elsewhere / "config.yaml").exists()
-    assert not (elsewhere / "metrics.jsonl").exists()
-    assert [path.name for path in elsewhere.parent.iterdir()] == ["demo"]
+    for folder in (directory.parent, directory.resolve().parent):
+        assert [path.name for path in folder.iterdir()] == ["demo"]
 
 
 def test_overwrite_refuses_to_delete_the_inputs_of_the_run(config_in):
