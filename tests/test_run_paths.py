@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.base.run_paths import (
-    EVALUATION,
-    EXPORT,
-    RunPaths,
-    discarded,
-    is_discarded,
-    step_in,
-    step_name,
-)
+from ctpo_megatron.base.run_paths import EVALUATION, EXPORT, RunPaths, discarded, is_discarded, step_in, step_name
 from tests.test_links import ROOT
 
 PATHS = RunPaths(Path())

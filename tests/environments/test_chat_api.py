@@ -15,15 +15,7 @@ import pytest
 
 from ctpo_megatron.environments.endpoint import AgentTask
 from ctpo_megatron.environments.episode import Sampling
-from tests.environments.endpoint_stand import (
-    QUESTION,
-    Engine,
-    Stand,
-    asked,
-    client_of,
-    played,
-    sequences,
-)
+from tests.environments.endpoint_stand import QUESTION, Engine, Stand, asked, client_of, played, sequences
 from tests.support.deadlines import scaled
 
 

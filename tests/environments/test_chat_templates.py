@@ -15,17 +15,7 @@ from ctpo_megatron.environments.factory import offered_schemas
 from ctpo_megatron.environments.tokenizer import TokenizerError, check_chat_template, use_chat_template
 from tests.data.test_conversations import write
 from tests.engines.tiny_model import CHATML, tiny_tokenizer
-from tests.optional.qwen_formats import (
-    ANSWER,
-    CASES,
-    LONG,
-    TEXTS,
-    TOOL,
-    TRL,
-    USER,
-    rendered,
-    texts,
-)
+from tests.optional.qwen_formats import ANSWER, CASES, LONG, TEXTS, TOOL, TRL, USER, rendered, texts
 from tests.support.deadlines import scaled
 from tests.support.prompts import load_conversations
 
