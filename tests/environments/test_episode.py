@@ -79,14 +79,6 @@ def play(
     return asyncio.run(play_episode(environment or ToolEnvironment(), episode))
 
 
-def test_answer_at_once() -> None:
-    trajectory = play(Engine([1, 2, STOP]))
-    assert trajectory.finish_reason == "answer"
-    assert trajectory.final_text == "ab"
-    assert trajectory.token_ids == [5, 6, 1, 2, STOP]
-    assert trajectory.response_mask == trajectory.loss_mask == [0, 0, 1, 1, 1]
-
-
 def test_columns_of_what_the_model_read_are_of_the_turn_that_read_it_first() -> None:
     """The engine reports a row for each token that it has read since the last turn: not for the one sampled last."""
 

@@ -71,21 +71,6 @@ def good(code: str = "print(1)") -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("Let me compute.\n" + call("\n" + good() + "\n") + "\n ", "print(1)"),
-        (call(good('print("<b>")\nx = 1')), 'print("<b>")\nx = 1'),
-        (call(good("")), ""),
-        (call('{"arguments": {"code": "\\u00e9"}, "name": "code_interpreter"}'), "é"),
-    ],
-)
-def test_well_formed(text: str, code: str) -> None:
-    [record], failure = run(text)
-    assert (record.name, record.arguments) == ("code_interpreter", {"code": code})
-    assert (record.status, failure) == ("success", "")
-
-
-@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("<tool_call>" + good(), "exactly one"),
