@@ -113,6 +113,19 @@ def test_an_answer_that_comes_after_the_agent_has_gone_on_does_not_count() -> No
     assert ["What is 1?" in text for text in sequences(trajectory)] == [False]  # nor does its question
 
 
+def test_a_call_that_is_under_way_when_the_agent_ends_leaves_nothing() -> None:
+    async def impatient(task: AgentTask) -> str:
+        first = await asked(task, task.messages)
+        with pytest.raises(TimeoutError):
+            more = [*task.messages, first, {"role": "user", "content": "Sure?"}]
+            await asyncio.wait_for(asked(task, more), 0.5)
+        return "done"
+
+    trajectory = played(Late(("one", 0), ("never read", 60)), impatient)
+    assert (sampled(trajectory), trajectory.final_text) == (["one<|im_end|>"], "done")
+    assert ["Sure?" in text for text in sequences(trajectory)] == [False]
+
+
 def test_retries_of_openais_client_are_fresh_calls() -> None:
     engine = Late(("never read", 60), ("never read", 60), ("one", 0))
 
