@@ -3,8 +3,7 @@
 Compared are the deterministic metrics of every step, of supervised fine-tuning too; statistics by position; every field
 of every dumped trajectory and evaluation (token ids, log-probs, weight versions, rewards, text); and every tensor in a
 safetensors file, bit for bit. Exit status 0: equal. 1: the first difference in the order of time is printed. 2:
-nothing to compare, or one run lacks what the other has. Dumps need `tracking.trajectories=all`. Only files are read,
-of any version.
+nothing to compare, or one run lacks what the other has. Dumps need `tracking.trajectories=all`. Only files are read.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ NEEDED = ("trajectories", "metrics", "tensors")
 ABSENT = ("no_verdict", "advantage", "dropped", "log_ratio", "clip_low", "clip_high", "prefix_log_ratio")
 ABSENT += ("turn_rewards", "turn_advantages", "sequence_starts", "more")
 """Fields of a trajectory that a line lacks where a column is null, or false."""
-ROUNDED = (", log_ratio", ", clip_low", ", clip_high", ", prefix_log_ratio")
-"""Fields of a trajectory that JSON lines of earlier versions have with 6 decimals, where parquet has float32."""
 FIRST = ("token_ids", "weight_version", "rollout_log_probs", "reward")
 """Fields of a trajectory that are compared before the others."""
 
@@ -64,7 +61,6 @@ class Unit:
     part: str
     name: str
     load: Callable[[], Items]
-    suffix: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,11 +102,11 @@ def _lines(run: Path, part: str, file: str, phase: int) -> Iterator[Unit]:
 
 def _dumps(run: Path, folder: str) -> Iterator[Unit]:
     """Dumps of resumed steps are named `discarded_*` and left out."""
-    for path in (run / folder).glob("step_*"):
-        if path.suffix in (".jsonl", ".parquet") and (number := path.stem.removeprefix("step_")).isdecimal():
+    for path in (run / folder).glob("step_*.parquet"):
+        if (number := path.stem.removeprefix("step_")).isdecimal():
             step = int(number)
             order = (1, step, PARTS.index(folder), "")
-            yield Unit(order, folder, f"{folder}, step {step}", partial(trajectories, path), path.suffix)
+            yield Unit(order, folder, f"{folder}, step {step}", partial(trajectories, path))
 
 
 def _tensor_files(run: Path) -> Iterator[Unit]:
@@ -123,7 +119,7 @@ def _tensor_files(run: Path) -> Iterator[Unit]:
 
 
 def trajectories(path: Path) -> Items:
-    """The fields of a dump, in either format, without the seconds of tool calls."""
+    """The fields of a dump, without the seconds of tool calls."""
     items = {}
     for place, record in enumerate(_records(path)):
         calls = record.get("tool_calls", [])
@@ -136,21 +132,7 @@ def trajectories(path: Path) -> Items:
     return items
 
 
-def as_earlier(items: Items) -> Items:
-    """A dump with what earlier versions' JSON lines have: they show a broken character at its last token."""
-    found = {}
-    for name, values in items.items():
-        if name.endswith(ROUNDED):
-            values = [round(value, 6) for value in values]
-        elif name.endswith(", segments"):
-            values = [{key: value for key, value in segment.items() if key != "token_chars"} for segment in values]
-        found[name] = values
-    return found
-
-
 def _records(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     import pyarrow.parquet as pq  # for these dumps only
 
     return [_from_columns(row) for row in pq.read_table(path).to_pylist()]
@@ -248,8 +230,6 @@ def compare(a: Path, b: Path, only: Sequence[str] = PARTS) -> tuple[int, list[st
     amounts: dict[str, Counter[str]] = {part: Counter() for part in only}
     for name in (name for name in ours if name in theirs):
         items, other = ours[name].load(), theirs[name].load()
-        if ours[name].suffix != theirs[name].suffix:
-            items, other = as_earlier(items), as_earlier(other)
         if (found := first_difference(items, other)) is not None:
             return 1, [f"first difference: {name}, {found}", f"A is {a}", f"B is {b}"]
         amounts[ours[name].part] += counted(ours[name].part, items)

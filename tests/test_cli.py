@@ -11,13 +11,17 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ctpo_megatron import cli
+from ctpo_megatron import __version__, cli
 from ctpo_megatron.cli.errors import report_error
 from ctpo_megatron.config import Config
+from ctpo_megatron.engines import EngineError
+from ctpo_megatron.policy import RankLost, RankZeroError
 from ctpo_sandbox import temporary
 from tests.support.deadlines import scaled
 from tests.support.task import SMALL_TASK, task_folder
@@ -45,15 +49,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for the driver that remembers its configuration."""
-    module = types.ModuleType("ctpo_megatron.train")
-
-    def main(config: Config) -> int:
-        module.config = config  # type: ignore[attr-defined]
-        return 0
-
-    module.main = main  # type: ignore[attr-defined]
+    module: Any = types.ModuleType("ctpo_megatron.train")
+    module.main = lambda config: vars(module).update(config=config) or 0
     monkeypatch.setitem(sys.modules, "ctpo_megatron.train", module)
     return module
 
@@ -66,6 +65,15 @@ def second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+def raising(error: BaseException, cause: BaseException | None = None) -> Callable[[Config], int]:
+    """A driver that fails."""
+
+    def main(_: Config) -> int:
+        raise error from cause
+
+    return main
+
+
 HEAVY = {"torch", "transformers", "ray", "vllm", "megatron", "fastapi", "numpy", "pyarrow", "vl_convert"}
 CONFIGURATION = {"pydantic", "omegaconf", "rich", "yaml"}
 
@@ -75,12 +83,7 @@ CONFIGURATION = {"pydantic", "omegaconf", "rich", "yaml"}
     [
         (["--help"], HEAVY | CONFIGURATION),
         (["train", "first.yaml", "--dry-run", "--shapes", "qwen3_0_6b"], HEAVY),
-        (["train", "--help"], HEAVY),
-        (["report", "--help"], HEAVY),
-        (["compare", "--help"], HEAVY),
-        (["verify", "--help"], HEAVY),
-        (["export", "--help"], HEAVY),
-        (["doctor", "--help"], HEAVY),
+        *(([verb, "--help"], HEAVY) for verb in ("train", "report", "compare", "verify", "export", "doctor")),
     ],
 )
 def test_what_a_verb_does_not_import(arguments: list[str], banned: set[str]) -> None:
@@ -93,24 +96,23 @@ def test_what_a_verb_does_not_import(arguments: list[str], banned: set[str]) -> 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["ctpo_kernels", "ctpo_kernels.loss", "torch", "megatron.core"])
-def test_a_package_that_a_login_node_lacks_is_named(capsys: pytest.CaptureFixture[str], module: str) -> None:
-    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
-    assert report_error(error, "verify") == 2
-    said = f"ctpo verify: {module.partition('.')[0]} is not installed, and this needs it: pip install "
+@pytest.mark.parametrize(
+    ("module", "status", "said"),
+    [
+        ("ctpo_kernels.loss", 2, "ctpo verify: ctpo_kernels is not installed, and this needs it: pip install "),
+        ("torch", 2, "ctpo verify: torch is not installed, and this needs it: pip install "),
+        ("ctpo_megatron.none", 1, "ModuleNotFoundError: "),  # a bug of ours
+    ],
+)
+def test_a_package_that_a_login_node_lacks_is_named(
+    capsys: pytest.CaptureFixture[str], module: str, status: int, said: str
+) -> None:
+    assert report_error(ModuleNotFoundError(f"No module named {module!r}", name=module), "verify") == status
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_a_module_that_is_missing_otherwise_is_a_bug(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        report_error(ModuleNotFoundError("No module named 'ctpo_megatron.none'", name="ctpo_megatron.none"), "train")
-        == 1
-    )
-    assert capsys.readouterr().err.startswith("ModuleNotFoundError: ")
-
-
 def test_dry_run_prints_the_plan_and_touches_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], driver: types.ModuleType
+    folder: Path, capsys: pytest.CaptureFixture[str], driver: Any
 ) -> None:
     assert cli.main(["train", "first.yaml", "--dry-run", "run.seed=7"]) == 0
     out, err = capsys.readouterr()
@@ -124,18 +126,6 @@ def test_dry_run_prints_the_plan_and_touches_nothing(
     assert "warning: first.yaml:4: policy.mini_batch_prompts = 32: makes exactly one update per batch" in err
     assert {path.name for path in folder.iterdir()} == {"first.yaml", "data"}
     assert not hasattr(driver, "config")
-
-
-def test_dry_run_is_light() -> None:
-    code = (
-        "import sys\nfrom ctpo_megatron.cli import main\n"
-        "status = main(['train', 'first.yaml', '--dry-run', '--shapes', 'qwen3_0_6b'])\n"
-        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'megatron', 'numpy'} & set(sys.modules)\n"
-        "sys.exit(', '.join(sorted(heavy)) or status)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "data parallel" in done.stdout
 
 
 def test_what_torchrun_starts_imports_no_library_before_it_has_a_folder_for_temporary_files() -> None:
@@ -222,7 +212,7 @@ def test_the_status_of_a_run_outlives_its_terminal() -> None:
 
 
 def test_what_is_left_of_another_job_makes_no_rank(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: types.ModuleType
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: Any
 ) -> None:
     """Of a shell that planned a larger job, or that another launcher has opened."""
 
@@ -256,7 +246,7 @@ def test_python_without_docstrings_is_refused() -> None:
 
 
 def test_a_temporary_directory_that_will_not_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: types.ModuleType
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: Any
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * 80}")
     assert cli.main(["train", "first.yaml"]) == 2
@@ -268,7 +258,7 @@ def test_a_temporary_directory_that_will_not_do(
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_all_problems_at_once_without_traceback(
-    dry: list[str], capsys: pytest.CaptureFixture[str], driver: types.ModuleType
+    dry: list[str], capsys: pytest.CaptureFixture[str], driver: Any
 ) -> None:
     wrong = ["policy.micro_batch_tokens=9", "eval.every=3", "run.resume=true", "run.overwrite=true"]
     assert cli.main(["train", "first.yaml", *wrong, *dry]) == 2
@@ -279,13 +269,13 @@ def test_all_problems_at_once_without_traceback(
     assert not hasattr(driver, "config")
 
 
-def test_train_gets_the_checked_configuration(driver: types.ModuleType) -> None:
+def test_train_gets_the_checked_configuration(driver: Any) -> None:
     assert cli.main(["train", "first.yaml", "run.seed=3"]) == 0
     assert driver.config.run.seed == 3
 
 
 def test_a_process_sweeps_and_takes_a_folder_of_its_own_before_it_starts_anything(
-    driver: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+    driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it leaves behind is found by the next start, and by that alone."""
     done: list[str] = []
@@ -301,15 +291,9 @@ def test_a_process_sweeps_and_takes_a_folder_of_its_own_before_it_starts_anythin
     assert done == ["sweep", "end orphans", "move_in"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["first.yaml", "run.seed=3", "--dry-run", "run.steps=5"],
-        ["--dry-run", "first.yaml", "run.seed=3", "run.steps=5"],
-    ],
-)
-def test_arguments_in_any_order(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", *arguments]) == 0
+@pytest.mark.parametrize("words", ["run.seed=3 --dry-run run.steps=5", "--dry-run run.seed=3 run.steps=5"])
+def test_arguments_in_any_order(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "first.yaml", *words.split()]) == 0
     out = capsys.readouterr().out
     assert "  seed: 3\n" in out and "  steps: 5\n" in out
 
@@ -338,95 +322,40 @@ def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_user_errors_of_other_packages_are_messages(
-    driver: types.ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = types.ModuleType("ctpo_megatron.run.directory")
-    module.RunDirectoryError = type("RunDirectoryError", (Exception,), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ctpo_megatron.run.directory", module)
-
-    def refuse(_: Config) -> int:
-        raise module.RunDirectoryError("runs/first exists")
-
-    driver.main = refuse  # type: ignore[attr-defined]
-    assert cli.main(["train", "first.yaml"]) == 2
-    assert capsys.readouterr().err.endswith("ctpo: runs/first exists\n")
-
-
 @pytest.mark.usefixtures("second_rank")
-@pytest.mark.parametrize(
-    ("package", "name"), [("policy", "RankZeroError"), ("policy", "RankLost"), ("engines", "EngineError")]
-)
+@pytest.mark.parametrize("kind", [RankZeroError, RankLost, EngineError])
 def test_what_failed_in_another_process_is_said_in_one_line(
-    driver: types.ModuleType,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    package: str,
-    name: str,
+    driver: Any, capsys: pytest.CaptureFixture[str], kind: type[Exception]
 ) -> None:
-    module = types.ModuleType(f"ctpo_megatron.{package}")
-    kind = type(name, (RuntimeError,), {})
-    setattr(module, name, kind)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-
-    def stop(_: Config) -> int:
-        raise type("Kind", (kind,), {})("rank 1 stops, rank 0 failed: X: y")
-
-    driver.main = stop  # type: ignore[attr-defined]
+    driver.main = raising(type("Kind", (kind,), {})("rank 1 stops, rank 0 failed: X: y"))
     assert cli.main(["train", "first.yaml"]) == 1
     out, err = capsys.readouterr()
     said = [line for line in err.splitlines() if not line.startswith("warning: ")]
     assert (out, said) == ("", ["ctpo: rank 1 stops, rank 0 failed: X: y"])
 
 
-def test_a_disk_that_is_full_is_one_line(driver: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(_: Config) -> int:
-        try:
-            Path("/dev/full").write_text("metrics")
-        except OSError as error:
-            raise KeyError("what is left over") from error
-
-    driver.main = fail  # type: ignore[attr-defined]
-    assert cli.main(["train", "first.yaml"]) == 1
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("ctpo train: [Errno 28] No space left on device; free space where it writes")
-
-
-def test_other_errors_keep_their_traceback(driver: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(_: Config) -> int:
-        raise RuntimeError("a bug")
-
-    driver.main = fail  # type: ignore[attr-defined]
+def test_other_errors_keep_their_traceback(driver: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    driver.main = raising(RuntimeError("a bug"))
     assert cli.main(["train", "first.yaml"]) == 1
     err = capsys.readouterr().err
-    assert "Traceback" in err
-    assert "RuntimeError: a bug" in err
+    assert "Traceback" in err and "RuntimeError: a bug" in err
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ENOTDIR])
 def test_what_a_file_system_refuses_is_a_message_if_it_says_of_what(
-    driver: types.ModuleType, capsys: pytest.CaptureFixture[str], number: int
+    driver: Any, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
-    def refused(_: Config) -> int:
-        raise OSError(number, os.strerror(number), "runs/first/metrics.jsonl")
-
-    def of_a_dump(_: Config) -> int:
-        try:
-            raise OSError(number, os.strerror(number))
-        except OSError as error:
-            raise RuntimeError(f"the dump of step 3 could not be written: {error}") from error
-
-    def nameless(_: Config) -> int:
-        raise OSError(number, os.strerror(number))
-
+    nameless = OSError(number, os.strerror(number))
+    of_a_dump = RuntimeError(f"the dump of step 3 could not be written: {nameless}")
+    refused = OSError(number, os.strerror(number), "runs/first/metrics.jsonl")
     advice = "; free space where it writes, in /tmp or in /dev/shm (df -h), and start it again"
     ending = f"{advice}\n" if number == errno.ENOSPC else "\n"
-    for fail, said in ((refused, "'runs/first/metrics.jsonl'"), (of_a_dump, os.strerror(number))):
-        driver.main = fail  # type: ignore[attr-defined]
+    for error, cause, said in ((refused, None, f"'{refused.filename}'"), (of_a_dump, nameless, nameless.strerror)):
+        driver.main = raising(error, cause)
         assert cli.main(["train", "first.yaml"]) == 1
         text = capsys.readouterr().err
         assert text.endswith(f"{said}{ending}") and "Traceback" not in text
-    driver.main = nameless  # type: ignore[attr-defined]
+    driver.main = raising(nameless)
     assert cli.main(["train", "first.yaml"]) == 1
     assert ("Traceback" in capsys.readouterr().err) == (number != errno.ENOSPC)  # a full disk is one, whatever its name
 
@@ -451,3 +380,59 @@ def test_sandbox_serve_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(server, "run", lambda args: args.port)
     assert cli.main(["sandbox", "serve", "--port", "5"]) == 5
+
+
+# --- what is answered to a command line: help, version, a verb that was meant, arguments that no verb takes ---
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"  {verb} " in out for verb in ("train", "report", "compare", "doctor", "verify", "export", "sandbox"))
+
+
+def test_version_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    said = capsys.readouterr().out
+    commit = r"(commit [0-9a-f]{40}(\+changes)?, )?"
+    assert re.fullmatch(rf"ctpo-megatron {__version__}, {commit}Python 3\.\d+\.\d+\n", said)
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [("trian", "did you mean train?"), ("Evals", "did you mean eval?"), ("fly", "there are train, sweep, eval")],
+)
+def test_a_verb_that_does_not_exist(typed: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([typed, "first.yaml"])
+    assert f"no verb '{typed}'; {advice}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["train", "sweep", "launch"])
+def test_overrides_are_not_required(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([verb])
+    said = capsys.readouterr().err
+    assert "a.b=c ...]" in said and "a.b=c" not in said.rpartition("required: ")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "a.yaml", "--gpu-gib", "{}"],
+        ["export", "run", "--tolerance", "{}"],
+        ["export", "run", "--tensor-parallel", "{}"],
+        ["verify", "--max-ranks", "{}"],
+        ["verify", "--tolerance", "{}"],
+        ["sandbox", "bench", "--url", "http://127.0.0.1:9", "--seconds", "{}"],
+        ["sandbox", "bench", "--url", "http://127.0.0.1:9", "--concurrency", "1", "{}"],
+    ],
+    ids=lambda arguments: f"{arguments[0]} {arguments[-2]}",
+)
+@pytest.mark.parametrize("number", ["0", "-1", "nan", "many"])
+def test_numbers_that_must_be_positive(arguments: list[str], number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([argument.format(number) for argument in arguments])
+    assert f"{number} is not a positive" in capsys.readouterr().err

@@ -83,9 +83,3 @@ def test_the_loop_is_the_one_of_the_code() -> None:
 def test_members_are_read_from_lists() -> None:
     section = "Members, all collective:\n\n- `a(x, y)`: one `b`.\n  More of `c`.\n- `d()`, `e`: two: three.\n\nText.\n"
     assert listed_members(section) == ["a", "d", "e"]
-
-
-def test_members_are_seen_wherever_they_are_defined(tmp_path: Path) -> None:
-    module = tmp_path / "m.py"
-    module.write_text("class A:\n    x: int\n    async def f(self): self.y, self._z = 1, 2\n\nclass B: w: int\n")
-    assert defined_members(module, "A") == {"x", "f", "y", "_z"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cuda_environment.install import PAGE, ROOT, STEPS, commands
+from tests.cuda_environment.install import PAGE, ROOT, commands
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
@@ -24,11 +24,3 @@ def test_all_parts_of_transformer_engine_have_one_version(python: str, version: 
     assert {part.split("==")[1] for part in parts} == {version}
     assert len(parts) == 3
     assert not any("transformer_engine.pytorch" in line for line in lines)
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_page_without_the_step_is_refused(step: str) -> None:
-    with pytest.raises(LookupError, match="no section"):
-        commands("# Installing\n", step, "3.12")
-    with pytest.raises(LookupError, match="no block"):
-        commands(f"{STEPS[step]}Everything\ntext\n", step, "3.12")

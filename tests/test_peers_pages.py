@@ -35,10 +35,16 @@ def section(page: str, heading: str) -> str:
     return (DOCS / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
+def cells(page: str, heading: str) -> Iterator[list[list[str]]]:
+    """Of each row of the tables under a heading, what its cells name; without values, such as `: refill`."""
+    for row in re.findall(r"^\|(.+)\|$", section(page, heading), re.MULTILINE):
+        yield [[name.partition(":")[0] for name in re.findall(r"`([^`]+)`", cell)] for cell in row.split("|")]
+
+
 def named(page: str, heading: str) -> Iterator[str]:
     """What the first column of the table under a heading names."""
-    for row in re.findall(r"^\| ([^|]+) \|", section(page, heading), re.MULTILINE):
-        yield from (name.partition(":")[0] for name in re.findall(r"`([^`]+)`", row))
+    for first, *_ in cells(page, heading):
+        yield from first
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -99,13 +105,6 @@ def test_presets_with_a_name_of_trl_have_the_numbers_that_the_page_says() -> Non
 
 COLUMNS = {"verl": 1, "TRL": 2}
 """Of a table of the glossary."""
-
-
-def cells(page: str, heading: str) -> Iterator[list[list[str]]]:
-    """Of each row of the tables under a heading, what its cells name; without values, such as `: refill`."""
-    section = (DOCS / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    for row in re.findall(r"^\|(.+)\|$", section, re.MULTILINE):
-        yield [[name.partition(":")[0] for name in re.findall(r"`([^`]+)`", cell)] for cell in row.split("|")]
 
 
 def told() -> dict[str, set[str]]:

@@ -38,17 +38,8 @@ SAID = {
     f"bearer {CANARY}": "bearer ***",
 }
 """Only in what is shown: a system prompt may speak of passwords."""
-HARMLESS = [
-    "http://host:80/a@b",
-    "file:///a/b@c",
-    "postgresql://mlflow@db/x",
-    "ssh://git@github.com/x",
-    "the bearer of news",
-    "a token: 3",
-    "eos_token=<eos>",
-    "***",
-    "?monkey=3",
-]
+HARMLESS = ["http://host:80/a@b", "file:///a/b@c", "postgresql://mlflow@db/x", "ssh://git@github.com/x"]
+HARMLESS += ["the bearer of news", "a token: 3", "eos_token=<eos>", "***", "?monkey=3"]
 
 
 @pytest.mark.parametrize(("text", "expected"), [*SHOWN.items(), *SAID.items()])
@@ -81,22 +72,9 @@ def test_values_of_other_names_are_not(name: str) -> None:
 
 
 def test_secrets_of_a_command_are_hidden() -> None:
-    words = [
-        "ctpo",
-        "train",
-        f"a.hf_token={CANARY}",
-        f"b.url=http://me:{CANARY}@h",
-        "c.d=3",
-        f"http://me:{CANARY}@h/?a=1",
-    ]
-    assert redacted_words(words) == [
-        "ctpo",
-        "train",
-        "a.hf_token=***",
-        "b.url=http://***@h",
-        "c.d=3",
-        "http://***@h/?a=1",
-    ]
+    typed = f"ctpo train a.hf_token={CANARY} b.url=http://me:{CANARY}@h c.d=3 http://me:{CANARY}@h/?a=1"
+    shown = "ctpo train a.hf_token=*** b.url=http://***@h c.d=3 http://***@h/?a=1"
+    assert redacted_words(typed.split()) == shown.split()
 
 
 def test_values_of_secret_variables_are_hidden_where_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:

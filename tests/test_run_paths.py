@@ -1,43 +1,16 @@
-"""`RunPaths` owns the names of a run directory: against the documented table, and against every other module."""
+"""`RunPaths` owns the names of a run directory: against the documented table."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.base.run_paths import (
-    AHEAD,
-    AHEAD_JSON,
-    EVALUATION,
-    EXPORT,
-    MARKER,
-    LogPaths,
-    RunPaths,
-    discarded,
-    is_discarded,
-    step_in,
-    step_name,
-)
-from tests.structure import module
-from tests.test_architecture import ROOT, all_modules, show
+from ctpo_megatron.base.run_paths import EVALUATION, EXPORT, RunPaths, discarded, is_discarded, step_in, step_name
+from tests.test_links import ROOT
 
-OWNER = ROOT / "ctpo_megatron" / "base" / "run_paths.py"
-PATHS, LOGS = RunPaths(Path()), LogPaths(Path())
-FILES = {
-    *(name for name in RunPaths.names() if "." in name),
-    *(path.name for path in (LOGS.train, LOGS.sandbox, PATHS.stall_report)),
-    *(MARKER, AHEAD, AHEAD_JSON),
-}
-FOLDERS = {name for name in RunPaths.names() if "." not in name}
-PARTS = ("discarded_", "rollout_engine_", "model-step_", "step_", "rank_")
-"""Beginnings of names that are made of a number or another name."""
-
-
-# --- the names -----------------------------------------------------------------------------------------------------
+PATHS = RunPaths(Path())
 
 
 def documented() -> set[str]:
@@ -59,15 +32,6 @@ def test_the_documented_table_has_what_lies_in_folders() -> None:
     logs = [PATHS.logs.train, PATHS.logs.sandbox]
     numbered = {str(path).replace("1", "%d") for path in (PATHS.logs.engine(1), PATHS.stacks(1))}
     assert numbered | {str(path).replace("000001", "%06d") for path in (*dumps, *checkpoints, *logs)} <= documented()
-
-
-def test_a_run_writes_the_names_that_no_export_may_have() -> None:
-    """The names that were listed by hand before: one that is forgotten would be deleted by an export."""
-    listed = "config.yaml config.previous.yaml data.json environment.json extensions extensions.json figures logs wandb"
-    rows = "rendering.json positions.jsonl discarded_positions.jsonl sft_model sft_model.json profile trajectories.html"
-    others = "extensions.previous heartbeat.json metrics.jsonl owner.lock sft.jsonl stages.json stalls report.html"
-    folders = "trajectories evaluation checkpoints tensorboard trackers discarded_metrics.jsonl discarded_sft.jsonl"
-    assert RunPaths.names() == set(f"{listed} {rows} {others} {folders}".split())
 
 
 def test_the_nodes_of_a_job_write_outside() -> None:
@@ -102,62 +66,3 @@ def test_exports_of_checkpoints_are_found_again(tmp_path: Path) -> None:
 
 
 # --- and no other module spells them ---------------------------------------------------------------------------------
-
-
-def spelled(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Line and text of each literal that is a name of a run directory, or a path with one. Prose has spaces."""
-    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    joined = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
-    of_paths = {id(part) for node in nodes for part in _used_as_path(node)}
-    for node in nodes:
-        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
-            continue
-        first, *rest = node.value.split("/")
-        names = {first, *rest}
-        if re.search(r"\s", node.value):
-            continue
-        is_path = id(node) in of_paths
-        in_folder = first in FOLDERS and (rest or is_path)
-        begins = (id(node) in joined or is_path) and node.value.startswith(PARTS)
-        if names & FILES or in_folder or begins:
-            yield node.lineno, node.value
-
-
-def _used_as_path(node: ast.AST) -> Iterator[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        yield from (node.left, node.right)
-    elif isinstance(node, ast.Call):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if name in {"Path", "joinpath", "with_name", "glob", "rglob"}:
-            yield from node.args
-
-
-def test_no_other_module_spells_a_name_of_a_run_directory() -> None:
-    wrong = [
-        show(path, line, text) for path in all_modules() if path != OWNER for line, text in spelled(module(path).nodes)
-    ]
-    assert wrong == []
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        'directory / "logs"',
-        'Path("logs") / name',
-        'FILE = "metrics.jsonl"',
-        'path.glob("checkpoints/step_*/COMPLETE.json")',
-        'path / f"step_{step:06d}.jsonl"',
-        'path.glob("model-step_*")',
-        'path.with_name(f"discarded_{path.name}")',
-    ],
-)
-def test_a_spelled_name_is_noticed(code: str) -> None:
-    assert list(spelled(list(ast.walk(ast.parse(code)))))
-
-
-@pytest.mark.parametrize(
-    "code",
-    ['"""Writes metrics.jsonl."""', 'log("see metrics.jsonl")', 'display.stage("evaluation")', 'f"{count}_step"'],
-)
-def test_prose_and_other_words_are_not(code: str) -> None:
-    assert list(spelled(list(ast.walk(ast.parse(code))))) == []

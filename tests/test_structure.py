@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import structure
-from tests.walk import HOOK, merged
-from tests.walk.hook.sitecustomize import DOOR, DOORS, FLAGS, FOLDER, PACKAGES, ROW, WEIGHTS
+from tests.walk import merged
+from tests.walk.hook.sitecustomize import DOOR, DOORS, ROW, WEIGHTS
 
 CORE = '''\
 """A module."""
@@ -78,17 +75,6 @@ def test_figures(tree: Path) -> None:
     }
 
 
-def test_the_command_prints_the_figures(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert structure.main([str(tree)]) == 0
-    assert "core (ctpo_megatron)" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        structure.main([str(tree), "--trace"])
-    assert "call it from the other one" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        structure.main(["--json"])
-    assert "add --trace" in capsys.readouterr().err
-
-
 def record(folder: Path, process: int, entries: list[tuple[str, str, str]]) -> None:
     (folder / f"{process}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
@@ -116,98 +102,4 @@ def test_processes_are_merged(tree: Path) -> None:
         "files": 1,
         "lines": 18,
         "entered": {"ctpo_megatron/train.py": {"lines": 18, "functions": ["takes"]}},
-    }
-
-
-def test_a_door_that_no_process_passed_is_named(tmp_path: Path) -> None:
-    record(tmp_path, 1, [(DOOR, "", name) for name in DOORS if name != "Rollouts.publish"])
-    with pytest.raises(ValueError, match=r"no process called Rollouts\.publish: .* DOORS of tests/walk/hook"):
-        merged(tmp_path, structure.ROOT)
-
-
-RING = """\
-import asyncio, sys, threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-pool, loop = ThreadPoolExecutor(1), asyncio.new_event_loop()
-threading.Thread(target=loop.run_forever, daemon=True).start()
-@dataclass
-class Row:
-    x: int
-class EnginePool:
-    def finish_update(self): reported()
-class RolloutEngine:
-    async def run_group(self): await asyncio.create_task(task())
-    async def update_weights(self): await asyncio.get_running_loop().run_in_executor(pool, loaded)
-class Rollouts:
-    def next_batch(self):
-        EnginePool().finish_update()
-        import lazy
-        pool.submit(pooled).result()
-        asyncio.run_coroutine_threadsafe(elsewhere(), loop).result()
-        go.set(), came.wait()
-    def publish(self): offered()
-class Trainer:
-    def train(self): Row(1)
-def through(trainer): trainer.train()
-def reinforce(rollouts, trainer):
-    rollouts.publish()
-    rollouts.next_batch()
-    between()
-    through(trainer)
-    rollouts.publish()
-def main():
-    threading.Thread(target=bystander, daemon=True).start()
-    reinforce(Rollouts(), Trainer())
-    asyncio.run(both())
-    between()
-async def both(): await asyncio.gather(RolloutEngine().run_group(), RolloutEngine().update_weights())
-go, came = threading.Event(), threading.Event()
-def bystander():
-    go.wait()
-    between()
-    came.set()
-async def task(): pass
-async def elsewhere(): pass
-def pooled(): pass
-def loaded(): pass
-def reported(): pass
-def offered(): pass
-def between(): pass
-main()
-"""
-
-
-def test_a_process_records_what_its_doors_cause(tmp_path: Path) -> None:
-    package = tmp_path / "ours"
-    package.mkdir()
-    (package / "ring.py").write_text(RING)
-    (package / "lazy.py").write_text("def helper(): ...\nhelper()\n")
-    (tmp_path / FLAGS).write_bytes(bytes(2))
-    variables = {FOLDER: str(tmp_path), PACKAGES: f"{package}/", "PYTHONPATH": f"{HOOK}:{package}"}
-    subprocess.run([sys.executable, package / "ring.py"], env=os.environ | variables, check=True, timeout=60)
-    assert merged(tmp_path, tmp_path) == {
-        "row": {
-            "ours/ring.py": [
-                "RolloutEngine.run_group",
-                "Rollouts.next_batch",
-                "Trainer.train",
-                "__create_fn__.<locals>.__init__",
-                "elsewhere",
-                "pooled",
-                "reinforce",
-                "task",
-                "through",
-            ]
-        },
-        "weights": {
-            "ours/ring.py": [
-                "EnginePool.finish_update",
-                "RolloutEngine.update_weights",
-                "Rollouts.publish",
-                "loaded",
-                "offered",
-                "reported",
-            ]
-        },
     }

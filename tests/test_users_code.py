@@ -6,8 +6,10 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -41,49 +43,52 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return raises
 
 
-class BadParser(HermesParser):
-    """Raises where its `method` is called."""
-
-    def __init__(self, method: str, error: BaseException) -> None:
-        super().__init__()
-
-        def raises(*_: object) -> None:
-            raise error
-
-        setattr(self, method, raises)
-
-
-@pytest.mark.parametrize("error", RAISED, ids=repr)
-def test_a_tool_that_raises_what_is_no_exception_is_named(error: BaseException) -> None:
-    tool = Tool()
-    tool.answer = error  # type: ignore[assignment]
-    with pytest.raises(ExtensionError, match=rf"the tool 'code_interpreter' raised {type(error).__name__}"):
-        in_a_thread(lambda: play(Engine(*CALLS), tool=tool))
-
-
-@pytest.mark.parametrize("error", RAISED, ids=repr)
-def test_an_environment_that_raises_what_is_no_exception_is_named(error: BaseException) -> None:
-    with pytest.raises(ExtensionError, match=rf"the environment raised {type(error).__name__}"):
-        in_a_thread(lambda: play(Engine([1, 0]), environment=Conversation(generate, raising(error))))
-
-
-@pytest.mark.parametrize("error", RAISED, ids=repr)
-@pytest.mark.parametrize("method", ["mentions_call", "parse", "render"])
-def test_a_parser_that_raises_what_is_no_exception_is_named(method: str, error: BaseException) -> None:
-    with pytest.raises(ExtensionError, match=rf"rollout\.tool_parser raised {type(error).__name__}"):
-        in_a_thread(lambda: play(Engine(*CALLS), parser=BadParser(method, error)))
-
-
-@pytest.mark.parametrize("error", RAISED, ids=repr)
-def test_a_filter_that_raises_what_is_no_exception_is_named(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def raising_at_once(error: BaseException) -> Callable[..., Any]:
     def raises(*_: object) -> None:
         raise error
 
-    monkeypatch.setitem(FILTERS, "truncated", raises)
-    with pytest.raises(ValueError, match=rf"truncated, prompt 'p'.*raised {type(error).__name__}"):
-        in_a_thread(lambda: masked(episode("p"), "truncated"))
+    return raises
+
+
+def with_parser(method: str, error: BaseException) -> None:
+    parser = HermesParser()
+    setattr(parser, method, raising_at_once(error))
+    play(Engine(*CALLS), parser=parser)
+
+
+def with_filter(error: BaseException) -> None:
+    with mock.patch.dict(FILTERS, truncated=raising_at_once(error)):
+        masked(episode("p"), "truncated")
+
+
+def with_factory(error: BaseException) -> None:
+    with mock.patch.dict(ENVIRONMENTS, tools=raising_at_once(error)):
+        make_environment(RolloutConfig(), DataConfig(train=("unused",)))
+
+
+PARTS: dict[str, tuple[str, Callable[[BaseException], Any]]] = {
+    "tool": (r"the tool 'code_interpreter' raised", lambda error: play(Engine(*CALLS), tool=Tool(error))),
+    "environment": (
+        "the environment raised",
+        lambda error: play(Engine([1, 0]), environment=Conversation(generate, raising(error))),
+    ),
+    **{
+        method: (r"rollout\.tool_parser raised", partial(with_parser, method))
+        for method in ("mentions_call", "parse", "render")
+    },
+    "filter": (r"truncated, prompt 'p'.*raised", with_filter),
+    "factory": ("tools raised", with_factory),
+}
+
+
+@pytest.mark.parametrize("error", RAISED, ids=repr)
+@pytest.mark.parametrize(("said", "use"), PARTS.values(), ids=PARTS)
+def test_what_is_no_exception_is_named_with_the_part_that_raised_it(
+    said: str, use: Callable[[BaseException], Any], error: BaseException
+) -> None:
+    kind = ValueError if use is with_filter else ExtensionError
+    with pytest.raises(kind, match=rf"{said} {type(error).__name__}"):
+        in_a_thread(lambda: use(error))
 
 
 def test_our_own_cancellation_passes() -> None:
@@ -260,16 +265,6 @@ def test_a_module_that_ends_the_process_when_it_is_imported_is_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ExtensionError, match=r"importing script_of_a_user failed: (SystemExit|Keyb|Gen)"):
         in_a_thread(lambda: load("script_of_a_user:score"))
-
-
-@pytest.mark.parametrize("error", RAISED, ids=repr)
-def test_a_part_that_cannot_be_created_is_named(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def create() -> None:
-        raise error
-
-    monkeypatch.setitem(ENVIRONMENTS, "tools", create)
-    with pytest.raises(ExtensionError, match=rf"tools raised {type(error).__name__}"):
-        in_a_thread(lambda: make_environment(RolloutConfig(), DataConfig(train=("unused",))))
 
 
 @pytest.mark.parametrize(

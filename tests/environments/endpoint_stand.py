@@ -85,9 +85,11 @@ class InPairs(Engine):
 
 
 class Tool:
+    """Answers always the same; raises it if it is an error."""
+
     schema = PythonTool.schema
 
-    def __init__(self, answer: ToolResult | BaseException) -> None:
+    def __init__(self, answer: ToolResult | BaseException = ToolResult("1")) -> None:  # noqa: B008 - it is immutable
         self.answer = answer
 
     async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
@@ -102,7 +104,7 @@ class Stand:
     def __init__(
         self, engine: Engine, agent: Agent, timeout_s: float = 60.0, tool: Any = None, shown: bool = True
     ) -> None:
-        self.engine, self.tool, self.shown = engine, tool or Tool(ToolResult("1")), TOOLS if shown else []
+        self.engine, self.tool, self.shown = engine, tool or Tool(), TOOLS if shown else []
         endpoint.tried = agent  # type: ignore[attr-defined] # a function that no module has
         config = EndpointConfig(agent=Extension(name="ctpo_megatron.environments.endpoint:tried"), timeout_s=timeout_s)
         self.environment = EndpointEnvironment(config, TOOLS if shown else [])

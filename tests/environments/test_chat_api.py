@@ -15,15 +15,7 @@ import pytest
 
 from ctpo_megatron.environments.endpoint import AgentTask
 from ctpo_megatron.environments.episode import Sampling
-from tests.environments.endpoint_stand import (
-    QUESTION,
-    Engine,
-    Stand,
-    asked,
-    client_of,
-    played,
-    sequences,
-)
+from tests.environments.endpoint_stand import QUESTION, Engine, Stand, asked, client_of, played, sequences
 from tests.support.deadlines import scaled
 
 
@@ -48,11 +40,14 @@ async def an_open_conversation(*texts: str) -> AsyncIterator[AgentTask]:
         await stand.environment.aclose()
 
 
+def of_parts(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*parts]}]}
+
+
+PART, ONLY = "message 0 has a part", "this trainer supports parts of type 'text' alone, no images,"
 SHOWN = {"role": "tool", "content": "1"}
-CALLING = {
-    "role": "assistant",
-    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLING = {"role": "assistant", "tool_calls": [CALL]}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 0.2}, "temperature", "temperature is 0.2, and the run samples with 1: leave it out"),
     ({"top_p": 0.5}, "top_p", "the run samples with 1"),
@@ -75,18 +70,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": True}, "temperature", "temperature is True, and the run samples with 1"),
     ({"presence_penalty": False}, "presence_penalty", "give 0"),
     ({"stop": ["x"] * 10_000}, "stop", "stop has 10,000 texts; give at most 16"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
-        "messages",
-        "message 0 has a part of type 'image_url': this trainer supports parts of type 'text' alone, no images,",
-    ),
-    ({"messages": [{"role": "user", "content": [{"type": "input_audio", "text": "x"}]}]}, "messages", "'input_audio'"),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages", "message 0 has a part without a type: this"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages",
-        "message 0 has a part of type 'text', and no text: this trainer",
-    ),
+    (of_parts({"type": "text", "text": "x"}, {"type": "image_url"}), "messages", f"{PART} of type 'image_url': {ONLY}"),
+    (of_parts({"type": "input_audio", "text": "x"}), "messages", "'input_audio'"),
+    (of_parts("x"), "messages", f"{PART} without a type: this"),
+    (of_parts({"type": "text"}), "messages", f"{PART} of type 'text', and no text: this trainer"),
     ({"messages": [*QUESTION, SHOWN]}, "messages", "message 1 (tool) answers no call: give the `tool_call_id` of one"),
     ({"messages": [*QUESTION, {**SHOWN, "tool_call_id": "7"}]}, "messages", "message 1 (tool) answers no call"),
     ({"messages": [*QUESTION, CALLING, {**SHOWN, "tool_call_id": "7"}]}, "messages", "message 2 answers the call '7'"),
@@ -104,12 +91,8 @@ def test_what_cannot_be_honoured_is_refused_with_its_field() -> None:
                 body = json.dumps({"model": task.model, "messages": QUESTION} | fields)
                 answer = await client.post(f"{task.base_url}/chat/completions", content=body, headers=headers)
                 error = answer.json()["error"]
-                assert (answer.status_code, error["param"] or "", error["type"]) == (
-                    400,
-                    param,
-                    "invalid_request_error",
-                )
-                assert message in error["message"], error
+                assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+                assert (error["param"] or "") == param and message in error["message"], error
             async with client_of(task) as stock:
                 with pytest.raises(openai.NotFoundError, match="the one that is trained is 'policy'"):
                     await stock.chat.completions.create(model="gpt", messages=QUESTION)  # type: ignore[arg-type]

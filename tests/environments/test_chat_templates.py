@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,7 @@ from ctpo_megatron.environments.factory import offered_schemas
 from ctpo_megatron.environments.tokenizer import TokenizerError, check_chat_template, use_chat_template
 from tests.data.test_conversations import write
 from tests.engines.tiny_model import CHATML, tiny_tokenizer
-from tests.optional.qwen_formats import (
-    ANSWER,
-    CALL,
-    CASES,
-    LONG,
-    OUTPUT,
-    SYSTEM,
-    TEXTS,
-    TOOL,
-    TRL,
-    USER,
-    rendered,
-    texts,
-)
+from tests.optional.qwen_formats import ANSWER, CASES, LONG, TEXTS, TOOL, TRL, USER, rendered, texts
 from tests.support.deadlines import scaled
 from tests.support.prompts import load_conversations
 
@@ -63,17 +49,6 @@ def test_the_known_texts_are_those_of_the_templates_that_trl_ships(tmp_path: Pat
     wheel = next(tmp_path.glob("*.whl"))
     subprocess.run([sys.executable, "-m", "zipfile", "-e", wheel, tmp_path], check=True, timeout=scaled(60))
     assert texts(tmp_path / "trl" / "chat_templates") == KNOWN
-
-
-@pytest.mark.parametrize("messages", [[USER], [SYSTEM, USER], [USER, OUTPUT], [SYSTEM, USER, ANSWER], [USER, CALL]])
-def test_without_thinking_it_is_the_text_of_a_template_that_vllm_ships(messages: list[dict[str, Any]]) -> None:
-    (folder,) = find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
-    theirs = Path(folder) / "transformers_utils" / "chat_templates" / "template_minicpmv45.jinja"
-    for tools in (None, [TOOL]):
-        arguments = {"tools": tools, "add_generation_prompt": True, **OFF}
-        assert rendered(chat_template_text("qwen3"), messages, arguments) == rendered(
-            theirs.read_text(encoding="utf-8"), messages, arguments
-        )
 
 
 @pytest.mark.parametrize(("model", "kwargs"), [("qwen3", {}), ("qwen3", OFF), ("qwen2.5", {})])
@@ -128,10 +103,7 @@ def test_an_argument_that_the_template_does_not_know_is_refused() -> None:
         ("{% for m in messages %}", "model: the chat template is not valid Jinja: line 1"),
         ("{{ raise_exception('no') }}", "model: the chat template cannot render one user message: no"),
         ("{{ 1 + messages }}", "model: the chat template cannot render one user message: unsupported operand"),
-        (
-            CHATML,
-            r"does not show the model its tools \(code_interpreter\); set model.chat_template to one that does, or",
-        ),
+        (CHATML, r"does not show the model its tools \(code_interpreter\); set model.chat_template to one that"),
     ],
 )
 def test_a_template_that_cannot_be_trained_with_is_one_error_with_the_remedies(

@@ -110,6 +110,20 @@ def test_an_answer_that_comes_after_the_agent_has_gone_on_does_not_count() -> No
 
     trajectory = played(engine, impatient, max_turns=1)
     assert (sampled(trajectory), trajectory.final_text) == (["one<|im_end|>"], "one")
+    assert ["What is 1?" in text for text in sequences(trajectory)] == [False]  # nor does its question
+
+
+def test_a_call_that_is_under_way_when_the_agent_ends_leaves_nothing() -> None:
+    async def impatient(task: AgentTask) -> str:
+        first = await asked(task, task.messages)
+        with pytest.raises(TimeoutError):
+            more = [*task.messages, first, {"role": "user", "content": "Sure?"}]
+            await asyncio.wait_for(asked(task, more), 0.5)
+        return "done"
+
+    trajectory = played(Late(("one", 0), ("never read", 60)), impatient)
+    assert (sampled(trajectory), trajectory.final_text) == (["one<|im_end|>"], "done")
+    assert ["Sure?" in text for text in sequences(trajectory)] == [False]
 
 
 def test_retries_of_openais_client_are_fresh_calls() -> None:
@@ -309,15 +323,12 @@ def test_a_tool_that_ends_after_its_agent_changes_nothing() -> None:
     async def agent(task: AgentTask) -> str:
         await asked(task, QUESTION)
 
-        async def call(id: int) -> None:
-            try:
-                await task.call_tool(calls_of(2)[id])
-            except Exception as error:
-                errors.append(error)
-
         async def late() -> None:
-            await call(0)
-            await call(1)
+            for call in calls_of(2):
+                try:
+                    await task.call_tool(call)
+                except Exception as error:
+                    errors.append(error)
 
         tasks.append(asyncio.create_task(late()))
         await until(lambda: tool.begun)
@@ -336,9 +347,8 @@ def test_a_tool_that_ends_after_its_agent_changes_nothing() -> None:
     trajectory, before = asyncio.run(run())
     assert (tool.begun, tool.ended) == (1, 1)
     assert trajectory == before and trajectory.tool_calls == []
-    assert [str(error) for error in errors] == [
-        "environment: the episode is finished; nothing is run or recorded after its end"
-    ] * 2
+    said = "environment: the episode is finished; nothing is run or recorded after its end"
+    assert [str(error) for error in errors] == [said] * 2
 
 
 @pytest.mark.parametrize("limit", [1, 2])

@@ -12,21 +12,14 @@ import pytest
 
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.environments.episode import (
-    Episode,
-    EpisodeLimits,
-    EpisodeOver,
-    ModelTurn,
-)
-from ctpo_megatron.environments.episode import (
-    play as play_episode,
-)
+from ctpo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeOver, ModelTurn
+from ctpo_megatron.environments.episode import play as play_episode
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Message, ToolResult, ToolUnavailable
-from ctpo_megatron.environments.python_tool import PythonTool
 from ctpo_megatron.environments.seeds import turn_seed
 from ctpo_megatron.environments.toolbox import Toolbox
+from tests.environments.endpoint_stand import Tool as Tool
 
 STOP = 0
 CALL = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(1)"}}</tool_call>'
@@ -64,20 +57,6 @@ class Engine:
         return ModelTurn(turn, [-0.5 * n] * len(turn), [n + 6] * len(turn))
 
 
-class Tool:
-    """Answers always the same; raises it if it is an error."""
-
-    schema = PythonTool.schema
-
-    def __init__(self, answer: ToolResult | BaseException = ToolResult("1")) -> None:  # noqa: B008 - it is immutable
-        self.answer = answer
-
-    async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer
-
-
 def play(
     engine: Engine,
     codec: Codec | None = None,
@@ -98,14 +77,6 @@ def play(
         limits=EpisodeLimits(**(settings | limits)),
     )
     return asyncio.run(play_episode(environment or ToolEnvironment(), episode))
-
-
-def test_answer_at_once() -> None:
-    trajectory = play(Engine([1, 2, STOP]))
-    assert trajectory.finish_reason == "answer"
-    assert trajectory.final_text == "ab"
-    assert trajectory.token_ids == [5, 6, 1, 2, STOP]
-    assert trajectory.response_mask == trajectory.loss_mask == [0, 0, 1, 1, 1]
 
 
 def test_columns_of_what_the_model_read_are_of_the_turn_that_read_it_first() -> None:
@@ -159,24 +130,21 @@ def test_budget_is_what_remains() -> None:
     assert [budget for _, budget, _ in engine.asked] == [13, 8]
 
 
-@pytest.mark.parametrize("limit", [{"max_response_tokens": 2}, {"max_turn_tokens": 2}, {"max_model_len": 4}])
-def test_turn_without_stop_ends_with_length(limit: dict[str, int]) -> None:
-    trajectory = play(Engine([1, 2, 1, STOP]), **limit)
-    assert trajectory.finish_reason == "length"
-    assert trajectory.final_text == "ab"
-    assert trajectory.response_tokens == 2
-
-
-def test_cut_tool_call_is_never_scored_nor_run() -> None:
-    trajectory = play(Engine([1, 10, 12, 12]), max_turn_tokens=3)
-    assert (trajectory.finish_reason, trajectory.final_text, trajectory.tool_calls) == ("length", "", [])
-
-
-def test_call_in_the_last_turn_is_not_run() -> None:
-    trajectory = play(Engine([10, STOP], [10, STOP]), max_turns=2)
-    assert (trajectory.finish_reason, trajectory.final_text) == ("max_turns", "")
-    assert len(trajectory.tool_calls) == 1
-    assert trajectory.token_ids[-1] == STOP
+@pytest.mark.parametrize(
+    ("turns", "limits", "reason", "text", "calls", "tokens"),
+    [
+        *(([[1, 2, 1, STOP]], {f"max_{name}": n}, "length", "ab", 0, 2)
+          for name, n in (("response_tokens", 2), ("turn_tokens", 2), ("model_len", 4))),
+        ([[1, 10, 12, 12]], {"max_turn_tokens": 3}, "length", "", 0, 3),  # a call that is cut: neither scored nor run
+        ([[10, STOP], [10, STOP]], {"max_turns": 2}, "max_turns", "", 1, 2 + 3 + 2),  # the last call is not run
+    ],
+)  # fmt: skip
+def test_a_limit_ends_an_episode(
+    turns: list[list[int]], limits: dict[str, int], reason: str, text: str, calls: int, tokens: int
+) -> None:
+    trajectory = play(Engine(*turns), **limits)
+    assert (trajectory.finish_reason, trajectory.final_text) == (reason, text)
+    assert (len(trajectory.tool_calls), trajectory.response_tokens) == (calls, tokens)
 
 
 @pytest.mark.parametrize(
@@ -226,14 +194,13 @@ def test_failing_program_is_the_models_business(status: str) -> None:
     assert codec.seen == ["boom"]
 
 
-def test_unavailable_tool_fails_the_episode() -> None:
-    with pytest.raises(ToolUnavailable, match="connection refused"):
-        play(Engine([10, STOP]), Codec(), Tool(ToolUnavailable("connection refused")))
-
-
-def test_unknown_status_is_an_infrastructure_error() -> None:
-    with pytest.raises(ToolUnavailable, match="'fine'"):
-        play(Engine([10, STOP]), Codec(), Tool(ToolResult("", "fine")))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(ToolUnavailable("connection refused"), "connection refused"), (ToolResult("", "fine"), "'fine'")],  # type: ignore[arg-type]
+)
+def test_a_tool_that_is_unavailable_or_answers_nonsense_fails_the_episode(answer: Any, said: str) -> None:
+    with pytest.raises(ToolUnavailable, match=said):
+        play(Engine([10, STOP]), tool=Tool(answer))
 
 
 def test_prompt_must_leave_room() -> None:

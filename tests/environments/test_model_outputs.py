@@ -21,6 +21,7 @@ from ctpo_megatron.environments.protocol import Message, ToolParser, ToolResult
 from ctpo_megatron.environments.python_tool import PythonTool
 from ctpo_megatron.environments.seeds import turn_seed
 from ctpo_megatron.environments.toolbox import Toolbox
+from tests.extend.scripted import Codec
 
 CORPUS = yaml.safe_load((Path(__file__).parent / "model_outputs.yaml").read_text(encoding="utf-8"))
 NAMED = {"argvalues": CORPUS, "ids": [case["name"] for case in CORPUS]}
@@ -35,18 +36,6 @@ class Interpreter:
 
     async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
         return ToolResult(f"ran {arguments['code']}")
-
-
-class Codec:
-    """One character a token."""
-
-    stop_ids = frozenset({STOP})
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
-
-    def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
-        return [*([STOP] if end_turn else []), *map(ord, "".join(f"[{message.content}]" for message in messages))]
 
 
 class Writer:
@@ -148,7 +137,7 @@ def test_thinking_that_the_prompt_has_opened_is_not_read_for_calls(parser: type[
 def test_a_program_is_answered_behind_an_end_token_that_was_not_sampled() -> None:
     trajectory, engine = played(FencedParser(), "Sum:\n```python\nprint(3)\n```\n```output\n4", "It is 3.")
     assert text_of(trajectory, 1, sampled=1) == "Sum:\n```python\nprint(3)\n```\n"
-    assert text_of(trajectory, 1, sampled=0) == f"{chr(STOP)}[The program printed:\nran print(3)]"
+    assert text_of(trajectory, 1, sampled=0) == f"{chr(STOP)}[user: The program printed:\nran print(3)]"
     assert text_of(trajectory, 2, sampled=1) == f"It is 3.{chr(STOP)}"
     assert trajectory.loss_mask == trajectory.response_mask
     assert trajectory.finish_reason == "answer"
@@ -158,7 +147,7 @@ def test_a_program_is_answered_behind_an_end_token_that_was_not_sampled() -> Non
 def test_a_turn_that_ends_itself_is_answered_without_a_second_end_token() -> None:
     trajectory, _ = played(FencedParser(), "```python\nprint(3)\n```", "3")
     assert text_of(trajectory, 1, sampled=1).endswith(f"```{chr(STOP)}")
-    assert text_of(trajectory, 1, sampled=0) == "[The program printed:\nran print(3)]"
+    assert text_of(trajectory, 1, sampled=0) == "[user: The program printed:\nran print(3)]"
 
 
 def test_a_block_of_text_does_not_end_the_turn() -> None:

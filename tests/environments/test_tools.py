@@ -71,57 +71,28 @@ def good(code: str = "print(1)") -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        (call(good()), "print(1)"),
-        (call("\n" + good() + "\n"), "print(1)"),
-        ("Let me compute.\n" + call(good()) + "\n ", "print(1)"),
-        (call(good('print("<b>")\nx = 1')), 'print("<b>")\nx = 1'),
-        (call(good("")), ""),
-        (call('{"arguments": {"code": "\\u00e9"}, "name": "code_interpreter"}'), "é"),
-    ],
-)
-def test_well_formed(text: str, code: str) -> None:
-    [record], failure = run(text)
-    assert (record.name, record.arguments, record.status, failure) == (
-        "code_interpreter",
-        {"code": code},
-        "success",
-        "",
-    )
-
-
-@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("<tool_call>" + good(), "exactly one"),
         (good() + "</tool_call>", "exactly one"),
-        (call(good()) + call(good()), "exactly one"),
-        (call(good("</tool_call>")), "exactly one"),
         ("</tool_call>" + good() + "<tool_call>", "comes before"),
         (call(good()) + " done", "nothing may follow"),
         (call(""), "invalid JSON"),
-        (call("print(1)"), "invalid JSON"),
         (call(good()[:-1]), "invalid JSON"),
         (call(good() + good()), "invalid JSON"),
-        (call("{'name': 'code_interpreter', 'arguments': {'code': '1'}}"), "invalid JSON"),
         (call('{"name": "code_interpreter", "arguments": {"code": "a\nb"}}'), "invalid JSON"),
         (call("[" * 100_000), "nested too deeply"),
         (call('{"name": ' + "1" * 5000 + "}"), "number too long"),
         (call("[]"), "must be a JSON object"),
-        (call('"code"'), "must be a JSON object"),
-        (call("{}"), "exactly the keys"),
         (call('{"name": "code_interpreter"}'), "exactly the keys"),
         (call('{"name": "code_interpreter", "arguments": {"code": "1"}, "id": 1}'), "exactly the keys"),
         (call('{"name": "code_interpreter", "name": "x", "arguments": {"code": "1"}}'), "repeats a key"),
         (call('{"name": "python", "arguments": {"code": "1"}}'), "unknown tool"),
-        (call('{"name": null, "arguments": {"code": "1"}}'), "unknown tool"),
         (call('{"name": ["code_interpreter"], "arguments": {"code": "1"}}'), "unknown tool"),
         (call('{"name": "code_interpreter", "arguments": "print(1)"}'), "exactly the key"),
         (call('{"name": "code_interpreter", "arguments": {}}'), "exactly the key"),
         (call('{"name": "code_interpreter", "arguments": {"code": "1", "timeout": 3}}'), "exactly the key"),
         (call('{"name": "code_interpreter", "arguments": {"code": 1}}'), "must be a string"),
-        (call('{"name": "code_interpreter", "arguments": {"code": ["print(1)"]}}'), "must be a string"),
         (call('{"name": "code_interpreter", "arguments": {"code": "\\ud800"}}'), "surrogate"),
     ],
 )
@@ -186,12 +157,8 @@ def test_cut_keeps_head_and_tail_and_counts(limit: int) -> None:
     head, note, tail = shown.split("\n")
     assert note == f"[... {1000 - limit} characters cut ...]"
     assert len(head) + len(tail) == limit
-    assert text.startswith(head)
-    assert text.endswith(tail)
-
-
-def test_no_cut_at_the_limit() -> None:
-    assert cut_middle("abc", 3) == "abc"
+    assert text.startswith(head) and text.endswith(tail)
+    assert cut_middle(text[:limit], limit) == text[:limit]
 
 
 def search(**arguments: Any) -> str:

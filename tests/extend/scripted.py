@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.protocol import Message
+from tests.end_to_end.small_run import Ctpo
 from tests.extend.document_examples import example
+from tests.support import children
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP = 0
@@ -38,6 +41,15 @@ def project(name: str, *overrides: str) -> Config:
     config = load_config(ROOT / "examples" / name / f"{name}.yaml", overrides)
     activate(config.extensions.path or ())
     return config
+
+
+def trained(folder: Path, files: Sequence[Path], *overrides: str, deadline_s: float) -> tuple[Path, str]:
+    """The directory of the example's run, which is named as its folder, and what was printed."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    command = [sys.executable, "-m", "ctpo_megatron.train", *map(str, files), "tracking.live=plain", *overrides]
+    done = children.run(command, directory=folder, environment=Ctpo(folder).environment, deadline_s=deadline_s)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return folder / "runs" / files[-1].stem, done.stdout + done.stderr
 
 
 class Codec:

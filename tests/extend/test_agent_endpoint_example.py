@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.end_to_end import random_judge
-from tests.end_to_end.small_run import SMALL, Ctpo, records
-from tests.support import children
+from tests.end_to_end.small_run import SMALL, records
+from tests.extend.scripted import trained
 from tests.support.prefork import ROOT
 
 FILES = (ROOT / "configs" / "quickstart.yaml", ROOT / "examples" / "agent_endpoint" / "agent_endpoint.yaml")
-MOST_LINES = 80
-
-
-def trained(folder: Path, *overrides: str, deadline_s: float) -> tuple[list[dict[str, Any]], Path]:
-    """Metrics and directory of the example's run."""
-    (folder / "examples").symlink_to(ROOT / "examples")
-    command = [sys.executable, "-m", "ctpo_megatron.train", *map(str, FILES), "tracking.live=plain", *overrides]
-    done = children.run(command, directory=folder, environment=Ctpo(folder).environment, deadline_s=deadline_s)
-    assert done.returncode == 0, done.stderr[-4000:]
-    run = folder / "runs" / "agent_endpoint"
-    return records(run), run
-
-
-def test_it_is_short() -> None:
-    lines = sum(len(file.read_text().splitlines()) for file in FILES[1].parent.glob("*.*"))
-    assert lines <= MOST_LINES
 
 
 @pytest.mark.slow
@@ -41,7 +23,8 @@ def test_two_steps_train_on_what_the_agent_did(tmp_path: Path) -> None:
     shutil.copy(random_judge.__file__, tmp_path)
     judge = "reward.function={name: 'random_judge:judge', arguments: {fails: 0}}"
     folders = f"extensions.path=[examples/agent_endpoint, '{tmp_path}']"
-    metrics, run = trained(tmp_path, *SMALL, "run.steps=2", judge, folders, deadline_s=280)
+    run, _ = trained(tmp_path, FILES, *SMALL, "run.steps=2", judge, folders, deadline_s=280)
+    metrics = records(run)
     assert [record["step"] for record in metrics] == [0, 1, 2]
     assert max(record["mismatch/log_prob_abs_max"] for record in metrics[1:]) <= 1e-3
     assert all(record["tokens/trained"] > 0 and record["actor/grad_norm"] > 0 for record in metrics[1:])
@@ -57,7 +40,7 @@ def test_two_steps_train_on_what_the_agent_did(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_it_learns(tmp_path: Path) -> None:
-    metrics, _ = trained(tmp_path, deadline_s=1400)
+    metrics = records(trained(tmp_path, FILES, deadline_s=1400)[0])
     rewards = [record["reward/mean"] for record in metrics[1:]]
     assert statistics.fmean(rewards[-5:]) >= rewards[0] + 0.30
     accuracy = [record["val/toolmath/acc/mean@1"] for record in (metrics[0], metrics[-1])]

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.preflight import check_extensions
-from tests.end_to_end.small_run import SMALL, Ctpo, records
+from tests.end_to_end.small_run import SMALL, records
 from tests.extend.document_examples import HOWTO
-from tests.extend.scripted import project
-from tests.support import children
+from tests.extend.scripted import project, trained
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 
 EXAMPLES = ROOT / "examples"
 CONFIGURED = ("environment", "judge", "objective", "reward", "tool")
-PROJECTS = (*CONFIGURED, "kernels", "plain_rl")
+PROJECTS = (*CONFIGURED, "agent_endpoint", "kernels", "plain_rl")
 MOST_LINES = 80
 
 
@@ -64,8 +63,6 @@ def test_the_loop_with_the_kernels_alone_learns() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [name for name in CONFIGURED if name != "judge"])
 def test_a_project_trains(name: str, tmp_path: Path) -> None:
-    config = EXAMPLES / name / f"{name}.yaml"
-    command = [sys.executable, "-m", "ctpo_megatron.train", str(config), *SMALL, "run.steps=1", "run.name=tried"]
-    done = children.run(command, directory=tmp_path, environment=Ctpo(tmp_path).environment, deadline_s=280)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert records(tmp_path / "runs" / "tried")[-1]["step"] == 1
+    files = [EXAMPLES / name / f"{name}.yaml"]
+    run, _ = trained(tmp_path, files, *SMALL, "run.steps=1", f"run.name={name}", deadline_s=280)
+    assert records(run)[-1]["step"] == 1

@@ -61,36 +61,25 @@ def test_all_problems_are_said_at_once(folder: Path) -> None:
     (folder / "broken.py").write_text("raise OSError('no network here')\n")
     (folder / "needy.py").write_text("import a_module_that_nobody_has\n")
     named = {
-        "word": "maths",
-        "missing": "nowhere:f",
-        "attribute": "parts:f",
-        "raises": "broken:f",
-        "needs": "needy:f",
-        "number": "parts:NUMBER",
-        "unbound": "parts:two",
-        "surplus": "{name: parts:two, arguments: {weight: 1, wait: 2}}",
-        "silent": "parts:Silent",
-        "call": "{name: parts:Odd, arguments: {model: m}}",
-        "good": "{name: parts:two, arguments: {weight: 1}}",
+        "word": ("maths", "no such part; write math_verify or package.module:Name"),
+        "missing": ("nowhere:f", "there is no module 'nowhere' in extensions.path or among the installed packages"),
+        "attribute": ("parts:f", "parts has no 'f'"),
+        "raises": ("broken:f", "importing broken failed: OSError: no network here"),
+        "needs": ("needy:f", "needy needs a module that is missing: 'a_module_that_nobody_has'"),
+        "number": ("parts:NUMBER", "is neither a function nor a class"),
+        "unbound": ("parts:two", "argument: 'weight'; its signature is"),
+        "surplus": ("{name: parts:two, arguments: {weight: 1, wait: 2}}", "got an unexpected keyword argument 'wait'"),
+        "silent": ("parts:Silent", "is a class without __call__(self, trajectory, prompt)"),
+        "call": ("{name: parts:Odd, arguments: {model: m}}", "too many positional arguments"),
+        "good": ("{name: parts:two, arguments: {weight: 1}}", None),
     }
-    mapping = ", ".join(f"{key}: {value}" for key, value in named.items())
+    mapping = ", ".join(f"{key}: {value}" for key, (value, _) in named.items())
     with pytest.raises(ConfigError) as refused:
         check_extensions(config(folder, f"reward.by_source={{{mapping}}}"))
     messages = {problem.key.rpartition(".")[2]: str(problem) for problem in refused.value.problems}
     assert messages.keys() == named.keys() - {"good"}
-    for key, text in {
-        "word": "no such part; write math_verify or package.module:Name",
-        "missing": "there is no module 'nowhere' in extensions.path or among the installed packages",
-        "attribute": "parts has no 'f'",
-        "raises": "importing broken failed: OSError: no network here",
-        "needs": "needy needs a module that is missing: 'a_module_that_nobody_has'",
-        "number": "is neither a function nor a class",
-        "unbound": "argument: 'weight'; its signature is",
-        "surplus": "got an unexpected keyword argument 'wait'",
-        "silent": "is a class without __call__(self, trajectory, prompt)",
-        "call": "too many positional arguments",
-    }.items():
-        assert text in messages[key], messages[key]
+    for key, (_, text) in named.items():
+        assert text is None or text in messages[key], messages[key]
 
 
 def test_a_folder_that_is_not_there_is_said(folder: Path) -> None:
@@ -117,10 +106,8 @@ def test_a_run_keeps_the_code_that_it_loaded(folder: Path) -> None:
     write_parts(folder)
     run = open_run_directory(config(folder, FUNCTION))
     record = json.loads((run / "extensions.json").read_text())
-    assert record == {
-        "files": {name: sha256((folder / name).read_bytes()).hexdigest() for name in FILES},
-        "accepted": [],
-    }
+    digests = {name: sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
+    assert record == {"files": digests, "accepted": []}
     copies = {str(path.relative_to(run / "extensions")) for path in (run / "extensions").rglob("*") if path.is_file()}
     assert copies == FILES
     assert all((run / "extensions" / name).read_bytes() == (folder / name).read_bytes() for name in FILES)
@@ -206,9 +193,8 @@ def test_a_dry_run_imports_the_parts_and_names_their_place(folder: Path) -> None
         file.write("reward:\n  function: {name: 'mine:f', arguments: {wait: 1}}\n")
     refused = ctpo(folder, "train", "run.yaml", "--dry-run")
     assert refused.returncode == 2, refused.stderr
-    assert (
-        'run.yaml:3: reward.function = "mine:f": cannot be called with (trajectory, prompt, wait=...)' in refused.stderr
-    )
+    message = 'run.yaml:3: reward.function = "mine:f": cannot be called with (trajectory, prompt, wait=...)'
+    assert message in refused.stderr
     good = ctpo(folder, "train", "run.yaml", "--dry-run", "reward.function=mine:g")
     assert good.returncode == 0, good.stderr
     assert "imported" in good.stdout

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
+
 from ctpo_megatron.base.extensions import load
 from ctpo_megatron.data import Group, Prompt, Trajectory
 from ctpo_megatron.rewards import RewardPool, ScoreReport
@@ -34,9 +36,8 @@ def instead(reply: Callable[[BaseHTTPRequestHandler], None]) -> type[BaseHTTPReq
 
 
 def judged(url: str, deadline_s: float) -> tuple[list[float | None], ScoreReport]:
-    config = project(
-        "judge", f"reward.function.arguments.url={url}", f"reward.function.arguments.deadline_s={deadline_s}"
-    )
+    arguments = {"url": url, "deadline_s": deadline_s}
+    config = project("judge", *(f"reward.function.arguments.{name}={value}" for name, value in arguments.items()))
     prompt = Prompt("p", "source", ({"role": "user", "content": "2 + 2?"},), "4", ())
     group = Group(prompt, [Trajectory("p", number, 0, final_text=text) for number, text in enumerate(ANSWERS)])
     with RewardPool(config.reward, config.extensions.path or ()) as pool:
@@ -52,28 +53,25 @@ def test_the_servers_word_is_the_reward() -> None:
     assert report.scored == 3
 
 
-def test_a_server_that_hangs_is_no_verdict_after_the_deadline() -> None:
-    with serving(instead(lambda handler: time.sleep(20))) as url:
-        start = time.monotonic()
-        rewards, report = judged(url, 0.5)
-    assert rewards == [None, None, None]
-    assert report.missing == {"none": 3}
-    assert time.monotonic() - start < 15
+def undecided(handler: BaseHTTPRequestHandler) -> None:
+    body = b'{"choices": [{"message": {"content": "perhaps"}}]}'
+    handler.send_response(200)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
 
 
-def test_a_server_that_fails_is_no_verdict() -> None:
-    with serving(instead(lambda handler: handler.send_error(503))) as url:
-        assert judged(url, 10)[0] == [None, None, None]
-
-
-def test_a_judge_that_says_neither_yes_nor_no_is_no_verdict() -> None:
-    def reply(handler: BaseHTTPRequestHandler) -> None:
-        body = b'{"choices": [{"message": {"content": "perhaps"}}]}'
-        handler.send_response(200)
-        handler.send_header("Content-Type", "application/json")
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
-
+@pytest.mark.parametrize(
+    ("reply", "deadline_s"),
+    [(lambda handler: time.sleep(20), 0.5), (lambda handler: handler.send_error(503), 10), (undecided, 10)],
+    ids=["hangs", "fails", "says neither yes nor no"],
+)
+def test_where_the_server_decides_nothing_there_is_no_verdict(
+    reply: Callable[[BaseHTTPRequestHandler], None], deadline_s: float
+) -> None:
     with serving(instead(reply)) as url:
-        assert judged(url, 10)[0] == [None, None, None]
+        start = time.monotonic()
+        rewards, report = judged(url, deadline_s)
+    assert rewards == [None, None, None] and report.missing == {"none": 3}
+    assert time.monotonic() - start < 15

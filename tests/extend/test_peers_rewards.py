@@ -61,17 +61,15 @@ def rewards(*groups: Group) -> list[float | None]:
 
 
 def test_functions_of_trl_are_added_up_by_weight(tmp_path: Path) -> None:
-    groups = [answered(r"\boxed{42}"), answered("43"), answered("42", question="In any form: 6 * 7?")]
-    report = scored(adapter("trl rewards", tmp_path), tmp_path, *groups)
-    assert rewards(*groups) == pytest.approx([1.0 + 0.2 * 1.5, 0.2 * 0.5, 1.0])
+    """Where none of them knows, there is no verdict."""
+    any_form = "In any form: 6 * 7?"
+    groups = [answered(r"\boxed{42}"), answered("43"), answered("42", question=any_form)]
+    unknown = answered("42", answer="", question=any_form)
+    report = scored(adapter("trl rewards", tmp_path), tmp_path, *groups, unknown)
+    assert rewards(*groups) == pytest.approx([1.0 + 0.2 * 1.5, 0.2 * 0.5, 1.0]) and rewards(unknown) == [None]
     assert groups[0].trajectories[0].reward_components == {"accuracy_reward": 1.0, "format_reward": 1.5}
     assert groups[2].trajectories[0].reward_components == {"accuracy_reward": 1.0}
-    assert report == ScoreReport(3, {}, {"accuracy_reward": pytest.approx(2 / 3), "format_reward": 1.0})
-
-
-def test_where_no_function_of_trl_knows_there_is_no_verdict(tmp_path: Path) -> None:
-    nothing = answered("42", answer="", question="In any form: 6 * 7?")
-    assert scored(adapter("trl rewards", tmp_path), tmp_path, nothing).missing == {"none": 1}
+    assert report == ScoreReport(3, {"none": 1}, {"accuracy_reward": pytest.approx(2 / 3), "format_reward": 1.0})
 
 
 def test_the_column_and_the_weights_of_trl_may_be_left_out(tmp_path: Path) -> None:

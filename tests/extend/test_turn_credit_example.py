@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from ctpo_megatron.config import load_config
 from ctpo_megatron.data import Group, Prompt, Trajectory
 from ctpo_megatron.data.tool_call import ToolCall, ToolStatus
 from ctpo_megatron.rewards import RewardPool
-from tests.end_to_end.small_run import Ctpo, records
-from tests.support import children
+from tests.end_to_end.small_run import records
+from tests.extend.scripted import trained
 from tests.support.prefork import ROOT
 
 FILES = (ROOT / "configs" / "quickstart.yaml", ROOT / "examples" / "turn_credit" / "turn_credit.yaml")
@@ -62,12 +61,9 @@ def test_each_turn_earns_what_it_did() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_it_learns(tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    command = [sys.executable, "-m", "ctpo_megatron.train", *map(str, FILES), "tracking.live=plain"]
-    done = children.run(command, directory=tmp_path, environment=Ctpo(tmp_path).environment, deadline_s=1400)
-    assert done.returncode == 0, done.stderr[-4000:]
-    metrics = records(tmp_path / "runs" / "turn_credit")
-    assert "each reward with the ratio of the prefix up to the end of its turn" in done.stdout + done.stderr
+    run, said = trained(tmp_path, FILES, deadline_s=1400)
+    metrics = records(run)
+    assert "each reward with the ratio of the prefix up to the end of its turn" in said
     for name, gain in (("reward/turn/1", 0.05), ("reward/turn/2", 0.15), ("reward/answered", 0.3)):
         values = [record[name] for record in metrics[1:]]
         assert statistics.fmean(values[-5:]) >= values[0] + gain, (name, values)

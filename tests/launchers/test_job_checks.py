@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from pathlib import Path
 
@@ -46,13 +45,9 @@ def test_a_job_gets_committed_code_only(tmp_path: Path) -> None:
 def test_code_without_git_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert "is not a git checkout" in texts(1.0, None, tmp_path)[0]
+    assert len(texts(120.0, 60, tmp_path)) == 2  # all that is wrong
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "No such file or directory: 'git'" in texts(1.0, None, tmp_path)[0]
-
-
-def test_all_that_is_wrong_with_a_job_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert len(texts(120.0, 60, tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -63,24 +58,24 @@ def test_all_that_is_wrong_with_a_job_is_named(tmp_path: Path, monkeypatch: pyte
         (" \n", 0o600, "is empty: write a secret into it"),
         (b"\xff", 0o600, "cannot be made or read: 'utf-8'"),
         (None, 0o600, "cannot be made or read: [Errno 2]"),
+        ("a folder", 0o700, "cannot be made or read: [Errno 21] Is a directory"),
     ],
 )
 def test_a_secret_is_a_file_that_its_owner_alone_reads(
     tmp_path: Path, content: str | bytes | None, mode: int, message: str | None
 ) -> None:
     file = tmp_path / "token"
-    if content is not None:
+    if content == "a folder":
+        file.mkdir(mode)
+    elif content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
         file.chmod(mode)
     found = list(secret_problems(file))
     assert found == [] if message is None else len(found) == 1 and message in found[0]
 
 
-def test_a_port_that_is_taken_or_elsewhere_is_named() -> None:
-    with socket.create_server(("127.0.0.2", 0)) as other:
-        port = other.getsockname()[1]
-        (found,) = list(port_problems("127.0.0.2", port))
-    assert found == f"port {port} at 127.0.0.2 is taken by another program: give another --port, the same to all nodes"
-    assert list(port_problems("127.0.0.2", port)) == []
-    (found,) = list(port_problems("192.0.2.1", port))
-    assert found.startswith(f"192.0.2.1 port {port}: ") and "is it an address of this node (--address)?" in found
+def test_an_address_of_another_machine_is_named() -> None:
+    """A port that is taken: test_node."""
+    assert list(port_problems("127.0.0.2", 0)) == []
+    (found,) = list(port_problems("192.0.2.1", 7))
+    assert found.startswith("192.0.2.1 port 7: ") and "is it an address of this node (--address)?" in found

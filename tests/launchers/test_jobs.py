@@ -12,7 +12,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from ctpo_launchers import LaunchError, environment, executor, launch, task
+from ctpo_launchers import LaunchError, executor, launch, task
 from ctpo_launchers.clusters import Cluster, for_check
 from ctpo_launchers.jobs import TEMPLATES, Launch, VerbJob
 from ctpo_megatron import cli
@@ -42,37 +42,13 @@ def test_a_command_is_run_where_it_was_typed(tmp_path: Path) -> None:
     words = ("eval", "a b", "--data", "x.parquet")
     paths = os.pathsep.join(str(ROOT / name) for name in ("", "answers", "launchers", "sandbox", "kernels"))
     arguments = VerbJob(words, slurm(tmp_path), tmp_path).arguments()
-    done = subprocess.run(
-        [sys.executable, "-m", VerbJob.module, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        env=os.environ | {"PYTHONPATH": paths},
-    )
-    assert done.returncode == 2 and 'MODEL = "a b": is no model and no run' in done.stderr
-    gone = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "launchers" / "ctpo_launchers" / "command.py"),
-            "--workdir",
-            "/nowhere",
-            "--",
-            "eval",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-    )
-    assert gone.returncode == 2 and "--workdir /nowhere: No such file or directory" in gone.stderr
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Sequence[str]]:
-    """The words with which the launcher's environment was started, which is not made here."""
-    words: list[Sequence[str]] = []
-    monkeypatch.setattr(environment, "launch", lambda arguments: words.append(arguments) or 0)
-    monkeypatch.chdir(tmp_path)
-    return words
+    for given, message in (
+        (arguments, 'MODEL = "a b": is no model and no run'),
+        (["--workdir", "/nowhere", "--", "eval"], "--workdir /nowhere: No such file or directory"),
+    ):
+        command, environment = [sys.executable, "-m", VerbJob.module, *given], os.environ | {"PYTHONPATH": paths}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), env=environment)
+        assert done.returncode == 2 and message in done.stderr
 
 
 def test_a_command_reaches_the_launcher_word_for_word(launched: list[Sequence[str]]) -> None:

@@ -7,23 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_launchers import environment
 from ctpo_megatron import cli
 from tests.support.prefork import ROOT
 from tests.support.task import SMALL_TASK, sft_file, task_files, task_folder
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Sequence[str]]:
-    """The words with which the launcher's environment was started, which is not made here."""
-    words: list[Sequence[str]] = []
-    monkeypatch.setattr(environment, "launch", lambda arguments: words.append(arguments) or 0)
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    return words
 
 
 @pytest.fixture

@@ -74,10 +74,8 @@ def test_two_launches_make_it_once(tmp_path: Path) -> None:
         f"sys.executable = {str(python)!r}; e.launch([])"
     )
     called = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    both = [
-        subprocess.Popen([sys.executable, "-c", program], env=called, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    command = [sys.executable, "-c", program]
+    both = [subprocess.Popen(command, env=called, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=scaled(60))[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     # Made by one; then each goes on as the launcher, which is this interpreter again.

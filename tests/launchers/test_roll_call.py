@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -29,22 +28,6 @@ def with_head(scene: Any, nodes: int = 3) -> Any:
             return await scene(calls, port, over)
 
     return asyncio.run(asyncio.wait_for(run(), scaled(20)))
-
-
-def test_all_are_told_to_start_when_the_last_is_ready() -> None:
-    async def node(port: int, rank: int) -> Any:
-        head, facts = await report(HOST, port, rank, "secret", 5)
-        await head.send(state="ready")
-        assert facts == {"state": "welcome", **FACTS}
-        return await head.receive(5)
-
-    async def scene(calls: RollCall, port: int, _: Any) -> None:
-        others = [asyncio.create_task(node(port, rank)) for rank in (1, 2)]
-        await calls.all_in("ready", 5)
-        await calls.broadcast(state="start")
-        assert await asyncio.gather(*others) == [{"state": "start"}] * 2
-
-    with_head(scene)
 
 
 def test_a_silent_node_and_a_slow_one_are_told_apart() -> None:
@@ -101,10 +84,7 @@ def test_strangers_are_refused(rank: int, token: str) -> None:
         b"GET / HTTP/1.0",
         b"[1, 2]",
         b"[" * 50_000,
-        b'{"rank": [1], "token": "secret"}',
-        b'{"rank": {}, "token": "secret"}',
-        b'{"rank": true, "token": "secret"}',
-        b'{"rank": 1.0, "token": "secret"}',
+        *(f'{{"rank": {rank}, "token": "secret"}}'.encode() for rank in ("[1]", "{}", "true", "1.0")),
         '{"rank": 1, "token": "s\u00e9cret"}'.encode(),
         b'{"rank": 1, "token": "\\ud800"}',
         b'{"rank": 1, "token": 5}',
@@ -141,19 +121,6 @@ def test_a_node_that_breaks_the_rules_is_lost(line: bytes, caplog: pytest.LogCap
     assert caplog.text == ""
 
 
-def test_what_served_a_connection_is_forgotten() -> None:
-    async def scene(calls: RollCall, port: int, _: Any) -> None:
-        for _ in range(3):
-            reader, writer = await asyncio.open_connection(HOST, port)
-            writer.write(b"{}\n")
-            await reader.read()
-            writer.close()
-        await asyncio.sleep(0.1)
-        assert not calls._served
-
-    with_head(scene)
-
-
 def test_a_head_that_comes_late_is_waited_for() -> None:
     async def late() -> None:
         port = free_ports(HOST, 25000, 1)[0]
@@ -163,5 +130,4 @@ def test_a_head_that_comes_late_is_waited_for() -> None:
             _, facts = await node
             assert facts["ray"] == "here"
 
-    check: Coroutine[Any, Any, None] = late()
-    asyncio.run(check)
+    asyncio.run(late())

@@ -16,3 +16,9 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = write_run(tmp_path_factory.mktemp("runs"), final=f"{HOSTILE} \\boxed{{2}}.")
     write_report(run_dir)
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def page(demo_run: Path) -> str:
+    """Its report."""
+    return (demo_run / "report.html").read_text(encoding="utf-8")

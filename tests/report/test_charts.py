@@ -54,7 +54,7 @@ def test_a_curve_has_a_line_through_its_points_and_a_band_around_them() -> None:
     assert LIGHT["blue"] in svg and LIGHT["orange"] in svg and "RL step" in svg and "share" in svg
 
 
-def test_what_belongs_to_a_curve_is_thin_in_its_colour_and_not_in_the_legend() -> None:
+def test_what_belongs_to_a_curve_is_in_its_colour_and_not_in_the_legend() -> None:
     spec = curves([Curve("mean", [1, 2], [1, 2], "green"), Curve("seed 1", [1, 2], [1, 3], of="mean")], STEPS, STEPS)
     svg = drawn(spec)
     assert len(paths(svg, "line")) == 2 and "seed 1" not in svg and LIGHT["blue"] not in svg
@@ -62,10 +62,13 @@ def test_what_belongs_to_a_curve_is_thin_in_its_colour_and_not_in_the_legend() -
 
 
 def test_what_belongs_to_a_hidden_curve_is_hidden() -> None:
+    """And a marked x is drawn on the curve that is left."""
     series = [Curve("a", [1, 2], [1, 2]), Curve("a 1", [1, 2], [1, 3], of="a"), Curve("b", [1, 2], [2, 2], "red")]
-    spec = curves(series, STEPS, STEPS) | {"params": [{"name": "hidden", "value": ["a"]}, {"name": "at", "value": 0}]}
-    assert len(paths(vl_convert.vegalite_to_svg(coloured(spec, LIGHT)), "line")) == 1
-    assert len(paths(drawn(curves(series, STEPS, STEPS)), "line")) == 3
+    spec = curves(series, STEPS, STEPS)
+    assert (len(paths(drawn(spec), "line")), len(paths(drawn(spec), "symbol"))) == (3, 4)
+    spec |= {"params": [{"name": "hidden", "value": ["a"]}, {"name": "at", "value": 2}]}
+    svg = vl_convert.vegalite_to_svg(coloured(spec, LIGHT))
+    assert (len(paths(svg, "line")), len(paths(svg, "symbol"))) == (1, 2 + 1)
 
 
 def test_a_log_axis_leaves_out_what_it_cannot_show() -> None:
@@ -101,14 +104,6 @@ def test_bars_meet_halfway_between_their_places() -> None:
     assert (
         ends[0][1] == pytest.approx(math.sqrt(10)) == pytest.approx(ends[1][0]) and len(paths(drawn(spec), "rect")) == 3
     )
-
-
-def test_hidden_series_are_not_drawn_and_a_marked_x_is() -> None:
-    spec = curves([Curve("a", [1, 2], [1, 2]), Curve("b", [1, 2], [2, 3], "red")], STEPS, STEPS)
-    assert len(paths(drawn(spec), "line")) == 2 and len(paths(drawn(spec), "symbol")) == 4
-    spec["params"] = [{"name": "hidden", "value": ["a"]}, {"name": "at", "value": 2}]
-    svg = vl_convert.vegalite_to_svg(coloured(spec, LIGHT))
-    assert len(paths(svg, "line")) == 1 and len(paths(svg, "symbol")) == 2 + 1
 
 
 def test_nothing_at_all_can_be_drawn() -> None:

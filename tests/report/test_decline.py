@@ -11,9 +11,7 @@ import pytest
 from ctpo_megatron.base.run_paths import MARKER, RunPaths, step_name
 from ctpo_megatron.report import Decline, RunData, print_summary, summarize
 from ctpo_megatron.report.learning import learning_checks
-from ctpo_megatron.run.directory import open_run_directory
-from ctpo_megatron.tracking import MetricsWriter
-from tests.tracking.synthetic_run import make_config
+from tests.tracking.synthetic_run import logged
 
 ACCURACY = "val/a/acc/mean@1"
 
@@ -79,12 +77,9 @@ def test_an_accuracy_falls_by_its_number_of_problems(values: list[float], proble
 
 
 def a_run(folder: Path, rewards: Sequence[float], accuracies: Sequence[float], **sections: dict[str, object]) -> Path:
-    run_dir = open_run_directory(make_config(folder, **sections))
-    with MetricsWriter(run_dir) as writer:
-        for step, (reward, accuracy) in enumerate(zip(rewards, accuracies, strict=True)):
-            metrics = {"reward/mean": reward, "reward/std": 0.5, "rollout/tool_use": 1.0}
-            writer.log(step, metrics | {ACCURACY: accuracy, "val/a/problems": 100.0})
-    return run_dir
+    same = {"reward/std": 0.5, "rollout/tool_use": 1.0, "val/a/problems": 100.0}
+    pairs = zip(rewards, accuracies, strict=True)
+    return logged(folder, *(same | {"reward/mean": a, ACCURACY: b} for a, b in pairs), first=0, **sections)
 
 
 def complete(run_dir: Path, step: int) -> Path:
@@ -120,6 +115,6 @@ def test_the_best_step_is_ranked_as_checkpoints_are(tmp_path: Path) -> None:
     run_dir = a_run(tmp_path / "reward", [0.1, 0.9, 0.5], [0.5, 0.6, 0.7], checkpoint=by_reward)
     best = summarize(run_dir).best
     assert best is not None and (best.step, best.measure, best.last) == (1, "reward/mean", 0.5)
-    (by_accuracy,) = [summarize(a_run(tmp_path / "tie", [0.1, 0.9, 0.5], [0.7, 0.6, 0.7])).best]
+    by_accuracy = summarize(a_run(tmp_path / "tie", [0.1, 0.9, 0.5], [0.7, 0.6, 0.7])).best
     assert by_accuracy is not None and by_accuracy.step == 2
-    assert summarize(open_run_directory(make_config(tmp_path / "empty"))).best is None
+    assert summarize(logged(tmp_path / "empty")).best is None

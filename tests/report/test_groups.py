@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.config import known_keys
-from ctpo_megatron.report.differences import NOT_COMPARED, differences
+from ctpo_megatron.report.differences import NOT_COMPARED
 from ctpo_megatron.report.groups import RunGroup, groups_of, notes_of
 from ctpo_megatron.report.run_data import RunData
 from tests.tracking.synthetic_run import make_config
@@ -210,9 +210,3 @@ def test_other_machines_and_code_are_said() -> None:
 def test_what_is_not_compared_is_in_the_schema() -> None:
     paths = [key.path for key in known_keys()]
     assert [key for key in NOT_COMPARED if not any(f"{path}.".startswith(f"{key}.") for path in paths)] == []
-
-
-def test_equal_runs_differ_in_nothing() -> None:
-    found = differences([run("a"), run("b", 3)])
-    assert (found.settings, found.following, found.unknown, found.addresses) == ({}, {}, {}, {})
-    assert found.seeds == {"run.seed": [0, 3]}

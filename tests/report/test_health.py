@@ -11,49 +11,44 @@ from ctpo_megatron.report.learning import Indicator
 from ctpo_megatron.report.panels import compared_panels, panels
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.trajectories.ratio import ratio_name
-from ctpo_megatron.run.directory import open_run_directory
-from ctpo_megatron.tracking import MetricsWriter
-from tests.tracking.synthetic_run import make_config
+from tests.tracking.synthetic_run import logged
 
 
 def judged(folder: Path, *steps: dict[str, float]) -> dict[str, Indicator]:
-    run_dir = open_run_directory(make_config(folder, rollout={"max_response_tokens": 8000}))
-    with MetricsWriter(run_dir) as writer:
-        for number, metrics in enumerate(steps, start=1):
-            writer.log(number, metrics)
+    run_dir = logged(folder, *steps, rollout={"max_response_tokens": 8000})
     return {check.label: check for check in checks(RunData.load(run_dir))}
 
 
 @pytest.mark.parametrize(
-    ("position", "shown", "good"), [(1e18, "never", True), (9000.0, "token 9e+03", True), (90.0, "token 90", False)]
+    ("last", "shown", "good"),
+    [
+        (1e18, "never", True),
+        (9000.0, "token 9e+03", True),
+        (3086.0, "token 3.09e+03", False),
+        (90.0, "token 90", False),
+    ],
 )
-def test_noise_that_never_matters_has_no_number(tmp_path: Path, position: float, shown: str, good: bool) -> None:
-    check = judged(tmp_path, {"mismatch/t_star": position})["Noise position"]
+def test_noise_that_never_matters_has_no_number(tmp_path: Path, last: float, shown: str, good: bool) -> None:
+    """The earliest position of all steps, against the longest response."""
+    check = judged(tmp_path, {"mismatch/t_star": 1e18}, {"mismatch/t_star": last})["Noise position"]
     assert (check.value, check.good) == (shown, good)
 
 
 @pytest.mark.parametrize(
     ("metrics", "shown", "good", "note"),
     [
-        ({"mismatch/router_unrecorded": 1.0}, "unknown", None, "policy.router_replay is off"),
-        ({"mismatch/router_unrecorded": 0.0, "mismatch/router_agreement": 0.9876}, "98.76%", True, "in the worst step"),
-        (
-            {"mismatch/router_unrecorded": 0.25, "mismatch/router_agreement": 0.5},
-            "50.00%",
-            False,
-            "25.0% of the tokens",
-        ),
+        ({"unrecorded": 1.0}, "unknown", None, "policy.router_replay is off"),
+        ({"unrecorded": 0.0, "agreement": 0.9876}, "98.76%", True, "in the worst step"),
+        ({"unrecorded": 0.25, "agreement": 0.5}, "50.00%", False, "25.0% of the tokens"),
     ],
 )
 def test_the_agreement_of_routers(
     tmp_path: Path, metrics: dict[str, float], shown: str, good: bool | None, note: str
 ) -> None:
-    check = judged(tmp_path, metrics)["Router agreement"]
+    routers = {f"mismatch/router_{name}": value for name, value in metrics.items()}
+    check = judged(tmp_path / "sparse", routers)["Router agreement"]
     assert (check.value, check.good) == (shown, good) and note in check.note
-
-
-def test_a_dense_model_has_no_routers(tmp_path: Path) -> None:
-    assert "Router agreement" not in judged(tmp_path, {"mismatch/tokens": 5.0})
+    assert "Router agreement" not in judged(tmp_path / "dense", {"mismatch/tokens": 5.0})
 
 
 def test_steps_without_tokens_are_counted_and_not_judged(tmp_path: Path) -> None:
@@ -66,6 +61,10 @@ def test_steps_without_tokens_are_counted_and_not_judged(tmp_path: Path) -> None
     alone = judged(tmp_path / "none", idle)
     assert "Useful tokens" not in alone and "Update overhead" not in alone
     assert "Steps without tokens" not in judged(tmp_path / "all", trained)
+    wasteful = {"packing/useful_token_fraction": 0.90, "time/update_overhead_fraction": 0.2}
+    found = judged(tmp_path / "padded", trained, wasteful)  # the worst step counts
+    assert (found["Useful tokens"].value, found["Useful tokens"].good) == ("90.0%", False)
+    assert found["Update overhead"].good is False
 
 
 @pytest.mark.parametrize(
@@ -79,9 +78,9 @@ def test_steps_without_tokens_are_counted_and_not_judged(tmp_path: Path) -> None
     ],
 )
 def test_captions_name_the_ratio_of_the_objective(tmp_path: Path, objective: dict[str, str], symbol: str) -> None:
-    run = RunData.load(open_run_directory(make_config(tmp_path, objective=objective)))
+    run = RunData.load(logged(tmp_path, objective=objective))
     (panel,) = [panel for panel in panels(run) if panel.name == "is_ratio"]
     assert panel.ylabel == ratio_name(run).symbol == symbol and ratio_name(run).words in panel.caption
-    other = RunData.load(open_run_directory(make_config(tmp_path, "other", objective={"preset": "cispo"})))
+    other = RunData.load(logged(tmp_path, name="other", objective={"preset": "cispo"}))
     (both,) = [panel for panel in compared_panels([run, other]) if panel.name == "is_ratio"]
     assert both.ylabel == ("r = exp d_t" if symbol == "r = exp d_t" else "ratio r")

@@ -7,7 +7,6 @@ import json
 import random
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -22,30 +21,14 @@ from ctpo_megatron.report.panels import panels
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.theme import DARK, LIGHT
 from ctpo_megatron.rewards.protocol import COUNTS
-from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, write_trajectories
-from tests.tracking.synthetic_run import decode, make_config, make_groups, step_metrics, write_run
+from tests.report.test_trajectories import Elements
+from tests.tracking.synthetic_run import decode, logged, make_config, make_groups, step_metrics, write_run
 
 FIGURES = (
     "reward", "accuracy", "tool", "clip", "is_ratio", "mismatch", "grad_norm", "length", "time", "throughput", "flops",
     "packing", "memory", "overview",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def page(demo_run: Path) -> str:
-    return (demo_run / "report.html").read_text(encoding="utf-8")
-
-
-class Tags(HTMLParser):
-    """Collects tags, their attributes, and the text inside of scripts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
 
 
 def test_sections_figures_and_headline_are_there(demo_run, page):
@@ -62,13 +45,10 @@ def test_sections_figures_and_headline_are_there(demo_run, page):
 
 def test_nothing_is_loaded_from_elsewhere(page):
     assert not re.search(r"https?://", page)
-    tags = Tags()
-    tags.feed(page)
-    for tag, attributes in tags.seen:
-        assert tag not in ("link", "iframe", "object", "embed", "img")
-        for name in ("src", "href", "xlink:href", "action"):
-            value = attributes.get(name)
-            assert value is None or value.startswith("#"), (tag, name, value)
+    for element in Elements(page).found:
+        assert element[""] not in ("link", "iframe", "object", "embed", "img")
+        for name in element.keys() & {"src", "href", "xlink:href", "action"}:
+            assert str(element[name]).startswith("#"), element
     assert "default-src 'none'" in page
     assert "@import" not in page and not re.search(r"url\((?!#)", page)
 
@@ -84,9 +64,7 @@ def test_charts_take_their_colours_from_the_page(page):
 
 
 def test_missing_metrics_leave_a_section_out_and_say_so(tmp_path):
-    run_dir = open_run_directory(make_config(tmp_path))
-    with MetricsWriter(run_dir) as writer:
-        writer.log(1, {"reward/mean": 0.2, "actor/grad_norm": float("nan")})
+    run_dir = logged(tmp_path, {"reward/mean": 0.2, "actor/grad_norm": float("nan")})
     (run_dir / "figures").mkdir()
     (run_dir / "figures" / "is_ratio.png").write_bytes(b"of an earlier report")
     page = write_report(run_dir).read_text(encoding="utf-8")
@@ -122,11 +100,9 @@ def test_throughput_memory_and_packing_are_told(demo_run, page):
 )
 def test_the_mismatch_is_judged_without_a_limit_too(tmp_path, trainer, sampler, limit, largest, mean, good):
     rollout = {"engine": {"dtype": sampler}, "mismatch_limit": limit}
-    run_dir = open_run_directory(make_config(tmp_path, rollout=rollout, policy={"dtype": trainer}))
-    with MetricsWriter(run_dir) as writer:
-        for step in (1, 2):
-            found = {"mismatch/log_prob_abs_max": largest / (3 - step), "mismatch/log_prob_abs_mean": mean * step / 2}
-            writer.log(step, found)
+    name = "mismatch/log_prob_abs_"
+    steps = [{f"{name}max": largest / (3 - step), f"{name}mean": mean * step / 2} for step in (1, 2)]
+    run_dir = logged(tmp_path, *steps, rollout=rollout, policy={"dtype": trainer})
     [row] = [check for check in checks(RunData.load(run_dir)) if check.label == "Sampler–trainer mismatch"]
     assert row.good is good and row.value == f"{largest:.2g}"
     if limit is None or trainer != sampler != "auto":
@@ -134,9 +110,7 @@ def test_the_mismatch_is_judged_without_a_limit_too(tmp_path, trainer, sampler, 
 
 
 def test_utilization_is_drawn_where_it_is_known(tmp_path):
-    run_dir = open_run_directory(make_config(tmp_path))
-    with MetricsWriter(run_dir) as writer:
-        writer.log(1, {"throughput/update_mfu": 0.41, "throughput/update_tokens_per_s": 9e4})
+    run_dir = logged(tmp_path, {"throughput/update_mfu": 0.41, "throughput/update_tokens_per_s": 9e4})
     run = RunData.load(run_dir)
     (panel,) = [panel for panel in panels(run) if panel.name == "mfu"]
     assert [line.metric for line in panel.lines] == ["throughput/update_mfu"]
@@ -145,12 +119,8 @@ def test_utilization_is_drawn_where_it_is_known(tmp_path):
 
 def write_memory(folder: Path, ranks: int) -> RunData:
     """A run of two steps whose rank r held 1000 + r MiB, and twice that in the end."""
-    run_dir = open_run_directory(make_config(folder))
-    with MetricsWriter(run_dir) as writer:
-        for step in (1, 2):
-            peaks = {f"memory/rank_{rank}_peak_mib": step * (1000.0 + rank) for rank in range(ranks)}
-            writer.log(step, peaks | {"memory/trainer_peak_mib": max(peaks.values())})
-    return RunData.load(run_dir)
+    steps = [{f"memory/rank_{rank}_peak_mib": step * (1000.0 + rank) for rank in range(ranks)} for step in (1, 2)]
+    return RunData.load(logged(folder, *(peaks | {"memory/trainer_peak_mib": max(peaks.values())} for peaks in steps)))
 
 
 def test_the_memory_of_many_ranks_is_a_spread_and_a_table(tmp_path):
@@ -176,9 +146,7 @@ def test_ranks_are_told_apart_as_far_as_they_can_be(tmp_path, ranks, rows, curve
 
 
 def test_the_speed_of_sft_is_drawn_where_it_is_known(tmp_path):
-    run_dir = open_run_directory(make_config(tmp_path))
-    with MetricsWriter(run_dir, file_name="sft.jsonl") as writer:
-        writer.log(1, {"sft/loss": 2.0, "sft/tokens_per_s": 5e4})
+    run_dir = logged(tmp_path, {"sft/loss": 2.0, "sft/tokens_per_s": 5e4}, file="sft.jsonl")
     assert [panel.name for panel in panels(RunData.load(run_dir)) if "sft_" in panel.name] == ["sft_throughput"]
     with MetricsWriter(run_dir, file_name="sft.jsonl") as writer:
         writer.log(2, {"sft/loss": 1.0, "sft/tokens_per_s": 5e4, "sft/mfu": 0.4})
@@ -186,18 +154,8 @@ def test_the_speed_of_sft_is_drawn_where_it_is_known(tmp_path):
     assert 'id="figure-sft_throughput"' in page and 'id="figure-sft_mfu"' in page
 
 
-def test_too_much_padding_is_a_finding(tmp_path):
-    run_dir = open_run_directory(make_config(tmp_path))
-    with MetricsWriter(run_dir) as writer:
-        for step, share in ((1, 0.99), (2, 0.90)):
-            writer.log(step, {"packing/useful_token_fraction": share, "time/update_overhead_fraction": 0.2})
-    found = {check.label: check for check in checks(RunData.load(run_dir))}
-    assert found["Useful tokens"].good is False and found["Useful tokens"].value == "90.0%"
-    assert found["Update overhead"].good is False
-
-
 def test_a_run_without_any_metrics_still_has_a_report(tmp_path):
-    run_dir = open_run_directory(make_config(tmp_path))
+    run_dir = logged(tmp_path)
     assert "no reward was recorded" in write_report(run_dir).read_text(encoding="utf-8")
     print_summary(run_dir, Console(file=io.StringIO()))
 
@@ -234,82 +192,54 @@ def test_summary_is_rebuilt_from_the_files(demo_run):
         assert part in output.getvalue()
 
 
-def test_every_metric_that_is_drawn_is_documented(demo_run):
-    documented = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-    for panel in panels(RunData.load(demo_run)):
-        for line in panel.lines:
-            named = re.sub(r"rank_\d+", "rank_<r>", line.metric)
-            assert f"`{named}`" in documented.replace("<data_source>", "toolmath"), line.metric
+REWARDS = {"reward/mean": 0.2, "reward/std": 0.1}
 
 
 def test_what_users_rewards_return_is_drawn_by_itself(tmp_path):
-    (tmp_path / "config.yaml").write_text("run: {name: judged}\n")
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2):
-            writer.log(step, {"reward/mean": 0.2, "reward/std": 0.1, "reward/format": 0.5 * step, "reward/judge": 0.4})
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    run_dir = logged(tmp_path, *({**REWARDS, "reward/format": 0.5 * step, "reward/judge": 0.4} for step in (1, 2)))
+    page = write_report(run_dir).read_text(encoding="utf-8")
     assert "Parts of the reward" in page and "Answers without a box" not in page
-    (panel,) = [panel for panel in panels(RunData.load(tmp_path)) if panel.name == "reward_parts"]
+    (panel,) = [panel for panel in panels(RunData.load(run_dir)) if panel.name == "reward_parts"]
     assert [line.metric for line in panel.lines] == ["reward/format", "reward/judge"]
-    assert (tmp_path / "figures" / "reward_parts.png").stat().st_size > 5_000
+    assert (run_dir / "figures" / "reward_parts.png").stat().st_size > 5_000
 
 
 def test_what_turns_earned_is_drawn_and_stands_at_each_turn(tmp_path):
-    (tmp_path / "config.yaml").write_text("run: {name: by turn}\n")
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2):
-            writer.log(
-                step, {"reward/mean": 0.2, "reward/std": 0.1} | {f"reward/turn/{k}": 0.1 * k for k in (10, 2, 1)}
-            )
+    metrics = REWARDS | {f"reward/turn/{k}": 0.1 * k for k in (10, 2, 1)}
+    run_dir = logged(tmp_path, metrics, metrics)
     groups = make_groups(random.Random(0), prompts=1, samples=2, share_right=0.5)
     for trajectory in groups[0].trajectories:
         trajectory.turn_rewards = [0.125 * turn for turn in range(1, trajectory.turns + 1)]
     turns = groups[0].trajectories[0].turns
-    extra = {0: {"turn_advantages": [-0.5] * turns}}
-    write_trajectories(tmp_path, 2, groups, decode, extra=extra)
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    write_trajectories(run_dir, 2, groups, decode, extra={0: {"turn_advantages": [-0.5] * turns}})
+    page = write_report(run_dir).read_text(encoding="utf-8")
     assert "model · turn 2 · earned 0.25 · advantage -0.50<" in page and "model · turn 2 · earned 0.25<" in page
-    (panel,) = [panel for panel in panels(RunData.load(tmp_path)) if panel.name == "turn_rewards"]
-    assert [line.label for line in panel.lines] == ["turn 1", "turn 2", "turn 10"]
-    assert not any(panel.name == "reward_parts" for panel in panels(RunData.load(tmp_path)))
+    found = {panel.name: panel for panel in panels(RunData.load(run_dir))}
+    assert [line.label for line in found["turn_rewards"].lines] == ["turn 1", "turn 2", "turn 10"]
+    assert "reward_parts" not in found
 
 
 def test_what_was_not_judged_is_no_part_of_the_reward_and_no_right_or_wrong_answer(tmp_path):
-    (tmp_path / "config.yaml").write_text("run: {name: unjudged}\n")
-    counts = {f"reward/{name}": 1.0 for name in ("no_verdict", "groups_unjudged", *COUNTS.values())}
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2):
-            writer.log(step, {"reward/mean": 0.2, "reward/std": 0.1, **counts})
+    metrics = REWARDS | {f"reward/{name}": 1.0 for name in ("no_verdict", "groups_unjudged", *COUNTS.values())}
+    run_dir = logged(tmp_path, metrics, metrics)
     groups = make_groups(random.Random(0), prompts=2, samples=3, share_right=0.5)
     for group in groups:
         group.trajectories[0].reward, group.trajectories[0].no_verdict = None, NoVerdict("timeout", "late")
-    write_trajectories(tmp_path, 2, groups, decode)
-    run = RunData.load(tmp_path)
+    write_trajectories(run_dir, 2, groups, decode)
+    run = RunData.load(run_dir)
     assert not any(panel.name == "reward_parts" for panel in panels(run))
     judged = {check.label: check.good for check in checks(run) if check.label.startswith("Scorer")}
-    assert judged == dict.fromkeys(
-        ("Scorer failures", "Scorer timeouts", "Scorer crashes", "Scorer without an answer", "Scorer not finite"), False
-    )
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    kinds = ("failures", "timeouts", "crashes", "without an answer", "not finite")
+    assert judged == {f"Scorer {kind}": False for kind in kinds}
+    page = write_report(run_dir).read_text(encoding="utf-8")
     assert 'class="episode"' in page and 'data-reward="none"' not in page  # the best and the worst of a group
-
-
-def test_noise_that_leaves_the_clip_window_within_a_response_is_told(tmp_path):
-    (tmp_path / "config.yaml").write_text("run: {name: noisy}\nrollout: {max_response_tokens: 8000}\n")
-    with MetricsWriter(tmp_path) as writer:
-        for step, position in ((1, 9000.0), (2, 3086.0)):
-            writer.log(step, {"reward/mean": 0.2, "mismatch/t_star": position})
-    (check,) = (check for check in checks(RunData.load(tmp_path)) if check.label == "Noise position")
-    assert (check.value, check.good) == ("token 3.09e+03", False)
 
 
 def test_the_settings_have_the_objective_in_numbers_as_the_run_recorded_it(demo_run: Path) -> None:
     run = RunData.load(demo_run)
     objective = resolved_objective(make_config(demo_run.parent).objective)
-    assert (
-        objective["summary"]
-        == f"Objective: {dict(facts(replace(run, environment={'objective': objective})))['Objective']}"
-    )
+    recorded = dict(facts(replace(run, environment={"objective": objective})))
+    assert objective["summary"] == f"Objective: {recorded['Objective']}"
     assert dict(facts(run))["Anchor"] == "proximal, correction: none"
     assert dict(facts(run))["Batch"].endswith(" prompts")
     twice = replace(run, config=run.config | {"policy": run.config["policy"] | {"passes_per_batch": 2}})

@@ -13,9 +13,8 @@ from rich.console import Console
 
 from ctpo_megatron.data import Trajectory, batches
 from ctpo_megatron.report import conversation_uses, print_summary, write_report
-from ctpo_megatron.run.directory import open_run_directory
-from ctpo_megatron.tracking import MetricsWriter, sft_metrics
-from tests.tracking.synthetic_run import make_config
+from ctpo_megatron.tracking import sft_metrics
+from tests.tracking.synthetic_run import logged
 
 
 def conversations(count: int) -> list[Trajectory]:
@@ -41,12 +40,9 @@ def test_the_words_are_true_of_the_batches(count: int, per_step: int, steps: int
 
 
 def test_the_record_of_a_step_report_and_summary_say_it(tmp_path: Path) -> None:
-    run_dir = open_run_directory(make_config(tmp_path))
-    with MetricsWriter(run_dir, file_name="sft.jsonl") as writer:
-        for step in (1, 2, 3):
-            record = sft_metrics({"supervised/loss": 1.0, "sft/epoch": step * 8 / 10})
-            assert record["sft/epoch"] == step * 8 / 10
-            writer.log(step, record)
+    records = [sft_metrics({"supervised/loss": 1.0, "sft/epoch": step * 8 / 10}) for step in (1, 2, 3)]
+    assert [record["sft/epoch"] for record in records] == [0.8, 1.6, 2.4]
+    run_dir = logged(tmp_path, *records, file="sft.jsonl")
     said = "each used 2 or 3 times, 2.40 on average"
     assert said in write_report(run_dir).read_text(encoding="utf-8")
     printed = io.StringIO()

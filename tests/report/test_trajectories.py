@@ -7,7 +7,6 @@ import math
 import random
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,11 +20,6 @@ from ctpo_megatron.report.trajectories.sample import sample_of_run
 from ctpo_megatron.tracking import read_heads, read_trajectories, trajectory_files, write_trajectories
 from ctpo_megatron.tracking.records import Head
 from tests.tracking.synthetic_run import HOSTILE, decode, make_groups, write_run
-
-
-@pytest.fixture(scope="module")
-def page(demo_run: Path) -> str:
-    return (demo_run / "report.html").read_text(encoding="utf-8")
 
 
 class Elements(HTMLParser):
@@ -71,26 +65,17 @@ def test_trajectories_can_be_filtered(page):
     assert 'data-t="probability' in page and "cumulative log-ratio +" in page
 
 
-def test_views_are_best_and_worst_of_groups(demo_run):
-    sample = sample_of_run(demo_run)
-    first = [group for group in sample.groups if group.first.source == "training" and group.first.step == 1]
-    rewards = [[view.record["reward"] for view in group.views] for group in first]
-    assert any(pair == [1.0, 0.0] for pair in rewards)
-    assert all(len(pair) <= 2 for pair in rewards)
-    prompts = [{view.record["prompt_id"] for view in group.views} for group in first]
-    assert all(len(names) == 1 for names in prompts) and len(set.union(*prompts)) == len(prompts)
-
-
 def test_best_and_worst_stand_side_by_side_with_all_rewards_of_their_group(demo_run):
-    records = {
-        step: read_trajectories(path) for step, path in trajectory_files(demo_run).items()
-    }  # of the first and the last step
-    for group in sample_of_run(demo_run).groups:
-        if group.first.source == "training":
-            whole = [r for r in records[group.first.step] if r["prompt_id"] == group.first.record["prompt_id"]]
-            assert [head.reward for _, head in group.heads] == [record["reward"] for record in whole]
-            shown = [view.record["reward"] for view in group.views]
-            assert {max(shown), min(shown)} == {max(r["reward"] for r in whole), min(r["reward"] for r in whole)}
+    records = {step: read_trajectories(path) for step, path in trajectory_files(demo_run).items()}
+    groups = [group for group in sample_of_run(demo_run).groups if group.first.source == "training"]
+    assert {group.first.step for group in groups} == {1, 20}
+    for group in groups:
+        whole = [r for r in records[group.first.step] if r["prompt_id"] == group.first.record["prompt_id"]]
+        assert [head.reward for _, head in group.heads] == [record["reward"] for record in whole]
+        shown = [view.record["reward"] for view in group.views]
+        assert {max(shown), min(shown)} == {max(r["reward"] for r in whole), min(r["reward"] for r in whole)}
+        assert len(shown) <= 2 and {view.record["prompt_id"] for view in group.views} == {whole[0]["prompt_id"]}
+    assert any([view.record["reward"] for view in group.views] == [1.0, 0.0] for group in groups)  # the best first
 
 
 def test_every_dump_has_its_share_of_single_tokens_and_the_page_says_what_has_none(tmp_path, monkeypatch):
@@ -193,21 +178,13 @@ def test_the_page_of_another_objective_has_another_caption(tmp_path):
     facts["objective"] = resolved_objective(ObjectiveConfig(preset="gspo"))
     (run_dir / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
     page = write_report(run_dir).read_text(encoding="utf-8")
-    assert (
-        "Log-ratio of the whole sequence divided by its length" in page
-        and "umulative" not in page.split("</style>")[1].split("<script>")[0]
-    )
+    assert "Log-ratio of the whole sequence divided by its length" in page
+    assert "umulative" not in page.split("</style>")[1].split("<script>")[0]
 
 
 def record_of(log_ratio, low, high, by_model):
-    size = len(log_ratio)
-    return {
-        "token_ids": [0] * size,
-        "response_mask": by_model,
-        "log_ratio": log_ratio,
-        "clip_low": low,
-        "clip_high": high,
-    }
+    ratios = {"log_ratio": log_ratio, "clip_low": low, "clip_high": high}
+    return {"token_ids": [0] * len(log_ratio), "response_mask": by_model} | ratios
 
 
 def test_points_are_of_model_tokens_and_an_absent_bound_is_none():

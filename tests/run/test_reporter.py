@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ctpo_megatron.cli.errors import report_error
 from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
 from ctpo_megatron.objective import PositionStats
-from ctpo_megatron.policy import Layout, StepPositions, TrainResult
+from ctpo_megatron.policy import StepPositions, TrainResult
 from ctpo_megatron.report.page import checks
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.run import Reporter, TrainerGroup, check_there, needed, open_run_directory
 from ctpo_megatron.run.directory import RunDirectoryError
 from ctpo_megatron.tracking import read_heartbeat, read_positions, read_trajectories
+from tests.run.scripted_run import ONE_RANK
 from tests.tracking.synthetic_run import make_config
 
 
@@ -222,10 +222,9 @@ def test_supervised_steps_are_written_apart(report: Reporter, tmp_path: Path) ->
 
 
 def test_a_run_has_a_heartbeat_from_beginning_to_end(tmp_path: Path) -> None:
-    alone = Layout(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, device=torch.device("cpu"))
     config = make_config(tmp_path, tracking={"live": "off", "trackers": []})
     stop: Any = None
-    trainer = TrainerGroup(config, alone, stop)
+    trainer = TrainerGroup(config, ONE_RANK, stop)
     with Reporter.of(config, tmp_path, 1) as reporter, trainer, trainer.watched(tmp_path, reporter.phases):
         reporter.log(5, {"reward/mean": 0.5})
         with reporter.stage("rl"), reporter.phase("update"):

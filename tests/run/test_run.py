@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -11,8 +12,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.base.signals import ENDING
-from ctpo_megatron.base.stop import Cancelled, StopSignal
-from ctpo_megatron.cli.errors import report_error
+from ctpo_megatron.base.stop import BEGUN, Cancelled, StopSignal
 from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.policy import TrainResult
@@ -85,7 +85,7 @@ def stop() -> Iterator[StopSignal]:
         signal.signal(number, handler)
 
 
-def a_run(tmp_path: Path, stop: StopSignal, fails: str = "", **sections: Any) -> tuple[Run, Recorder]:
+def a_run(tmp_path: Path, stop: StopSignal, fails: str = "", **sections: Any) -> tuple[Run, Any]:
     settings: dict[str, Any] = {
         "run": {"name": "demo", "root": str(tmp_path), "steps": 5},
         "eval": {"every": 2},
@@ -98,8 +98,7 @@ def a_run(tmp_path: Path, stop: StopSignal, fails: str = "", **sections: Any) ->
 
 def test_the_loop_is_algorithm_1(tmp_path: Path, stop: StopSignal) -> None:
     run, recorder = a_run(tmp_path, stop)
-    recorder_as_trainer: Any = recorder
-    reinforce(run, recorder_as_trainer, recorder_as_trainer)
+    reinforce(run, recorder, recorder)
     assert run.end() and run.done == 5
     assert recorder.calls == [
         *("publish 1", "evaluate 0 False", "save 0"),
@@ -116,8 +115,7 @@ def test_a_resumed_run_does_the_steps_that_are_left(tmp_path: Path, stop: StopSi
     run, recorder = a_run(tmp_path, stop)
     recorder.restored, recorder.version = 3, 4
     run.restore(None)
-    everything: Any = recorder
-    reinforce(run, everything, everything)
+    reinforce(run, recorder, recorder)
     assert [call for call in recorder.calls if call.startswith(("publish", "sample", "save"))] == [
         *("publish 4", "sample 4", "publish 5", "sample 5", "publish 6", "save 5")
     ]
@@ -128,7 +126,6 @@ def saves(tmp_path: Path, stop: StopSignal, every: int | str, steps: int, step_s
     now = 0.0
     settings: Any = {"run": {"name": "demo", "root": str(tmp_path), "steps": steps}, "checkpoint": {"every": every}}
     _, recorder = a_run(tmp_path, stop, **settings)
-    everything: Any = recorder
 
     def train(batch: Batch) -> TrainResult:
         nonlocal now
@@ -141,10 +138,10 @@ def saves(tmp_path: Path, stop: StopSignal, every: int | str, steps: int, step_s
         recorder.write_s = write_s
         recorder.calls.append(f"save {done}")
 
-    everything.train, everything.save = train, save
+    recorder.train, recorder.save = train, save
     config = make_config(tmp_path, **settings)
-    run = Run(config, everything, everything, everything, everything, stop, clock=lambda: now)
-    reinforce(run, everything, everything)
+    run = Run(config, recorder, recorder, recorder, recorder, stop, clock=lambda: now)
+    reinforce(run, recorder, recorder)
     assert run.end()
     return [int(call.removeprefix("save ")) for call in recorder.calls if call.startswith("save ")]
 
@@ -188,8 +185,7 @@ def test_sigterm_ends_the_loop_in_its_step(tmp_path: Path, stop: StopSignal, fai
         return function(first, *rest)
 
     setattr(recorder, original, signalled)
-    everything: Any = recorder
-    reinforce(run, everything, everything)
+    reinforce(run, recorder, recorder)
     assert not run.end() and run.done == (1 if fails == "sample" else 2)
     assert recorder.calls[-len(last) - 1 :] == [*last, f"ensure_saved {run.done}"]
 
@@ -197,17 +193,49 @@ def test_sigterm_ends_the_loop_in_its_step(tmp_path: Path, stop: StopSignal, fai
 def test_a_stop_before_the_first_evaluation_is_reported_by_it(tmp_path: Path, stop: StopSignal) -> None:
     run, recorder = a_run(tmp_path, stop)
     os.kill(os.getpid(), signal.SIGTERM)
-    everything: Any = recorder
-    reinforce(run, everything, everything)
+    reinforce(run, recorder, recorder)
     assert not run.end()
     assert recorder.calls == ["publish 1", "evaluate 0 False", "save 0", "ensure_saved 0"]
 
 
 def test_a_stop_while_the_last_update_is_awaited_saves_too(tmp_path: Path, stop: StopSignal) -> None:
     run, recorder = a_run(tmp_path, stop, fails="wait_for_updates")
-    everything: Any = recorder
-    reinforce(run, everything, everything)
+    reinforce(run, recorder, recorder)
     assert not run.end() and recorder.calls[-2:] == ["wait_for_updates", "ensure_saved 5"]
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+GONE = FileNotFoundError(errno.ENOENT, "No such file", "runs/x/metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "saved"),
+    [
+        ("next_batch", FULL, True),
+        ("train", FULL, False),  # its weights are between two steps
+        ("next_batch", GONE, False),  # the directory was removed
+        ("next_batch", ZeroDivisionError(), False),  # a bug: the run is continued from a checkpoint
+    ],
+)
+@pytest.mark.parametrize("fails", ["", "ensure_saved"])
+def test_a_run_that_cannot_write_saves_the_state_after_its_last_step(
+    tmp_path: Path, stop: StopSignal, where: str, error: Exception, saved: bool, fails: str, caplog: Any
+) -> None:
+    """And a save that fails, too, does not hide what came first."""
+    run, recorder = a_run(tmp_path, stop, fails)
+    function, error = getattr(recorder, where), type(error)(*error.args)
+
+    def failing(argument: Any) -> Any:
+        if run.done == 2:
+            raise error
+        return function(argument)
+
+    setattr(recorder, where, failing)
+    with pytest.raises(type(error)) as raised, run.saved_at_least():
+        reinforce(run, recorder, recorder)
+    assert raised.value is error and error.__notes__ == [f"{BEGUN} 2"]
+    assert [call for call in recorder.calls if call.startswith("ensure")] == ["ensure_saved 2"] * saved
+    assert ("the state after step 2 could not be saved: stop requested" in caplog.text) == (saved and fails != "")
 
 
 def test_the_first_evaluation_can_be_left_out_but_not_that_of_a_run_without_steps(
@@ -258,14 +286,13 @@ def test_too_few_verdicts_end_the_run_with_its_state_saved(
     tmp_path: Path, stop: StopSignal, missing: list[int], limit: float, ends: int | None
 ) -> None:
     run, recorder = a_run(tmp_path, stop, reward={"max_failed": limit})
-    everything: Any = recorder
-    everything.next_batch = lambda step: verdicts(missing[step - 1])
+    recorder.next_batch = lambda step: verdicts(missing[step - 1])
     if ends is None:
-        reinforce(run, everything, everything)
+        reinforce(run, recorder, recorder)
         assert run.end() and run.done == 5
         return
     with pytest.raises(TooManyFailed) as raised:
-        reinforce(run, everything, everything)
+        reinforce(run, recorder, recorder)
     first = next(step for step in range(ends - 2, ends + 1) if missing[step - 1])
     said = str(raised.value)
     assert f"steps {ends - 2} to {ends} have no verdict, more than reward.max_failed = {limit:g} allows; the" in said
@@ -281,10 +308,9 @@ def test_a_first_batch_without_any_verdict_ends_the_run_with_the_most_frequent_c
     run, recorder = a_run(tmp_path, stop, reward={"max_failed": limit})
     batch = verdicts(4)
     batch.groups[0].trajectories[0].no_verdict = NoVerdict("timeout", "the scorer was killed after 5 s")
-    everything: Any = recorder
-    everything.next_batch = lambda step: batch
+    recorder.next_batch = lambda step: batch
     with pytest.raises(TooManyFailed) as raised:
-        reinforce(run, everything, everything)
+        reinforce(run, recorder, recorder)
     said = str(raised.value)
     assert "no sample of step 1 has a verdict: 3 of 4 times the scorer failed (OSError('judge 7 is away'))" in said
     assert "run.resume=auto" in said and "set reward.max_failed=1" in said
@@ -294,14 +320,8 @@ def test_a_first_batch_without_any_verdict_ends_the_run_with_the_most_frequent_c
 def test_a_resumed_run_counts_anew(tmp_path: Path, stop: StopSignal) -> None:
     """The judge may be back: two bad batches before the resume do not end the run after it."""
     run, recorder = a_run(tmp_path, stop)
-    everything: Any = recorder
     recorder.restored, recorder.version = 3, 4
-    everything.next_batch = lambda step: verdicts(4)
+    recorder.next_batch = lambda step: verdicts(4)
     run.restore(None)
-    reinforce(run, everything, everything)
+    reinforce(run, recorder, recorder)
     assert run.end() and run.done == 5
-
-
-def test_the_end_for_missing_verdicts_is_no_bug_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report_error(TooManyFailed("80% have no verdict"), "train") == 2
-    assert capsys.readouterr().err == "ctpo: 80% have no verdict\n"

@@ -81,31 +81,16 @@ def test_what_is_asked_again_does_not_interrupt_the_end(
         send(signal.SIGTERM)
 
 
-class Ranks:
-    """All ranks of a job, as a stop signal asks them: `others` are the values of the others."""
-
-    def __init__(self, *others: int) -> None:
-        self._others = others
-
-    def gather(self, value: int) -> list[int]:
-        return [value, *self._others]
-
-
-class LastRank(Ranks):
-    """The same for the last rank."""
-
-    def gather(self, value: int) -> list[int]:
-        return [*self._others, value]
-
-
 def test_all_ranks_stop_when_one_is_to_stop() -> None:
-    stop = StopSignal(grace_s=60)
-    with stop.deferred():
-        assert not stop.agreed(Ranks(False).gather) and not stop.is_set()
-        assert stop.agreed(Ranks(True, False).gather) and stop.is_set()
-        assert 59 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60  # its own grace, not that of the job's end
-        send(signal.SIGTERM)  # no news
-    assert stop.leave() == 143
+    """The others with the status of rank zero."""
+    for gather, status in ((lambda mine: [mine, True, False], 143), (lambda mine: [75, mine], 75)):
+        stop = StopSignal(grace_s=60)
+        with stop.deferred():
+            assert not stop.agreed(lambda mine: [mine, False]) and not stop.is_set()
+            assert stop.agreed(gather) and stop.is_set()
+            assert 59 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60  # its own grace, not that of the job's end
+            send(signal.SIGTERM)  # no news
+        assert stop.leave() == status
 
 
 def test_a_fault_that_asks_saves_and_ends_with_the_status_of_one_that_passes(
@@ -132,13 +117,6 @@ def test_a_fault_before_there_is_something_to_save_is_said_when_there_is(capfd: 
     assert signal.getitimer(signal.ITIMER_REAL)[0] > 3000  # the job's end still counts
     with stop.deferred():
         assert "died: a checkpoint follows" in capfd.readouterr().err
-    assert stop.leave() == 75
-
-
-def test_the_other_ranks_have_the_status_of_rank_zero() -> None:
-    stop = StopSignal(grace_s=60)
-    with stop.deferred():
-        assert stop.agreed(LastRank(75).gather)
     assert stop.leave() == 75
 
 

@@ -13,15 +13,14 @@ import torch
 
 from ctpo_megatron.base.stop import NeverStop
 from ctpo_megatron.engines.weights import EngineFacts
-from ctpo_megatron.policy import Layout
 from ctpo_megatron.run import TrainerGroup
 from tests.run import ranks_scenario
+from tests.run.scripted_run import ONE_RANK
 from tests.support import ranks
 from tests.support.prefork import ROOT
 from tests.tracking.synthetic_run import make_config
 
 pytestmark = pytest.mark.xdist_group("ranks")
-ONE_RANK = Layout(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, torch.device("cpu"))
 SEEN = [(False, "rl"), (True, "rl")]
 
 

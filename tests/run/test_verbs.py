@@ -157,9 +157,7 @@ def test_what_a_longer_run_would_have_done_otherwise_is_said(
     runs: ScriptedRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def extended(name: str, **sections: Any) -> str:
-        shown = {"live": "plain", "trackers": [], "report": False, "trajectories": "none"} | sections.pop(
-            "tracking", {}
-        )
+        shown = {"live": "plain"} | sections.pop("tracking", {})
         for steps in (FIRST, LONGER):
             capsys.readouterr()
             run = {"steps": steps, "resume": "auto"}
@@ -168,9 +166,8 @@ def test_what_a_longer_run_would_have_done_otherwise_is_said(
         return line
 
     alike = {"dump_every": 5}
-    assert extended("alike", tracking=alike).endswith(
-        "a finished run of 5 steps is extended to 10, as a run of 10 steps"
-    )
+    line = extended("alike", tracking=alike)
+    assert line.endswith("a finished run of 5 steps is extended to 10, as a run of 10 steps")
     optimizer = {"optimizer": {"schedule": "cosine"}, "mini_batch_prompts": 2}
     line = extended("cosine", tracking=alike, policy=optimizer)
     assert line.endswith("Unlike a run of 10 steps: learning rates until step 5 (policy.optimizer.schedule: cosine)")

@@ -7,18 +7,21 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from ctpo_megatron.policy import RankZero
-from ctpo_megatron.run.stall import Place, describe
+from ctpo_megatron.run.stall import Place, StoppedProcesses, describe
 from ctpo_megatron.run.watchdog import END_STATUS, Watchdog
 from ctpo_megatron.tracking import Progress, read_heartbeat
 from tests.support.deadlines import scaled
@@ -181,3 +184,53 @@ def test_ranks_of_the_same_place_share_a_line() -> None:
     ]
     mismatch = describe({0: waiting, 1: waiting}, names[:2])
     assert mismatch.startswith("every rank waits for others: their collectives differ")
+
+
+# --- processes of a run that are stopped are named, once, and when they run again ---
+
+_PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
+
+
+@pytest.fixture
+def process() -> Iterator[psutil.Process]:
+    """A child with a child of its own."""
+    with subprocess.Popen([sys.executable, "-c", _PARENT]) as started:
+        found = psutil.Process(started.pid)
+        while not found.children():
+            time.sleep(0.01)
+        yield found
+        for each in (*found.children(), found):
+            each.kill()
+
+
+def send(process: psutil.Process, number: signal.Signals, status: str) -> None:
+    os.kill(process.pid, number)
+    while (process.status() == psutil.STATUS_STOPPED) != (status == psutil.STATUS_STOPPED):
+        time.sleep(0.01)
+
+
+def test_a_process_that_is_stopped_is_named(process: psutil.Process, caplog: pytest.LogCaptureFixture) -> None:
+    stopped = StoppedProcesses()
+    send(process, signal.SIGSTOP, psutil.STATUS_STOPPED)
+    stopped.check()
+    assert caplog.text == ""  # it may have been for a moment
+    stopped.check()
+    stopped.check()
+    send(process, signal.SIGCONT, psutil.STATUS_SLEEPING)
+    stopped.check()
+    stopped.check()
+    named, back = (record.getMessage() for record in caplog.records)
+    assert f"(process {process.pid}) is stopped; what waits for it continues after kill -CONT {process.pid}" in named
+    assert back == f"process {process.pid} is not stopped any more"
+
+
+def test_what_a_process_runs_for_others_is_its_own_affair(
+    process: psutil.Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Programs of the sandbox stop themselves as they like."""
+    [grandchild] = process.children()
+    send(grandchild, signal.SIGSTOP, psutil.STATUS_STOPPED)
+    stopped = StoppedProcesses()
+    stopped.check()
+    stopped.check()
+    assert caplog.text == ""

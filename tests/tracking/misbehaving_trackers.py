@@ -54,15 +54,6 @@ class WaitsAndFails(Fails):
         super().log(step, metrics)
 
 
-class Exits(Recorder):
-    """Calls sys.exit at the second step."""
-
-    def log(self, step, metrics):
-        if step == 2:
-            sys.exit("no licence")
-        super().log(step, metrics)
-
-
 class Prints(Recorder):
     """Prints at every step, what looks like a record, too."""
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.run_paths import METRICS
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
@@ -97,6 +99,11 @@ def ratio_fields(rng: random.Random, groups: list[Group]) -> dict[int, dict[str,
     return fields
 
 
+NONE = ("reward/timeouts", "reward/failures", "rollout/group_retries", "rollout/engine_restarts")
+NONE += ("sandbox/infrastructure_error",)
+CLIPPED = {"total": 1.0, "high": 0.5, "low": 0.3, "dual": 0.2}
+
+
 def step_metrics(rng: random.Random, step: int, steps: int) -> dict[str, float]:
     """Metrics of one RL step of a run that learns."""
     way = 1 - math.exp(-3 * step / steps)
@@ -112,21 +119,14 @@ def step_metrics(rng: random.Random, step: int, steps: int) -> dict[str, float]:
         "reward/std": 0.4,
         "reward/groups_mixed": 0.9 - 0.4 * way,
         "reward/no_box": round(40 * (1 - way)),
-        "reward/timeouts": 0,
-        "reward/failures": 0,
         "rollout/tool_use": 0.6 + 0.39 * way,
         "rollout/tool_error_rate": 0.12 * (1 - way),
         "rollout/truncated": 0.03 * (1 - way),
         "rollout/response_length_mean": 64 + 4 * way,
         "rollout/model_tokens_mean": 42 + 4 * way,
-        "rollout/group_retries": 0,
-        "rollout/engine_restarts": 0,
-        "sandbox/infrastructure_error": 0,
+        **dict.fromkeys(NONE, 0),
         "actor/grad_norm": 0.5 + rng.random() * 0.3,
-        "pg_update/clip/total/rate": clip,
-        "pg_update/clip/high/rate": clip * 0.5,
-        "pg_update/clip/low/rate": clip * 0.3,
-        "pg_update/clip/dual/rate": clip * 0.2,
+        **{f"pg_update/clip/{bound}/rate": clip * share for bound, share in CLIPPED.items()},
         "pg_update/is_ratio/mean": 1 + rng.gauss(0, 0.005),
         "pg_update/is_ratio/min": 0.3 + 0.2 * way,
         "pg_update/is_ratio/max": 5 - 3 * way + rng.random(),
@@ -149,6 +149,17 @@ def step_metrics(rng: random.Random, step: int, steps: int) -> dict[str, float]:
         "memory/rank_0_peak_mib": 640.0 + step,
         "memory/rank_1_peak_mib": 610.0 + step,
     }
+
+
+def logged(
+    root: Path, *steps: Mapping[str, float], name: str = "demo", file: str = METRICS, first: int = 1, **sections: Any
+) -> Path:
+    """A run directory with a line of these metrics for each step. first: the number of the first one."""
+    run_dir = open_run_directory(make_config(root, name, **sections))
+    with MetricsWriter(run_dir, file_name=file) as writer:
+        for step, metrics in enumerate(steps, start=first):
+            writer.log(step, metrics)
+    return run_dir
 
 
 def write_run(root: Path, steps: int = 20, samples: int = 4, prompts: int = 4, final: str | None = None) -> Path:

@@ -15,7 +15,6 @@ from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.evaluate.store import SampleStore
-from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.trajectories.sample import sample_of_run
 from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish, take_over
 from ctpo_megatron.tracking import MetricsWriter, open_trackers, read_heartbeat, read_metrics, read_trajectories
@@ -125,12 +124,6 @@ def test_a_tracker_whose_identity_is_lost_begins_anew(config_in, tmp_path, caplo
     RunPaths(tmp_path).tracker(name).write_bytes(left)
     assert [known(), known()] == ["None", "first"]
     assert f"{name} begins a run of its own" in caplog.text
-
-
-def test_a_reader_of_a_recording_names_its_damaged_configuration(tmp_path):
-    (tmp_path / "config.yaml").write_text("run: [")
-    with pytest.raises(DamagedFileError, match=r"config\.yaml is damaged \(while parsing"):
-        RunData.load(tmp_path)
 
 
 def test_nothing_stays_of_a_file_that_could_not_be_written(tmp_path: Path) -> None:

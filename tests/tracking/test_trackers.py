@@ -99,17 +99,13 @@ CASES = {
         {"Fails": {"steps": [1, 2, 3]}, "Recorder": {}}, {"Fails": "made closed", "Recorder": ALL}, failures=3,
         said=(f"Fails {IS_OFF}, and the run continues without it: 3 failures in a row, the last: OSError: no route",),
     ),
-    "calls sys.exit": Case(
-        {"Exits": {}}, {"Exits": "made 1 3 4 5 6 closed"}, failures=1, said=("SystemExit: no licence",)
-    ),
-    "raises KeyboardInterrupt": Case(
-        {"Fails": {"steps": [2], "error": "KeyboardInterrupt"}}, {"Fails": "made 1 3 4 5 6 closed"},
-        failures=1, said=("KeyboardInterrupt: no route to host, step 2",),
-    ),
-    "raises GeneratorExit": Case(
-        {"Fails": {"steps": [2], "error": "GeneratorExit"}}, {"Fails": "made 1 3 4 5 6 closed"},
-        failures=1, said=("GeneratorExit: no route to host, step 2",),
-    ),
+    **{
+        f"raises {error}": Case(
+            {"Fails": {"steps": [2], "error": error}}, {"Fails": "made 1 3 4 5 6 closed"},
+            failures=1, said=(f"{error}: no route to host, step 2",),
+        )
+        for error in ("SystemExit", "KeyboardInterrupt", "GeneratorExit")
+    },
     "cannot start, beside one that works": Case(
         {"CannotStart": {}, "Recorder": {}}, {"CannotStart": "", "Recorder": ALL},
         failures=1, said=(f"CannotStart {IS_OFF}", "PermissionError: not logged in"),

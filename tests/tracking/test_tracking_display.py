@@ -14,13 +14,8 @@ from rich.console import Console
 from ctpo_megatron.tracking import Display
 from ctpo_megatron.tracking.display_view import State, duration, render, sparkline
 
-METRICS = {
-    "reward/mean": 0.5,
-    "rollout/tool_use": 0.75,
-    "time/step": 2.0,
-    "time/rollout": 1.5,
-    "tokens/per_second": 900,
-}
+METRICS = {"reward/mean": 0.5, "rollout/tool_use": 0.75, "time/step": 2.0, "time/rollout": 1.5}
+METRICS |= {"tokens/per_second": 900}
 
 
 def run_through(display: Display) -> None:
@@ -35,15 +30,16 @@ def run_through(display: Display) -> None:
         display.stage("report")
 
 
-def test_plain_mode_prints_one_line_a_step():
-    output = io.StringIO()
-    run_through(Display("auto", 30, Console(file=output, width=60)))
-    lines = output.getvalue().splitlines()
+@pytest.mark.parametrize("mode", ["auto", "plain", "off"])
+def test_there_is_one_line_a_step_which_is_recorded_in_all_modes(mode):
+    """`auto` is plain where there is no terminal; `off` prints nothing."""
+    lines, output = [], io.StringIO()
+    run_through(Display(mode, 30, Console(file=output, width=60), record=lines.append))
     steps = [line for line in lines if line.startswith("[rl] step")]
     assert steps[0] == "[rl] step  1/30  reward 0.500  tool use 0.75  tok/s 900  2.0s (rollout 1.5)  eta 58.0s"
-    assert len(steps) == 2
+    assert len(steps) == 2 and "weights/v2 published [ok]" in lines
     assert sum(line.startswith("[sft] ") for line in lines) == 12  # started, and every tenth of the way
-    assert "weights/v2 published [ok]" in lines
+    assert output.getvalue().splitlines() == ([] if mode == "off" else lines)
 
 
 EVALUATED = {"val/aime/acc/mean@8": 0.9144, "val/aime/acc/best@8": 1.0, "val/aime/tool_use": 1.0, "time/eval": 2.0}
@@ -68,22 +64,6 @@ def test_the_latest_evaluation_is_a_row_of_the_panel():
         display.stage("rl")
         display.evaluation(8, EVALUATED, {"val/aime/acc/mean@8": 0.4})
     assert "aime mean@8 0.914 (+0.51)" in output.getvalue() and "step 8" in output.getvalue()
-
-
-@pytest.mark.parametrize("mode", ["plain", "off"])
-def test_every_plain_line_is_recorded_in_all_modes(mode):
-    lines, output = [], io.StringIO()
-    run_through(Display(mode, 30, Console(file=output, width=60), record=lines.append))
-    assert sum(line.startswith("[rl] step") for line in lines) == 2
-    assert sum(line.startswith("[sft] ") for line in lines) == 12
-    assert "weights/v2 published [ok]" in lines
-    assert output.getvalue().splitlines() == (lines if mode == "plain" else [])
-
-
-def test_off_prints_nothing():
-    output = io.StringIO()
-    run_through(Display("off", 30, Console(file=output)))
-    assert output.getvalue() == ""
 
 
 def test_terminal_shows_stages_steps_and_reward():

@@ -6,8 +6,6 @@ import itertools
 import json
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -45,44 +43,43 @@ from tests.support.deadlines import scaled
 from tests.tracking.synthetic_run import decode, encode, make_groups
 
 
-def test_dump_restores_trajectories_and_adds_readable_text(tmp_path):
-    groups = make_groups(random.Random(0), prompts=2, samples=3, share_right=0.5)
-    path = write_trajectories(tmp_path, 7, groups, decode, extra={1: {"advantage": -0.5}})
-    assert path.name == "step_000007.parquet"
-    assert trajectory_files(tmp_path) == {7: path}
-    records = read_trajectories(path)
-    assert recorded_trajectories(path) == [t for group in groups for t in group.trajectories]
-    assert records[1]["advantage"] == -0.5
-    for record in records:
-        assert record["answer"] == "2"
-        assert record["segments"][0]["kind"] == "prompt"
-        assert "".join(segment["text"] for segment in record["segments"]) == decode(record["token_ids"])
-    with_call = next(record for record in records if record["tool_calls"])
-    assert [(s["turn"], s["kind"]) for s in with_call["segments"]] == [
-        (0, "prompt"), (1, "model"), (1, "observation"), (2, "model"),
-    ]  # fmt: skip
-
-
-def test_a_dump_holds_the_trajectories_and_what_is_known_of_them(tmp_path: Path) -> None:
-    """Numbers of the rollout exactly, ratios as float32."""
+def test_a_dump_restores_trajectories_with_what_is_known_of_them_and_readable_text(tmp_path: Path) -> None:
+    """Numbers of rollout and turns exactly, ratios as float32; a prompt may be drawn twice, a field have no column."""
     groups = make_groups(random.Random(0), prompts=3, samples=2, share_right=0.5)
-    groups[1].trajectories[0].reward = None
-    count = len(groups[0].trajectories[1])
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories[0].turn_rewards = [1 / 3, 1e-17]
+    trajectories[2].reward = None
+    count = len(trajectories[1])
     ratios = {name: np.linspace(-0.5, 0.5, count, dtype=np.float32) for name in ("log_ratio", "clip_low", "clip_high")}
-    extra = {1: {"advantage": -0.5, **ratios}, 2: {"dropped": True}}
-    path = write_trajectories(tmp_path, 7, groups, decode, extra=extra)
+    extra: dict[int, dict[str, Any]] = {0: {"turn_advantages": [0.5, -0.25]}, 1: {"advantage": -0.5, **ratios}}
+    extra |= {2: {"dropped": True}, 3: {"noted": [1, "a"]}, 7: {"advantage": 0.25}}
+    path = write_trajectories(tmp_path, 7, [*groups, groups[0]], decode, extra=extra)
+    shutil.copyfile(path, path.with_stem("step_000007-mine"))
+    assert trajectory_files(tmp_path) == {7: path} and path.name == "step_000007.parquet"
+    assert recorded_trajectories(path) == [*trajectories, *groups[0].trajectories]
     rows = read_trajectories(path)
-    assert recorded_trajectories(path) == [t for group in groups for t in group.trajectories]
     assert {name: rows[1][name] for name in ratios} == {name: values.tolist() for name, values in ratios.items()}
-    assert (rows[1]["advantage"], rows[2]["dropped"]) == (-0.5, True) and not rows[0]["dropped"]
+    assert [row.get("advantage") for row in rows] == [None, -0.5, *[None] * 5, 0.25]
+    assert [row.get("dropped", False) for row in rows] == [False, False, True, *[False] * 5]
+    assert (rows[0]["turn_rewards"], rows[0]["turn_advantages"]) == ([1 / 3, 1e-17], [0.5, -0.25])
+    assert not {"turn_rewards", "turn_advantages"} & rows[1].keys() and rows[3]["noted"] == [1, "a"]
+    for row, trajectory in zip(rows, [*trajectories, *trajectories[:2]], strict=True):
+        assert {name: row[name] for name in COLUMNS} == {name: getattr(trajectory, name) for name in COLUMNS}
+        assert row["answer"] == "2" and row["segments"][0]["kind"] == "prompt"
+        assert "".join(segment["text"] for segment in row["segments"]) == decode(row["token_ids"])
+    with_call = next(row for row in rows if row["tool_calls"])
+    kinds = [(0, "prompt"), (1, "model"), (1, "observation"), (2, "model")]
+    assert [(segment["turn"], segment["kind"]) for segment in with_call["segments"]] == kinds
 
 
-def test_a_dump_is_a_recording_as_it_was_written(tmp_path: Path) -> None:
-    groups = make_groups(random.Random(0), prompts=2, samples=2, share_right=0.5)
-    path = write_trajectories(tmp_path, 1, groups, decode)
-    assert recorded_trajectories(path) == [t for group in groups for t in group.trajectories]
-    shutil.copyfile(path, path.with_stem("step_000001-mine"))
-    assert trajectory_files(tmp_path) == {1: path}
+def test_half_a_character_of_a_tool_is_written(tmp_path: Path) -> None:
+    (group,) = make_groups(random.Random(0), prompts=1, samples=1, share_right=1.0)
+    call = group.trajectories[0].tool_calls[0]
+    call.output, call.arguments = "half \ud83d", {"code": "\ud83d"}
+    path = write_trajectories(tmp_path, 1, [group], decode)
+    (written,) = read_trajectories(path)[0]["tool_calls"]
+    assert recorded_trajectories(path) == group.trajectories
+    assert (written["output"], written["arguments"]) == ("half ?", {"code": "\ud83d"})
 
 
 @pytest.mark.parametrize(
@@ -148,34 +145,6 @@ def test_every_field_of_a_trajectory_has_a_column() -> None:
     judged = Trajectory("p", 0, 0, no_verdict=NoVerdict("timeout", "late"))
     with_turns = Trajectory("p", 0, 0, reward=1.0, turn_rewards=[0.5, 0.5])
     assert judged.facts().keys() | with_turns.facts().keys() <= set(SCHEMA.names)
-
-
-def test_what_turns_earned_is_kept_exactly_and_only_where_it_is_known(tmp_path: Path) -> None:
-    (group,) = make_groups(random.Random(0), prompts=1, samples=2, share_right=0.5)
-    group.trajectories[0].turn_rewards = [1 / 3, 1e-17]
-    path = write_trajectories(tmp_path, 1, [group], decode, extra={0: {"turn_advantages": [0.5, -0.25]}})
-    one, other = read_trajectories(path)
-    assert (one["turn_rewards"], one["turn_advantages"]) == ([1 / 3, 1e-17], [0.5, -0.25])
-    assert not {"turn_rewards", "turn_advantages"} & other.keys()
-    assert recorded_trajectories(path) == group.trajectories
-
-
-def test_a_dump_holds_the_columns_of_the_tokens(tmp_path: Path) -> None:
-    (group,) = make_groups(random.Random(0), prompts=1, samples=2, share_right=0.5)
-    table = read_trajectories(write_trajectories(tmp_path, 1, [group], decode))
-    for record, trajectory in zip(table, group.trajectories, strict=True):
-        assert {name: record[name] for name in COLUMNS} == {name: getattr(trajectory, name) for name in COLUMNS}
-
-
-def test_a_field_without_a_column_and_half_a_character_are_written(tmp_path: Path) -> None:
-    (group,) = make_groups(random.Random(0), prompts=1, samples=1, share_right=1.0)
-    call = group.trajectories[0].tool_calls[0]
-    call.output, call.arguments = "half \ud83d", {"code": "\ud83d"}
-    path = write_trajectories(tmp_path, 1, [group], decode, extra={0: {"noted": [1, "a"]}})
-    (record,) = read_trajectories(path)
-    assert recorded_trajectories(path) == group.trajectories
-    assert record["noted"] == [1, "a"]
-    assert record["tool_calls"][0]["output"] == "half ?" and record["tool_calls"][0]["arguments"] == {"code": "\ud83d"}
 
 
 def test_fields_without_a_column_are_read_from_the_json_in_other(tmp_path: Path) -> None:
@@ -247,13 +216,6 @@ def test_a_dump_that_does_not_end_costs_the_deadline_once(
     assert "not within 0.1 s: is the file system there?" in said[0] and "TypeError" in said[3]
 
 
-def test_a_prompt_that_was_drawn_twice_keeps_what_each_trajectory_adds(tmp_path):
-    (group,) = make_groups(random.Random(0), prompts=1, samples=1, share_right=0.5)
-    extra = {place: {"advantage": float(place)} for place in range(2)}
-    records = read_trajectories(write_trajectories(tmp_path, 1, [group, group], decode, extra=extra))
-    assert [record["advantage"] for record in records] == [0.0, 1.0]
-
-
 def test_dumps_of_a_course_that_is_discarded_are_kept_out_of_sight(tmp_path):
     for share in (0.0, 1.0):
         groups = make_groups(random.Random(0), prompts=1, samples=1, share_right=share)
@@ -272,48 +234,31 @@ def one_turn(ids: list[int]) -> Group:
     return Group(Prompt("p", "s", (), "", ()), [trajectory])
 
 
-@pytest.mark.parametrize(
-    ("text", "chars"), [("a€b", [1, 0, 0, 1, 1]), ("🙂", [0, 0, 0, 1]), ("", None), ("a\ufffdb", [1, 0, 0, 1, 1])]
-)
-def test_a_character_of_several_byte_tokens_counts_for_the_last(tmp_path, text, chars):
-    def decode_bytes(ids):
-        return bytes(ids).decode("utf-8", errors="replace")
-
-    path = write_trajectories(tmp_path, 0, [one_turn(list(text.encode()))], decode_bytes)
-    segments = read_trajectories(path)[0]["segments"]
-    if chars is None:
-        assert segments == []
-    else:
-        got = segments[0].get("token_chars")
-        assert got is None or (sum(got) == len(text) and len(got) == len(text.encode()))
-        if "\ufffd" not in text:
-            assert got == chars
-
-
 @pytest.mark.parametrize("at_once", [1, 2, 3, 7, 100])
 def test_a_long_text_is_decoded_in_parts_without_a_trace(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    """Also by a decoder that drops a first space, as those of SentencePiece do."""
+    """Also by a decoder that drops a first space, as those of SentencePiece do; a character is of its last token."""
 
-    def decode_bytes(ids):
+    def decode_bytes(ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
+
+    def segment_of(text: str, decoder: Callable[[list[int]], str]) -> dict[str, Any]:
+        ids = [*text.encode()]
+        (segment,) = Texts(decoder).segments(ids, [1] * len(ids), [1] * len(ids))
+        assert segment["text"] == text
+        return segment
 
     monkeypatch.setattr("ctpo_megatron.tracking.segments.AT_ONCE", at_once)
     text = "a€ b🙂  \ufffdé" * 5
-    columns = [*text.encode()], [1] * len(text.encode()), [1] * len(text.encode())
-    (segment,) = Texts(lambda ids: decode_bytes(ids).removeprefix(" ")).segments(*columns)
-    assert segment["text"] == text
+    segment_of(text, lambda ids: decode_bytes(ids).removeprefix(" "))
     text = text.replace("\ufffd", "")
-    columns = [*text.encode()], [1] * len(text.encode()), [1] * len(text.encode())
-    (segment,) = Texts(decode_bytes).segments(*columns)
-    assert segment["text"] == text
-    assert segment["token_chars"].tolist() == [
-        int(last) for letter in text for last in [0] * (len(letter.encode()) - 1) + [1]
-    ]
+    lengths = [int(last) for letter in text for last in [0] * (len(letter.encode()) - 1) + [1]]
+    assert segment_of(text, decode_bytes)["token_chars"].tolist() == lengths
 
 
 def test_a_decoder_that_depends_on_neighbours_leaves_the_token_lengths_out(tmp_path):
-    path = write_trajectories(tmp_path, 0, [one_turn(encode("ab"))], lambda ids: decode(ids).strip() + str(len(ids)))
-    assert read_trajectories(path)[0]["segments"][0]["token_chars"] is None
+    groups = [one_turn(encode("ab")), one_turn([])]
+    path = write_trajectories(tmp_path, 0, groups, lambda ids: decode(ids).strip() + str(len(ids)))
+    assert [[part["token_chars"] for part in row["segments"]] for row in read_trajectories(path)] == [[None], []]
 
 
 def test_phases_accumulate_within_a_step_and_start_anew():
@@ -338,12 +283,3 @@ def test_stages_survive_a_resume(tmp_path):
     with PhaseTimer(tmp_path).stage("rl"):
         time.sleep(0.01)
     assert read_stages(tmp_path)["rl"].wall >= before + 0.01
-
-
-def test_importing_the_room_pulls_in_nothing_heavy():
-    code = (
-        "import sys, ctpo_megatron.tracking;"
-        "print([m for m in ('torch', 'vl_convert', 'jinja2', 'tensorboard', 'numpy') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -38,23 +38,22 @@ def test_utilization_refers_to_the_devices_of_the_phase() -> None:
     assert found["throughput/update_mfu"] == pytest.approx(9.0 / 40)
 
 
+@pytest.mark.parametrize(
+    ("step", "engines", "absent", "present"),
+    [
+        (STEP, 0, "rollout", "update"),  # a replay
+        (STEP | {"tokens/old_log_probs": 0.0}, 2, "old_log_probs", "update"),  # its phase has the time of packing
+        ({"val/toolmath/acc/mean@1": 0.5, "time/eval": 2.0}, 1, "", None),
+        ({"time/checkpoint": 1.0, "time/update": 2.0}, 1, "", None),
+    ],
+)
 @pytest.mark.parametrize("per_device", [None, 10e12])
-def test_without_engines_nothing_is_said_of_the_rollout(per_device: float | None) -> None:
-    found = throughput_metrics(STEP, phase_peaks(per_device, trainers=4, engines=0))
-    assert found["throughput/update_model_tflops_per_s"] == 9.0
-    assert not any("rollout" in name for name in found)
-
-
-def test_a_pass_that_was_not_made_has_no_speed() -> None:
-    """Its phase has the time of packing."""
-    found = throughput_metrics(STEP | {"tokens/old_log_probs": 0.0}, phase_peaks(None, trainers=4, engines=2))
-    assert not any("old_log_probs" in name for name in found)
-
-
-def test_lines_without_training_have_none() -> None:
-    peaks = phase_peaks(1e12, trainers=1, engines=1)
-    assert throughput_metrics({"val/toolmath/acc/mean@1": 0.5, "time/eval": 2.0}, peaks) == {}
-    assert throughput_metrics({"time/checkpoint": 1.0, "time/update": 2.0}, peaks) == {}
+def test_what_was_not_done_has_no_speed(
+    step: dict[str, float], engines: int, absent: str, present: str | None, per_device: float | None
+) -> None:
+    found = throughput_metrics(step, phase_peaks(per_device, trainers=4, engines=engines))
+    assert not [name for name in found if absent in name]
+    assert present is None or found[f"throughput/{present}_model_tflops_per_s"] == 9.0
 
 
 def test_a_supervised_step_has_its_own_names() -> None:
