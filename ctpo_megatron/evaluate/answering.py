@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ctpo_megatron.base.event_loop import EventLoop
+from ctpo_megatron.base.event_loop import EventLoop, end
 from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import Config, Extension, RewardConfig
 from ctpo_megatron.data.batch import Group
@@ -138,7 +138,11 @@ async def play(
                 answers.take(prompt, trajectory)
 
     places = len(sampler.engines.engines) * (config.rollout.engine.max_num_seqs + 1)
-    await asyncio.gather(*(work() for _ in range(places)))
+    tasks = [asyncio.create_task(work()) for _ in range(places)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await end(tasks)
     await answers.kept()
 
 

@@ -58,8 +58,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shutil.copytree(task_folder(*SMALL_TASK), tmp_path_factory.mktemp("evaluate") / "task")
 
 
+class Ended(Exception):
+    """The evaluation is ended from outside."""
+
+
 class Scripted:
-    """Answers instead of engines; ends the process when it has answered `stop_after` samples."""
+    """Answers instead of engines; ends the evaluation when it has answered `stop_after` samples."""
 
     name, index, live = "scripted", 0, True
 
@@ -86,7 +90,7 @@ class Scripted:
             raise GroupLost("it hung")
         if len(self.played) == self.stop_after:
             await asyncio.sleep(4 * answering.GATHER_S)  # what was begun is scored meanwhile
-            raise SystemExit(143)
+            raise Ended
         self.played += [(task.prompt.id, index) for index in task.samples]
         return [self.answer(task.prompt, n, trajectory_seed(0, task.step, task.prompt.id, n)) for n in task.samples]
 
@@ -132,7 +136,7 @@ def lines(output: Path) -> dict[tuple[str, int], dict[str, Any]]:
 def test_an_evaluation_that_was_ended_goes_on_with_the_same_numbers(run: Any, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", "eval.prompts=6")
     assert whole.left_out == [] and len(run.engines.played) == 6 * K
-    with pytest.raises(SystemExit):
+    with pytest.raises(Ended):
         run(tmp_path / "twice", "eval.prompts=6", stop_after=9)
     assert len(lines(tmp_path / "twice")) >= 5 and not (tmp_path / "twice" / "results.json").exists()
     before = lines(tmp_path / "twice")
