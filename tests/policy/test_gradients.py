@@ -23,7 +23,16 @@ TEMPERATURE = 0.7
     [("mistral", "float32", 1e-5), ("qwen2.5", "float32", 1e-5), ("mistral", "float16", 5e-3)],
 )
 def test_gradient_equals_transformers(family: str, dtype: str, apart: float, layout: Layout, tmp_path: Path) -> None:
-    """In float16 without the loss scale, and without what is too small for it."""
+    """In float16 without the loss scale, and without what is too small for it; not by oneDNN, whose products are less
+    precise on a CPU that computes in float16."""
+    torch.backends.mkldnn.enabled = dtype != "float16"
+    try:
+        check_gradient(family, dtype, apart, layout, tmp_path)
+    finally:
+        torch.backends.mkldnn.enabled = True
+
+
+def check_gradient(family: str, dtype: str, apart: float, layout: Layout, tmp_path: Path) -> None:
     models.build(family, tmp_path)
     reference, objective = Reference(tmp_path, TEMPERATURE), PolicyObjective.preset("ctpo")
     trajectories = batch.trajectories(models.VOCAB)
