@@ -118,10 +118,10 @@ def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
         figures = rollout_metrics(of_source)
         found = {name: figures[f"rollout/{name}"] for name in CONDUCT if f"rollout/{name}" in figures}
         if judged:
-            found[f"acc/mean@{k}"] = statistics.fmean(map(statistics.fmean, judged))
+            metrics[f"val/{source}/acc/mean@{k}"] = statistics.fmean(map(statistics.fmean, judged))
             found["problems"] = float(len(judged))
         if judged and k > 1:
-            found[f"acc/best@{k}"] = statistics.fmean(map(max, judged))
+            metrics[f"val/{source}/acc/best@{k}"] = statistics.fmean(map(max, judged))
         if None in rewards:
             found["no_verdict"] = rewards.count(None) / len(rewards)
         metrics |= {f"val/{source}/{name}": value for name, value in found.items()}

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.config import ConfigError, Extension, RolloutConfig, load_config
 from ctpo_megatron.data import Curriculum, Prompt, PromptSampler
 from ctpo_megatron.preflight.extensions import check_extensions
-from ctpo_megatron.rollouts import Rollouts, RolloutSettings
+from ctpo_megatron.rollouts import GroupSampler, Rollouts, RolloutSettings
+from ctpo_megatron.tracking import Phases
 from tests.extend.document_examples import example
-from tests.rollouts import scripted
-from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
+from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer, Stops
 
 PROMPTS = [
     Prompt(f"p{n}", "source", ({"role": "user", "content": "x"},), "1", (n,), {"level": 9 - n}) for n in range(10)
@@ -38,7 +39,8 @@ def rollouts(prompts: Any, reward: float, ahead: int = 0) -> Rollouts:
     config = RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_staleness=ahead, group_timeout_s=20)
     settings = RolloutSettings(config, 20)
     scorer = ScriptedScorer(lambda prompt, sample: reward)
-    return scripted.rollouts(settings, ScriptedEngines(), scorer, prompts)
+    sampler = GroupSampler(ScriptedEngines(), config)  # type: ignore[arg-type]
+    return Rollouts(settings, EventLoop(), sampler, scorer, prompts, Stops(), Phases())  # type: ignore[arg-type]
 
 
 def train(source: Rollouts, *steps: int) -> list[list[str]]:

@@ -20,7 +20,7 @@ from ctpo_megatron.data import Trajectory
 from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed
 from ctpo_megatron.policy.megatron_versions import VERSION
 from tests.policy import models
-from tests.policy.steps import LOSS, weights
+from tests.policy.stepping import LOSS, weights
 
 FOLDER = Path(__file__).with_suffix("")
 KINDS: dict[str, dict[str, object]] = {

@@ -21,7 +21,7 @@ from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, Weight
 from ctpo_megatron.engines.weights.checksums import Checksums
 from ctpo_megatron.engines.weights.tcp import FetchMessage, fetched
 from ctpo_megatron.policy import Trainer, init_distributed
-from tests.policy.steps import weights
+from tests.policy.stepping import weights
 
 _NETWORK = 0x40000000
 """CLONE_NEWNET of Linux."""

@@ -22,7 +22,7 @@ from ctpo_megatron.policy import (
     summarize_updates,
 )
 from tests.policy import models
-from tests.policy.steps import weights
+from tests.policy.stepping import weights
 
 MEASURED = ("time/", "memory/")
 """Metrics that are never the same twice."""

@@ -19,7 +19,7 @@ from ctpo_megatron.policy import (
     summarize_updates,
 )
 from tests.policy import models
-from tests.policy.steps import has_weights, step, weights
+from tests.policy.stepping import has_weights, step, weights
 from tests.support import ranks
 
 GOOD = models.advantages()

@@ -37,7 +37,7 @@ from ctpo_megatron.policy import (
 from ctpo_megatron.policy.megatron_versions import RELEASE
 from ctpo_megatron.policy.train_state import _inner_adamw
 from tests.policy import models
-from tests.policy.steps import has_weights, step, weights
+from tests.policy.stepping import has_weights, step, weights
 from tests.support.deadlines import scaled
 
 ASYNCHRONOUS = CheckpointConfig(asynchronous=True)

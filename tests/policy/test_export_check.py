@@ -17,7 +17,7 @@ from ctpo_megatron.export import layout_of, resolve
 from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed
 from ctpo_megatron.verify import check_exported
 from tests.policy import models
-from tests.policy.steps import step
+from tests.policy.stepping import step
 from tests.support import ranks
 from tests.support.prefork import ROOT
 from tests.support.task import SMALL_TASK, task_files, task_folder

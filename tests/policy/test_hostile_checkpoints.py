@@ -26,7 +26,7 @@ from ctpo_megatron.policy.checkpoint_files import MARKER
 from ctpo_megatron.policy.checkpoint_reading import metadata_from
 from tests.end_to_end.small_run import Ctpo
 from tests.policy import megatron_checkpoints as checkpoints
-from tests.policy.steps import has_weights, weights
+from tests.policy.stepping import has_weights, weights
 from tests.policy.test_checkpoint_files import rewrite
 from tests.support import children
 

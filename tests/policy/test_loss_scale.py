@@ -25,7 +25,7 @@ from ctpo_megatron.policy import (
 from ctpo_megatron.policy.loss_scale import LossScale
 from tests.policy import models
 from tests.policy.jobs import CP2, DISTOPT, EP2, OVERLAP, PP2, TP2
-from tests.policy.steps import has_weights, step, weights
+from tests.policy.stepping import has_weights, step, weights
 from tests.support import ranks
 
 TOO_LARGE = 2.0**24

@@ -12,7 +12,7 @@ from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.policy import Layout, Trainer, host_copy
 from ctpo_megatron.policy.host_copy import HostCopy
 from tests.policy import models
-from tests.policy.steps import LOSS, has_weights, weights
+from tests.policy.stepping import LOSS, has_weights, weights
 
 
 def buffer_bytes(policy: Trainer) -> tuple[int, int]:

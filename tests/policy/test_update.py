@@ -19,7 +19,7 @@ from ctpo_megatron.policy import (
     check_mismatch,
 )
 from tests.policy import models
-from tests.policy.steps import step
+from tests.policy.stepping import step
 
 
 @pytest.fixture(scope="module")

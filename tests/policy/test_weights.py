@@ -19,7 +19,7 @@ from ctpo_megatron.config import ConfigError, PolicyConfig, read_spec
 from ctpo_megatron.policy import CheckpointError, Layout, Trainer
 from ctpo_megatron.policy.hf_directory import write_directory
 from tests.policy import models
-from tests.policy.steps import has_weights
+from tests.policy.stepping import has_weights
 
 
 def small(layout: Layout, folder: Path) -> Trainer:
