@@ -57,6 +57,7 @@ from ctpo_megatron.preflight import (
     memory_table,
     plan_tables,
     play_first,
+    prefix_note,
     run_checks,
     settled,
     torch_cuda,
@@ -179,6 +180,7 @@ def _dry_run(
     spec = shapes or spec_for(config)
     _print_config(config, args.verbose)
     say(f"\n{resolved_objective(config.objective)['summary']}")
+    say(f"prefixes: {prefix_note(config, cuda=cuda)} (policy.share_prefixes: {config.policy.share_prefixes})")
     _print_plan(config, job, spec)
     if cuda:
         if choice := choice_table(config, job, spec, gpu_gib):

@@ -55,7 +55,7 @@ from ctpo_megatron.config.objective_schema import (
     RejectConfig,
     TurnRatio,
 )
-from ctpo_megatron.config.parallel import NEED_TE, check_parallel, sequence_multiple
+from ctpo_megatron.config.parallel import NEED_TE, against_shared_prefixes, check_parallel, sequence_multiple
 from ctpo_megatron.config.placement import (
     Device,
     Job,

@@ -199,6 +199,11 @@ class PolicyConfig(Section):
         default="none",
         description="what leaves the GPU while trajectories are sampled; all: the parameters too (CUDA only)",
     )
+    share_prefixes: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: tokens of a micro-batch with the same history are computed once, in local layers without "
+        "context parallelism and router replay; off: every token of every sequence is computed",
+    )
     router_replay: bool = Field(
         default=False,
         description="experts: the trainer sends every token to the experts that the engine sent it to (docs/moe.md)",

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ctpo_megatron.data.forest import Forest, PrefixOrder
 from ctpo_megatron.data.tokens import BY_TURN, PACKED, ROUTER_CHOICES, common_type, further, joined
 from ctpo_megatron.data.trajectory import Trajectory
+
+LEAST_SHARED = 0.97
+"""Rows over tokens above which a micro-batch is computed token by token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,7 @@ class PackedBatch:
     more: further columns of tokens by name, `[N, ...]` of their own types, 0 at alignment. `ROUTER_CHOICES`, hundreds
     of bytes a token, stays in host memory.
     turn: [N] int16, the turn of each token as in `Trajectory`; None where the loss has no use for it.
+    forest: the distinct prefixes, which a pass computes in place of the tokens; None: it computes every token.
     """
 
     token_ids: torch.Tensor
@@ -146,6 +152,7 @@ class PackedBatch:
     packed: PackedBatch | None = None
     more: Mapping[str, torch.Tensor] = field(default_factory=dict)
     turn: torch.Tensor | None = None
+    forest: Forest | None = None
 
     @property
     def on_host(self) -> PackedBatch:
@@ -159,6 +166,16 @@ class PackedBatch:
     def num_tokens(self) -> int:
         """N, including alignment."""
         return int(self.token_ids.numel())
+
+    @property
+    def distinct_tokens(self) -> int:
+        """Tokens of the sequences that a pass computes, without alignment."""
+        return sum(self.lengths) if self.forest is None else self.forest.distinct
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that a pass computes: N, or the distinct prefixes."""
+        return self.num_tokens if self.forest is None else self.forest.rows
 
     @property
     def max_seqlen(self) -> int:
@@ -227,8 +244,12 @@ def pack(
     *,
     at_least: int = 0,
     kind: np.dtype[np.void] = PACKED,
+    order: PrefixOrder | None = None,
 ) -> list[PackedBatch]:
     """Pack by first-fit-decreasing, into `at_least` that many micro-batches.
+
+    order: of the step; then tokens with the same history in a micro-batch are one row, and it holds `rules.max_tokens`
+    rows. Micro-batches are runs of that order where these are fewer, or as many with fewer rows.
 
     advantages: one per sequence, broadcast to its tokens (None: 0), unless tokens have their own (`BY_TURN`). With more
     micro-batches than sequences, some have one masked sequence: it has no loss, but ranks that wait for each other run
@@ -241,17 +262,20 @@ def pack(
             [0.0] * len(members) if advantages is None else [advantages[i] for i in members],
             rules,
             kind,
+            share=order is not None,
         )
-        for members in _bins(sequences, rules, at_least)
+        for members in _bins(sequences, rules, at_least, order)
     ]
 
 
-def micro_batch_count(sequences: Sequence[TokenSequence], rules: PackingRules) -> int:
+def micro_batch_count(sequences: Sequence[TokenSequence], rules: PackingRules, order: PrefixOrder | None = None) -> int:
     """How many micro-batches `pack` makes."""
-    return len(_bins(sequences, rules, 0))
+    return len(_bins(sequences, rules, 0, order))
 
 
-def _bins(sequences: Sequence[TokenSequence], rules: PackingRules, at_least: int) -> list[list[int]]:
+def _bins(
+    sequences: Sequence[TokenSequence], rules: PackingRules, at_least: int, order: PrefixOrder | None
+) -> list[list[int]]:
     """Indices of the sequences of each micro-batch."""
     for sequence in sequences:
         if rules.padded(len(sequence)) > rules.max_tokens:
@@ -260,6 +284,37 @@ def _bins(sequences: Sequence[TokenSequence], rules: PackingRules, at_least: int
                 f"{rules.max_tokens} (policy.micro_batch_tokens x policy.context_parallel_size); raise it, or lower "
                 "rollout.max_response_tokens"
             )
+    bins = _first_fit(sequences, rules)
+    if order is not None and bins:
+        rows = partial(_rows, sequences, order=order)
+        bins = min((_runs(sequences, rules, order), bins), key=lambda found: (len(found), sum(map(rows, found))))
+    wanted = math.ceil(max(len(bins), at_least) / rules.count_multiple) * rules.count_multiple
+    return _divided(sequences, bins, wanted, runs=order is not None)
+
+
+def _rows(sequences: Sequence[TokenSequence], members: Sequence[int], order: PrefixOrder) -> int:
+    """Rows of a micro-batch of these sequences."""
+    lengths = {sequences[i].place: len(sequences[i]) for i in members}
+    return sum(lengths[place] - shared for place, shared in order.walk([*lengths]))
+
+
+def _runs(sequences: Sequence[TokenSequence], rules: PackingRules, order: PrefixOrder) -> list[list[int]]:
+    """Micro-batches that are runs of an order, each as long as its rows allow."""
+    index = {sequence.place: number for number, sequence in enumerate(sequences)}
+    bins, used = list[list[int]](), 0
+    for place, shared in order.walk([*index]):
+        number = index[place]
+        new = rules.padded(len(sequences[number]) - shared)
+        if bins and used + new <= rules.max_tokens:
+            bins[-1].append(number)
+            used += new
+        else:
+            bins.append([number])
+            used = rules.padded(len(sequences[number]))
+    return bins
+
+
+def _first_fit(sequences: Sequence[TokenSequence], rules: PackingRules) -> list[list[int]]:
     bins: list[list[int]] = []
     used: list[int] = []
     for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
@@ -271,25 +326,37 @@ def _bins(sequences: Sequence[TokenSequence], rules: PackingRules, at_least: int
         else:
             bins[place].append(index)
             used[place] += length
-    wanted = math.ceil(max(len(bins), at_least) / rules.count_multiple) * rules.count_multiple
-    return _divided(sequences, bins, wanted)
+    return bins
 
 
-def _divided(sequences: Sequence[TokenSequence], bins: list[list[int]], count: int) -> list[list[int]]:
-    """The same sequences in at least `count` micro-batches: the largest are halved; missing ones are empty."""
+def _divided(
+    sequences: Sequence[TokenSequence], bins: list[list[int]], count: int, *, runs: bool = False
+) -> list[list[int]]:
+    """The same sequences in at least `count` micro-batches: the largest are halved; missing ones are empty.
+
+    runs: neighbours stay together.
+    """
     while len(bins) < count:
         divisible = [b for b, members in enumerate(bins) if len(members) > 1]
         if not divisible:
             return bins + [[]] * (count - len(bins))
         largest = max(divisible, key=lambda b: (sum(len(sequences[i]) for i in bins[b]), -b))
         members = bins[largest]
+        if runs:
+            bins[largest : largest + 1] = [members[: len(members) // 2], members[len(members) // 2 :]]
+            continue
         halves = split_evenly([sequences[i] for i in members], 2)
         bins[largest : largest + 1] = [[members[i] for i in half] for half in halves]
     return bins
 
 
 def _concatenate(
-    chosen: list[TokenSequence], advantages: list[float], rules: PackingRules, kind: np.dtype[np.void]
+    chosen: list[TokenSequence],
+    advantages: list[float],
+    rules: PackingRules,
+    kind: np.dtype[np.void],
+    *,
+    share: bool = False,
 ) -> PackedBatch:
     lengths = [len(t) for t in chosen]
     sizes = [rules.padded(length) for length in lengths]
@@ -313,6 +380,9 @@ def _concatenate(
     positions = np.arange(len(tokens)) - np.repeat(starts[:-1], sizes)
     weights = np.array([*advantages, *[0.0] * bool(filler)], np.float32)
     by_turn = "turn" in (kind.names or ())
+    forest = Forest.of(tokens["token_ids"], starts.tolist(), rules.batch_multiple) if share else None
+    if forest is not None and forest.rows > LEAST_SHARED * len(tokens):
+        forest = None
     return PackedBatch(
         token_ids=torch.from_numpy(tokens["token_ids"].astype(np.int64)),
         position_ids=torch.from_numpy(positions),
@@ -326,4 +396,5 @@ def _concatenate(
         lengths=tuple(lengths),
         more={name: flat(name) for name in further(tokens)},
         turn=flat("turn") if by_turn else None,
+        forest=forest,
     )

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -147,9 +147,14 @@ class AttentionPlan:
         """Rows `at` (`queries` or `tokens`) of t. If one rank holds all tokens, padding gets no gradient."""
         return take_rows(t, at, self.back) if self.split.whole else t.index_select(0, at)
 
+    def masks(self, _: torch.dtype) -> list[torch.Tensor | None]:
+        """The mask of each call; None: plain causal attention."""
+        return [part.visible for part in self.classes]
+
     @classmethod
-    def of(cls, packed: PackedSeqParams) -> AttentionPlan:
-        """The plan of this micro-batch, computed once and stored on the record that all layers share."""
+    def of(cls, packed: PackedSeqParams) -> Any:
+        """The plan of this micro-batch, computed once and stored on the record that all layers share: one of these, or
+        a `ForestPlan`."""
         found = getattr(packed, "attention_plan", None)
         if found is None:
             found = cls(packed.split, getattr(packed, "rules", EXACT))

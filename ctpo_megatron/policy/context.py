@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from ctpo_megatron.data import PackedBatch
+from ctpo_megatron.data.forest import Forest
+from ctpo_megatron.policy.nodes import gather_rows
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,36 @@ class ContextSplit:
 
 
 @dataclass(frozen=True)
+class SharedRows:
+    """Distinct predictions of a forest: m pairs of an output row and a label, of the M rows in `Targets.rows`.
+
+    source: int64 `[m]`, the output row of each. token: int64 `[m]`, a token whose label each predicts. pair: int64
+    `[M]`, which of them each of the M rows is.
+    """
+
+    source: Tensor
+    token: Tensor
+    pair: Tensor
+
+    @classmethod
+    def of(cls, batch: PackedBatch, forest: Forest, predicting: Tensor) -> SharedRows:
+        """The pairs of `Targets.rows`, made once for all passes."""
+        if (known := forest.derived.get("pairs")) is None:
+            tokens = predicting.numpy()
+            # The row of the label, as children of a row have different tokens.
+            _, at, pair = np.unique(forest.row[tokens + 1], return_index=True, return_inverse=True)
+            parts = (forest.row[tokens[at]], tokens[at], pair.reshape(-1))
+            known = cls(*(torch.from_numpy(each).to(batch.token_ids.device, non_blocking=True) for each in parts))
+            forest.derived["pairs"] = known
+        found: SharedRows = known
+        return found
+
+    def spread(self, values: Tensor) -> Tensor:
+        """`[m]` of the pairs -> `[M]`, differentiable."""
+        return gather_rows(values, self.pair)
+
+
+@dataclass(frozen=True)
 class Targets:
     """The targets of the rows of this rank; row t of a sequence predicts its token t + 1.
 
@@ -101,6 +134,7 @@ class Targets:
     cu_seqlens: `[B + 1]`, boundaries among them. on_policy: see `PackedBatch`.
     rows: int64 `[M]`, where response_mask is set, ascending; computed on the host. in_loss, may_learn: bool `[M]` in
     host memory, which of them are in the loss, and which with a nonzero advantage. batch: what they are targets of.
+    shared: where the output has distinct prefixes in place of tokens.
     """
 
     labels: Tensor
@@ -117,6 +151,7 @@ class Targets:
     on_policy: bool
     batch: PackedBatch
     turn: Tensor | None = None
+    shared: SharedRows | None = None
 
     @classmethod
     def of(cls, batch: PackedBatch, split: ContextSplit) -> Targets:
@@ -148,6 +183,7 @@ class Targets:
             on_policy=batch.on_policy,
             batch=batch,
             turn=None if batch.turn is None else next_of(batch.turn),
+            shared=None if batch.forest is None else SharedRows.of(batch, batch.forest, predicting),
         )
 
     @property

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.policy.attention_plan import EXACT, AttentionPlan, AttentionRules
 from ctpo_megatron.policy.context import ContextSplit
+from ctpo_megatron.policy.forest_plan import ForestPlan
 from ctpo_megatron.policy.megatron_versions import LATENT_ROTARY
 from ctpo_megatron.policy.nodes import rms_norm, rotate
 
@@ -43,7 +44,12 @@ def packed_sequences(batch: PackedBatch, split: ContextSplit, rules: AttentionRu
     these rows, for `rotate_packed`.
     """
     longest, boundaries = batch.max_seqlen, batch.cu_seqlens
-    boundaries.positions = split.take(batch.position_ids)  # type: ignore[attr-defined] # all that rotary layers receive
+    plan = None if batch.forest is None else ForestPlan.of(batch, rules)
+    if plan is None:
+        positions = split.take(batch.position_ids)
+    else:
+        positions, boundaries = plan.take(batch.position_ids), plan.boundaries
+    boundaries.positions = positions  # type: ignore[attr-defined] # all that rotary layers receive
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -51,7 +57,7 @@ def packed_sequences(batch: PackedBatch, split: ContextSplit, rules: AttentionRu
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    packed.split, packed.rules = split, rules
+    packed.split, packed.rules, packed.attention_plan = split, rules, plan
     return packed
 
 
@@ -104,10 +110,10 @@ class PackedCausalAttention(MegatronModule):
     ) -> torch.Tensor:
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError("the local layer spec takes packed sequences only (PackedSeqParams, qkv_format='thd')")
-        plan = AttentionPlan.of(packed_seq_params)
-        if not plan.split.whole:
+        plan, split = AttentionPlan.of(packed_seq_params), packed_seq_params.split
+        if not split.whole:
             both = torch.cat([key, value], dim=-1)
-            gathered = gather_from_sequence_parallel_region(both, group=plan.split.group)[plan.split.restore]
+            gathered = gather_from_sequence_parallel_region(both, group=split.group)[split.restore]
             key, value = torch.split(gathered, [key.shape[-1], value.shape[-1]], dim=-1)
         # One gather each, then views: the gradient of a gather has the size of all tokens, however few it selects.
         queries = torch.split(plan.rows_of(query, plan.queries), [part.queries.numel() for part in plan.classes])
@@ -115,7 +121,7 @@ class PackedCausalAttention(MegatronModule):
         keys, values = (torch.split(plan.rows_of(t, plan.tokens), lengths) for t in (key, value))
         outputs = []
         repeats = query.shape[-2] // key.shape[-2] if plan.rules.repeat_keys else 1
-        for part, *rows in zip(plan.classes, queries, keys, values, strict=True):
+        for part, mask, *rows in zip(plan.classes, plan.masks(query.dtype), queries, keys, values, strict=True):
             sizes = (part.queries, part.tokens, part.tokens)
             q, k, v = (torch.unflatten(t, 0, size).transpose(1, 2) for t, size in zip(rows, sizes, strict=True))
             if repeats > 1:
@@ -124,8 +130,8 @@ class PackedCausalAttention(MegatronModule):
                 q,
                 k,
                 v,
-                attn_mask=part.visible,
-                is_causal=part.visible is None,
+                attn_mask=mask,
+                is_causal=mask is None,
                 scale=self.softmax_scale,
                 enable_gqa=repeats == 1,
             )

@@ -29,6 +29,7 @@ from ctpo_megatron.data import (
     token_sequences,
     with_turns,
 )
+from ctpo_megatron.data.forest import PrefixOrder
 from ctpo_megatron.data.tokens import PACKED, common_type, joined
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import Advantage, Denominators
@@ -39,15 +40,19 @@ if TYPE_CHECKING:
     from ctpo_megatron.policy.predictions import Anchor
 
 
+_BISECTIONS = 30
+"""Of the bound on the cost of a share: to a billionth."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """The work of one optimizer step.
 
     tokens: of its trajectories, over all ranks. flops: model FLOPs of one forward pass over them. trained_tokens,
     trained_flops: the same for the trajectories that the passes run over. imbalance: largest over mean model FLOPs of
-    the data-parallel ranks' shares. computed_tokens: rows of attention in this rank's replica, alignment and padding
-    included. packing_s: seconds that this rank spent on packing. attention_shapes: different (sequences, length) of its
-    calls of attention, where they are kept few.
+    the data-parallel ranks' shares. distinct_tokens: that the passes of this rank's replica compute. computed_tokens:
+    rows of attention there, alignment and padding included. packing_s: seconds that this rank spent on packing.
+    attention_shapes: different (sequences, length) of its calls of attention, where they are kept few.
     """
 
     tokens: int
@@ -55,6 +60,7 @@ class Workload:
     trained_tokens: int
     trained_flops: float
     imbalance: float
+    distinct_tokens: int
     computed_tokens: int
     packing_s: float
     attention_shapes: frozenset[tuple[int, int]] = frozenset()
@@ -177,6 +183,22 @@ def share_sizes(
     return outline, [advantage if takes_part else None for advantage, takes_part in known]
 
 
+def share_order(sequences: Sequence[TokenSequence], layout: Layout) -> PrefixOrder:
+    """The order of the sequences of rank zero by their tokens, on every rank; collective. Sends int64 `[2, B]`."""
+
+    def order() -> PrefixOrder:
+        return PrefixOrder.of([sequence.records["token_ids"] for sequence in sequences])
+
+    if layout.world_size == 1:
+        return order()
+    known = torch.zeros(2, len(sequences), dtype=torch.int64)
+    if layout.is_rank_zero:
+        found = order()
+        known[:] = torch.from_numpy(np.stack([found.place, found.shared]))
+    dist.broadcast(known, src=0)
+    return PrefixOrder(*known.numpy())
+
+
 def make_mini_batches(
     sequences: Sequence[TokenSequence],
     advantages: Sequence[float | None],
@@ -186,6 +208,7 @@ def make_mini_batches(
     layout: Layout,
     spec: ModelSpec,
     attention: AttentionRules | None,
+    order: PrefixOrder | None = None,
     skip_zero_advantage: bool = False,
     pack_skipped: bool = False,
 ) -> list[MiniBatch]:
@@ -195,7 +218,8 @@ def make_mini_batches(
     balanced by model FLOPs. A sequence whose advantage is None takes no part: it is in no micro-batch and in no
     denominator. skip_zero_advantage: those whose advantage is 0 are in the denominators but in no micro-batch. A rank
     without any sequence runs one masked sequence. pack_skipped: `skipped_micro_batches` of the first and the last step.
-    attention: as `BuiltModel.attention`; rows that its calls pad count as computed tokens.
+    attention: as `BuiltModel.attention`; rows that its calls pad count as computed tokens. order: of the step, from
+    `share_order`; tokens with the same history are computed once then, in shares and micro-batches that are runs of it.
     Raises ValueError when an optimizer step has fewer sequences than there are data-parallel ranks. Collective.
     """
     rules = packing_rules(config)
@@ -206,23 +230,24 @@ def make_mini_batches(
         chunk, values = zip(*step, strict=True)
         if len(chunk) < layout.dp_size:
             raise ValueError(f"an optimizer step of {len(chunk)} sequences cannot feed {layout.dp_size} replicas")
-        flops = [spec.forward_flops(each.length, each.sampled_tokens) for each in chunk]
+        load = _Load(chunk, spec, order)
         # Not `abs(a) > 0`: a NaN has to reach the loss.
         taking_part = {i: value for i, value in enumerate(values) if value is not None}
         trained = [i for i, value in taking_part.items() if not (skip_zero_advantage and value == 0)]
         # Every rank computes all shares: they follow from the sizes alone, so no communication is needed.
-        shares = _shares(trained, chunk, flops, layout)
-        packed = _packed(chunk, shares, taking_part, rules, layout)
+        shares = _shares(trained, load, layout)
+        packed = _packed(chunk, shares, taking_part, rules, layout, order)
         denominators = Denominators.of_counts(chunk[i].loss_tokens for i in taking_part)
         micro_batches = [micro.to(layout.device) for micro in packed]
-        loads = [sum(flops[i] for i in share) for share in shares]
-        shapes = [shape for micro in packed for shape in attention_shapes(micro.cu_seqlens, attention)]
+        loads = [load.of(share) for share in shares]
+        shapes = [shape for micro in micro_batches for shape in _attention_shapes(micro, attention)]
         work = Workload(
             tokens=sum(map(len, chunk)),
-            flops=sum(flops),
+            flops=sum(load.alone),
             trained_tokens=sum(len(chunk[i]) for i in trained),
             trained_flops=sum(loads),
             imbalance=max(loads) * layout.dp_size / sum(loads) if trained else 1.0,
+            distinct_tokens=sum(micro.distinct_tokens for micro in micro_batches),
             computed_tokens=sum(sequences * length for sequences, length in shapes),
             attention_shapes=frozenset(shapes) if attention and attention.bounded else frozenset(),
             packing_s=time.perf_counter() - began,
@@ -230,17 +255,72 @@ def make_mini_batches(
         skipped = sorted(taking_part.keys() - set(trained))
         result.append(MiniBatch(micro_batches, denominators, work, [chunk[i] for i in skipped]))
         if skipped and pack_skipped and number in (0, last):
-            passed = _packed(chunk, _shares(skipped, chunk, flops, layout), taking_part, rules, layout)
+            passed = _packed(chunk, _shares(skipped, load, layout), taking_part, rules, layout, order)
             result[-1].skipped_micro_batches = [micro.to(layout.device) for micro in passed]
     return result
 
 
-def _shares(
-    members: Sequence[int], chunk: Sequence[TokenSequence], flops: Sequence[float], layout: Layout
-) -> list[list[int]]:
-    """The members of `chunk` that each data-parallel rank takes."""
-    parts = split_evenly([chunk[i] for i in members], layout.dp_size, [flops[i] for i in members])
-    return [[members[i] for i in part] for part in parts]
+class _Load:
+    """Model FLOPs of a forward pass over sequences of an optimizer step. alone: of each by itself.
+
+    order: of the step, with which tokens of the same history count once; None: every token counts.
+    """
+
+    def __init__(self, chunk: Sequence[TokenSequence], spec: ModelSpec, order: PrefixOrder | None) -> None:
+        self.chunk, self.order, self._spec = chunk, order, spec
+        self.alone = [spec.forward_flops(each.length, each.sampled_tokens) for each in chunk]
+
+    def of(self, members: Sequence[int]) -> float:
+        """Of some sequences, by number in the step, in one pass."""
+        return sum(flops for _, flops in self.walk(members))
+
+    def walk(self, members: Sequence[int]) -> list[tuple[int, float]]:
+        """The members, in the order if there is one, each with the FLOPs that it adds to those before it."""
+        if self.order is None:
+            return [(i, self.alone[i]) for i in members]
+        number = {self.chunk[i].place: i for i in members}
+        return [(number[place], self._added(number[place], shared)) for place, shared in self.order.walk([*number])]
+
+    def _added(self, index: int, shared: int) -> float:
+        sampled = self.chunk[index].sampled_tokens
+        in_prefix = max(0, sampled - (self.chunk[index].length - shared))
+        return self.alone[index] - (self._spec.forward_flops(shared, in_prefix) if shared else 0.0)
+
+
+def _shares(members: Sequence[int], load: _Load, layout: Layout) -> list[list[int]]:
+    """The members that each data-parallel rank takes: runs of the order where the costliest share is smaller then."""
+    parts = split_evenly([load.chunk[i] for i in members], layout.dp_size, [load.alone[i] for i in members])
+    even = [[members[i] for i in part] for part in parts]
+    if load.order is None or layout.dp_size == 1 or not members:
+        return even
+    runs = _runs(load, members, layout.dp_size)
+    return min((even, runs), key=lambda shares: max(map(load.of, shares)))
+
+
+def _runs(load: _Load, members: Sequence[int], parts: int) -> list[list[int]]:
+    """Members in runs of the order, with the smallest bound on the cost of a run that `parts` runs allow."""
+    walk = load.walk(members)
+
+    def cut(bound: float) -> list[list[int]]:
+        runs, cost = [[walk[0][0]]], load.alone[walk[0][0]]
+        for index, added in walk[1:]:
+            cost += added
+            if cost > bound:
+                runs.append([])
+                cost = load.alone[index]
+            runs[-1].append(index)
+        return runs
+
+    low, high = max(load.alone[index] for index, _ in walk), sum(load.alone[index] for index, _ in walk)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(cut(middle)) <= parts else (middle, high)
+    runs = cut(high)
+    while len(runs) < parts and any(len(run) > 1 for run in runs):  # no rank is without work
+        longest = max(range(len(runs)), key=lambda number: len(runs[number]))
+        run = runs[longest]
+        runs[longest : longest + 1] = [run[: len(run) // 2], run[len(run) // 2 :]]
+    return runs + [[] for _ in range(parts - len(runs))]
 
 
 def _packed(
@@ -249,12 +329,19 @@ def _packed(
     advantages: Mapping[int, float],
     rules: PackingRules,
     layout: Layout,
+    order: PrefixOrder | None,
 ) -> list[PackedBatch]:
     """This rank's share in micro-batches, on the host; collective."""
     own = share_tokens(chunk, shares, layout)
-    at_least = _equal_count(chunk, shares, rules) if layout.ep_size > 1 else 1
+    at_least = _equal_count(chunk, shares, rules, order) if layout.ep_size > 1 else 1
     kind = common_type([PACKED, *(sequence.kind for sequence in chunk)])
-    return pack(own, [advantages[i] for i in shares[layout.dp_rank]], rules, at_least=at_least, kind=kind)
+    values = [advantages[i] for i in shares[layout.dp_rank]]
+    return pack(own, values, rules, at_least=at_least, kind=kind, order=order)
+
+
+def _attention_shapes(micro: PackedBatch, attention: AttentionRules | None) -> list[tuple[int, int]]:
+    """(sequences, length) of each call of attention; of a forest, whose calls have many shapes, its rows as one."""
+    return [(1, micro.forest.rows)] if micro.forest else attention_shapes(micro.on_host.cu_seqlens, attention)
 
 
 def packing_rules(config: PolicyConfig) -> PackingRules:
@@ -269,9 +356,11 @@ def packing_rules(config: PolicyConfig) -> PackingRules:
     )
 
 
-def _equal_count(chunk: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rules: PackingRules) -> int:
+def _equal_count(
+    chunk: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rules: PackingRules, order: PrefixOrder | None
+) -> int:
     """Micro-batches of the replica that needs most: to exchange experts' tokens, replicas run the same passes."""
-    return max(1, *(micro_batch_count([chunk[i] for i in share], rules) for share in shares))
+    return max(1, *(micro_batch_count([chunk[i] for i in share], rules, order) for share in shares))
 
 
 def share_tokens(

@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ctpo_megatron.config import NEED_TE, PolicyConfig, Split, head_chunk_rows
+from ctpo_megatron.config import NEED_TE, PolicyConfig, Split, against_shared_prefixes, head_chunk_rows
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.attention_plan import AttentionRules
@@ -39,6 +39,7 @@ class BuiltModel:
     streaming: the last stage returns hidden states, and the loss applies the output layer (`predictions.py`), with the
     logits of `head_chunk` rows at a time (None: the kernels' default). attention: of the local layers; None where they
     are Transformer Engine's. loss_scale: of float16, None otherwise. replays: with `policy.router_replay`.
+    shares_prefixes: passes compute tokens with the same history once.
     """
 
     wrapped: tuple[DistributedDataParallel, ...]
@@ -50,6 +51,7 @@ class BuiltModel:
     attention: AttentionRules | None
     loss_scale: LossScale | None
     replays: RouterReplays | None = None
+    shares_prefixes: bool = False
 
     @property
     def output_weight(self) -> torch.nn.Parameter:
@@ -190,7 +192,12 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
     replays = RouterReplays.install(gpt, policy) if config.moe_enable_routing_replay else None
     if (attention := _attention(spec, policy)) is not None:
         device.allow_cudnn_attention(attention.bounded)
-    return BuiltModel(wrapped, tuple(gpt), config, spec, streaming, head_chunk, attention, loss_scale, replays)
+    against = against_shared_prefixes(policy, resolve_layer_spec(policy))
+    log.info(
+        "prefixes: %s", f"not shared, as {against}" if against else "tokens with the same history are computed once"
+    )
+    parts = (wrapped, tuple(gpt), config, spec, streaming, head_chunk, attention, loss_scale, replays)
+    return BuiltModel(*parts, shares_prefixes=not against)
 
 
 def _attention(spec: ModelSpec, policy: PolicyConfig) -> AttentionRules | None:

@@ -27,6 +27,11 @@ def take_rows(t: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Te
     return _node(_Rows, t, at, back)
 
 
+def gather_rows(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Rows `at` of t `[n, ...]`, which may come several times: their gradients add up in float32, in a fixed order."""
+    return _node(_SharedRows, t, at)
+
+
 def _node(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
     apply: Any = function.apply
     found: torch.Tensor = apply(*inputs)
@@ -87,3 +92,22 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _SharedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(at)
+        ctx.count, ctx.dtype = t.shape[0], t.dtype
+        return t.index_select(0, at)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (at,), grad = ctx.saved_tensors, grads[0]
+        total = grad.new_zeros(ctx.count, *grad.shape[1:], dtype=torch.promote_types(grad.dtype, torch.float32))
+        if total.is_cuda:  # there `index_add_` adds in any order, and this sorts
+            total.index_put_((at,), grad.to(total.dtype), accumulate=True)
+        else:
+            total.index_add_(0, at, grad.to(total.dtype))
+        return total.to(ctx.dtype), None

@@ -42,7 +42,7 @@ def run_schedule(
             data_iterator=[iter(batches) for _ in range(chunks)] if chunks > 1 else iter(batches),
             model=list(model.wrapped),
             num_microbatches=len(batches),
-            seq_length=max(batch.num_tokens for batch in batches),
+            seq_length=max(batch.num_rows for batch in batches),
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -61,11 +61,13 @@ def _forward_step(
     split = ContextSplit.of(batch.on_host.cu_seqlens).to(batch.cu_seqlens.device)
     if model.replays is not None:
         model.replays.start(batch, split)
+    packed = packed_sequences(batch, split, model.attention or EXACT)
+    take = split.take if batch.forest is None else packed.attention_plan.take
     output = module(
-        input_ids=split.take(batch.token_ids)[None],
-        position_ids=split.take(batch.position_ids)[None],
+        input_ids=take(batch.token_ids)[None],
+        position_ids=take(batch.position_ids)[None],
         attention_mask=None,
-        packed_seq_params=packed_sequences(batch, split, model.attention or EXACT),
+        packed_seq_params=packed,
         **model.output_options,
     )
 
@@ -161,7 +163,8 @@ class Passes:
         computed, count = mini_batch.work.computed_tokens, len(mini_batch.micro_batches)
         self._attention_shapes |= mini_batch.work.attention_shapes
         shapes = len(self._attention_shapes)
-        report = RankReport(self._layout.dp_rank, computed, count, device.peak_memory_mib(), shapes)
+        distinct = mini_batch.work.distinct_tokens
+        report = RankReport(self._layout.dp_rank, distinct, computed, count, device.peak_memory_mib(), shapes)
         all_stats, reports, norms = zip(*gather_objects((own_stats, report, grad_norm)), strict=True)
         return merge([stats for stats in all_stats if stats is not None]), reports, norms
 
@@ -179,7 +182,8 @@ class Passes:
         own: dict[tuple[int, int], torch.Tensor] = {}
         for micro, collected in zip(mini_batch.micro_batches, kept, strict=False):
             for number, tokens in micro.places():
-                own[number, self._layout.tp_rank] = collected["logits"][tokens]
+                at: Any = tokens if micro.forest is None else torch.from_numpy(micro.forest.row[tokens])
+                own[number, self._layout.tp_rank] = collected["logits"][at]
         shards: dict[tuple[int, int], torch.Tensor] = {}
         for part in gather_objects(own):
             shards |= part

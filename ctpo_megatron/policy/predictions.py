@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from ctpo_kernels import linear_log_probs, vocab_parallel_log_probs
@@ -31,6 +32,7 @@ from ctpo_megatron.objective import (
     supervised_loss,
 )
 from ctpo_megatron.policy.context import Targets
+from ctpo_megatron.policy.nodes import gather_rows
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,12 @@ class Predictions(ABC):
     @abstractmethod
     def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
         """`[n]` each, differentiable; entropy in nats. The same bits as the log-probs that a loss uses."""
+
+    def at_rows(self, values: Tensor) -> Tensor:
+        """Values of `targets.rows`, or of their distinct pairs -> `[n]`, 0 elsewhere."""
+        shared, count = self.targets.shared, self.targets.labels.numel()
+        known = values if shared is None else shared.spread(values)
+        return known.new_zeros(count).index_put((self.targets.rows,), known)
 
     def policy_loss(self, anchor: Anchor, objective: PolicyObjective, denominators: Denominators) -> PolicyLossOutput:
         """`objective.policy_loss` of the rows, differentiable in the model's output and in the output layer.
@@ -127,26 +135,24 @@ class LogitsPredictions(Predictions):
     logits: Tensor
 
     def log_probs(self) -> Tensor:
-        return self._at(self.targets.rows, self._vocab_parallel())
+        return self.at_rows(self._vocab_parallel())
 
     def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
         values, entropy = self._vocab_parallel(return_entropy=True)
-        return self._at(self.targets.rows, values), self._at(self.targets.rows, entropy)
+        return self.at_rows(values), self.at_rows(entropy)
 
     def _vocab_parallel(self, **options: bool) -> Any:
-        rows = self.targets.rows
+        rows, shared = self.targets.rows, self.targets.shared
         return vocab_parallel_log_probs(
-            self.logits[rows],  # a copy, so that the gradient may overwrite it
-            self.targets.labels[rows],
+            # A copy, so that the gradient may overwrite it.
+            self.logits[rows] if shared is None else gather_rows(self.logits, shared.source),
+            self.targets.labels[rows if shared is None else shared.token],
             mpu.get_tensor_model_parallel_group(),
             self.temperature,
             inplace_backward=True,
             vocab_size=self.vocab_size,
             **options,
         )
-
-    def _at(self, rows: Tensor, values: Tensor) -> Tensor:
-        return values.new_zeros(self.targets.labels.numel()).index_put((rows,), values)
 
 
 @dataclass(frozen=True)
@@ -171,9 +177,9 @@ class StreamingPredictions(Predictions):
         return log_probs, entropy
 
     def policy_loss(self, anchor: Anchor, objective: PolicyObjective, denominators: Denominators) -> PolicyLossOutput:
-        if not objective.on_kernels:
-            return super().policy_loss(anchor, objective, denominators)
         targets = self.targets
+        if not objective.on_kernels or targets.shared is not None:  # in one sweep the loss is of the output's rows
+            return super().policy_loss(anchor, objective, denominators)
         return linear_policy_loss(
             self.hidden,
             self.weight,
@@ -199,7 +205,20 @@ class StreamingPredictions(Predictions):
             entropy=targets.on_policy,
         )
 
-    def _linear_log_probs(self, **options: bool) -> Any:
+    def _linear_log_probs(self, **options: Any) -> Any:
+        if (shared := self.targets.shared) is not None:
+            found = linear_log_probs(
+                gather_rows(self._whole_hidden(), shared.source),
+                self.weight,
+                self.targets.labels[shared.token],
+                mpu.get_tensor_model_parallel_group(),
+                False,
+                self.temperature,
+                chunk_size=self.chunk_size,
+                vocab_size=self.vocab_size,
+                **options,
+            )
+            return tuple(map(self.at_rows, found)) if isinstance(found, tuple) else self.at_rows(found)
         return linear_log_probs(
             self.hidden,
             self.weight,
@@ -213,6 +232,14 @@ class StreamingPredictions(Predictions):
             rows=self.targets.rows,
             **options,
         )
+
+    def _whole_hidden(self) -> Tensor:
+        """`[n, H]`; the gradient of the head is of all tensor-parallel ranks already."""
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        if not self.sequence_parallel:
+            return hidden
+        gathered: Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return gathered
 
 
 LossFunction = Callable[[Predictions, Denominators], PolicyLossOutput]

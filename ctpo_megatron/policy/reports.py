@@ -39,11 +39,13 @@ class StepOutcome(Enum):
 class RankReport:
     """What a rank reports to the others after the passes of an optimizer step.
 
-    computed_tokens, micro_batches: of its replica, which is number `dp_rank`. peak_mib: see `device.peak_memory_mib`.
+    distinct_tokens, computed_tokens, micro_batches: of its replica, which is number `dp_rank`.
+    peak_mib: see `device.peak_memory_mib`.
     attention_shapes: different shapes of calls of attention since its start; 0 where they are not kept few.
     """
 
     dp_rank: int
+    distinct_tokens: int
     computed_tokens: int
     micro_batches: int
     peak_mib: float
@@ -217,13 +219,15 @@ def cost_metrics(costs: Sequence[Cost], passes: int) -> dict[str, float]:
     trained, flops = sum(c.work.trained_tokens for c in costs), sum(c.work.trained_flops for c in costs)
     replicas = [report for cost in costs for report in cost.replicas]
     peaks = [report.peak_mib for report in costs[-1].ranks]
+    distinct = sum(report.distinct_tokens for report in replicas)
     shapes = max(report.attention_shapes for report in costs[-1].ranks)
     return {
         "tokens/total": float(sum(cost.work.tokens for cost in costs) / passes),
         "tokens/trained": float(trained),
         "tokens/forward_tflop": sum(cost.work.flops for cost in costs) / passes / 1e12,
         "tokens/trained_forward_tflop": flops / 1e12,
-        "packing/useful_token_fraction": trained / sum(report.computed_tokens for report in replicas),
+        "perf/distinct_rows": distinct / trained if trained else 1.0,
+        "packing/useful_token_fraction": distinct / sum(report.computed_tokens for report in replicas),
         "packing/micro_batches": float(sum(report.micro_batches for report in replicas)),
         # Ranks wait for the slowest once per optimizer step, so the largest share counts, weighted by the step's work.
         "packing/imbalance": sum(c.work.imbalance * c.work.trained_flops for c in costs) / flops if flops else 1.0,

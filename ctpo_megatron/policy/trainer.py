@@ -35,6 +35,7 @@ from ctpo_megatron.policy.minibatch import (
     in_turn,
     largest,
     make_mini_batches,
+    share_order,
     share_sizes,
 )
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards
@@ -230,6 +231,7 @@ class Trainer:
         checked = self.layout.keep_on_rank_zero(check)
         found = checked or []
         sequences, overall = share_sizes(found, [largest(known[each.trajectory]) for each in found], self.layout)
+        order = share_order(sequences, self.layout) if self._model.shares_prefixes else None
         return make_mini_batches(
             sequences,
             overall,
@@ -238,6 +240,7 @@ class Trainer:
             layout=self.layout,
             spec=self.spec,
             attention=self._model.attention,
+            order=order,
             skip_zero_advantage=skip_zero_advantage,
             pack_skipped=pack_skipped,
         )

@@ -20,7 +20,7 @@ from ctpo_megatron.preflight.check import (
     warnings_of,
 )
 from ctpo_megatron.preflight.choice import choice_table, settled, settled_as_before
-from ctpo_megatron.preflight.configuration import validate, validate_sampling
+from ctpo_megatron.preflight.configuration import prefix_note, validate, validate_sampling
 from ctpo_megatron.preflight.devices import gpus, has_cuda_device, torch_cuda, torch_has_cuda, visible_gpus
 from ctpo_megatron.preflight.disk import check_disk, crash_line, disk_table, disk_use, held_out_prompts
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_node, diagnose_run, install_line, verdict

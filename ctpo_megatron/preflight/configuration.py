@@ -24,6 +24,7 @@ from ctpo_megatron.config import (
     OptimizerConfig,
     Problem,
     Sources,
+    against_shared_prefixes,
     check_parallel,
     flattened,
     gib,
@@ -132,6 +133,14 @@ def _why_local(config: Config) -> str:
     if policy.layer_spec == "auto" and (te_trouble() or not is_installed(TE)):
         return "it is not installed here"
     return ""
+
+
+def prefix_note(config: Config, *, cuda: bool) -> str:
+    """Whether passes compute tokens with the same history once, as far as this machine shows, and why not."""
+    against = against_shared_prefixes(
+        config.policy, "local" if not cuda or _why_local(config) else "transformer_engine"
+    )
+    return f"not shared: {against}" if against else "tokens with the same history are computed once"
 
 
 def _remedy(config: Config) -> str:

@@ -22,18 +22,26 @@ SHIFT = 0.08
 
 
 def trajectories(vocab_size: int, seed: int = 0) -> list[Trajectory]:
-    """Prompt, model turn, observation, model turn, of random tokens; at most `LONGEST` tokens each."""
+    """Prompt, model turn, observation, model turn, of random tokens; at most `LONGEST` tokens each.
+
+    Samples of a prompt begin with it, and two of four with the same first turn, up to its last token.
+    """
     rng = random.Random(seed)
 
     def tokens(fewest: int, most: int) -> list[int]:
         return [rng.randrange(vocab_size) for _ in range(rng.randint(fewest, most))]
 
-    result = []
+    result: list[Trajectory] = []
+    prompt, first = list[int](), list[int]()
     for index in range(SEQUENCES):
+        if index % 4 == 0:
+            prompt = tokens(3, 30)
         trajectory = Trajectory(f"p{index // 4}", index % 4, seed=index)
-        trajectory.append_context(tokens(3, 30), turn=0)
+        trajectory.append_context(prompt, turn=0)
         for turn in (1, 2):
             ids = tokens(1, 24)
+            if turn == 1:
+                first = ids = first[:-1] + ids[-1:] if index % 2 else ids
             trajectory.append_model(ids, [0.0] * len(ids), [0] * len(ids), turn)
             if turn == 1:
                 trajectory.append_context(tokens(1, 9), turn)

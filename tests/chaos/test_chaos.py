@@ -23,6 +23,7 @@ from tests.end_to_end.small_run import Ctpo, read, records, train_main
 from tests.support import ranks
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT, Child
+from tests.support.task import sft_file, task_files, task_folder
 
 STEPS, SEED, SAMPLES = 10, 15, 8
 SETTINGS = (
@@ -57,7 +58,9 @@ class Chaos:
 
     def play(self) -> int | None:
         """Start it, kill by plan, and wait for its end; the exit status."""
-        command = [str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS]
+        task = task_folder("heldout_prompts=16")
+        files = *task_files(task), sft_file(task)
+        command = [str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS, *files]
         how: dict[str, Any] = {"directory": self.directory, "environment": Ctpo(self.directory).environment}
         process = ranks.prefork().start(train_main, command, self.log, output=self.directory / "run", **how)
         try:

@@ -50,7 +50,8 @@ def saved_bytes(policy: Trainer, step: Any) -> int:
 
 
 def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=2048, **settings.get("policy", {}))
+    exact = {"micro_batch_tokens": 2048, "share_prefixes": "off"}  # the sums are of tokens
+    config = PolicyConfig(timeout_minutes=2.0, **exact, **settings.get("policy", {}))
     layout = init_distributed(config, seed=0)
     flags = device.transformer_flags(te_layers=False)
     if settings.get("fused"):

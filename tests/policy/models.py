@@ -93,13 +93,16 @@ def _decide(model: PreTrainedModel) -> None:
         layer.mlp.gate.weight[:, :experts] += 2.0 * torch.eye(experts)
 
 
-def trajectories(count: int = 16, seed: int = 0) -> list[Trajectory]:
-    """Prompt, model turn, observation, model turn; lengths vary so that packing matters."""
+def trajectories(count: int = 16, seed: int = 0, *, groups: bool = False) -> list[Trajectory]:
+    """Prompt, model turn, observation, model turn; lengths vary so that packing matters. groups: of one prompt each."""
     rng = random.Random(seed)
     result = []
+    prompt: list[int] = []
     for index in range(count):
+        if index % 4 == 0 or not groups:
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))]
         trajectory = Trajectory(f"p{index // 4}", index % 4, seed=index)
-        trajectory.append_context([rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))], turn=0)
+        trajectory.append_context(prompt, turn=0)
         for turn in (1, 2):
             n = rng.randint(1, 25)
             ids = [rng.randrange(VOCAB) for _ in range(n)]

@@ -57,7 +57,7 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     loss = policy_gradient(PolicyObjective.preset(settings.get("preset", "ctpo")), "proximal")
     steps, measured, first_norm = [], [], None
     for step in range(done, settings.get("steps", 2)):
-        mini_batches = policy.distribute(models.trajectories(seed=step), models.advantages(), size=8)
+        mini_batches = policy.distribute(models.trajectories(seed=step, groups=True), models.advantages(), size=8)
         metrics = policy.compute_old_log_probs(mini_batches)
         updates = [policy.update(m, loss) for m in mini_batches]
         first_norm = updates[0].grad_norm if step == 0 else first_norm

@@ -1,0 +1,93 @@
+"""Tokens with the same history are computed once: log-probs and gradients are those of whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.data import Trajectory
+from ctpo_megatron.objective import PolicyObjective
+from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy.minibatch import MiniBatch
+from tests.policy import models
+
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[Layout]:
+    yield init_distributed(PolicyConfig(), seed=0)
+    destroy_distributed()
+
+
+def trajectories(seed: int, groups: int = 4, samples: int = 4, tokens: int = 3) -> list[Trajectory]:
+    """Few different tokens, so that histories are often the same: also identical samples, prefixes of others, answers
+    of one token, tool output."""
+    draw, made = np.random.default_rng(seed), list[Trajectory]()
+    system = draw.integers(tokens, size=5).tolist()
+    for group in range(groups):
+        prompt = system + draw.integers(tokens, size=draw.integers(1, 6)).tolist()
+        for sample in range(samples):
+            each = Trajectory(f"p{group}", sample, seed=0)
+            each.append_context(prompt, turn=0)
+            for turn in range(1, int(draw.integers(2, 4))):
+                count = 1 if sample == 1 else int(draw.integers(1, 12))
+                each.append_model(draw.integers(tokens, size=count).tolist(), [-1.0] * count, [0] * count, turn)
+                if draw.random() < 0.5:
+                    each.append_context(draw.integers(tokens, size=2).tolist(), turn)
+            if sample == 3:
+                each.tokens = made[-1].tokens.copy()
+            made.append(each)
+    return made
+
+
+ADVANTAGES = (1.0, -0.5, 0.0, 2.0)
+
+
+def passed(
+    layout: Layout, path: Path, share: str, given: list[Trajectory], **settings: Any
+) -> tuple[list[MiniBatch], dict[str, torch.Tensor]]:
+    """Old log-probs and the gradient of one optimizer step."""
+    policy = Trainer(PolicyConfig(share_prefixes=share, **settings), layout, path, temperature=TEMPERATURE)
+    values = [ADVANTAGES[number % len(ADVANTAGES)] for number in range(len(given))]
+    made = policy.distribute(given, values, size=len(given))
+    policy.compute_old_log_probs(made)
+    _, gradients = policy.gradients(made[0], policy_gradient(PolicyObjective.preset("ctpo"), "behaviour"))
+    return made, {name: tensor.double().clone() for name, tensor in gradients}
+
+
+def by_sequence(made: list[MiniBatch], column: str) -> dict[int, torch.Tensor]:
+    return {
+        place: getattr(micro, column)[tokens].double()
+        for mini in made
+        for micro in mini.micro_batches
+        for place, tokens in micro.places()
+    }
+
+
+@pytest.mark.parametrize("head", ["logits", "streaming"])
+@pytest.mark.parametrize("tokens", [2, 500])
+@pytest.mark.parametrize("micro_batch_tokens", [8192, 96])
+def test_log_probs_and_gradients_are_those_of_whole_sequences(
+    head: str, tokens: int, micro_batch_tokens: int, layout: Layout, tmp_path: Path
+) -> None:
+    models.build("qwen3-tied", tmp_path)
+    given, settings = trajectories(0, tokens=tokens), {"head": head, "micro_batch_tokens": micro_batch_tokens}
+    whole, expected = passed(layout, tmp_path, "off", given, **settings)
+    shared, found = passed(layout, tmp_path, "auto", given, **settings)
+    assert not any(micro.forest for mini in whole for micro in mini.micro_batches)
+    assert any(micro.forest for mini in shared for micro in mini.micro_batches)
+    for column in ("old_log_probs", "entropy", "log_probs"):
+        mine = by_sequence(shared, column)
+        for place, values in by_sequence(whole, column).items():
+            assert torch.allclose(mine[place], values, atol=1e-5), (column, place)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        apart = torch.linalg.vector_norm(found[name] - tensor)
+        assert apart <= 2e-5 * torch.linalg.vector_norm(tensor), (name, float(apart / torch.linalg.vector_norm(tensor)))
