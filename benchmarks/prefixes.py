@@ -25,8 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.kernels import report
 from ctpo_megatron.config import PolicyConfig, load_config
 from ctpo_megatron.config.model_directory import read_spec
-from ctpo_megatron.data import Trajectory, token_sequences
-from ctpo_megatron.data.forest import PrefixOrder
+from ctpo_megatron.data import PrefixOrder, Trajectory, token_sequences
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import objective_from_config
 from ctpo_megatron.policy import Layout, MiniBatch, Trainer, destroy_distributed, init_distributed, policy_gradient

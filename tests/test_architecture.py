@@ -63,6 +63,8 @@ SIDE_DOORS = (
     "ctpo_megatron.report.run_data",
     "ctpo_megatron.run.directory",
 )
+# Packages whose own tests import the front door only.
+BY_THE_DOOR = ("rollouts", "rewards")
 # Heavy packages that a package must not import anywhere, not even lazily.
 NEVER_IMPORT = {
     "ctpo_megatron.models": ("transformers", "ray", "vllm", "megatron"),  # torch where a tensor is, never at import
@@ -241,6 +243,18 @@ def test_light_packages_stay_light(package: str) -> None:
         for path in modules_of(folder_of(package))
         for line, name in imports_of(path, package_of(path))
         if name.split(".")[0] in NEVER_IMPORT[package]
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", BY_THE_DOOR)
+def test_tests_import_the_front_door(package: str) -> None:
+    inside = f"ctpo_megatron.{package}"
+    wrong = [
+        show(path, line, name)
+        for path in modules_of(ROOT / "tests" / package)
+        for line, name in imports_of(path, f"tests.{package}")
+        if name.startswith(f"{inside}.") and name not in _offered(inside) and _is_module(name.rpartition(".")[0])
     ]
     assert wrong == []
 

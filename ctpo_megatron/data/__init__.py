@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from ctpo_megatron.data.curriculum import Curriculum, sampler_problem
     from ctpo_megatron.data.data_files import data_stem, find_files, resolved_files
+    from ctpo_megatron.data.forest import Forest, PrefixOrder, PrefixSegment
     from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, plain_messages, plain_tools
     from ctpo_megatron.data.numbers import number_doubt, number_text
     from ctpo_megatron.data.packing import (
@@ -46,6 +47,7 @@ _MODULES = {
     "conversations": ("ConversationRules", "ConversationSet", "batch_order", "batches", "read_conversations"),
     "curriculum": ("Curriculum", "sampler_problem"),
     "data_files": ("data_stem", "find_files", "resolved_files"),
+    "forest": ("Forest", "PrefixOrder", "PrefixSegment"),
     "messages": ("ChatMessage", "check_messages", "check_tools", "plain_messages", "plain_tools"),
     "numbers": ("number_doubt", "number_text"),
     "packing": (
@@ -79,10 +81,13 @@ __all__ = [
     "ConversationSet",
     "Curriculum",
     "DataError",
+    "Forest",
     "Group",
     "MixedFile",
     "PackedBatch",
     "PackingRules",
+    "PrefixOrder",
+    "PrefixSegment",
     "Problems",
     "Prompt",
     "PromptMix",

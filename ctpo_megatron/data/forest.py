@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-class Segment(NamedTuple):
+class PrefixSegment(NamedTuple):
     """Rows `start` to `stop` of one path without a branch. parent: the segment that it follows, by number; -1: none.
 
     end: behind the rows of all segments below it.
@@ -41,7 +41,7 @@ class Forest:
     row: Ints
     first: Ints
     distinct: int
-    segments: tuple[Segment, ...]
+    segments: tuple[PrefixSegment, ...]
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -115,7 +115,7 @@ def common_prefix(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
     return int(different[0]) if different.size else length
 
 
-def _segments(starts: Sequence[int], attached: Sequence[int], count: int) -> tuple[Segment, ...]:
+def _segments(starts: Sequence[int], attached: Sequence[int], count: int) -> tuple[PrefixSegment, ...]:
     """starts: first row of each run of new rows. attached: the row that each of them follows, or -1."""
     if not count:
         return ()
@@ -128,4 +128,4 @@ def _segments(starts: Sequence[int], attached: Sequence[int], count: int) -> tup
     for index in reversed(range(len(begins))):
         if (above := parent[index]) >= 0:
             ends[above] = max(ends[above], ends[index])
-    return tuple(Segment(*each) for each in zip(begins, stops, parent, ends, strict=True))
+    return tuple(PrefixSegment(*each) for each in zip(begins, stops, parent, ends, strict=True))

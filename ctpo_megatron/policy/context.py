@@ -10,8 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from ctpo_megatron.data import PackedBatch
-from ctpo_megatron.data.forest import Forest
+from ctpo_megatron.data import Forest, PackedBatch
 from ctpo_megatron.policy.nodes import gather_rows
 
 

@@ -8,22 +8,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ctpo_megatron.data import PackedBatch
-from ctpo_megatron.data.forest import Forest, Ints, Segment
+from ctpo_megatron.data import Forest, PackedBatch, PrefixSegment
 from ctpo_megatron.policy.attention_plan import EXACT, STEP, AttentionRules, LengthClass
 from ctpo_megatron.policy.nodes import gather_rows, take_rows
+
+RowNumbers = NDArray[np.int64]
 
 CALL_US, PAIR_US, KEY_US = 60.0, 0.012, 0.25
 """Microseconds of a block, of a pair of query and key, and of a gathered key: docs/policy.md says where from."""
 _FINE_STEP = 16
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """rows: ascending, that ask together. path: the rows before them that all of them see. chain: each row sees all of
     `rows` before it."""
 
-    rows: Ints
-    path: Ints
+    rows: RowNumbers
+    path: RowNumbers
     chain: bool
 
 
@@ -39,12 +40,12 @@ class ForestPlan:
         self.first = torch.from_numpy(forest.first).to(device, non_blocking=True)
         self.boundaries = torch.tensor([0, forest.rows], dtype=torch.int32).to(device, non_blocking=True)
         step = STEP if rules.bounded else _FINE_STEP
-        classes: dict[tuple[int, int, bool], list[Block]] = {}
+        classes: dict[tuple[int, int, bool], list[AttentionBlock]] = {}
         for block in blocks(forest):
             queries, path = _padded(len(block.rows), step), len(block.path)
             keys = path if block.chain else _padded(path + len(block.rows), step)
             classes.setdefault((queries, keys, block.chain), []).append(block)
-        asking, seen, self.classes = list[Ints](), list[Ints](), list[LengthClass]()
+        asking, seen, self.classes = list[RowNumbers](), list[RowNumbers](), list[LengthClass]()
         back, ends, start = np.zeros(forest.rows, np.int64), _ends(forest), 0
         for (*_, chain), members in classes.items():
             queries = max(len(block.rows) for block in members)
@@ -99,7 +100,7 @@ class ForestPlan:
         return self._masks
 
 
-def blocks(forest: Forest) -> list[Block]:
+def blocks(forest: Forest) -> list[AttentionBlock]:
     """Segments joined to blocks where one call costs less than two, from the leaves on."""
     segments = forest.segments
     depth = list[int]()
@@ -118,7 +119,9 @@ def blocks(forest: Forest) -> list[Block]:
             sizes[above] += sizes[index]
             joined[index] = True
     return [
-        Block(_rows([segments[i] for i in sorted(members[index])]), _path(segments, index), len(members[index]) == 1)
+        AttentionBlock(
+            _rows([segments[i] for i in sorted(members[index])]), _path(segments, index), len(members[index]) == 1
+        )
         for index in range(len(segments))
         if not joined[index]
     ]
@@ -129,18 +132,18 @@ def _cost(queries: int, depth: int) -> float:
     return CALL_US + PAIR_US * queries * keys + KEY_US * keys
 
 
-def _rows(segments: list[Segment]) -> Ints:
+def _rows(segments: list[PrefixSegment]) -> RowNumbers:
     return np.concatenate([np.arange(each.start, each.stop) for each in segments] or [np.zeros(0, np.int64)])
 
 
-def _path(segments: tuple[Segment, ...], index: int) -> Ints:
-    above = list[Segment]()
+def _path(segments: tuple[PrefixSegment, ...], index: int) -> RowNumbers:
+    above = list[PrefixSegment]()
     while (index := segments[index].parent) >= 0:
         above.append(segments[index])
     return _rows(above[::-1])
 
 
-def _ends(forest: Forest) -> Ints:
+def _ends(forest: Forest) -> RowNumbers:
     """`[n]`, behind the rows below each row."""
     lengths = [each.stop - each.start for each in forest.segments]
     return np.repeat(np.array([each.end for each in forest.segments]), lengths)
@@ -150,7 +153,7 @@ def _padded(length: int, step: int) -> int:
     return -(-length // step) * step
 
 
-def _filled(rows: Ints, length: int) -> Ints:
+def _filled(rows: RowNumbers, length: int) -> RowNumbers:
     found = np.full(length, rows[0])
     found[: len(rows)] = rows
     return found
@@ -161,7 +164,7 @@ def _visible_in_chains(queries: int, keys: int) -> NDArray[np.bool_]:
     return (np.arange(keys)[None] <= np.arange(queries)[:, None] + (keys - queries))[None]
 
 
-def _visible_in_trees(members: list[Block], ends: Ints, queries: int, keys: int) -> NDArray[np.bool_]:
+def _visible_in_trees(members: list[AttentionBlock], ends: RowNumbers, queries: int, keys: int) -> NDArray[np.bool_]:
     """`[blocks, q, k]`."""
     visible = np.zeros((len(members), queries, keys), np.bool_)
     for mask, block in zip(visible, members, strict=True):

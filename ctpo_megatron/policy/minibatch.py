@@ -21,6 +21,7 @@ from ctpo_megatron.data import (
     DataError,
     PackedBatch,
     PackingRules,
+    PrefixOrder,
     TokenSequence,
     Trajectory,
     micro_batch_count,
@@ -29,7 +30,6 @@ from ctpo_megatron.data import (
     token_sequences,
     with_turns,
 )
-from ctpo_megatron.data.forest import PrefixOrder
 from ctpo_megatron.data.tokens import PACKED, common_type, joined
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import Advantage, Denominators

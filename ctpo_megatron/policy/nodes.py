@@ -29,7 +29,7 @@ def take_rows(t: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Te
 
 def gather_rows(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Rows `at` of t `[n, ...]`, which may come several times: their gradients add up in float32, in a fixed order."""
-    return _node(_SharedRows, t, at)
+    return _node(_GatheredRows, t, at)
 
 
 def _node(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
@@ -94,7 +94,7 @@ class _Rows(torch.autograd.Function):
         return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
-class _SharedRows(torch.autograd.Function):
+class _GatheredRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(at)

@@ -1,10 +1,12 @@
 """Rewards: trajectories are scored in separate processes, with hard deadlines; every failure is reported."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.rewards.overlong import OVERLONG, OverlongPenalty
 from ctpo_megatron.rewards.pool import RewardPool, ScoreReport, reward_metrics
 from ctpo_megatron.rewards.protocol import (
+    COUNTS,
     REFERENCE,
     RESERVED,
     WORDS,
@@ -18,12 +20,18 @@ from ctpo_megatron.rewards.workers import RewardWorkersLost
 
 if TYPE_CHECKING:
     from ctpo_answers import ground_truth_problem, last_boxed, score_math
+    from ctpo_megatron.rewards.fork_server import fork_server
+    from ctpo_megatron.rewards.math import MathVerify
+
+_LATER = {"MathVerify": "ctpo_megatron.rewards.math", "fork_server": "ctpo_megatron.rewards.fork_server"}
 
 __all__ = [
+    "COUNTS",
     "OVERLONG",
     "REFERENCE",
     "RESERVED",
     "WORDS",
+    "MathVerify",
     "OverlongPenalty",
     "Reward",
     "RewardFunction",
@@ -32,6 +40,7 @@ __all__ = [
     "ScoreReport",
     "adapter_for",
     "as_products",
+    "fork_server",
     "ground_truth_problem",
     "in_words",
     "last_boxed",
@@ -47,6 +56,4 @@ def __getattr__(name: str) -> Any:
     """Imports `ctpo_answers` for what it offers here: a login node checks configurations without it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import ctpo_answers
-
-    return getattr(ctpo_answers, name)
+    return getattr(import_module(_LATER.get(name, "ctpo_answers")), name)

@@ -18,7 +18,7 @@ from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.weights.file import FileOffer, WeightSnapshot, checkpoint_names
 from ctpo_megatron.environments.seeds import trajectory_seed, turn_seed
-from ctpo_megatron.rollouts.metrics import rollout_metrics
+from ctpo_megatron.rollouts import rollout_metrics
 from tests.support.recorded import through_a_file
 
 

@@ -20,7 +20,7 @@ from ctpo_megatron.report.page import facts, tiles
 from ctpo_megatron.report.panels import panels
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.theme import DARK, LIGHT
-from ctpo_megatron.rewards.protocol import COUNTS
+from ctpo_megatron.rewards import COUNTS
 from ctpo_megatron.tracking import MetricsWriter, write_trajectories
 from tests.report.test_trajectories import Elements
 from tests.tracking.synthetic_run import decode, logged, make_config, make_groups, step_metrics, write_run

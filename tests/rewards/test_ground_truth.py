@@ -11,8 +11,7 @@ import yaml
 
 from ctpo_megatron.config import Extension, RewardConfig
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.rewards import RewardWorkersLost, as_products, in_words, unverifiable, validation
-from ctpo_megatron.rewards.fork_server import fork_server
+from ctpo_megatron.rewards import RewardWorkersLost, as_products, fork_server, in_words, unverifiable, validation
 from tests.support.deadlines import scaled
 from tests.support.kills import signalled_as_they_start, with_word
 

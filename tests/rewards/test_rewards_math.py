@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ctpo_megatron.data import Prompt, Trajectory
-from ctpo_megatron.rewards.math import MathVerify
+from ctpo_megatron.rewards import MathVerify
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
-from ctpo_megatron.rewards import OVERLONG, RESERVED, ScoreReport, reward_metrics
-from ctpo_megatron.rewards.protocol import COUNTS
+from ctpo_megatron.rewards import COUNTS, OVERLONG, RESERVED, ScoreReport, reward_metrics
 
 FAILED = NoVerdict("exception", "the scorer failed")
 
