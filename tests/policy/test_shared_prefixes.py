@@ -9,12 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, layers, policy_gradient
+from ctpo_megatron.policy.attention_plan import EXACT
+from ctpo_megatron.policy.context import ContextSplit, Targets
 from ctpo_megatron.policy.minibatch import MiniBatch
+from ctpo_megatron.policy.model import _build_gpt
+from ctpo_megatron.policy.predictions import LogitsPredictions
 from tests.policy import models
 
 TEMPERATURE = 0.7
@@ -91,3 +96,36 @@ def test_log_probs_and_gradients_are_those_of_whole_sequences(
     for name, tensor in expected.items():
         apart = torch.linalg.vector_norm(found[name] - tensor)
         assert apart <= 2e-5 * torch.linalg.vector_norm(tensor), (name, float(apart / torch.linalg.vector_norm(tensor)))
+
+
+def test_in_float64_they_are_equal_to_rounding(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a module of the same layers, without Megatron's buffers of gradients, which are float32."""
+    models.build("qwen3-tied", tmp_path)
+    monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps))
+    found: dict[str, tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]] = {}
+    for share in ("off", "auto"):
+        config = PolicyConfig(share_prefixes=share, head="logits")  # type: ignore[arg-type]
+        policy = Trainer(config, layout, tmp_path, temperature=TEMPERATURE)
+        module = _build_gpt(policy._model.config, policy.spec, config, None)
+        module.load_state_dict(policy._model.gpt[0].state_dict())
+        module.double()
+        (mini,) = policy.distribute(given := trajectories(1, tokens=2), [1.0, -0.5] * (len(given) // 2), len(given))
+        log_probs = dict[int, torch.Tensor]()
+        for micro in mini.micro_batches:
+            assert (micro.forest is None) == (share == "off")
+            split = ContextSplit.of(micro.cu_seqlens)
+            packed = layers.packed_sequences(micro, split, policy._model.attention or EXACT)
+            take = split.take if micro.forest is None else packed.attention_plan.take
+            rows = take(micro.token_ids)[None], take(micro.position_ids)[None]
+            output = module(*rows, attention_mask=None, packed_seq_params=packed)
+            targets = Targets.of(micro, split)
+            made = LogitsPredictions(targets, TEMPERATURE, policy.spec.vocab_size, output[0]).log_probs()
+            assert made.dtype == torch.float64
+            (made * targets.labels.double().cos() * targets.advantages).sum().backward()
+            log_probs |= {place: targets.per_token(made)[tokens] for place, tokens in micro.places()}
+        gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+        found[share] = log_probs, gradients
+    (whole, expected), (shared, mine) = found.values()
+    assert max(float((shared[place] - values).abs().max()) for place, values in whole.items()) <= 1e-12
+    for name, tensor in expected.items():
+        assert torch.linalg.vector_norm(mine[name] - tensor) <= 1e-12 * torch.linalg.vector_norm(tensor), name
