@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,8 @@ class ForestPlan:
             visible = _visible_in_chains(queries, keys) if chain else _visible_in_trees(members, ends, queries, keys)
             plain = chain and queries == keys
             sizes = torch.Size((len(members), queries)), torch.Size((len(members), keys))
-            self.classes.append(LengthClass(*sizes, None if plain else torch.from_numpy(visible)[:, None].to(device)))
+            # In host memory: the plans of all micro-batches of a step exist at the same time.
+            self.classes.append(LengthClass(*sizes, None if plain else torch.from_numpy(visible)[:, None]))
         queries_at, tokens_at = np.concatenate(asking), np.concatenate(seen)
         self.queries, self.back = (torch.from_numpy(each).to(device, non_blocking=True) for each in (queries_at, back))
         self.tokens = self.queries
@@ -69,22 +71,17 @@ class ForestPlan:
 
     @classmethod
     def of(cls, batch: PackedBatch, rules: AttentionRules) -> ForestPlan:
-        """The plan of a batch that has a forest, made once for all passes."""
+        """The plan of a batch that has a forest, made once for all passes, for one pass, whose masks end with it."""
         assert batch.forest is not None
         plans = batch.forest.derived
         if "plan" not in plans:
             plans["plan"] = cls(batch.forest, batch.token_ids.device, rules)
-        plan: ForestPlan = plans["plan"]
+        plan: ForestPlan = copy.copy(plans["plan"])
         return plan
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """`[N]` of the tokens -> `[n]` of the rows."""
         return values[self.first]
-
-    @property
-    def computed(self) -> int:
-        """Rows of the calls, padding included."""
-        return sum(part.queries.numel() for part in self.classes)
 
     def rows_of(self, t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Rows `at` (`queries` or `tokens`) of t; gradients of a row that is there several times add up in float32."""
@@ -96,7 +93,7 @@ class ForestPlan:
         torch makes a mask of numbers from one of booleans in every call, and keeps it for the backward pass.
         """
         if self._masks is None or next((m.dtype for m in self._masks if m is not None), dtype) != dtype:
-            self._masks = [None if part.visible is None else _added(part.visible, dtype) for part in self.classes]
+            self._masks = [_added(part.visible, dtype, self.back.device) for part in self.classes]
         return self._masks
 
 
@@ -176,5 +173,8 @@ def _visible_in_trees(members: list[AttentionBlock], ends: RowNumbers, queries: 
     return visible
 
 
-def _added(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+def _added(visible: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    if visible is None:
+        return None
+    hidden = ~visible.to(device, non_blocking=True)
+    return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
