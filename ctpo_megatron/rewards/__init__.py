@@ -20,10 +20,9 @@ from ctpo_megatron.rewards.workers import RewardWorkersLost
 
 if TYPE_CHECKING:
     from ctpo_answers import ground_truth_problem, last_boxed, score_math
-    from ctpo_megatron.rewards.fork_server import fork_server
     from ctpo_megatron.rewards.math import MathVerify
 
-_LATER = {"MathVerify": "ctpo_megatron.rewards.math", "fork_server": "ctpo_megatron.rewards.fork_server"}
+_LATER = {"MathVerify": "ctpo_megatron.rewards.math"}
 
 __all__ = [
     "COUNTS",
@@ -40,7 +39,6 @@ __all__ = [
     "ScoreReport",
     "adapter_for",
     "as_products",
-    "fork_server",
     "ground_truth_problem",
     "in_words",
     "last_boxed",

@@ -11,7 +11,7 @@ import yaml
 
 from ctpo_megatron.config import Extension, RewardConfig
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.rewards import RewardWorkersLost, as_products, fork_server, in_words, unverifiable, validation
+from ctpo_megatron.rewards import RewardWorkersLost, as_products, in_words, unverifiable, validation
 from tests.support.deadlines import scaled
 from tests.support.kills import signalled_as_they_start, with_word
 
@@ -38,7 +38,7 @@ def test_a_ground_truth_that_takes_too_long_is_listed() -> None:
 
 def killed_while_they_check(count: int) -> AbstractContextManager[None]:
     """So many new workers of the fork server."""
-    fork_server(math=True)
+    unverifiable(FORMULAS[:1], RewardConfig())  # starts it
     (server,) = with_word(psutil.Process().children(), "forkserver")
     return signalled_as_they_start(server.children, count)
 
