@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,8 @@ class ForestPlan:
     """
 
     def __init__(self, forest: Forest, device: torch.device, rules: AttentionRules = EXACT) -> None:
-        self.rules = rules
+        # On CUDA masks are for the memory-efficient back end, which takes as many heads of keys as of queries.
+        self.rules = replace(rules, repeat_keys=rules.repeat_keys or device.type == "cuda")
         self.first = torch.from_numpy(forest.first).to(device, non_blocking=True)
         self.boundaries = torch.tensor([0, forest.rows], dtype=torch.int32).to(device, non_blocking=True)
         step = STEP if rules.bounded else _FINE_STEP
