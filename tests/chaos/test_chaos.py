@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ctpo_megatron.base.stop import TRY_AGAIN
 from tests.chaos import kills
 from tests.chaos.accounts import accounts
 from tests.chaos.failing_prompts import always_fails
@@ -28,6 +29,7 @@ from tests.support.task import sft_file, task_files, task_folder
 STEPS, SEED, SAMPLES = 10, 15, 8
 SETTINGS = (
     "run.name=chaos",
+    "run.resume=auto",
     f"run.steps={STEPS}",
     "rollout.max_staleness=1",
     "rollout.partial=continue",
@@ -46,48 +48,69 @@ SETTINGS = (
     f"extensions.path=[{Path(__file__).parent}]",
 )
 DEADLINE_S = 1500.0
+STARTS = 4
 
 
 class Chaos:
-    """A run, and what is done to it."""
+    """A run, and what is done to it. It ends when no engine is left with its weights, and is started again then."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.log = directory, directory / "output.log"
-        self.run = directory / "runs" / "chaos"
+        self.directory, self.run = directory, directory / "runs" / "chaos"
         self.done: list[tuple[kills.Kill, list[int]]] = []
+        self.logs: list[Path] = []
+
+    @property
+    def log(self) -> str:
+        """What all starts have printed."""
+        return "".join(map(read, self.logs))
+
+    def _start(self) -> Child:
+        task = task_folder("heldout_prompts=16")
+        command = [str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS, *task_files(task), sft_file(task)]
+        self.logs.append(self.directory / f"output{len(self.logs)}.log")
+        how: dict[str, Any] = {"directory": self.directory, "environment": Ctpo(self.directory).environment}
+        return ranks.prefork().start(train_main, command, self.logs[-1], output=self.directory / "run", **how)
+
+    def _wait(self, seconds: float) -> int | None:
+        """The exit status, once it needs no other start."""
+        status = self.process.wait(seconds)
+        if status != TRY_AGAIN or len(self.logs) == STARTS:
+            return status
+        self.process.end()
+        self.process = self._start()
+        return None
 
     def play(self) -> int | None:
         """Start it, kill by plan, and wait for its end; the exit status."""
-        task = task_folder("heldout_prompts=16")
-        files = *task_files(task), sft_file(task)
-        command = [str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS, *files]
-        how: dict[str, Any] = {"directory": self.directory, "environment": Ctpo(self.directory).environment}
-        process = ranks.prefork().start(train_main, command, self.log, output=self.directory / "run", **how)
+        self.process = self._start()
+        deadline = time.monotonic() + scaled(DEADLINE_S)
         try:
             rng = random.Random(SEED)
-            for kill, due in self._moments(process):
-                while process.wait(0.02) is None and time.monotonic() < due:
+            for kill, due in self._moments(deadline):
+                while self._wait(0.02) is None and time.monotonic() < due:
                     pass
-                self.done.append((kill, self._kill(process, kill.kind, rng)))
-            return process.wait(scaled(300))
+                self.done.append((kill, self._kill(kill.kind, rng)))
+            status = None
+            while status is None and time.monotonic() < deadline:
+                status = self._wait(1.0)
+            return status
         finally:
-            process.end()
+            self.process.end()
 
-    def _kill(self, process: Child, kind: str, rng: random.Random) -> list[int]:
+    def _kill(self, kind: str, rng: random.Random) -> list[int]:
         """As many as there are to be: what was killed just before has to come back first."""
         killed: list[int] = []
         deadline = time.monotonic() + scaled(60)
-        while process.wait(0.05) is None and time.monotonic() < deadline and len(killed) < kills.KINDS[kind]:
-            killed += kills.kill(process.pid, kind, kills.KINDS[kind] - len(killed), rng)
+        while self._wait(0.05) is None and time.monotonic() < deadline and len(killed) < kills.KINDS[kind]:
+            killed += kills.kill(self.process.pid, kind, kills.KINDS[kind] - len(killed), rng)
         return killed
 
-    def _moments(self, process: Child) -> Iterator[tuple[kills.Kill, float]]:
+    def _moments(self, deadline: float) -> Iterator[tuple[kills.Kill, float]]:
         """Each planned kill, once its step is under way, and the time at which it is due."""
-        deadline = time.monotonic() + scaled(DEADLINE_S)
         began = {0: time.monotonic()}
         for kill in kills.plan(SEED, STEPS):
-            while kill.step not in began and process.wait(0.1) is None and time.monotonic() < deadline:
-                for step in range(1, len(re.findall(r"^\[rl\] step ", read(self.log), re.M)) + 1):
+            while kill.step not in began and self._wait(0.1) is None and time.monotonic() < deadline:
+                for step in range(1, len(re.findall(r"^\[rl\] step ", self.log, re.M)) + 1):
                     began.setdefault(step, time.monotonic())
             lasted = began.get(kill.step, 0.0) - began.get(kill.step - 1, 0.0) if kill.step > 1 else 5.0
             yield kill, began.get(kill.step, 0.0) + kill.fraction * min(lasted, 20.0)
@@ -108,7 +131,7 @@ class Chaos:
 def test_a_run_whose_processes_are_killed_goes_on_and_loses_no_prompt(tmp_path: Path) -> None:
     chaos = Chaos(tmp_path)
     status = chaos.play()
-    assert status == 0, read(chaos.log)[-6000:]
+    assert status == 0, chaos.log[-6000:]
     account = chaos.account()
     (chaos.run / "chaos.txt").write_text(account + "\n")
     print(account)
