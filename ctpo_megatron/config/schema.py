@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -29,6 +30,8 @@ _AUTO_INTERVAL_S, _AUTO_SHARE = 900.0, 0.05
 """Of `checkpoint.every: auto`: seconds between checkpoints, and the largest share of the time for writing them."""
 
 
+_OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML 1.1 takes `off` for false."""
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -199,7 +202,7 @@ class PolicyConfig(Section):
         default="none",
         description="what leaves the GPU while trajectories are sampled; all: the parameters too (CUDA only)",
     )
-    share_prefixes: Literal["auto", "off"] = Field(
+    share_prefixes: Annotated[Literal["auto", "off"], _OFF] = Field(
         default="auto",
         description="auto: tokens of a micro-batch with the same history are computed once, in local layers without "
         "context parallelism and router replay; off: every token of every sequence is computed",
@@ -387,7 +390,7 @@ class ExportConfig(Section):
 class TrackingConfig(Section):
     """Outputs in addition to `metrics.jsonl`, which every run has."""
 
-    live: Literal["auto", "plain", "off"] = Field(
+    live: Annotated[Literal["auto", "plain", "off"], _OFF] = Field(
         default="auto", description="auto: live display on a terminal, else plain"
     )
     trackers: tuple[Extension, ...] = Field(

@@ -33,6 +33,14 @@ def test_values_overrides_and_interpolation(config_with: Callable[..., Config]) 
     assert config.run.directory == Path("out/first")
 
 
+def test_off_is_a_word_where_a_key_has_it(config_with: Callable[..., Config], tmp_path: Path) -> None:
+    """YAML 1.1 reads it as false."""
+    config = config_with("policy.share_prefixes=off", "tracking.live=off")
+    assert (config.policy.share_prefixes, config.tracking.live) == ("off", "off")
+    (tmp_path / "again.yaml").write_text(dump(config))
+    assert load_config(tmp_path / "again.yaml", []) == config
+
+
 def test_interpolation_sees_schema_defaults(config_with: Callable[..., Config]) -> None:
     assert config_with("model.path=${run.root}/model").model.path == "runs/model"
 
