@@ -92,6 +92,7 @@ def _predictions(model: BuiltModel, output: torch.Tensor, targets: Targets, temp
         sequence_parallel=model.config.sequence_parallel,
         chunk_size=model.head_chunk,
         gradient_scale=model.gradient_scale,
+        into_main_grad=not model.shares_prefixes,
     )
 
 

@@ -159,7 +159,9 @@ class LogitsPredictions(Predictions):
 class StreamingPredictions(Predictions):
     """From hidden states `[n, H]` (`[n / tp, H]` under sequence parallelism) and the output layer's weight.
 
-    gradient_scale: what the loss is multiplied by before the backward pass.
+    gradient_scale: what the loss is multiplied by before the backward pass. into_main_grad: one sweep may add the
+    gradient of the weight to Megatron's buffer itself. Megatron drops what autograd gives it of that weight from then
+    on, in later micro-batches too, so all of an optimizer step have to do so.
     """
 
     hidden: Tensor
@@ -167,6 +169,7 @@ class StreamingPredictions(Predictions):
     sequence_parallel: bool
     chunk_size: int | None
     gradient_scale: float
+    into_main_grad: bool = True
 
     def log_probs(self) -> Tensor:
         log_probs: Tensor = self._linear_log_probs()
@@ -200,7 +203,7 @@ class StreamingPredictions(Predictions):
             chunk_size=self.chunk_size,
             rows=targets.rows,
             may_learn=targets.in_loss if objective.entropy_coef else targets.may_learn,
-            accumulate_into_main_grad=torch.is_grad_enabled(),
+            accumulate_into_main_grad=torch.is_grad_enabled() and self.into_main_grad,
             gradient_scale=self.gradient_scale,
             entropy=targets.on_policy,
         )

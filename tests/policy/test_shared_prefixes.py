@@ -98,6 +98,17 @@ def test_log_probs_and_gradients_are_those_of_whole_sequences(
         assert apart <= 2e-5 * torch.linalg.vector_norm(tensor), (name, float(apart / torch.linalg.vector_norm(tensor)))
 
 
+@pytest.mark.parametrize("head", ["logits", "streaming"])
+def test_micro_batches_without_shared_tokens_may_be_among_others(head: str, layout: Layout, tmp_path: Path) -> None:
+    models.build("qwen3-untied", tmp_path)
+    given = [*trajectories(0, groups=2, tokens=500), *models.trajectories(8)]
+    _, expected = passed(layout, tmp_path, "off", given, head=head, micro_batch_tokens=96)
+    shared, found = passed(layout, tmp_path, "auto", given, head=head, micro_batch_tokens=96)
+    assert {micro.forest is None for micro in shared[0].micro_batches} == {True, False}
+    for name, tensor in expected.items():
+        assert torch.linalg.vector_norm(found[name] - tensor) <= 2e-5 * torch.linalg.vector_norm(tensor), name
+
+
 def test_in_float64_they_are_equal_to_rounding(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a module of the same layers, without Megatron's buffers of gradients, which are float32."""
     models.build("qwen3-tied", tmp_path)
