@@ -70,7 +70,9 @@ class Work(Generic[T]):
         """Cancel it, and return when it has ended."""
         self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
         if not wait([self._ended], JOIN_TIMEOUT_S).done:
-            log.warning("sampling has not ended %g s after it was cancelled, and is left behind", JOIN_TIMEOUT_S)
+            log.warning(
+                "work on the event loop has not ended %g s after it was cancelled, and is left running", JOIN_TIMEOUT_S
+            )
 
 
 class EventLoop:

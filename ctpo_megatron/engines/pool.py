@@ -346,8 +346,7 @@ class EnginePool:
             raise
 
     async def _begin_update(self, offer: WeightOffer) -> None:
-        """What is submitted from now on is sampled with these weights. Engines that sleep wake for them, without their
-        caches."""
+        """Sample with these weights from now on. Engines that sleep wake for them, without their caches."""
         missing = checkpoint_names(self._spec.model_path) - offer.names - {"lm_head.weight"}  # absent when tied
         if missing:  # engines would keep the old ones
             raise EngineError(f"weights {offer.version} lack {len(missing)} tensors, e.g. {sorted(missing)[:3]}")
@@ -448,10 +447,11 @@ class EnginePool:
 
     async def _wake(self, *what: str) -> None:
         """Wake the tags in `what` that are asleep, weights first."""
-        limit_s = self.settings.start_timeout_s
-        if tags := [tag for tag in self._asleep if tag in what]:
-            await self._of_all([(engine, engine.wake(tags, limit_s)) for engine in self.engines if engine.up])
-            self._asleep = tuple(tag for tag in self._asleep if tag not in tags)
+        if not (tags := [tag for tag in self._asleep if tag in what]):
+            return
+        awake = [engine for engine in self.engines if engine.up]
+        await self._of_all([(engine, engine.wake(tags, self.settings.start_timeout_s)) for engine in awake])
+        self._asleep = tuple(tag for tag in self._asleep if tag not in tags)
         if not self._asleep:
             dead, self._dead = self._dead, []
             for engine in dead:

@@ -171,7 +171,7 @@ def test_an_engine_on_another_node_is_updated(nodes: Set) -> None:
 
 
 def test_a_node_that_is_cut_off_for_good_gives_its_engine_to_another(nodes: Set) -> None:
-    """Nobody is told: no connection is broken. The new engine lacks the weights of the only one that had them."""
+    """Silently: no connection is broken. The only engine with the weights is gone, and its successor has none."""
     with sandbox_of_worker(nodes.cluster, here=True) as sandbox:
         nodes.cluster.start_worker(environment=sandbox.environment, here=True)
         answer = nodes.driver.begin("generate", prompts=PROMPTS, step=7)

@@ -155,7 +155,7 @@ def assert_same_course(run: Path, other: Path) -> None:
         assert ours == theirs
 
 
-@pytest.mark.slow  # where a resumed source goes on: tests/rollouts/test_rollouts.py; the rest without engines
+@pytest.mark.slow  # resuming without engines: tests/rollouts/test_rollouts.py
 def test_a_resumed_run_samples_what_the_uninterrupted_one_did(ctpo: Ctpo, finished: Path) -> None:
     run = ctpo.directory / "runs" / "resumed"
     shutil.copytree(finished, run)

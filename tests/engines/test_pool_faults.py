@@ -107,6 +107,7 @@ def test_weights_that_reached_no_engine_are_sent_once_more(
     assert (trainer.attempts, [engine.live for engine in pool.engines]) == (attempts, live)
     stats = pool.stats()
     assert (stats["engine_restarts"], stats["sync_bytes"]) == (restarts, 8 * attempts)
+    assert pool.failure is None  # which would end the run
     pool.send(Trainer(), 4)
     assert all(engine.live and engine.version == 4 for engine in pool.engines)
 

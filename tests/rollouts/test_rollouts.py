@@ -269,7 +269,7 @@ def test_a_run_that_is_asked_to_end_does_not_wait_for_stragglers(partial: str) -
         assert run.source.next_batch(1) is not None
         run.done = 1
         stop.set()
-        setattr(run.engines, "wait_ready", None)  # noqa: B010 - nobody may wait for engines any more
+        setattr(run.engines, "wait_ready", None)  # noqa: B010 - no further wait for engines
         began = time.monotonic()
         run.publish(stopped=True)
         assert run.engines.version == 1 and run.source.next_batch(2) is None
