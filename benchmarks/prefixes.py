@@ -1,8 +1,10 @@
 """Passes that compute tokens with the same history once, against passes over every token: one process, in turns.
 
-    PYTHONPATH=.:answers:kernels:sandbox:launchers python -m benchmarks.prefixes RUN [--out benchmarks/results]
+    PYTHONPATH=.:answers:kernels:sandbox:launchers python -m benchmarks.prefixes RUN [--pretrained RUN]
+        [--out benchmarks/results]
 
 RUN: a run of the quickstart, whose dumps of two steps are trained on. A second case has long prompts of random tokens.
+`--pretrained`: a run of configs/smollm2_tir.yaml, of whose first step one optimizer step is trained on.
 Both sides are the same trainer but for `policy.share_prefixes`; log-probs are compared before anything is timed.
 """
 
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from ctpo_megatron.tracking import recorded_trajectories, trajectory_files
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 SIDES = ("off", "auto")
 TOLERANCE = 1e-4
+MINI_BATCH = 32
+"""Trajectories of an optimizer step: 4 prompts x 8 samples."""
 ADVANTAGES = (-1.0, 0.5, 0.2, 1.3)
 LONG_PROMPT, LONG_ANSWER, LONG_SAMPLES, LONG_HIDDEN, LONG_VOCABULARY = 4000, 1000, 16, 512, 4096
 
@@ -51,9 +55,15 @@ class Case:
     micro_batch_tokens: int = 8192
 
 
-def recorded(run: Path, step: int, model: str) -> Case:
+def recorded(name: str, run: Path, step: int, model: str) -> Case:
     """A step that a run has dumped."""
-    return Case(f"quickstart, step {step}", run / model, recorded_trajectories(trajectory_files(run)[step]), 32)
+    return Case(f"{name}, step {step}", run / model, recorded_trajectories(trajectory_files(run)[step]), MINI_BATCH)
+
+
+def pretrained(run: Path) -> Case:
+    """The first optimizer step of a run of SmolLM2."""
+    case = recorded("SmolLM2-135M", run, 1, "sft_model")
+    return replace(case, trajectories=case.trajectories[:MINI_BATCH], micro_batch_tokens=2048)
 
 
 def long_prompt(folder: Path, hidden: int, layers: int) -> Case:
@@ -220,6 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefixes", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--rounds", type=int, default=5, help="with the run; 0: none")
+    parser.add_argument("--pretrained", type=Path, metavar="RUN", help="of configs/smollm2_tir.yaml")
     parser.add_argument("--long-rounds", type=int, default=1, help="with long prompts; 0: none")
     parser.add_argument("--layers", type=int, default=2, help="of the model with long prompts")
     parser.add_argument("--out", type=Path, help="folder for prefixes.json and prefixes.md")
@@ -227,11 +238,13 @@ def main(argv: list[str] | None = None) -> int:
     environment = report.environment("cpu", 1)
     layout, results = init_distributed(PolicyConfig(), seed=0), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        last = max(trajectory_files(options.run))
-        cases = [recorded(options.run, 1, "sft_model"), recorded(options.run, last, "model")]
-        for case in cases if options.rounds else ():
-            about = {"busiest": busiest(case, read_spec(case.model))}
-            results.append(measure(case, options.rounds, layout) | about)
+        if options.rounds:
+            last = max(trajectory_files(options.run))
+            for step, model in ((1, "sft_model"), (last, "model")):
+                case = recorded("quickstart", options.run, step, model)
+                results.append(measure(case, options.rounds, layout) | {"busiest": busiest(case, read_spec(case.model))})
+        if options.pretrained:
+            results.append(measure(pretrained(options.pretrained), 1, layout))
         if options.long_rounds:
             case = long_prompt(Path(folder), LONG_HIDDEN, options.layers)
             results.append(measure(case, options.long_rounds, layout))
