@@ -13,14 +13,16 @@ import numpy as np
 import psutil
 
 EVERY_S = 2.0
+WARM_S = 60.0
+"""Seconds of a start, at least: until then a trainer of 100 undisturbed steps grew to 500 MB, and stayed there."""
 FEWEST = 20
-"""Looks at a process without which a line through them says nothing."""
+"""Looks at a warm process without which a line through them says nothing."""
 SHARE, MB = 0.02, 20.0
 """What the last third of a life may have more than the second: the larger of this share, and these megabytes."""
 
 
 class Growth(NamedTuple):
-    """Of one process. before, after: fitted megabytes in the middle of the second and of the last third of its life."""
+    """Of one process. before, after: fitted megabytes after a quarter and three quarters of its time after the start."""
 
     name: str
     seconds: float
@@ -60,7 +62,7 @@ class Watch:
         return [
             fitted(name, looks)
             for (_, _, name), looks in self._looks.items()
-            if len(looks) >= FEWEST and looks[-1][0] - looks[0][0] >= least_s
+            if looks[-1][0] - looks[0][0] >= least_s and sum(at >= _warm_from(looks) for at, _ in looks) >= FEWEST
         ]
 
     def _run(self) -> None:
@@ -78,11 +80,17 @@ class Watch:
         self._looks[key].append((time.monotonic(), private_mb(process)))
 
 
+def _warm_from(looks: list[tuple[float, float]]) -> float:
+    """The first third of a life is a start, and `WARM_S` of a short one."""
+    began, ended = looks[0][0], looks[-1][0]
+    return began + max((ended - began) / 3, WARM_S)
+
+
 def fitted(name: str, looks: list[tuple[float, float]]) -> Growth:
-    """looks: (seconds, megabytes). The line through those of the last two thirds, as the first is of a start."""
+    """The line through those of the warm process. looks: (seconds, megabytes)."""
     at, mb = np.array(looks).T
-    began, lived = at[0], at[-1] - at[0]
-    warm = at >= began + lived / 3
-    slope, base = np.polyfit(at[warm] - began, mb[warm], 1)
-    before, after = (float(base + slope * lived * part) for part in (1 / 2, 5 / 6))
-    return Growth(name, float(lived), before, after)
+    warm_from = _warm_from(looks)
+    warm = at >= warm_from
+    slope, base = np.polyfit(at[warm] - warm_from, mb[warm], 1)
+    before, after = (float(base + slope * (at[-1] - warm_from) * part) for part in (1 / 4, 3 / 4))
+    return Growth(name, float(at[-1] - at[0]), before, after)
