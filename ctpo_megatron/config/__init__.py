@@ -52,6 +52,7 @@ from ctpo_megatron.config.objective_schema import (
     AdvantageConfig,
     CorrectionConfig,
     ObjectiveConfig,
+    PrefixBudget,
     RejectConfig,
     TurnRatio,
 )

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ctpo_megatron.config.extension import Extension
+from ctpo_megatron.config.objective_schema import PrefixBudget
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.section import Section
 
@@ -158,6 +159,8 @@ def _describe(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
         return f"mappings of {', '.join(annotation.model_fields)}"
     if annotation is Extension:
         return "name or {name, arguments}"
+    if annotation is PrefixBudget:
+        return "number >= 0 or {quantile, min}"
     return " ".join([_NAMES[annotation], ", ".join(_bounds(constraints))]).strip()
 
 

@@ -15,6 +15,7 @@ from ctpo_megatron.config.objective_schema import (
     AdvantageConfig,
     ClipMode,
     ObjectiveConfig,
+    PrefixBudget,
     TurnRatio,
 )
 from ctpo_megatron.config.problems import ConfigError, Problem
@@ -83,7 +84,7 @@ class PolicyObjective:
     tau_positive: float = 1.0
     tau_negative: float = 1.05
     prefix_weight: float = 0.8
-    prefix_budget: float = 0.015
+    prefix_budget: float | PrefixBudget = 0.015
     entropy_coef: float = 0.0
     clip_drift: float = 0.0
     turn_ratio: TurnRatio = "prefix"
@@ -102,7 +103,7 @@ class PolicyObjective:
                 yield self._problem(name, *_unknown(mode, modes))
         for name in _NUMBERS:
             value = getattr(self, name)
-            if value is None and name == "clip_c":
+            if (value is None and name == "clip_c") or isinstance(value, PrefixBudget):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 yield self._problem(name, "expected a finite number")
@@ -174,7 +175,9 @@ def objective_from_config(config: ObjectiveConfig) -> PolicyObjective:
     also for a field that the clip mode has no use for.
     """
     known = {field.name for field in fields(PolicyObjective)}
-    overrides = {k: v for k, v in config.model_dump().items() if k in known and v is not None}
+    overrides = {name: value for name, value in config if name in known and value is not None}
+    if (budget := config.prefix_budget) is not None and budget.quantile is None:
+        overrides["prefix_budget"] = budget.min
     objective = PolicyObjective.preset(config.preset, **overrides)
     unused = [name for name, mode in ONLY_WITH.items() if name in overrides and objective.clip_mode != mode]
     if unused:

@@ -4,15 +4,52 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_serializer, model_validator
+from pydantic_core import PydanticCustomError
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.kernel_choices import AggregationName, RatioName
 from ctpo_megatron.config.section import Section
 
+
+class PrefixBudget(BaseModel):
+    """Divergence that a prefix may spend on each of its tokens. In YAML a number or `{quantile: ..., min: ...}`.
+
+    quantile: of the divergences of the sequence's tokens; None: only `min` counts. min: the budget is at least this.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    quantile: float | None = Field(default=None, gt=0, lt=1)
+    min: NonNegativeFloat
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: Any) -> Any:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return {"min": value}
+        if isinstance(value, PrefixBudget) or (isinstance(value, dict) and value.keys() == cls.model_fields.keys()):
+            return value
+        raise PydanticCustomError("prefix_budget", "must be a number, or {quantile: ..., min: ...}")
+
+    @model_serializer
+    def plain(self) -> float | dict[str, float]:
+        """Return it as a configuration has it."""
+        return self.min if self.quantile is None else {"quantile": self.quantile, "min": self.min}
+
+
 _PPO: dict[str, Any] = {"ratio_mode": "token", "clip_mode": "ratio", "clip_low": 0.2, "clip_high": 0.2, "clip_c": 3.0}
 
 _DPPO: dict[str, Any] = {"ratio_mode": "token", "clip_c": 20.0, "loss_agg_mode": "token-mean"}
+
+_CPPO: dict[str, Any] = {
+    "ratio_mode": "token",
+    "clip_mode": "prefix_tv",
+    "clip_low": 0.15,
+    "clip_high": 0.15,
+    "clip_c": None,
+    "loss_agg_mode": "token-mean",
+}
 
 PRESETS: dict[str, dict[str, Any]] = {
     # As in the authors' code; the objective in the paper has no dual bound.
@@ -54,14 +91,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "dppo-tv": {**_DPPO, "clip_mode": "binary_tv", "clip_low": 0.15, "clip_high": 0.15},
     "dppo-kl": {**_DPPO, "clip_mode": "binary_kl", "clip_low": 0.05, "clip_high": 0.05},
-    "cppo": {
-        "ratio_mode": "token",
-        "clip_mode": "prefix_tv",
-        "clip_low": 0.15,
-        "clip_high": 0.15,
-        "clip_c": None,
-        "loss_agg_mode": "token-mean",
-    },
+    # The fixed budget is the authors' for a post-trained model, the quantile theirs for base models.
+    "cppo": _CPPO,
+    "cppo-base": {**_CPPO, "prefix_budget": PrefixBudget(quantile=0.9, min=0.02)},
     # Mean and largest estimate together; the thresholds are those with which CPPO's authors ran it.
     "trm-k3": {
         "ratio_mode": "token",
@@ -218,8 +250,10 @@ class ObjectiveConfig(Section):
         le=1,
         description="weight of the divergence at the last token, falling to it from 1 at the first (prefix_tv only)",
     )
-    prefix_budget: NonNegativeFloat | None = Field(
-        default=None, description="divergence that a prefix may spend on each of its tokens (prefix_tv only)"
+    prefix_budget: PrefixBudget | None = Field(
+        default=None,
+        description="divergence that a prefix may spend on each of its tokens: a number, or a quantile of the "
+        "divergences of its sequence, but at least `min` (prefix_tv only)",
     )
     loss_agg_mode: AggregationName | None = Field(default=None, description="how token losses become one loss")
     loss_scale_factor: PositiveFloat | None = Field(

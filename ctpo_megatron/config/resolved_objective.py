@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ctpo_megatron.config.objective import PolicyObjective, advantage_from_config, objective_from_config
-from ctpo_megatron.config.objective_schema import CorrectionConfig, ObjectiveConfig
+from ctpo_megatron.config.objective_schema import CorrectionConfig, ObjectiveConfig, PrefixBudget
 
 _RATIOS = {
     "cumprod": "cumulative ratio",
@@ -32,7 +32,8 @@ def resolved_objective(config: ObjectiveConfig) -> dict[str, Any]:
         ratio, detached_ratio   r_t: low, high; `dual`
         token_log               each d_t, nats: low, high
         sigmoid                 nothing; the steepness by the sign of A
-        binary_*, prefix_tv     a divergence: low is its limit where A < 0, high where A > 0
+        binary_*, prefix_tv     a divergence: low is its limit where A < 0, high where A > 0. The budget of prefix_tv
+                                is a number, or {quantile, min}
         sequence_k3             k3: high is the limit of the mean of a sequence, largest that of a token
 
     None stands for what this objective does not have. With a user's `function` ratio, window and dual are its own.
@@ -69,7 +70,7 @@ def objective_line(resolved: Mapping[str, Any]) -> str:
     return f"Objective: {name}: {', '.join(_parts(resolved))}"
 
 
-def _window(objective: PolicyObjective) -> dict[str, float | None]:
+def _window(objective: PolicyObjective) -> dict[str, Any]:
     low, high = objective.clip_low, objective.clip_high
     match objective.clip_mode:
         case "log_power":
@@ -84,7 +85,9 @@ def _window(objective: PolicyObjective) -> dict[str, float | None]:
         case "binary_tv" | "binary_kl":
             return {"low": low, "high": high, "largest_ratio": objective.clip_c}
         case "prefix_tv":
-            return {"low": low, "high": high, "weight": objective.prefix_weight, "budget": objective.prefix_budget}
+            budget = objective.prefix_budget
+            plain = budget.plain() if isinstance(budget, PrefixBudget) else budget
+            return {"low": low, "high": high, "weight": objective.prefix_weight, "budget": plain}
         case "sequence_k3":
             return {"high": high, "largest": objective.clip_c}
 
@@ -121,7 +124,7 @@ def _parts(resolved: Mapping[str, Any]) -> Iterator[str]:
     yield from _corrected(**resolved["correction"])
 
 
-def _bounds(mode: str, window: Mapping[str, float | None]) -> Iterator[str]:
+def _bounds(mode: str, window: Mapping[str, Any]) -> Iterator[str]:
     match mode:
         case "log_power":
             yield _growing(**{name: float(value or 0.0) for name, value in window.items()})
@@ -148,13 +151,19 @@ def _growing(low: float, high: float, power: float, drift: float) -> str:
     return f"window {_around_zero({'low': low, 'high': high})}{growth}{moved}"
 
 
-def _divergence(mode: str, window: Mapping[str, float | None]) -> Iterator[str]:
+def _divergence(mode: str, window: Mapping[str, Any]) -> Iterator[str]:
     low, high = _figure(window["low"]), _figure(window["high"])
     yield f"{_DIVERGENCES[mode]} at most {high if low == high else f'{low} (A < 0), {high} (A > 0)'}"
     if mode == "prefix_tv":
-        yield f"{_figure(window['budget'])} a token over the prefix, weights 1 to {_figure(window['weight'])}"
+        yield f"{_budget(window['budget'])} a token over the prefix, weights 1 to {_figure(window['weight'])}"
     elif window["largest_ratio"] is not None:
         yield f"r at most {_figure(window['largest_ratio'])}"
+
+
+def _budget(budget: float | Mapping[str, float]) -> str:
+    if not isinstance(budget, Mapping):
+        return _figure(budget)
+    return f"the sequence's {_figure(budget['quantile'])} quantile (at least {_figure(budget['min'])})"
 
 
 def _aggregation(resolved: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ctpo_megatron.config import PolicyObjective
+from ctpo_megatron.config import PolicyObjective, PrefixBudget
 from ctpo_megatron.objective.mismatch import per_sequence
 from ctpo_megatron.objective.ratios import LossTokens, TokenRatios, prefix_sum, sequence_sum
 from ctpo_megatron.objective.sequences import SequenceBounds
@@ -30,7 +30,8 @@ def outside(ratios: TokenRatios, tokens: LossTokens, objective: PolicyObjective)
         binary_tv    |p - mu| > delta, and p moved to where A drives it             DPPO, arXiv 2602.04879
         binary_kl    mu log(mu/p) + (1 - mu) log((1 - mu)/(1 - p)) > delta, likewise
         prefix_tv    Z_t > min(delta, delta + budget W_{t-1} - Z_{1:t-1}), likewise (CPPO, arXiv 2606.10968, eq. 8-11).
-                     Z_t = w_t |p - mu|, w_t = 1 - (1 - weight) (t - 1) / (T - 1); W and Z_{1:t} sum over the prefix
+                     Z_t = w_t |p - mu|, w_t = 1 - (1 - weight) (t - 1) / (T - 1); W and Z_{1:t} sum over the prefix.
+                     budget is a number, or the largest of `min` and a quantile of the sequence's |p - mu|
         sequence_k3  the whole sequence where the mean over its tokens of k3 = r - 1 - log r exceeds `clip_high`, or the
                      largest `clip_c`                                               TRM, arXiv 2512.23075
     """
@@ -63,7 +64,30 @@ def _over_budget(
     weighted = (1 - slope * before) * distance
     spent = prefix_sum(weighted, tokens.layout) - weighted
     weights = before - slope * before * (before - 1) / 2  # of the tokens before this one, summed
-    return weighted > torch.minimum(delta, delta + objective.prefix_budget * weights - spent)
+    budget: float | Tensor
+    if isinstance(objective.prefix_budget, PrefixBudget):
+        budget = _of_sequence(objective.prefix_budget, distance, tokens)
+    else:
+        budget = objective.prefix_budget
+    return weighted > torch.minimum(delta, delta + budget * weights - spent)
+
+
+def _of_sequence(budget: PrefixBudget, distance: Tensor, tokens: LossTokens) -> Tensor:
+    """The larger of `min` and the quantile of a sequence's distances, `[N]`, from distances `[N]` of its model tokens.
+
+    Between two ranks the quantile is interpolated linearly. Sorting does not depend on what else is in the batch.
+    """
+    if budget.quantile is None:
+        return torch.full_like(distance, budget.min)
+    layout, n = tokens.layout, distance.numel()
+    if not n:
+        return distance
+    by_distance = torch.where(tokens.model, distance, torch.inf).argsort(stable=True)
+    order = by_distance[layout.sequence_id[by_distance].argsort(stable=True)]
+    place = budget.quantile * (layout.total(tokens.model.to(torch.int64)) - 1).clamp(min=0).double()
+    first = layout.cu_seqlens[:-1]
+    below, above = (distance[order[(first + rank.long()).clamp(max=n - 1)]] for rank in (place.floor(), place.ceil()))
+    return layout.to_tokens((below + (place - place.floor()) * (above - below)).clamp(min=budget.min))
 
 
 def _distant_sequences(d: Tensor, model: Tensor, layout: SequenceBounds, objective: PolicyObjective) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ctpo_megatron.config import PrefixBudget
 from ctpo_megatron.objective import PRESETS, PolicyObjective
 from ctpo_megatron.verify.batch import LONGEST
 
@@ -119,6 +120,7 @@ MET: dict[str, dict[str, Any]] = {
     "dppo-tv": _both(5e-5),
     "dppo-kl": _both(2e-6),
     "cppo": _both(1e-4) | {"prefix_budget": 3e-5},
+    "cppo-base": _both(1e-4) | {"prefix_budget": PrefixBudget(quantile=0.5, min=1e-5)},
     "trm-k3": {"clip_high": 0.0016, "clip_c": 0.0034},
 }
 """Narrower bounds than the preset's, where the small probabilities and differences of the batch would not meet them."""

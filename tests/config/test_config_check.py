@@ -229,6 +229,8 @@ FINE = [
     "objective.anchor=behaviour objective.correction.veto=1e-4",
     *(f"objective.credit=turn objective.{more}" for more in ("preset=gspo", "preset=sequence", "turn_ratio=turn-end")),
     "objective.preset=cppo objective.anchor=behaviour",
+    "objective.preset=cppo-base objective.anchor=behaviour objective.prefix_budget=0.02",
+    "objective.preset=cppo objective.anchor=behaviour 'objective.prefix_budget={quantile: 0.8, min: 0.01}'",
     "'objective.correction.reject=[{stat: k1, over: token, low: -1, high: 1}, {stat: k2, over: token, high: 1}]'",
     "rollout.max_staleness=1 rollout.partial=finish",
     "rollout.max_turns=1 rollout.tools=[]",

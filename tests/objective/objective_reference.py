@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ctpo_megatron.config import PrefixBudget
 from ctpo_megatron.objective import PolicyObjective
 
 
@@ -37,6 +38,7 @@ class Expected:
     high: int = 0
     low: int = 0
     dual: int = 0
+    cut: list[list[list[bool]]] = field(default_factory=list)  # of each token: high, low, dual
 
 
 @dataclass
@@ -59,7 +61,7 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
     out = Expected()
     for s in batch:
         d, share = differences(s), share_of(s, batch, o)
-        losses, gradients = [0.0] * len(s), [0.0] * len(s)
+        losses, gradients, cuts = [0.0] * len(s), [0.0] * len(s), [[False] * 3] * len(s)
         for i in range(len(s)):
             if not s.loss[i]:
                 continue
@@ -67,6 +69,7 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
             token = Token(i, s.advantage[i], sum(s.model[: i + 1]), raw, math.exp(min(raw, 10.0)))
             value, slope, cut = PARTS[o.clip_mode](token, s, d, o)
             out.high, out.low, out.dual = out.high + cut[0], out.low + cut[1], out.dual + cut[2]
+            cuts[i] = cut
             out.ratio.append(token.r)
             losses[i] = value * s.weight[i]
             out.loss += losses[i] * share
@@ -74,6 +77,7 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
             gradients[i] = slope * s.weight[i] * share
         out.per_token.append(losses)
         out.gradient.append(gradients)
+        out.cut.append(cuts)
     return out
 
 
@@ -178,8 +182,19 @@ def over_budget(s: Sequence, i: int, delta: float, o: PolicyObjective) -> bool:
     w = {k: 1 - (1 - o.prefix_weight) * n / max(len(places) - 1, 1) for n, k in enumerate(places)}
     z = {k: w[k] * abs(probability_moved(s, k)) for k in places}
     before = [k for k in places if k < i]
-    room = delta + o.prefix_budget * sum(w[k] for k in before) - math.fsum(z[k] for k in before)
+    budget = o.prefix_budget
+    if isinstance(budget, PrefixBudget):
+        budget = max(budget.min, quantile([abs(probability_moved(s, k)) for k in places], budget.quantile))
+    room = delta + budget * sum(w[k] for k in before) - math.fsum(z[k] for k in before)
     return z[i] > min(delta, room)
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Linear between the two nearest ranks."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return low + (place - math.floor(place)) * (high - low)
 
 
 def distant(s: Sequence, d: list[float], o: PolicyObjective) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ctpo_kernels import SUMS
 from ctpo_kernels.names import LOSS_AGG_MODES
-from ctpo_megatron.config import ObjectiveConfig
+from ctpo_megatron.config import ObjectiveConfig, PrefixBudget
 from ctpo_megatron.objective import (
     PRESETS,
     Denominators,
@@ -66,6 +66,7 @@ CUTTING = {
     "dppo-tv": (0.6, {"clip_c": 1.5}),
     "dppo-kl": (0.6, {"clip_c": 1.5}),
     "cppo": (0.6, {"prefix_weight": 0.1, "prefix_budget": 0.1}),
+    "cppo-base": (0.6, {"prefix_weight": 0.1, "prefix_budget": PrefixBudget(quantile=0.6, min=0.02)}),
     "trm-k3": (0.068, {}),
 }
 """Spreads and settings at which some tokens, or sequences, leave and others stay, with one advantage a sequence."""
@@ -95,6 +96,26 @@ def test_the_divergence_of_dppo_is_from_the_anchor():
     objective = PolicyObjective.preset("dppo-kl", clip_low=0.08, clip_high=0.08)
     out = policy_loss(policy, anchor, one * torch.tensor([[1.0], [-1.0]]), one, objective)
     assert out.stats.sums[[SUMS.index(f"clip_{side}") for side in ("high", "low")]].tolist() == [0, 1]
+
+
+def test_the_budget_of_cppo_is_a_quantile_of_the_sequence_and_at_least_the_minimum():
+    """Medians of |p - mu| are .1 and 0, so the first sequence may spend what it does, and `min` decides for the second.
+
+    Prompts move by .4.
+    """
+    moved = [0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.4, 0.1, 0.1, 0.0, 0.0, 0.0]
+    p, mu = 0.5 + torch.tensor(moved, dtype=torch.float64), torch.full((12,), 0.5, dtype=torch.float64)
+    model, ends = torch.tensor([0, 1, 1, 1, 1, 1] * 2), torch.tensor([0, 6, 12])
+
+    def left_out(preset: str, budget: float | PrefixBudget) -> list[int]:
+        objective = PolicyObjective.preset(preset, prefix_weight=1.0, clip_high=0.12, prefix_budget=budget)
+        out = policy_loss(p.log(), mu.log(), torch.ones(2), model, objective, cu_seqlens=ends)
+        return [place for place in range(12) if model[place] and not out.per_token[place]]
+
+    assert left_out("cppo-base", PrefixBudget(quantile=0.5, min=0.02)) == [8]
+    assert left_out("cppo-base", PrefixBudget(quantile=0.5, min=0.09)) == []
+    assert left_out("cppo-base", PrefixBudget(quantile=0.5, min=0.0)) == [8]
+    assert left_out("cppo", 0.02) == [2, 3, 4, 5, 8]
 
 
 def test_the_estimate_of_trm_is_k3():

@@ -42,6 +42,7 @@ def test_unknown_names_get_the_nearest():
         ("dppo-tv", {"clip_c": 0.5}, "clip_c = 0.5: .* must exceed 1; 20 is usual"),
         ("cppo", {"prefix_weight": 1.5}, "prefix_weight = 1.5: must be above 0 and at most 1"),
         ("cppo", {"prefix_budget": -1.0}, "prefix_budget = -1.0: must not be negative"),
+        ("cppo", {"prefix_budget": None}, "prefix_budget = .*: expected a finite number"),
         ("grpo", {"clip_drift": 0.1}, "clip_drift = 0.1: with ratio of token: only the sum of"),
         ("ctpo-drift", {"ratio_mode": "geomean"}, "clip_drift = 0.0015: with log_power of geomean: only the sum"),
         ("ctpo", {"entropy_coef": -0.1}, "entropy_coef = -0.1: must not be negative"),
@@ -71,6 +72,11 @@ def test_from_config():
     assert objective_from_config(ObjectiveConfig(loss_scale_factor=512.0)).loss_scale_factor == 512
     assert objective_from_config(ObjectiveConfig(clip_power=0.0)) == PolicyObjective.preset("ctpo-uniform")
     assert objective_from_config(ObjectiveConfig(clip_c=-1)) == PolicyObjective.preset("ctpo-paper")
+    assert objective_from_config(ObjectiveConfig(preset="cppo", prefix_budget=0.02)).prefix_budget == 0.02
+    by_quantile = ObjectiveConfig.model_validate({"preset": "cppo", "prefix_budget": {"quantile": 0.9, "min": 0.02}})
+    assert objective_from_config(by_quantile) == PolicyObjective.preset("cppo-base")
+    fixed = ObjectiveConfig(preset="cppo-base", prefix_budget=0.015)
+    assert objective_from_config(fixed) == PolicyObjective.preset("cppo")
 
 
 def test_a_key_that_the_clip_mode_has_no_use_for_is_refused():

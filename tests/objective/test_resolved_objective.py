@@ -47,6 +47,8 @@ LINES = {
     "dppo-kl": "token ratio, KL of a token at most 0.05, r at most 20, mean over tokens",
     "cppo": "token ratio, total variation of a token at most 0.15, 0.015 a token over the prefix, weights 1 to 0.8, "
     "mean over tokens",
+    "cppo-base": "token ratio, total variation of a token at most 0.15, the sequence's 0.9 quantile (at least 0.02) a "
+    "token over the prefix, weights 1 to 0.8, mean over tokens",
     "trm-k3": "token ratio, mean k3 of a sequence at most 0.002, largest at most 0.1, mean over tokens",
     "sequence": "sequence ratio, window (0.8, 1.2) of r, dual 3, mean per sequence",
 }

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ctpo_megatron import cli
+from ctpo_megatron.config import PrefixBudget
 from ctpo_megatron.verify import LAYOUTS, OBJECTIVES, LayoutResult, batch, job, run, unsupported_layouts
 from ctpo_megatron.verify.layouts import is_by_turn
 from tests.support import children
@@ -19,9 +20,10 @@ from tests.support import ranks as pool
 
 EVERY_OBJECTIVE = ("one", "cp2-micro")
 """One whole, and one that cuts every sequence, which ratios and means have to bridge."""
+KIND = ("ratio_mode", "clip_mode", "loss_agg_mode", "on_kernels", "entropy_coef", "turn_ratio")
 KINDS = list(
     {
-        (o.ratio_mode, o.clip_mode, o.loss_agg_mode, o.on_kernels, o.entropy_coef, o.turn_ratio, is_by_turn(name)): name
+        (*(getattr(o, each) for each in KIND), isinstance(o.prefix_budget, PrefixBudget), is_by_turn(name)): name
         for name, o in reversed(OBJECTIVES.items())
     }.values()
 )
