@@ -72,22 +72,36 @@ def with_turns(
     ValueError for a trajectory whose turns are not as many as their advantages.
     """
     parts = [
-        (trajectory, tokens, values)
-        for trajectory, values in zip(trajectories, advantages, strict=True)
+        (trajectory, group, tokens, values)
+        for trajectory, group, values in zip(trajectories, _groups(trajectories), advantages, strict=True)
         for tokens in trajectory.sequences
     ]
     return [
-        _with_turns(sequence, trajectory.tokens["turn"], tokens, values)
-        for sequence, (trajectory, tokens, values) in zip(sequences, parts, strict=True)
+        _with_turns(sequence, trajectory.tokens["turn"], group, tokens, values)
+        for sequence, (trajectory, group, tokens, values) in zip(sequences, parts, strict=True)
     ]
 
 
+def _groups(trajectories: Sequence[Trajectory]) -> Iterator[int]:
+    """Number the group of each trajectory, from 0. A group is the samples of one draw of a prompt, in their order."""
+    number, last = -1, None
+    for trajectory in trajectories:
+        if last is None or trajectory.prompt_id != last.prompt_id or trajectory.sample_index <= last.sample_index:
+            number += 1
+        yield number
+        last = trajectory
+
+
 def _with_turns(
-    sequence: TokenSequence, turns: NDArray[np.int16], part: slice, advantage: float | Sequence[float] | None
+    sequence: TokenSequence,
+    turns: NDArray[np.int16],
+    group: int,
+    part: slice,
+    advantage: float | Sequence[float] | None,
 ) -> TokenSequence:
     records, turn = sequence.records, turns[part]
     tokens = joined([records], np.dtype([*records.dtype.descr, *BY_TURN]))
-    tokens["turn"] = turn
+    tokens["turn"], tokens["group"] = turn, group
     values = np.array(0.0 if advantage is None else advantage, np.float32)
     if values.ndim and values.size != turns.max():
         raise ValueError(f"trajectory {sequence.name}: {values.size} advantages for {turns.max()} turns")
@@ -106,7 +120,7 @@ def _sequence(place: int, index: int, trajectory: Trajectory, part: slice, versi
         raise ValueError(f"trajectory {name} starts with a sampled token; it needs a prompt")
     kind = np.dtype([*PACKED.descr, *((name, values.dtype, values.shape[1:]) for name, values in more.items())])
     tokens = np.zeros(len(given), kind)
-    for column in ("token_ids", "rollout_log_probs", "response_mask", "loss_mask", *more):
+    for column in ("token_ids", "rollout_log_probs", "weight_version", "response_mask", "loss_mask", *more):
         tokens[column] = given[column]
     tokens["current"] = given["response_mask"] if version is None else given["weight_version"] == version
     sampled, loss = (int(np.count_nonzero(tokens[mask])) for mask in ("response_mask", "loss_mask"))
@@ -130,7 +144,10 @@ class PackedBatch:
     training pass itself. packed: the original in host memory, from `pack`; None if this is the original.
     more: further columns of tokens by name, `[N, ...]` of their own types, 0 at alignment. `ROUTER_CHOICES`, hundreds
     of bytes a token, stays in host memory.
-    turn: [N] int16, the turn of each token as in `Trajectory`; None where the loss has no use for it.
+    weight_version: [N] int32, of the weights that sampled the token; meaningless where response_mask is 0. version: of
+    the trainer's weights when the batch began; None: not known.
+    turn: [N] int16, the turn of each token as in `Trajectory`. group: [N] int32, the number of its group in the step.
+    Both are None where the loss has no use for them.
     forest: the distinct prefixes, which a pass computes in place of the tokens; None: it computes every token.
     """
 
@@ -141,6 +158,7 @@ class PackedBatch:
     loss_mask: torch.Tensor
     current: torch.Tensor
     rollout_log_probs: torch.Tensor
+    weight_version: torch.Tensor
     advantages: torch.Tensor
     sequences: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -152,6 +170,8 @@ class PackedBatch:
     packed: PackedBatch | None = None
     more: Mapping[str, torch.Tensor] = field(default_factory=dict)
     turn: torch.Tensor | None = None
+    group: torch.Tensor | None = None
+    version: int | None = None
     forest: Forest | None = None
 
     @property
@@ -391,10 +411,12 @@ def _concatenate(
         loss_mask=flat("loss_mask"),
         current=flat("current"),
         rollout_log_probs=flat("rollout_log_probs"),
+        weight_version=flat("weight_version"),
         advantages=flat("advantages") if by_turn else torch.from_numpy(np.repeat(weights, sizes)),
         sequences=tuple(sequence.place for sequence in chosen),
         lengths=tuple(lengths),
         more={name: flat(name) for name in further(tokens)},
         turn=flat("turn") if by_turn else None,
+        group=flat("group") if by_turn else None,
         forest=forest,
     )

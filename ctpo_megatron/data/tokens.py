@@ -29,6 +29,7 @@ PACKED = np.dtype(
     [
         ("token_ids", np.int32),
         ("rollout_log_probs", np.float32),
+        ("weight_version", np.int32),
         ("response_mask", np.bool_),
         ("loss_mask", np.bool_),
         ("current", np.bool_),
@@ -36,8 +37,9 @@ PACKED = np.dtype(
 )
 """What the ranks that train on a token get of it, with further columns. rollout_log_probs: nats; current: sampled by
 the trainer's current weights, so that the trainer's log-prob must agree."""
-BY_TURN = (("turn", np.int16), ("advantages", np.float32))
-"""Further columns of packed tokens, where the loss needs to know turns: the turn, and the advantage of the token."""
+BY_TURN = (("turn", np.int16), ("group", np.int32), ("advantages", np.float32))
+"""Further columns of packed tokens, where the loss needs to know turns: the turn, the number of the group in the step,
+and the advantage of the token."""
 _USUAL = {*(TOKEN.names or ()), *(PACKED.names or ()), *(name for name, _ in BY_TURN)}
 NO_COLUMNS: Mapping[str, NDArray[Any]] = MappingProxyType({})
 ROUTER_CHOICES = "router_choices"

@@ -127,9 +127,9 @@ class SharedRows:
 class Targets:
     """The targets of the rows of this rank; row t of a sequence predicts its token t + 1.
 
-    labels: int64; response_mask, loss_mask: bool; rollout_log_probs, advantages, old_log_probs (None before they
-    are computed), weights (of the correction, None without): float32; turn (None without): int16; all `[n]`, n = N /
-    context-parallel size.
+    All `[n]`, n = N / context-parallel size. labels: int64; response_mask, loss_mask: bool; rollout_log_probs,
+    advantages, old_log_probs (None before they are computed), weights (of the correction, None without): float32.
+    weight_version: int32. turn, group: int16 and int32, None without.
     cu_seqlens: `[B + 1]`, boundaries among them. on_policy: see `PackedBatch`.
     rows: int64 `[M]`, where response_mask is set, ascending; computed on the host. in_loss, may_learn: bool `[M]` in
     host memory, which of them are in the loss, and which with a nonzero advantage. batch: what they are targets of.
@@ -140,6 +140,7 @@ class Targets:
     response_mask: Tensor
     loss_mask: Tensor
     rollout_log_probs: Tensor
+    weight_version: Tensor
     advantages: Tensor
     old_log_probs: Tensor | None
     weights: Tensor | None
@@ -150,6 +151,7 @@ class Targets:
     on_policy: bool
     batch: PackedBatch
     turn: Tensor | None = None
+    group: Tensor | None = None
     shared: SharedRows | None = None
 
     @classmethod
@@ -172,6 +174,7 @@ class Targets:
             response_mask=next_of(batch.response_mask),
             loss_mask=next_of(batch.loss_mask),
             rollout_log_probs=next_of(batch.rollout_log_probs),
+            weight_version=next_of(batch.weight_version),
             advantages=next_of(batch.advantages),
             old_log_probs=None if batch.old_log_probs is None else next_of(batch.old_log_probs),
             weights=None if batch.correction_weights is None else next_of(batch.correction_weights),
@@ -182,6 +185,7 @@ class Targets:
             on_policy=batch.on_policy,
             batch=batch,
             turn=None if batch.turn is None else next_of(batch.turn),
+            group=None if batch.group is None else next_of(batch.group),
             shared=None if batch.forest is None else SharedRows.of(batch, batch.forest, predicting),
         )
 

@@ -232,7 +232,7 @@ class Trainer:
         found = checked or []
         sequences, overall = share_sizes(found, [largest(known[each.trajectory]) for each in found], self.layout)
         order = share_order(sequences, self.layout) if self._model.shares_prefixes else None
-        return make_mini_batches(
+        mini_batches = make_mini_batches(
             sequences,
             overall,
             size=size,
@@ -244,6 +244,9 @@ class Trainer:
             skip_zero_advantage=skip_zero_advantage,
             pack_skipped=pack_skipped,
         )
+        for micro in itertools.chain.from_iterable((m.micro_batches + m.skipped_micro_batches) for m in mini_batches):
+            micro.version = version
+        return mini_batches
 
     def compute_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Fill `old_log_probs` with the log-probs of the current weights, in the layout that training will use.
