@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,20 @@ COUNTS = (
     "fixed_low",
     "widening_high",
     "widening_low",
+    "n_uncertain",
+    "uncertain_high",
+    "uncertain_low",
+    "uncertain_dual",
 )
 SUMS = ("t", "S", "S2", "d", "d2", "r", "r2", "x", "x2", "entropy")
 COLUMNS = COUNTS + SUMS
 """What is known of the tokens of a cell, a sign and a bin; docs/reference/metrics.md defines them."""
 SIDES = ("high", "low", "dual")
+AGES = 17
+"""Weight versions that a token is behind the trainer: 0 to 15 one by one, and all larger ones together."""
+SAMPLER_COLUMNS = ("n", "m", "m2", "M", "M2")
+AGE_COLUMNS = ("n", "n_known", "m", "m2")
+"""What is known of the trainer against the sampler: at the positions of a bin, and of the computed tokens of an age."""
 
 _SMALLEST, _DECADES, _BINS_A_DECADE = 1e-6, 7, 64
 _HALF = _DECADES * _BINS_A_DECADE
@@ -54,24 +63,33 @@ class PositionStats:
 
     cells: `[len(SIGNS), BINS, len(COLUMNS)]`. histogram: `[HISTOGRAM_BINS]`, of the objective's log r of computed loss
     tokens. shares: `[len(SIDES) + 1]`, the clipped share of the loss tokens of each trajectory, summed over
-    trajectories, and the number of trajectories with loss tokens.
+    trajectories, and the number of trajectories with loss tokens. sampler: `[BINS, len(SAMPLER_COLUMNS)]`, whatever
+    the advantage. ages: `[AGES, len(AGE_COLUMNS)]`.
     """
 
     cells: NDArray[np.float64]
     histogram: NDArray[np.float64]
     shares: NDArray[np.float64]
+    sampler: NDArray[np.float64]
+    ages: NDArray[np.float64]
 
     @classmethod
     def empty(cls) -> PositionStats:
         """Of no token."""
-        return cls(np.zeros((len(SIGNS), BINS, len(COLUMNS))), np.zeros(HISTOGRAM_BINS), np.zeros(len(SIDES) + 1))
+        cells, shares = np.zeros((len(SIGNS), BINS, len(COLUMNS))), np.zeros(len(SIDES) + 1)
+        sampler, ages = np.zeros((BINS, len(SAMPLER_COLUMNS))), np.zeros((AGES, len(AGE_COLUMNS)))
+        return cls(cells, np.zeros(HISTOGRAM_BINS), shares, sampler, ages)
 
     def __add__(self, other: PositionStats) -> PositionStats:
-        return PositionStats(self.cells + other.cells, self.histogram + other.histogram, self.shares + other.shares)
+        parts = ((getattr(each, part.name) for each in (self, other)) for part in fields(self))
+        return PositionStats(*(ours + theirs for ours, theirs in parts))
 
     def record(self) -> dict[str, Any]:
-        """A plain-JSON form: sign -> column -> numbers by bin up to the last with a token, columns of zeros left out;
-        `histogram`, bin -> count. Sums have 14 significant digits; one that is not finite is None."""
+        """Return a plain-JSON form: sign -> column -> numbers by bin up to the last with a token.
+
+        Columns of zeros are left out. `histogram` has bin -> count, `sampler` and `ages` column -> numbers by bin or
+        age. Sums have 14 significant digits, there 8; one that is not finite is None.
+        """
         filled = np.flatnonzero(self.column("n").any(0))
         bins = int(filled[-1]) + 1 if filled.size else 0
         found: dict[str, Any] = {
@@ -83,7 +101,8 @@ class PositionStats:
             for sign, cells in zip(SIGNS, self.cells, strict=True)
         }
         counted = np.flatnonzero(self.histogram).tolist()
-        return found | {"histogram": {str(place): int(self.histogram[place]) for place in counted}}
+        found["histogram"] = {str(place): int(self.histogram[place]) for place in counted}
+        return found | {"sampler": _rows(SAMPLER_COLUMNS, self.sampler), "ages": _rows(AGE_COLUMNS, self.ages)}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> PositionStats:
@@ -94,11 +113,14 @@ class PositionStats:
                 cells[: len(values), COLUMNS.index(name)] = [math.nan if value is None else value for value in values]
         for place, count in record["histogram"].items():
             found.histogram[int(place)] = count
+        for part, names, table in (("sampler", SAMPLER_COLUMNS, found.sampler), ("ages", AGE_COLUMNS, found.ages)):
+            for name, values in record.get(part, {}).items():  # lines of version 0.2 have neither
+                table[: len(values), names.index(name)] = [math.nan if value is None else value for value in values]
         return found
 
     def unlike(self, expected: PositionStats, tolerance: float) -> str:
         """The first that differs: the histogram, a count, or a sum by more than `tolerance` of the largest in its
-        column; "" for nothing. Entropy is left out where `expected` does not know it."""
+        column; "" for nothing. Entropy is left out where `expected` does not know it, `sampler` and `ages` always."""
         if not np.array_equal(self.histogram, expected.histogram):
             return "another histogram of log r"
         known = expected.column("n_entropy").any()
@@ -115,10 +137,21 @@ class PositionStats:
         return self.cells[:, :, COLUMNS.index(name)]
 
 
-def _plain(value: float, is_count: bool) -> float | int | None:
+def _plain(value: float, is_count: bool, digits: int = 14) -> float | int | None:
     if is_count:
         return int(value)
-    return float(f"{value:.14g}") if math.isfinite(value) else None
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def _rows(names: tuple[str, ...], table: NDArray[np.float64]) -> dict[str, list[float | int | None]]:
+    """Columns of a table up to the last row with a token, without columns of zeros."""
+    filled = np.flatnonzero(table[:, 0])
+    used = table[: int(filled[-1]) + 1 if filled.size else 0]
+    return {
+        name: [_plain(value, name.startswith("n"), digits=8) for value in column.tolist()]
+        for name, column in zip(names, used.T, strict=True)
+        if column.any()
+    }
 
 
 def bin_of(position: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:

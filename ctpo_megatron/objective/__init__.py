@@ -34,6 +34,7 @@ from ctpo_megatron.objective.fused import linear_policy_loss, warm_up_kernels
 from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, noise_metrics, weight_mean
 from ctpo_megatron.objective.policy_loss import policy_loss, supervised_loss
 from ctpo_megatron.objective.positions import (
+    SamplerTokens,
     position_metrics,
     position_stats,
     skipped_stats,
@@ -55,6 +56,7 @@ __all__ = [
     "PolicyLossOutput",
     "PolicyObjective",
     "PositionStats",
+    "SamplerTokens",
     "TokenDiagnostics",
     "batch_advantages",
     "correct",

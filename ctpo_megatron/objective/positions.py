@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ctpo_megatron.base.positions import (
+    AGES,
     BINS,
     COLUMNS,
     HISTOGRAM_BINS,
@@ -23,7 +25,7 @@ from ctpo_megatron.base.positions import (
     quantile,
 )
 from ctpo_megatron.config import PolicyObjective
-from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, objective_ratios, prefix_sum
+from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, objective_ratios, prefix_sum, token_log_ratio
 from ctpo_megatron.objective.sequences import SequenceBounds
 from ctpo_megatron.objective.surrogate import surrogate
 
@@ -31,6 +33,23 @@ FIXED_WINDOW = (math.log(0.5), math.log(5.0))
 """Bounds of log r of the fixed window that the paper compares with."""
 WIDENING_WINDOW = (-0.025, 0.05)
 """Bounds of log r of the paper's window, times sqrt(t)."""
+UNCERTAIN = 0.5
+"""A token that the sampler gave a smaller probability is uncertain: another choice was as likely."""
+
+
+@dataclass(frozen=True)
+class SamplerTokens:
+    """What the sampler knows of the tokens of a packed batch, all `[N]`, aligned with the log-probs.
+
+    log_probs: nats, as it reported them. weight_version: of the weights that sampled the token, an integer. version: of
+    the trainer's weights before the updates of the step; None: every token has age 0. trainer: log-probs under these
+    weights, nats; None where they are not known.
+    """
+
+    log_probs: Tensor
+    weight_version: Tensor
+    version: int | None
+    trainer: Tensor | None = None
 
 
 @torch.no_grad()
@@ -44,13 +63,14 @@ def position_stats(
     cu_seqlens: Tensor,
     entropy: Tensor | None = None,
     turn: Tensor | None = None,
+    sampler: SamplerTokens | None = None,
 ) -> PositionStats:
     """Of the computed tokens of a packed batch `[N]`; arguments as for `policy_loss`.
 
     anchor: the denominator of the ratio (`old_log_probs` there). objective: None for a user's own, whose ratio and
     clips are unknown. entropy: nats, None where it is not known. S is the cumulative log-ratio whatever the objective's
-    ratio is; x is the objective's, and not summed where that is S. Sums run over the tokens in their order, in float64
-    on the host.
+    ratio is; x is the objective's, and not summed where that is S. sampler: None where nothing is known of it; then no
+    token is uncertain or has an age. Sums run over the tokens in their order, in float64 on the host.
     """
     layout = SequenceBounds.of(log_probs, cu_seqlens)
     model, trained = layout.masks(response_mask, loss_mask)
@@ -66,19 +86,36 @@ def position_stats(
     # With ratios at the ends of turns the bounds follow the gain of the turn, which is what its ratio multiplies.
     gain = advantage if ratios.ends is None else ratios.ends.at_end(ratios.ends.gain(advantage))
     numbers = [ratios.position, layout.sequence_id, gain, prefix_sum(ratios.d, layout), ratios.d, x]
-    numbers += [trained, *flags, torch.zeros_like(x) if entropy is None else entropy, model]
+    numbers += [trained, *flags, torch.zeros_like(x) if entropy is None else entropy]
+    numbers += [*_of_sampler(sampler, model, layout), model]
     # One copy to the host, because each copy waits for the device; so does a selection by a mask on the device.
     on_host = torch.stack([values.double() for values in numbers]).cpu().numpy()
     table = on_host[:-1, on_host[-1] > 0]
     return _summed(table, layout.sequences, entropy is not None, objective)
 
 
+def _of_sampler(sampler: SamplerTokens | None, model: Tensor, layout: SequenceBounds) -> list[Tensor]:
+    """`[N]` each: whether a token is uncertain, its age (-1: unknown), whether m is known, m and its prefix sum M."""
+    zero = torch.zeros_like(model, dtype=torch.float32)
+    if sampler is None:
+        return [zero, zero - 1, zero, zero, zero]
+    log_probs = layout.values(sampler.log_probs, "log_probs", torch.float32)
+    version = layout.values(sampler.weight_version, "weight_version", torch.int64)
+    age = torch.zeros_like(version) if sampler.version is None else sampler.version - version
+    uncertain = log_probs < math.log(UNCERTAIN)
+    if sampler.trainer is None:
+        return [uncertain, age.clamp(0, AGES - 1), zero, zero, zero]
+    m = token_log_ratio(layout.values(sampler.trainer, "trainer", torch.float32), log_probs, model)
+    return [uncertain, age.clamp(0, AGES - 1), torch.ones_like(zero), m, prefix_sum(m, layout)]
+
+
 def _summed(
     table: NDArray[np.float64], sequences: int, with_entropy: bool, objective: PolicyObjective | None
 ) -> PositionStats:
-    position, sequence, gain, prefix, d, x, trained, high, low, dual, entropy = table
+    position, sequence, gain, prefix, d, x, trained, high, low, dual, entropy, uncertain, age, known, m, whole = table
     sign = np.where(gain > 0, 0, np.where(gain < 0, 1, 2))
-    cell = sign * BINS + bin_of(position.astype(np.int64))
+    place = bin_of(position.astype(np.int64))
+    cell = sign * BINS + place
     loss, up, down = trained > 0, (trained > 0) & (gain > 0), (trained > 0) & (gain < 0)
     root = np.sqrt(position)
     other = np.zeros_like(x) if objective is None or objective.is_prefix_ratio else x
@@ -95,6 +132,10 @@ def _summed(
         "fixed_low": down & (prefix < FIXED_WINDOW[0]),
         "widening_high": up & (prefix > WIDENING_WINDOW[1] * root),
         "widening_low": down & (prefix < WIDENING_WINDOW[0] * root),
+        "n_uncertain": (up | down) * uncertain,
+        "uncertain_high": high * uncertain,
+        "uncertain_low": low * uncertain,
+        "uncertain_dual": dual * uncertain,
         "t": position,
         "S": prefix,
         "S2": prefix**2,
@@ -112,10 +153,15 @@ def _summed(
     of = sequence.astype(np.int64)
     tokens = np.bincount(of, trained, sequences)
     shares = [np.bincount(of, side, sequences)[tokens > 0] / tokens[tokens > 0] for side in (high, low, dual)]
+    aged = age >= 0
+    by_bin = [np.bincount(place, each, BINS) for each in (known, m, m**2, whole, whole**2)]
+    by_age = [np.bincount(age[aged].astype(np.int64), each[aged], AGES) for each in (aged, known, m, m**2)]
     return PositionStats(
         cells.reshape(len(SIGNS), BINS, len(COLUMNS)),
         histogram.astype(np.float64),
         np.array([*(share.sum() for share in shares), (tokens > 0).sum()], np.float64),
+        np.stack(by_bin, axis=1),
+        np.stack(by_age, axis=1),
     )
 
 
@@ -136,13 +182,17 @@ def skipped_stats(sequences: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> Pos
 
 
 def _rates_by_sign(whole: PositionStats) -> dict[str, float]:
-    """Loss tokens by the sign of their advantage, and the share of them that the bounds of this sign changed."""
+    """Loss tokens by the sign of their advantage, and the share of them that the bounds of this sign changed.
+
+    The same of those that were uncertain.
+    """
     positive, negative = (float(count) for count in whole.column("n_loss").sum(1)[:2])
     metrics = {"pg_update/clip/pos_adv_token_count": positive, "pg_update/clip/neg_adv_token_count": negative}
-    for side, sign, tokens in (("high", 0, positive), ("low", 1, negative), ("dual", 1, negative)):
-        if tokens:
-            clipped = float(whole.column(f"clip_{side}")[sign].sum())
-            metrics[f"pg_update/clip/{side}/rate_of_{SIGNS[sign]}"] = clipped / tokens
+    for end, of, clipped in (("", "n_loss", "clip"), ("_uncertain", "n_uncertain", "uncertain")):
+        for side, sign in (("high", 0), ("low", 1), ("dual", 1)):
+            if tokens := float(whole.column(of)[sign].sum()):
+                count = float(whole.column(f"{clipped}_{side}")[sign].sum())
+                metrics[f"pg_update/clip/{side}/rate_of_{SIGNS[sign]}{end}"] = count / tokens
     return metrics
 
 

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ctpo_megatron.data import PackedBatch
-from ctpo_megatron.objective import PolicyObjective, PositionStats, position_metrics, position_stats, skipped_stats
+from ctpo_megatron.objective import (
+    PolicyObjective,
+    PositionStats,
+    SamplerTokens,
+    position_metrics,
+    position_stats,
+    skipped_stats,
+)
 from ctpo_megatron.policy.minibatch import MiniBatch, anchor_of
 from ctpo_megatron.policy.parallel import Layout, gather_on_rank_zero
 from ctpo_megatron.policy.predictions import Anchor
@@ -85,4 +92,5 @@ def _of_pass(micro: PackedBatch, objective: PolicyObjective | None, anchor: Anch
         micro.cu_seqlens,
         micro.entropy,
         micro.turn,
+        SamplerTokens(micro.rollout_log_probs, micro.weight_version, micro.version, micro.old_log_probs),
     )

@@ -79,7 +79,12 @@ def panels(run: RunData) -> list[Panel]:
     """All figures, in the order of the report."""
     reward, tool, signal, clip, *others = _PANELS
     rewards = [reward, _accuracy(run), tool, signal, *_known(run, _NO_BOX, _turn_rewards(run), _reward_parts(run))]
-    policy = [clip, *_known(run, _CLIP_BY_SIGN), _ratio(run), *_known(run, _quantiles(run), _ESS, _ENTROPY)]
+    policy = [
+        clip,
+        *_known(run, _CLIP_BY_SIGN, _CLIP_OF_UNCERTAIN),
+        _ratio(run),
+        *_known(run, _quantiles(run), _ESS, _ENTROPY),
+    ]
     rest = _known(run, _STALENESS, _SANDBOX, _SFT_THROUGHPUT, _SFT_MFU, _utilization(run))
     return [*rewards, *policy, *others, *rest, _memory(run)]
 
@@ -347,6 +352,18 @@ _CLIP_BY_SIGN = Panel(
         Line("pg_update/clip/high/rate_of_positive", "high, of positive", "blue"),
         Line("pg_update/clip/low/rate_of_negative", "low, of negative", "orange"),
         Line("pg_update/clip/dual/rate_of_negative", "dual, of negative", "purple"),
+    ),
+    limits=_FROM_ZERO,
+)
+_CLIP_OF_UNCERTAIN = Panel(
+    "clip_of_uncertain",
+    "Clipped uncertain tokens",
+    "share of uncertain tokens of the sign",
+    "The same of the tokens that decide: those that the sampler gave a probability below one half.",
+    (
+        Line("pg_update/clip/high/rate_of_positive_uncertain", "high, of positive", "blue"),
+        Line("pg_update/clip/low/rate_of_negative_uncertain", "low, of negative", "orange"),
+        Line("pg_update/clip/dual/rate_of_negative_uncertain", "dual, of negative", "purple"),
     ),
     limits=_FROM_ZERO,
 )

@@ -19,6 +19,7 @@ from ctpo_megatron.report.positions_of_groups import (
     entropies,
     growth,
     late_positions,
+    sampler_spread,
     why_not,
     window_rates,
 )
@@ -145,7 +146,7 @@ def position_charts(groups: Sequence[RunGroup]) -> list[Chart]:
     """Empty without a run that has positions.jsonl."""
     whole = [sums for group in groups if (sums := late_positions(group, "all"))]
     last = [sums for group in groups if (sums := late_positions(group, "last"))]
-    return [*_clipping(whole), *_effective(last), *_entropy(whole)]
+    return [*_clipping(whole), *_effective(last), *_sampler(whole), *_entropy(whole)]
 
 
 def _clipping(found: Sequence[PositionSums]) -> Iterator[Chart]:
@@ -172,6 +173,18 @@ def _effective(found: Sequence[PositionSums]) -> Iterator[Chart]:
     if drawn:
         spec = curves(drawn, T_AXIS, Axis("effective share of tokens", 0.0, 1.0))
         yield Chart("ess_by_position", "Effective sample size by position", caption, spec)
+
+
+def _sampler(found: Sequence[PositionSums]) -> Iterator[Chart]:
+    known = [each for sums in found if (each := sampler_spread(sums)) and each.t]
+    drawn = cycled(Curve(each.label, each.t, each.values) for each in known)
+    caption = (
+        "Standard deviation of the log-probability of a prefix by the trainer, before the updates of a step, less that "
+        f"by the sampler, whatever the anchor is; {_WHEN}."
+    )
+    if drawn:
+        spec = curves(drawn, T_AXIS, Axis("nats", 0.0))
+        yield Chart("sampler_by_position", "Sampler against trainer by position", caption, spec)
 
 
 def _entropy(found: Sequence[PositionSums]) -> Iterator[Chart]:

@@ -141,6 +141,21 @@ def effective_sizes(sums: PositionSums) -> ByPosition:
     return _shares(sums, first**2, second * count, count)
 
 
+def sampler_spread(sums: PositionSums) -> ByPosition | None:
+    """Standard deviation of M_t, the sum over the prefix of trainer less sampler, nats; None where it is not known.
+
+    The trainer is that before the updates of a step.
+    """
+    import numpy as np
+
+    count, _, _, first, second = sums.stats.sampler.T
+    if not count.any():
+        return None
+    tokens = np.maximum(1, count)
+    spread = np.sqrt(np.maximum(0.0, second / tokens - (first / tokens) ** 2))
+    return _shares(sums, spread * count, count)
+
+
 def entropies(sums: PositionSums) -> ByPosition | None:
     """Mean entropy before the updates of a step, nats; None where it is not known."""
     total, count = (sums.stats.column(name).sum(0) for name in ("entropy", "n_entropy"))

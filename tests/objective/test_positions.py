@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from ctpo_megatron.base.positions import (
+    AGE_COLUMNS,
+    AGES,
     BINS,
     COLUMNS,
     COUNTS,
     HISTOGRAM_BINS,
     LAST_POSITIONS,
+    SAMPLER_COLUMNS,
     SIGNS,
     SUMS,
     bin_of,
@@ -25,6 +28,7 @@ from ctpo_megatron.objective import (
     PRESETS,
     PolicyObjective,
     PositionStats,
+    SamplerTokens,
     position_metrics,
     position_stats,
     skipped_stats,
@@ -47,11 +51,27 @@ def a_batch(seed: int = 7, spread: float = 0.3) -> list[Sequence]:
 
 
 def stats(
-    batch: list[Sequence], objective: PolicyObjective | None, entropy: torch.Tensor | None = None
+    batch: list[Sequence],
+    objective: PolicyObjective | None,
+    entropy: torch.Tensor | None = None,
+    sampler: SamplerTokens | None = None,
 ) -> PositionStats:
     flat = packed(batch, torch.float32)
     del flat["weights"]
-    return position_stats(anchor=flat.pop("old_log_probs"), objective=objective, entropy=entropy, **flat)
+    anchor = flat.pop("old_log_probs")
+    return position_stats(anchor=anchor, objective=objective, entropy=entropy, sampler=sampler, **flat)
+
+
+VERSION = 30
+
+
+def a_sampler(batch: list[Sequence], *, known: bool = True) -> SamplerTokens:
+    """Of every token: half of them uncertain, up to 20 versions old. known: what the trainer had before its updates."""
+    g, n = torch.Generator().manual_seed(1), sum(map(len, batch))
+    log_probs = -2 * math.log(2) * torch.rand(n, generator=g)
+    version = VERSION - torch.randint(0, 21, (n,), generator=g, dtype=torch.int32)
+    trainer = log_probs + 0.2 * torch.randn(n, generator=g) - 0.05
+    return SamplerTokens(log_probs, version, VERSION, trainer if known else None)
 
 
 def bin_by_definition(t: int) -> int:
@@ -158,6 +178,64 @@ def test_rates_are_also_given_for_each_sign() -> None:
     assert metrics["pg_update/clip/low/rate_of_negative"] == counts.low / down > 0
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_bounds_do_to_uncertain_tokens(name: str) -> None:
+    batch, objective = a_batch(spread=3.0 if name == "cispo" else 0.3), PolicyObjective.preset(name)
+    sampler = a_sampler(batch)
+    found, p = stats(batch, objective, sampler=sampler), iter(sampler.log_probs.exp().tolist())
+    tokens: dict[str, float] = defaultdict(float)
+    for s, cuts in zip(batch, reference(batch, objective).cut, strict=True):
+        for loss, a, cut in zip(s.loss, s.advantage, cuts, strict=True):
+            if next(p) < 0.5 and loss and a:
+                sign = "positive" if a > 0 else "negative"
+                tokens[sign] += 1
+                for side, was in zip(("high", "low", "dual"), cut, strict=True):
+                    tokens[f"{side}_of_{sign}"] += was
+    assert found.column("n_uncertain").sum(1).tolist() == [tokens[sign] for sign in SIGNS]
+    metrics = position_metrics(found, found)
+    for side, sign in (("high", "positive"), ("low", "negative"), ("dual", "negative")):
+        rate = metrics[f"pg_update/clip/{side}/rate_of_{sign}_uncertain"]
+        assert rate == pytest.approx(tokens[f"{side}_of_{sign}"] / tokens[sign])
+        assert 0 < tokens[sign] < found.column("n_loss").sum(1)[SIGNS.index(sign)]
+    of_both = tokens["high_of_positive"] + tokens["low_of_negative"]
+    assert (of_both > 0) == (name != "sapo")
+    unknown = stats(batch, objective)
+    assert not any("uncertain" in metric for metric in position_metrics(unknown, unknown))
+
+
+def test_the_sampler_against_the_trainer_by_position_and_by_age() -> None:
+    batch = a_batch()
+    sampler = a_sampler(batch)
+    found = stats(batch, PolicyObjective.preset("ctpo"), sampler=sampler)
+    assert sampler.trainer is not None
+    difference = iter((sampler.trainer - sampler.log_probs).tolist())
+    age = iter((VERSION - sampler.weight_version).tolist())
+    by_bin: dict[tuple[int, str], list[float]] = defaultdict(list)
+    by_age: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for s in batch:
+        t, prefix = 0, 0.0
+        for model in s.model:
+            m, old = next(difference), min(next(age), AGES - 1)
+            if model:
+                t, prefix = t + 1, prefix + m
+                values = {"n": 1.0, "n_known": 1.0, "m": m, "m2": m * m, "M": prefix, "M2": prefix * prefix}
+                for name, value in values.items():
+                    by_bin[bin_by_definition(t), name].append(value)
+                    by_age[old, name].append(value)
+    for table, known, names in ((found.sampler, by_bin, SAMPLER_COLUMNS), (found.ages, by_age, AGE_COLUMNS)):
+        expected = [[math.fsum(known[place, name]) for name in names] for place in range(len(table))]
+        np.testing.assert_allclose(table, expected, rtol=1e-6, atol=1e-6)
+    assert found.ages[-1, 0] > 2 * found.ages[-2, 0], "later ages are together in the last"
+
+
+def test_without_the_trainers_log_probs_before_the_updates_only_ages_are_known() -> None:
+    batch = a_batch()
+    found = stats(batch, PolicyObjective.preset("ctpo"), sampler=a_sampler(batch, known=False))
+    assert found.ages[:, 0].sum() == sum(sum(s.model) for s in batch) and not found.ages[:, 1:].any()
+    assert not found.sampler.any()
+    assert not stats(batch, None).ages.any()
+
+
 def test_quantiles_are_right_to_one_bin() -> None:
     batch, objective = a_batch(3, spread=0.02), PolicyObjective.preset("ctpo")
     found = stats(batch, objective)
@@ -199,7 +277,8 @@ def test_of_what_no_pass_runs_over_only_the_numbers_are_known() -> None:
 
 
 def test_a_record_is_read_back() -> None:
-    found = stats(a_batch(), PolicyObjective.preset("ctpo"))
+    batch = a_batch()
+    found = stats(batch, PolicyObjective.preset("ctpo"), sampler=a_sampler(batch))
     record = json.loads(json.dumps(found.record(), allow_nan=False))
     again = PositionStats.of_record(record)
     for name in COUNTS:
@@ -207,11 +286,17 @@ def test_a_record_is_read_back() -> None:
     for name in SUMS:
         np.testing.assert_allclose(again.column(name), found.column(name), rtol=1e-12)
     assert np.array_equal(again.histogram, found.histogram)
+    for name in ("sampler", "ages"):
+        assert getattr(found, name).any()
+        np.testing.assert_allclose(getattr(again, name), getattr(found, name), rtol=1e-7)
+        del record[name]  # as version 0.2 wrote it
+        assert not getattr(PositionStats.of_record(record), name).any()
 
 
 def test_a_record_of_long_responses_is_small() -> None:
     batch = random_batch(0, [8_000] * 4, 0.05)
-    record = {"step": 100_000, "mini_batch": "all"} | stats(batch, PolicyObjective.preset("ctpo")).record()
+    found = stats(batch, PolicyObjective.preset("ctpo"), sampler=a_sampler(batch))
+    record = {"step": 100_000, "mini_batch": "all"} | found.record()
     assert len(json.dumps(record, separators=(",", ":"))) <= 25_000
 
 

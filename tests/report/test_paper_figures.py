@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ctpo_megatron.objective import PolicyObjective, PositionStats, position_stats, skipped_stats
+from ctpo_megatron.objective import PolicyObjective, PositionStats, SamplerTokens, position_stats, skipped_stats
 from ctpo_megatron.report.charts import save_charts
 from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.paper_figures import law_charts, outcome_charts, position_charts
@@ -21,6 +21,7 @@ from ctpo_megatron.report.positions_of_groups import (
     entropies,
     growth,
     late_positions,
+    sampler_spread,
     why_not,
     window_rates,
 )
@@ -42,9 +43,10 @@ def drawn(
     advantage = np.where(np.arange(TRAJECTORIES) % 2, 1.0, -1.0).astype(np.float32)
     ones, flat = torch.ones(steps.size), torch.from_numpy(steps.reshape(-1))
     ends = torch.arange(0, steps.size + 1, LENGTH)
+    sampler = SamplerTokens(-ones, torch.zeros(steps.size), 0, trainer=2 * flat - 1)
     found = position_stats(
         flat, torch.zeros(steps.size), torch.from_numpy(np.repeat(advantage, LENGTH)), ones, ones,
-        PolicyObjective.preset("ctpo"), ends, entropy=torch.full((steps.size,), 0.25),
+        PolicyObjective.preset("ctpo"), ends, entropy=torch.full((steps.size,), 0.25), sampler=sampler,
     )  # fmt: skip
     skipped = skipped_stats([(np.ones(LENGTH), np.ones(LENGTH))] * zero)
     return found + skipped, steps.astype(np.float64).cumsum(1), advantage
@@ -133,6 +135,9 @@ def test_sizes_and_entropy_by_position(tmp_path: Path) -> None:
     assert effective_sizes(sums).values[9] == pytest.approx(weights.sum() ** 2 / (TRAJECTORIES * (weights**2).sum()))
     entropy = entropies(sums)
     assert entropy and entropy.values == pytest.approx([0.25] * len(entropy.t))
+    spread = sampler_spread(sums)
+    assert spread and spread.values[9] == pytest.approx(2 * prefix[:, 9].std(), rel=1e-4)
+    assert sampler_spread(replace(sums, stats=PositionStats.empty())) is None
     sides = clip_rates(sums)
     assert {*sides} <= {"high", "low", "dual"} and sides["low"].values[9] == pytest.approx(
         2 * ((prefix < -0.025 * np.sqrt(np.arange(1, LENGTH + 1)))[::2, 9]).mean() / 2, abs=0.01
@@ -187,6 +192,6 @@ def test_outcomes_name_the_key_that_is_drawn(tmp_path: Path) -> None:
 def test_figures_are_written(tmp_path: Path) -> None:
     group = written(tmp_path / "a", {1: drawn()[0], 2: drawn(seed=2)[0]})
     charts = [*law_charts([group]), *outcome_charts([group]), *position_charts([group])]
-    assert len({chart.name for chart in charts}) == len(charts) == 5
+    assert len({chart.name for chart in charts}) == len(charts) == 6
     for path in save_charts(charts, tmp_path / "figures", ("svg",)):
         assert "NaN" not in path.read_text() and "<svg" in path.read_text()[:200]
