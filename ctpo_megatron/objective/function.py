@@ -28,8 +28,14 @@ class ObjectiveInputs:
     advantages: one per token, of its turn with `credit: turn`. response_mask: bool, the policy sampled the token.
     loss_mask: bool, its loss counts.
     denominators: counts of the whole optimizer step, over all its micro-batches and ranks. weights: correction factors
-    of `objective.correction`, which the function applies itself; None without. turn: int16, the turn of each token,
-    from 1; an observation has the number of the turn before it, a prompt 0. Every run gives it.
+    of `objective.correction`, which the function applies itself; None without.
+
+    Every run gives the rest; what a token that the policy did not sample has there means nothing, but for the turn.
+    turn: int16, the turn of each token, from 1; an observation has the number of the turn before it, a prompt 0.
+    entropy: float32 nats, of the policy in training where it sampled the token, detached. weight_version: int32, of the
+    weights that sampled the token. version: of the trainer's weights before the updates of the step; the difference is
+    the age of the token. group: int32, the same for all samples of one draw of a prompt. A micro-batch may hold a part
+    of a group.
     """
 
     log_probs: Tensor
@@ -42,6 +48,10 @@ class ObjectiveInputs:
     denominators: Denominators
     weights: Tensor | None = None
     turn: Tensor | None = None
+    entropy: Tensor | None = None
+    weight_version: Tensor | None = None
+    version: int | None = None
+    group: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -294,8 +294,9 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
     """The RL loss by a user's function; `objective` says how its token losses are aggregated."""
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
-        log_probs = predictions.log_probs()
-        targets, joined = predictions.targets.of_whole_sequences(), predictions.targets.split.join(log_probs)
+        log_probs, entropy = predictions.log_probs_and_entropy()
+        entropy, split = entropy.detach(), predictions.targets.split
+        targets, joined = predictions.targets.of_whole_sequences(), split.join(log_probs)
         old_log_probs = anchor_of_rows(targets, anchor)
         inputs = ObjectiveInputs(
             log_probs=joined,
@@ -308,8 +309,12 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
             cu_seqlens=targets.cu_seqlens,
             denominators=denominators,
             turn=targets.turn,
+            entropy=split.gather(entropy),
+            weight_version=targets.weight_version,
+            version=targets.batch.version,
+            group=targets.group,
         )
-        return predictions.with_rows(predictions.share(function_loss(function, inputs, objective)), log_probs)
+        return predictions.with_rows(predictions.share(function_loss(function, inputs, objective)), log_probs, entropy)
 
     return loss
 

@@ -105,3 +105,41 @@ def test_a_users_objective_is_given_the_turn_of_each_token(
     metrics = Run(model, layout, objective, 16).train().metrics
     turns = np.concatenate([t.tokens["turn"][t.tokens["response_mask"] == 1] for t in models.trajectories()])
     assert metrics["objective/turn"] == pytest.approx(turns.mean(), rel=1e-6)
+
+
+WHAT_IS_KNOWN = """
+from ctpo_megatron.objective import ObjectiveOutput
+
+
+def loss(inputs):
+    age = (inputs.version - inputs.weight_version).float()
+    metrics = {"entropy_seen": inputs.entropy, "age": age, "group": inputs.group.float()}
+    assert not inputs.entropy.requires_grad
+    return ObjectiveOutput(-inputs.advantages * inputs.log_probs, metrics)
+"""
+
+
+def test_a_users_objective_is_given_entropy_version_and_group(model: Path, layout: Layout, tmp_path: Path) -> None:
+    (tmp_path / "sees_more.py").write_text(WHAT_IS_KNOWN)
+    activate([tmp_path])
+    objective = ObjectiveConfig.model_validate({"function": "sees_more:loss"})
+    batch = a_batch()
+    for index, trajectory in enumerate(batch.trajectories):
+        trajectory.tokens["weight_version"] -= index % 5 * trajectory.tokens["response_mask"]
+    metrics = Run(model, layout, objective, 16).train(batch).metrics
+    assert metrics["objective/entropy_seen"] == pytest.approx(metrics["actor/entropy"], rel=1e-6)
+    tokens = [t.model_tokens for t in batch.trajectories]
+    assert metrics["objective/age"] == pytest.approx(np.average(np.arange(16) % 5, weights=tokens), rel=1e-6)
+    assert metrics["objective/group"] == pytest.approx(np.average(np.arange(16) // 4, weights=tokens), rel=1e-6)
+
+
+def test_a_prompt_that_is_drawn_twice_in_a_row_has_two_groups(model: Path, layout: Layout) -> None:
+    policy = Trainer(PolicyConfig(), layout, model, temperature=1.0)
+    twice = [*models.trajectories(3), *models.trajectories(2), models.trajectories(5)[4]]
+    assert [(each.prompt_id, each.sample_index) for each in twice[2:]] == [("p0", 2), ("p0", 0), ("p0", 1), ("p1", 0)]
+    (mini,) = policy.distribute(twice, [1.0] * 6, 6, version=4, by_turn=True)
+    groups = {}
+    for micro in all_micro_batches([mini]):
+        assert micro.group is not None and micro.version == 4
+        groups |= {place: set(micro.group[tokens].tolist()) for place, tokens in micro.places()}
+    assert groups == {0: {0}, 1: {0}, 2: {0}, 3: {1}, 4: {1}, 5: {2}}
