@@ -73,6 +73,10 @@ def _warn_of_noise(longest: int, dtypes: tuple[str, str]) -> None:
     )
 
 
+SampledBy = Literal["these", "earlier", "others"]
+"""The weights that sampled a batch: the trainer's current ones alone, earlier ones too, or another policy's."""
+
+
 def apply_correction(
     mini_batches: Sequence[MiniBatch], config: ObjectiveConfig, layout: Layout, equal_weights: bool
 ) -> dict[str, float]:
@@ -138,14 +142,14 @@ Plan = Literal["none", "first update", "pass"]
 class OldLogProbs:
     """Old log-probs of one batch, and the metrics computed from them; every method is collective.
 
-    equal_weights: see `apply_correction`.
+    Without `mismatch/*` of log-probs where others have sampled the batch: a difference of policies is no fault.
     """
 
-    def __init__(self, objective: ObjectiveConfig, passes: Passes, layout: Layout, *, equal_weights: bool) -> None:
+    def __init__(self, objective: ObjectiveConfig, passes: Passes, layout: Layout, sampled_by: SampledBy) -> None:
         self._objective = objective
         self._passes = passes
         self._layout = layout
-        self._equal_weights = equal_weights
+        self._sampled_by = sampled_by
         self._plan = self.plan(objective)
 
     @staticmethod
@@ -187,24 +191,25 @@ class OldLogProbs:
         return self._metrics(mini_batches if self._plan == "first update" else mini_batches[:1])
 
     def _metrics(self, known: Sequence[MiniBatch]) -> dict[str, float]:
-        metrics = start_metrics(known, self._layout) | self._passes.router_metrics()
-        return metrics | apply_correction(known, self._objective, self._layout, self._equal_weights)
+        metrics = start_metrics(known, self._layout, compare=self._sampled_by != "others")
+        metrics |= self._passes.router_metrics()
+        return metrics | apply_correction(known, self._objective, self._layout, self._sampled_by == "these")
 
 
-def start_metrics(mini_batches: Sequence[MiniBatch], layout: Layout) -> dict[str, float]:
+def start_metrics(mini_batches: Sequence[MiniBatch], layout: Layout, *, compare: bool = True) -> dict[str, float]:
     """`mismatch/*` (|sampler - trainer| in nats) and `actor/entropy` (nats over model tokens) of the old log-probs.
 
-    Compares the `mismatch/tokens` that the current weights have sampled. The same on every rank; collective. Metrics
-    without any token are omitted.
+    Compares the `mismatch/tokens` that the current weights have sampled, unless not to `compare`. The same on every
+    rank; collective. Metrics without any token are omitted.
     """
     micro_batches = all_micro_batches(mini_batches)
     own = _totals(micro_batches) if layout.reports else None
     replicas = [totals for totals in gather_objects(own) if totals is not None]
     tokens, compared = (sum(totals[name] for totals in replicas) for name in ("tokens", "compared"))
-    metrics = {"mismatch/tokens": compared}
+    metrics = {"mismatch/tokens": compared} if compare else {}
     if tokens:
         metrics["actor/entropy"] = sum(totals["entropy"] for totals in replicas) / tokens
-    if compared:
+    if compared and compare:
         metrics["mismatch/log_prob_abs_max"] = max(totals["max"] for totals in replicas)
         metrics["mismatch/log_prob_abs_mean"] = sum(totals["sum"] for totals in replicas) / compared
     return metrics

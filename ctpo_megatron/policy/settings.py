@@ -27,7 +27,8 @@ class TrainSettings:
     batches: of the run. updates_per_batch: optimizer steps of a full batch, in all its `passes`. mini_batch_size:
     trajectories of one optimizer step, over all ranks. seed: of the run. skip_zero_advantage: trajectories of advantage
     0 stay out of the model's passes. mismatch_limit, max_response_tokens: see `check_mismatch`. sampler_dtype:
-    `Config.engine_dtype`. diagnostics: whether `TrainResult` has them. dump_every: of `is_dumped`.
+    `Config.engine_dtype`. diagnostics: whether `TrainResult` has them. dump_every: of `is_dumped`. foreign: batches may
+    be another policy's, whatever their weight versions: of a recording, whose log-probs are the anchor.
     """
 
     objective: ObjectiveConfig
@@ -42,6 +43,7 @@ class TrainSettings:
     sampler_dtype: str
     diagnostics: bool
     dump_every: int
+    foreign: bool = False
 
     def is_dumped(self, step: int) -> bool:
         """Whether every optimizer step of this RL step is kept token by token: `tracking.dump_every`."""
@@ -75,6 +77,7 @@ class TrainSettings:
             sampler_dtype=sampler_dtype,
             diagnostics=diagnostics,
             dump_every=dump_every,
+            foreign=rollout.replay is not None and objective.anchor == "behaviour",
         )
 
 

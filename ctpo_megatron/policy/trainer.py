@@ -39,7 +39,7 @@ from ctpo_megatron.policy.minibatch import (
     share_sizes,
 )
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards
-from ctpo_megatron.policy.old_log_probs import OldLogProbs, check_mismatch, start_metrics
+from ctpo_megatron.policy.old_log_probs import OldLogProbs, SampledBy, check_mismatch, start_metrics
 from ctpo_megatron.policy.optimizer import BadSteps, OptimizerSteps
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.passes import Passes
@@ -127,8 +127,9 @@ class Trainer:
         if (rl := self._rl) is None:
             raise RuntimeError("prepare_rl comes before train")
         settings, steps = rl.settings, self._steps
-        equal_weights = batch.is_of(self.version)
-        old_log_probs = OldLogProbs(settings.objective, self._passes, self.layout, equal_weights=equal_weights)
+        own: SampledBy = "these" if batch.is_of(self.version) else "earlier"
+        sampled_by = "others" if settings.foreign else own
+        old_log_probs = OldLogProbs(settings.objective, self._passes, self.layout, sampled_by)
         # Every batch raises the version by one, so that this is the step, also in a resumed run.
         dumped = settings.is_dumped(self.version)
         with rl.phases.phase("old_log_probs"):

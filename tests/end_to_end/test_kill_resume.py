@@ -150,6 +150,20 @@ def test_a_replay_trains_on_the_recording(folder: Path, whole: Path) -> None:
     assert {file.name for file in (whole / "logs").iterdir()} == {"train.log", "rewards.log"}
 
 
+def test_a_recording_of_another_policy_trains_any_objective_against_its_sampler(folder: Path) -> None:
+    """Its log-probs are made up, and its weight versions those of this run."""
+    settings = ("checkpoint.every=0", "rollout.mismatch_limit=0.001")
+    refused = train(folder, "run.name=own", *settings)
+    assert refused.returncode == 2 and "more than rollout.mismatch_limit=0.001" in refused.stderr
+    done = train(folder, "run.name=others", *settings, "objective.anchor=behaviour", "objective.preset=cispo")
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = records(folder / "runs" / "others")
+    assert len(lines) == STEPS + 1 and all(line["actor/grad_norm"] > 0 for line in lines[1:])
+    assert not any(name.startswith("mismatch/") for line in lines for name in line)
+    ages = [line["ages"] for line in records(folder / "runs" / "others", "positions.jsonl")]
+    assert ages and all(len(each["n"]) == 1 for each in ages)  # all tokens have age 0
+
+
 def test_two_ranks_run_the_same_driver(folder: Path, whole: Path) -> None:
     settings = ("run.name=two", "run.steps=1", "checkpoint.every=0", "policy.tensor_model_parallel_size=2")
     assert ranks.run(train_on_a_rank, folder, command(*settings), ranks=2) == [0, 0]

@@ -81,6 +81,7 @@ class Run:
         skip: bool = False,
         repeats: int = 1,
         seed: int = 0,
+        foreign: bool = False,
         **config: Any,
     ) -> None:
         optimizer = OptimizerConfig(lr=1e-3, schedule="linear")
@@ -102,6 +103,7 @@ class Run:
                 sampler_dtype="float32",
                 diagnostics=True,
                 dump_every=1000,
+                foreign=foreign,
             ),
             self.timer,
         )
@@ -173,6 +175,35 @@ def test_what_must_not_be_trained_on_stops_the_step_before_any_weight_changes(
     with pytest.raises(MismatchError, match=r"more than rollout\.mismatch_limit=0\.001"):
         run.train()
     assert torch.equal(run.weights, before) and run.trainer.version == 1
+
+
+def test_a_recording_of_another_policy_is_no_mismatch(model: Path, layout: Layout) -> None:
+    """Of another policy nothing is said to differ, and all else has the bits of a run that is not stopped."""
+    run, unlimited = (
+        Run(model, layout, OBJECTIVES["behaviour"], 8, mismatch_limit=limit, foreign=limit is not None)
+        for limit in (1e-3, None)
+    )
+    found, expected = run.train().metrics, unlimited.train().metrics
+    assert torch.equal(run.weights, unlimited.weights)
+    left_out = expected.keys() - found.keys()
+    assert {"mismatch/log_prob_abs_max", "mismatch/sigma", "mismatch/tokens"} < left_out
+    assert all(name.startswith("mismatch/") for name in left_out)
+    assert not any(name.startswith("mismatch/") for name in found) and "rollout_corr/kl" in found
+    assert {k: v for k, v in comparable(expected).items() if k not in left_out} == comparable(found)
+
+
+@pytest.mark.parametrize(
+    ("anchor", "replay", "foreign"),
+    [("behaviour", "runs/x", True), ("behaviour", None, False), ("proximal", "runs/x", False)],
+)
+def test_against_the_sampler_any_recording_may_be_another_policys(
+    anchor: str, replay: str | None, foreign: bool
+) -> None:
+    objective = ObjectiveConfig.model_validate({"anchor": anchor})
+    known = {"batches": 1, "seed": 0, "skip_zero_advantage": False, "sampler_dtype": "float32"}
+    shown = {"diagnostics": False, "dump_every": 1}
+    settings = TrainSettings.of(objective, PolicyConfig(), RolloutConfig(replay=replay), **known, **shown)
+    assert settings.foreign is foreign
 
 
 def test_diagnostics_are_those_of_the_update_itself(model: Path, layout: Layout) -> None:
