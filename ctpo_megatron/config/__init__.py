@@ -64,6 +64,8 @@ from ctpo_megatron.config.placement import (
     available_cores,
     choose_transport,
     engine_count,
+    evaluates,
+    needs_engines,
     node_ranks,
     rank_problem,
     shares_gpus,

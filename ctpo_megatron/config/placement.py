@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ctpo_megatron.config.problems import ConfigError, Problem
-from ctpo_megatron.config.rollout_schema import PlacementConfig, RolloutConfig, Transport, WeightsConfig
+from ctpo_megatron.config.rollout_schema import PlacementConfig, Transport, WeightsConfig
 from ctpo_megatron.config.schema import Config
 
 Device = Literal["cpu", "cuda"]
@@ -21,9 +21,19 @@ def engine_count(config: Config) -> int:
     return config.cluster.nodes * max(1, of_node)
 
 
-def shares_gpus(placement: PlacementConfig, rollout: RolloutConfig) -> bool:
+def evaluates(config: Config) -> bool:
+    """Whether a run evaluates at all; one that replays a recording does with `eval.every` alone."""
+    return bool(config.data.eval) and (config.rollout.replay is None or config.eval.every > 0)
+
+
+def needs_engines(config: Config) -> bool:
+    """Whether a run starts engines, which sample or, next to a recording, evaluate."""
+    return config.rollout.replay is None or evaluates(config)
+
+
+def shares_gpus(config: Config) -> bool:
     """Whether engines and trainer take turns on the same GPUs."""
-    return placement.mode == "colocated" and rollout.replay is None
+    return config.placement.mode == "colocated" and needs_engines(config)
 
 
 def choose_transport(weights: WeightsConfig, placement: PlacementConfig, device: Device, *, cluster: bool) -> Transport:
@@ -54,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Placement:
-    """Indices among the visible GPUs of the node; engines without any replay a recording."""
+    """Indices among the visible GPUs of the node; engines has none where a run starts no engine."""
 
     trainer: range
     engines: range
@@ -65,7 +75,7 @@ class Placement:
         trainer = range(config.placement.trainer_gpus or job.node_ranks or job.world_size)
         of_node = -(-engine_count(config) // config.cluster.nodes)
         count = config.placement.engine_gpus or of_node * config.rollout.engine.tensor_parallel_size
-        if config.rollout.replay is not None:
+        if not needs_engines(config):
             return cls(trainer, range(0))
         first = 0 if config.placement.mode == "colocated" else len(trainer)
         return cls(trainer, range(first, first + count))

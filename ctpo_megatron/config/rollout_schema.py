@@ -171,7 +171,8 @@ class RolloutConfig(Section):
     )
     replay: Annotated[str | None, Reads()] = Field(
         default=None,
-        description="run directory whose recorded trajectories are trained on; no engine, no sandbox, no evaluation",
+        description="run directory whose recorded trajectories are trained on. No engine and no sandbox start, and "
+        "nothing is evaluated, unless eval.every is above 0",
     )
     mismatch_limit: PositiveFloat | None = Field(
         default=None,

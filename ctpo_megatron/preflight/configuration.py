@@ -28,6 +28,7 @@ from ctpo_megatron.config import (
     check_parallel,
     flattened,
     gib,
+    needs_engines,
     sequence_multiple,
     spec_for,
 )
@@ -165,7 +166,7 @@ def check_router_replay(context: RunContext) -> Iterator[Problem]:
             message,
             f"set true{', and rollout.engine.model_runner: v2' if context.cuda else ''}",
         )
-    elif config.rollout.replay is None:
+    elif needs_engines(config):
         yield from _experts_of_engines(context)
 
 

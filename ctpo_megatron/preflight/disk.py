@@ -132,7 +132,7 @@ def _dumps(config: Config, spec: ModelSpec, held_out: int | None) -> Iterator[Di
         dumped, ratio = min(config.run.steps, config.run.steps // tracking.dump_every + 2), RATIO_BYTES
         why = f"{count:,} trajectories x {tokens:,.0f} tokens x {ratio} B"
         yield DiskUse("ratios", count * tokens * ratio, dumped, why, "tracking.dump_every", "a larger one writes less")
-    if rollout.replay is None and (times := evaluations(config)):
+    if times := evaluations(config):
         count = (held_out or 0) * config.eval.samples
         size = count * tokens * TOKEN_BYTES + FILE_BYTES
         why = f"{count:,} answers {of_one}" if held_out else "not counted: data.eval cannot be read yet"

@@ -17,16 +17,15 @@ from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, TOKEN_FILE
 from ctpo_megatron.config import (
     ELEMENT_BYTES,
     GIB,
-    ClusterConfig,
     Config,
     ConfigError,
     Job,
     Problem,
-    RolloutConfig,
     SandboxConfig,
     Sources,
     TrackingConfig,
     model_parameters,
+    needs_engines,
     passed,
     spec_for,
     tokenizer_problems,
@@ -83,7 +82,7 @@ def diagnose_run(
         disk=(DiskNeeds(str(config.run.directory), 0.0, GIB),),
         ports=tuple(_ports(config.tracking)),
         servers=tuple(_servers(config.sandbox)),
-        sandbox=_sandbox(config.sandbox, config.rollout, config.cluster),
+        sandbox=_sandbox(config),
         deep=deep,
     )
     try:
@@ -125,10 +124,10 @@ def _sizes(context: RunContext, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _sandbox(sandbox: SandboxConfig, rollout: RolloutConfig, cluster: ClusterConfig) -> str:
-    if sandbox.url is not None or rollout.replay is not None or not needs_sandbox(rollout):
+def _sandbox(config: Config) -> str:
+    if config.sandbox.url is not None or not needs_engines(config) or not needs_sandbox(config.rollout):
         return ""
-    return NODE if cluster.nodes > 1 else sandbox.require
+    return NODE if config.cluster.nodes > 1 else config.sandbox.require
 
 
 def _ports(tracking: TrackingConfig) -> Iterator[tuple[str, int, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ctpo_megatron.config import Config, ConfigError, Job, Problem, Sources, known_shapes, spec_for
+from ctpo_megatron.config import Config, ConfigError, Job, Problem, Sources, known_shapes, needs_engines, spec_for
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.admission import DataCheck, check_data
 from ctpo_megatron.preflight.check import RunContext, failed, place, warnings_of
@@ -92,5 +92,6 @@ def check_dry(
     placed = [place(problem, sources) for problem in data.problems]
     found.problems += failed(placed)
     found.warnings += [problem for problem in placed if not problem.failed]
-    found.take(lambda: check_libraries(config.sandbox, config.rollout))
+    if needs_engines(config):
+        found.take(lambda: check_libraries(config.sandbox, config.rollout))
     return found, data

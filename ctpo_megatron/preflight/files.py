@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError, read_mapping
+from ctpo_megatron.base.installed import is_installed
 from ctpo_megatron.base.run_paths import MARKER, RunPaths, is_discarded, step_in
 from ctpo_megatron.config import (
     ConfigError,
     Problem,
     check_tied,
+    evaluates,
     is_replaceable,
     stored_tensors,
     task_command,
@@ -101,9 +103,10 @@ def check_checkpoints(context: RunContext) -> Iterator[Problem]:
         elif config.run.resume is True or (of_this_run and config.run.resume):
             yield from _given_up(context, path)
     if settings.keep_best and settings.best_metric.startswith("val/"):
-        if not config.data.eval or config.rollout.replay is not None:
+        if not evaluates(config):
             message = "is never computed: nothing is evaluated"
-            yield context.error("checkpoint.best_metric", message, "give data.eval, or use reward/mean")
+            fix = "set eval.every" if config.data.eval else "give data.eval"
+            yield context.error("checkpoint.best_metric", message, f"{fix}, or use reward/mean")
         elif not _evaluated(settings.every, config.eval.every):
             message = f"is unknown between evaluations (eval.every: {config.eval.every}): checkpoints there never count"
             fix = "set checkpoint.every to a multiple of eval.every"
@@ -165,8 +168,12 @@ def check_replay(context: RunContext) -> Iterator[Problem]:
             fix = f"set it to {found!r}, or record again"
             yield context.error(key, f"but rollout.replay was recorded with {found!r}: other prompts are drawn", fix)
     yield from _refilled(context, recorded)
-    if config.data.eval:
-        yield context.warning("rollout.replay", "has no answers of these weights: nothing is evaluated")
+    if config.data.eval and not evaluates(config):
+        message = "has no answers of these weights, and eval.every: 0 starts no engine for them: nothing is evaluated"
+        yield context.warning("rollout.replay", message, "set eval.every to evaluate in the run")
+    if evaluates(config) and (missing := [name for name in ("ray", "vllm") if not is_installed(name)]):
+        message = f"evaluates on engines, also next to rollout.replay, and lacks {' and '.join(missing)}"
+        yield context.error("eval.every", message, "set eval.every=0, which needs no engine, or install them")
 
 
 def _refilled(context: RunContext, recorded: Any) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from ctpo_megatron.config import (
     free_memory,
     gib,
     model_parameters,
+    needs_engines,
     peak_memory,
     shares_gpus,
 )
@@ -73,13 +74,13 @@ def host_parts(config: Config, job: Job, spec: ModelSpec, *, cuda: bool) -> list
         parts = [HostPart("trainer rank", ranks, TRAINER, kept, passes, "optimizer state, activations")]
     parts.append(HostPart("reward worker", config.reward.workers, SCORER))
     parts.append(HostPart("reward server", 1, SCORER))
-    if rollout.replay is not None:
+    if not needs_engines(config):
         return parts
     if needs_sandbox(rollout) and config.sandbox.url is None:
         parts.append(HostPart("sandbox", 1, SANDBOX))
     weights = model_parameters(spec)[0] * ELEMENT_BYTES[config.engine_dtype]
     if cuda:
-        asleep, why = (weights, "weights while it sleeps") if shares_gpus(config.placement, rollout) else (0, "")
+        asleep, why = (weights, "weights while it sleeps") if shares_gpus(config) else (0, "")
         here = -(-engine_count(config) // config.cluster.nodes)
         return [*parts, HostPart("engine", here, ENGINE, asleep, why=why), HostPart("Ray node", 1, RAY)]
     cache = CpuCache.of(config, spec, free_memory()).mb * MIB

@@ -192,7 +192,7 @@ def trial_sandbox(limits: Limits, require: str) -> Iterator[SandboxServer]:
 
 def check_libraries(sandbox: SandboxConfig, rollout: RolloutConfig) -> list[Problem]:
     """What programs may expect to import and the sandbox of a run lacks; a server that runs is asked."""
-    if not needs_sandbox(rollout) or rollout.replay is not None:
+    if not needs_sandbox(rollout):
         return []
     if sandbox.url is None and not names_a_server():
         return list(lacking(absent(), "the sandbox that a run starts"))

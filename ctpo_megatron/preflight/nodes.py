@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ctpo_megatron.config import Config, Job, Placement, Problem, engine_count, passed
+from ctpo_megatron.config import Config, Job, Placement, Problem, engine_count, needs_engines, passed
 from ctpo_megatron.environments.factory import needs_sandbox
 from ctpo_megatron.preflight.devices import has_cuda_device
 from ctpo_megatron.preflight.packages import PACKAGES
@@ -24,7 +24,7 @@ class NodeNeeds:
     @classmethod
     def of(cls, config: Config, nodes: int, node_ranks: int) -> NodeNeeds:
         """On one node the trainer itself starts both: a private Ray, and a sandbox on a free port."""
-        ray = nodes > 1 and config.rollout.replay is None
+        ray = nodes > 1 and needs_engines(config)
         placed = Placement.of(config, Job(nodes * node_ranks, node_ranks))
         gpus = placed.engine_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if has_cuda_device() else None
         # Engines of a lost node may move to another: the CPUs that Ray counts there are no limit.

@@ -24,6 +24,7 @@ from ctpo_megatron.config import (
     gib,
     head_chunk_rows,
     model_parameters,
+    needs_engines,
     peak_memory,
 )
 from ctpo_megatron.models import ModelSpec
@@ -42,13 +43,12 @@ T = TypeVar("T", bound=BaseModel)
 def check_placement(context: RunContext) -> Iterator[Problem]:
     """Numbers of GPUs that contradict each other, the job or the node."""
     config, job = context.config, context.job
-    placement, rollout = config.placement, config.rollout
     if not context.cuda:
-        if placement.mode == "colocated":
+        if config.placement.mode == "colocated":
             yield context.error("placement.mode", "engines sleep on CUDA only", "set disaggregated")
         return
     yield from _ranks(context)
-    if rollout.replay is None:
+    if needs_engines(config):
         yield from _engines(context, Placement.of(config, job), job.node_gpus)
 
 
@@ -108,7 +108,7 @@ def check_gpu_memory(context: RunContext) -> Iterator[Problem]:
     if spec is None or gpu_gib is None:
         return
     share, least = config.rollout.engine.gpu_memory_utilization, least_of_engine(config, spec)
-    if config.rollout.replay is None and share * gpu_gib * GIB < least:
+    if needs_engines(config) and share * gpu_gib * GIB < least:
         message = f"of {gpu_gib:g} GiB cannot hold the model and one longest sequence, {gib(least)} on each GPU"
         needed = math.ceil(100 * least / (gpu_gib * GIB)) / 100
         fix = f"set at least {needed:g}" if needed <= USABLE else "raise rollout.engine.tensor_parallel_size"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctpo_megatron.config import GPU_GIB, KEPT_BLOCKS, KEPT_SHARE, Config, Split, gib, in_flight, peak_memory
+from ctpo_megatron.config import GPU_GIB, KEPT_BLOCKS, KEPT_SHARE, Config, Split, evaluates, gib, in_flight, peak_memory
 from ctpo_megatron.models import ModelSpec
 
 TableRow = tuple[str, str, str]
@@ -11,7 +11,7 @@ TableRow = tuple[str, str, str]
 
 def evaluations(config: Config) -> int:
     """Evaluations of a whole run."""
-    if not config.data.eval:
+    if not evaluates(config):
         return 0
     steps = config.run.steps
     return sum(config.eval.due(done, steps) for done in range(steps + 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterable, Iterator
 
-from ctpo_megatron.config import Problem
+from ctpo_megatron.config import Problem, needs_engines
 from ctpo_megatron.environments.factory import needs_sandbox
 from ctpo_megatron.preflight.check import RunContext
 from ctpo_sandbox.readable import readable_above
@@ -15,7 +15,7 @@ from ctpo_sandbox.records import Limits
 def check_programs(context: RunContext) -> Iterator[Problem]:
     """Programs cannot read data or what the run writes: ground truths are in both. All threads can have a stack."""
     config = context.config
-    if not needs_sandbox(config.rollout) or config.rollout.replay is not None:
+    if not needs_sandbox(config.rollout) or not needs_engines(config):
         return
     secret: list[tuple[str, Iterable[str]]] = [
         ("data.train", config.data.train_files),

@@ -1,14 +1,19 @@
-"""Recorded trajectories instead of engines: the same training again, without vLLM, Ray or a sandbox."""
+"""Recorded trajectories in place of sampled ones. Without evaluations no vLLM, Ray or sandbox is needed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.engines import GroupLost, GroupTask, pool_stats
+
+if TYPE_CHECKING:
+    from ctpo_megatron.engines import EnginePool
+    from ctpo_megatron.engines.weights import OffersWeights
 
 _SHOWN = 5
 
@@ -21,13 +26,19 @@ class Replay:
     """What a `GroupSampler` uses in place of an `EnginePool`: one engine that answers with what another run recorded.
 
     recorded: step -> the trajectories of its dump, group by group in sample order. A prompt that the recorded run lost
-    is lost here, too, and replaced by the next one.
+    is lost here, too, and replaced by the next one. evaluating: the engines that answer the held-out prompts, which get
+    the weights that are sent here; None without evaluations.
     """
 
     name, index, live = "the recording", 0, True
 
-    def __init__(self, recorded: Callable[[int], list[Trajectory]], config: RolloutConfig) -> None:
-        self._recorded, self._config = recorded, config
+    def __init__(
+        self,
+        recorded: Callable[[int], list[Trajectory]],
+        config: RolloutConfig,
+        evaluating: EnginePool | None = None,
+    ) -> None:
+        self._recorded, self._config, self._evaluating = recorded, config, evaluating
         self._step, self._lost = -1, 0
         self._groups: dict[tuple[str, int], list[Trajectory]] = {}  # of the step, by prompt and occurrence
         self._given: set[tuple[str, int]] = set()
@@ -89,9 +100,14 @@ class Replay:
         return pool_stats(counts)
 
     def wait_ready(self, *_: object) -> None:
-        """Nothing has to start, takes weights, lacks room or is counted."""
+        """Nothing has to start, lacks room or is counted."""
 
-    send = check_prompt = note_load = wait_ready
+    check_prompt = note_load = wait_ready
+
+    def send(self, trainer: OffersWeights, version: int) -> None:
+        """Hand the weights on to the engines that evaluate, as `EnginePool.send`; a recording takes none."""
+        if self._evaluating is not None:
+            self._evaluating.send(trainer, version)
 
     async def check(self, _engine: Replay) -> None:
         """It always answers."""

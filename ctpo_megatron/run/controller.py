@@ -60,7 +60,7 @@ class Controller:
         # Not before the thread of the rollouts has begun, which would do the same.
         self._yields = self._ahead and not capabilities().cuda
         self._connected = False
-        self._shared = services.pool if shares_gpus(config.placement, config.rollout) else None
+        self._shared = services.pool if shares_gpus(config) else None
         if self._shared is not None:
             self._shared.sleep(level=2)
             trainer.share_gpus(self._shared)

@@ -14,7 +14,7 @@ from ctpo_megatron.base.exports import discard_exports
 from ctpo_megatron.base.files import FULL_PAUSE_S, FULL_S, DamagedFileError
 from ctpo_megatron.base.run_paths import AHEAD, RunPaths, step_in
 from ctpo_megatron.base.run_paths import SFT_CHECKPOINTS as _SFT
-from ctpo_megatron.config import Config, SftConfig
+from ctpo_megatron.config import Config, SftConfig, evaluates
 from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
 from ctpo_megatron.policy import (
     CheckpointError,
@@ -271,7 +271,7 @@ class Persistence:
 def _extends(config: Config, done: int) -> str:
     """Say that a finished run of `done` steps is made longer, and what a run of all steps would have done otherwise."""
     steps, schedule = config.run.steps, config.policy.optimizer.schedule
-    evaluated = config.data.eval and config.rollout.replay is None and not config.eval.due(done, steps)
+    evaluated = evaluates(config) and not config.eval.due(done, steps)
     ahead = "rollout.lag" if config.rollout.lag else "rollout.max_staleness"
     dumped = done > 1 and done % config.tracking.dump_every
     unlike = [

@@ -307,7 +307,7 @@ class TrainerGroup:
 
     def _empty_cache(self) -> None:
         """Before engines on these GPUs take memory: torch would keep what the trainer has freed."""
-        if shares_gpus(self._config.placement, self._config.rollout):
+        if shares_gpus(self._config):
             self.trainer.empty_cache()
 
     # Every rank fails to write at the same point, and continues: rank zero decides what follows.

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import StopRequest
-from ctpo_megatron.config import Config, DataConfig, Job, Placement, RolloutConfig, node_ranks, world_size
+from ctpo_megatron.config import (
+    Config,
+    DataConfig,
+    Job,
+    Placement,
+    RolloutConfig,
+    evaluates,
+    needs_engines,
+    node_ranks,
+    world_size,
+)
 from ctpo_megatron.data import Curriculum, MixedFile, PromptMix, PromptSampler, PromptSet, PromptStream
 from ctpo_megatron.environments.prompts import usable, write_record
 from ctpo_megatron.policy import capabilities
@@ -31,7 +41,7 @@ class Services:
     rollouts: Rollouts
     evaluation: Evaluation
     pool: EnginePool | None = None
-    """The engines; None for a recording."""
+    """The engines; None for a recording without evaluations."""
     record_data: Callable[[], None] = lambda: None
     """Writes `data.json`; for when nothing refuses a resume any more."""
 
@@ -46,21 +56,21 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
     """
     admission = Admission.of(config, directory)
     admission.check_vocabulary()
-    # A recording has no answers of these weights to the held-out prompts.
-    replayed = config.rollout.replay is not None
     logs = RunPaths(directory).logs
     with ExitStack() as stack:
         pool, loop = None, stack.enter_context(EventLoop())
-        if not replayed:  # first: engines load while prompts are read and scorers start
-            from ctpo_megatron.engines import open_engines  # only here: a replay needs no Ray
+        if needs_engines(config):  # first: engines load while prompts are read and scorers start
+            from ctpo_megatron.engines import open_engines  # only here: a replay alone needs no Ray
 
             placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
             pool = stack.enter_context(open_engines(config, logs.root, loop, placement=placement, stop=stop))
         train = admission.training()
         usable(train)
-        held_out = [] if replayed or not config.data.eval else usable(admission.held_out(train))
+        held_out = usable(admission.held_out(train)) if evaluates(config) else []
         prompts = _stream(train, config.data, config.run.seed)
-        sampler = GroupSampler(_replay(config.rollout) if pool is None else pool, config.rollout)
+        sampler = answering = GroupSampler(_source(config.rollout, pool), config.rollout)
+        if config.rollout.replay is not None and pool is not None:  # a recording has no answers of these weights
+            answering = GroupSampler(pool, config.rollout)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path, logs.rewards))
         penalty = None
         if (overlong := config.reward.overlong_penalty) is not None:
@@ -68,7 +78,7 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
         scoring = Scorer(scorers, penalty, by_turn=config.objective.by_turn)
         settings = RolloutSettings.of(config)
         rollouts = Rollouts(settings, loop, sampler, scoring, prompts, stop, phases)
-        evaluation = Evaluation(config.eval, loop, sampler, Scorer(scorers), held_out, stop, phases)
+        evaluation = Evaluation(config.eval, loop, answering, Scorer(scorers), held_out, stop, phases)
         record = partial(write_record, train, directory)
         yield Services(stack.enter_context(rollouts), stack.enter_context(evaluation), pool, record)
 
@@ -82,7 +92,10 @@ def _stream(train: PromptSet, data: DataConfig, seed: int) -> PromptStream:
     return PromptMix([MixedFile(*part) for part in parts], seed, data.shuffle, rerendered=data.rerender)
 
 
-def _replay(rollout: RolloutConfig) -> Replay:
-    assert rollout.replay is not None  # or there would be engines
+def _source(rollout: RolloutConfig, pool: EnginePool | None) -> EnginePool | Replay:
+    """Return what gives the trajectories to train on. pool: of the run's engines."""
+    if rollout.replay is None:
+        assert pool is not None  # a run without a recording starts engines
+        return pool
     recorded = trajectory_files(Path(rollout.replay))
-    return Replay(lambda step: recorded_trajectories(recorded[step]), rollout)
+    return Replay(lambda step: recorded_trajectories(recorded[step]), rollout, pool)

@@ -121,7 +121,7 @@ def test_a_check_of_two_nodes_here_names_what_is_wrong_and_what_carried_tensors(
     cluster = ctpo.directory / "here.yaml"
     cluster.write_text(f"executor: local\njob_dir: {ctpo.directory}/jobs\n")
     options = ("--executor", "local", "--nodes", "2", "--cluster", str(cluster), "--check")
-    words = (*SMALL, f"rollout.replay={recorded}", "run.name=checked")
+    words = (*SMALL, f"rollout.replay={recorded}", "eval.every=0", "run.name=checked")
     done = launch(ctpo, CONFIG, *words, *options, deadline_s=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     said = done.stdout + done.stderr
@@ -137,7 +137,16 @@ def test_a_check_in_slurm_waits_and_shows_one_table(ctpo: Ctpo, slurm: Slurm, re
     settings = {"executor": "slurm", "job_dir": f"{ctpo.directory}/jobs", "account": "me", "python": sys.executable}
     cluster.write_text(yaml.safe_dump({**settings, "mem": "2000", "env": {"OMP_NUM_THREADS": "1"}}))
     known = {"SLURM_CONF": slurm.environment["SLURM_CONF"], "PATH": slurm.environment["PATH"]}
-    words = (*SMALL, f"rollout.replay={recorded}", "run.name=slurm_checked", "--nodes", "2", "--cluster", str(cluster))
+    words = (
+        *SMALL,
+        f"rollout.replay={recorded}",
+        "eval.every=0",
+        "run.name=slurm_checked",
+        "--nodes",
+        "2",
+        "--cluster",
+        str(cluster),
+    )
     done = launch(ctpo, CONFIG, *words, "--check", deadline_s=900, **known)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     assert done.stdout.count("Check of the job: no training") == 1

@@ -50,7 +50,7 @@ def wait_for_lines(
 def test_a_signal_ends_both_nodes_and_the_requeued_job_ends_well(slurm: Slurm, ctpo: Ctpo) -> None:
     """With a payload in place of the trainer: what the scheduler does, in seconds."""
     replay = "rollout.replay=runs/none"
-    job, output = submit(slurm, ctpo, "wait", replay, options="--module tests.launchers.payload")
+    job, output = submit(slurm, ctpo, "wait", replay, "eval.every=0", options="--module tests.launchers.payload")
     wait_for_lines(slurm, job, output, 2, output, 100, holding="WORLD_SIZE=")  # what each payload says once it runs
     slurm.requeue(job)
     slurm.until(job, "RUNNING", seconds=150)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ctpo_megatron.config import Config
-from ctpo_megatron.preflight import RunContext
+from ctpo_megatron.config import Config, Job, Placement, needs_engines, shares_gpus
+from ctpo_megatron.preflight import RunContext, files
 from ctpo_megatron.preflight.configuration import check_training
+from ctpo_megatron.preflight.plan import evaluations
 
 Make = Callable[..., Config]
 
@@ -67,11 +68,45 @@ def test_a_replay_of_itself_or_of_nothing_is_refused(recording: Path, config_wit
     assert "is no run directory (no config.yaml in it)" in text
 
 
+EVALUATED = ("rollout.replay=runs/recorded", "data.eval=[data/heldout.parquet]")
+
+
 def test_a_replay_says_that_it_does_not_evaluate(recording: Path, config_with: Make) -> None:
-    config = config_with("rollout.replay=runs/recorded", "data.eval=[data/heldout.parquet]")
-    assert found(config) == [
-        'warning: rollout.replay = "runs/recorded": has no answers of these weights: nothing is evaluated'
+    assert found(config_with(*EVALUATED)) == [
+        'warning: rollout.replay = "runs/recorded": has no answers of these weights, and eval.every: 0 starts no '
+        "engine for them: nothing is evaluated; set eval.every to evaluate in the run"
     ]
+    best = found(config_with(*EVALUATED, "checkpoint.keep_best=1", "checkpoint.best_metric=val/a/acc/mean@1"))
+    assert any("is never computed: nothing is evaluated; set eval.every, or use reward/mean" in text for text in best)
+
+
+def test_a_replay_evaluates_on_engines_where_eval_asks_for_it(
+    recording: Path, config_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_with(*EVALUATED, "eval.every=2")
+    assert found(config) == []
+    assert evaluations(config) == 3 and evaluations(config_with(*EVALUATED)) == 0  # of 4 steps
+    monkeypatch.setattr(files, "is_installed", lambda name: name == "ray")
+    (text,) = found(config)
+    assert text == (
+        "error: eval.every = 2: evaluates on engines, also next to rollout.replay, and lacks vllm; "
+        "set eval.every=0, which needs no engine, or install them"
+    )
+    assert found(config_with("data.eval=[data/heldout.parquet]", "eval.every=2")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engines"),
+    [((), 0), (("data.eval=[x]",), 0), (("data.eval=[x]", "eval.every=2"), 1), (("rollout.replay=null",), 1)],
+)
+def test_gpus_are_for_the_engines_that_a_run_starts(
+    config_with: Make, overrides: tuple[str, ...], engines: int
+) -> None:
+    config = config_with("rollout.replay=runs/recorded", *overrides)
+    assert needs_engines(config) == bool(engines)
+    assert len(Placement.of(config, Job(1, 1)).engines) == engines
+    colocated = config_with("rollout.replay=runs/recorded", *overrides, "placement.mode=colocated")
+    assert shares_gpus(colocated) == bool(engines) and not shares_gpus(config)
 
 
 def test_a_checkpoint_to_load_must_be_complete_and_of_another_or_a_resumed_run(config_with: Make) -> None:

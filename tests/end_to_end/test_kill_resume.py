@@ -164,6 +164,21 @@ def test_a_recording_of_another_policy_trains_any_objective_against_its_sampler(
     assert ages and all(len(each["n"]) == 1 for each in ages)  # all tokens have age 0
 
 
+@pytest.mark.slow  # of two objectives, and compared: test_ring.py
+def test_engines_answer_held_out_prompts_next_to_a_recording(folder: Path) -> None:
+    asked = (f"data.eval=[{TASK / 'heldout.parquet'}]", "eval.every=1", "eval.prompts=4")
+    settings = ("objective.anchor=behaviour", "policy.optimizer.lr=1e-2", "run.steps=1", "checkpoint.every=0")
+    done = train(folder, "run.name=evaluated", *asked, *settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    run = folder / "runs" / "evaluated"
+    assert all("val/toolmath/acc/mean@1" in line for line in records(run)) and len(records(run)) == 2
+    first, last = (records(run, f"evaluation/step_{step:06d}.parquet") for step in (0, 1))
+    versions = [{v for line in lines for v in line["weight_version"] if v >= 0} for lines in (first, last)]
+    assert versions == [{1}, {2}]
+    assert [line["token_ids"] for line in first] != [line["token_ids"] for line in last]
+    assert [line["prompt_id"] for line in first] == [line["prompt_id"] for line in last]
+
+
 def test_two_ranks_run_the_same_driver(folder: Path, whole: Path) -> None:
     settings = ("run.name=two", "run.steps=1", "checkpoint.every=0", "policy.tensor_model_parallel_size=2")
     assert ranks.run(train_on_a_rank, folder, command(*settings), ranks=2) == [0, 0]

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -190,7 +191,7 @@ def test_resume_after_kill_ends_like_the_uninterrupted_run(ctpo: Ctpo, finished:
 
 @pytest.mark.slow  # of the driver alone: test_kill_resume.py
 def test_a_replay_repeats_the_run_without_engines(ctpo: Ctpo, finished: Path) -> None:
-    done = ctpo.train("run.name=replayed", "rollout.replay=runs/whole")
+    done = ctpo.train("run.name=replayed", "rollout.replay=runs/whole", "eval.every=0")
     assert done.returncode == 0, done.stderr[-4000:]
     run = ctpo.directory / "runs" / "replayed"
     live = [{k: v for k, v in repeatable(r).items() if not k.startswith("val/")} for r in records(finished)]
@@ -200,11 +201,31 @@ def test_a_replay_repeats_the_run_without_engines(ctpo: Ctpo, finished: Path) ->
 
 
 @pytest.mark.slow
+def test_objectives_that_replay_one_recording_are_evaluated_and_compared(ctpo: Ctpo, finished: Path) -> None:
+    """The first weights give the answers of the recorded run, so the engines have those of the trainer."""
+    shared = ("rollout.replay=runs/whole", "objective.anchor=behaviour", "policy.optimizer.lr=1e-3", "eval.every=2")
+    runs = []
+    for preset in ("grpo", "cispo"):
+        done = ctpo.train(f"run.name=on-{preset}", *shared, f"objective.preset={preset}")
+        assert done.returncode == 0, done.stderr[-4000:]
+        runs.append(ctpo.directory / "runs" / f"on-{preset}")
+        lines = records(runs[-1])
+        assert not any(name.startswith("mismatch/") for line in lines for name in line)
+        assert [line["step"] for line in lines if "val/toolmath/acc/mean@1" in line] == [0, 2, 3]
+        first, recorded = (records(at, "evaluation/step_000000.parquet") for at in (runs[-1], finished))
+        assert [line["token_ids"] for line in first] == [line["token_ids"] for line in recorded]
+        assert records(runs[-1], "evaluation/step_000003.parquet") != first
+    command = [sys.executable, "-m", "ctpo_megatron.cli", "compare", *map(str, runs)]
+    compared = children.run(command, directory=ctpo.directory, environment=ctpo.environment, deadline_s=120)
+    assert compared.returncode == 0 and "no evaluation" not in compared.stdout, compared.stdout + compared.stderr
+
+
+@pytest.mark.slow
 def test_a_replay_needs_neither_ray_nor_vllm(ctpo: Ctpo, finished: Path, tmp_path: Path) -> None:
     for name in ("ray", "vllm"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')\n")
     path = os.pathsep.join([str(tmp_path), ctpo.environment["PYTHONPATH"]])
-    command = ctpo.command("run.name=alone", f"rollout.replay={finished}")
+    command = ctpo.command("run.name=alone", f"rollout.replay={finished}", "eval.every=0")
     done = children.run(
         command, directory=ctpo.directory, environment=ctpo.environment | {"PYTHONPATH": path}, deadline_s=280
     )

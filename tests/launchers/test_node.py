@@ -11,13 +11,13 @@ import pytest
 from ctpo_launchers import node
 from tests.launchers.programs import running
 
-REPLAY = "rollout.replay=runs/recorded"
+REPLAY = ("rollout.replay=runs/recorded", "eval.every=0")
 """No engines: neither Ray nor a sandbox is needed."""
 SOON = ("--after-loss", "3")
 
 
 def test_a_signal_is_passed_to_the_ranks_once_and_their_status_is_that_of_the_nodes(tmp_path: Path) -> None:
-    with running(tmp_path, "run.name=wait", REPLAY, options=SOON) as job:
+    with running(tmp_path, "run.name=wait", *REPLAY, options=SOON) as job:
         for rank in (0, 1):
             job.until(f"rank {rank}: WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.2 GLOO_SOCKET_IFNAME=lo", rank)
         for rank in (0, 1):
@@ -30,7 +30,7 @@ def test_a_signal_is_passed_to_the_ranks_once_and_their_status_is_that_of_the_no
 
 
 def test_a_node_that_does_not_come_is_named_with_what_to_look_at(tmp_path: Path) -> None:
-    with running(tmp_path, "run.name=done", REPLAY, ranks=[0], options=("--start-timeout", "1")) as job:
+    with running(tmp_path, "run.name=done", *REPLAY, ranks=[0], options=("--start-timeout", "1")) as job:
         assert job.statuses() == {0: 3}
         assert "nothing has been heard from node 1 (rank 1) at 127.0.0.2 port" in job.output(0)
         assert "firewall" in job.output(0)
@@ -41,7 +41,7 @@ def test_a_head_that_does_not_answer_is_named(tmp_path: Path) -> None:
     token.touch(0o600)
     token.write_text("of this job")
     options = ("--start-timeout", "1", "--token-file", str(token))
-    with running(tmp_path, "run.name=done", REPLAY, ranks=[1], options=options) as job:
+    with running(tmp_path, "run.name=done", *REPLAY, ranks=[1], options=options) as job:
         assert job.statuses() == {1: 3}
         assert "the head at 127.0.0.2 port" in job.output(1) and "did not answer within 1 s" in job.output(1)
 
@@ -57,7 +57,7 @@ def test_a_port_that_another_program_has_is_said_before_ray_starts(tmp_path: Pat
 
 def test_a_job_without_a_secret_does_not_start(tmp_path: Path) -> None:
     (file := tmp_path / "secret").touch(0o600)
-    with running(tmp_path, "run.name=done", REPLAY, ranks=[0], options=("--token-file", str(file))) as job:
+    with running(tmp_path, "run.name=done", *REPLAY, ranks=[0], options=("--token-file", str(file))) as job:
         assert job.statuses() == {0: 3}
         assert "is empty: write a secret into it" in job.output(0) and "Traceback" not in job.output(0)
 

@@ -59,7 +59,7 @@ class Pool:
         self._engine, self._gpu, self._own, self._moments = engine, gpu, memory, moments
         whole = int(config.rollout.engine.gpu_memory_utilization * GPU_MIB * MIB)
         self._sizes = {"weights": engine.weights, "cache": whole - engine.weights}
-        self._asleep = set(self._sizes) if shares_gpus(config.placement, config.rollout) else set()
+        self._asleep = set(self._sizes) if shares_gpus(config) else set()
         memory.empty_cache()
         gpu.take(-memory.reserved)  # of the model, which is counted by `_sizes`
         gpu.take(sum(size for name, size in self._sizes.items() if name not in self._asleep))

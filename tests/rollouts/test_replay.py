@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,22 @@ def test_a_prompt_of_other_tokens_is_refused() -> None:
     other = Prompt("a", "source", (), "1", (5, 9))
     with pytest.raises(ReplayError, match="prompt 'a' was recorded with other tokens"):
         answer(replay("a"), [other])
+
+
+def test_weights_go_to_the_engines_that_evaluate() -> None:
+    """And to nobody without them."""
+    sent: list[tuple[object, int]] = []
+
+    class Engines:
+        def send(self, trainer: object, version: int) -> None:
+            sent.append((trainer, version))
+
+    shape = RolloutConfig(prompts_per_step=1, samples_per_prompt=2)
+    trainer: Any = object()
+    engines: Any = Engines()
+    Replay(recording("a"), shape, engines).send(trainer, 3)
+    Replay(recording("a"), shape).send(trainer, 4)
+    assert sent == [(trainer, 3)]
 
 
 def test_the_counts_have_the_names_of_the_pool(tmp_path: Path) -> None:
