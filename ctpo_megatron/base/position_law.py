@@ -62,17 +62,19 @@ class PositionLaw:
         return next(holding, "")
 
     @property
-    def verdict(self) -> str:
-        """Whether the law holds, in words."""
-        found = f"R2 {self.r2:.2f}; t^{self.exponent:.2f} fits with R2 {self.free_r2:.2f}"
-        if self.how:
-            return f"std(S_t) grows {self.how} sqrt(t), sigma {self.sigma:.4f} ({found})"
-        return f"std(S_t) does not grow like sqrt(t) here ({found})"
+    def free_fit(self) -> str:
+        """The power that fits best, in words; the search for it ends somewhere."""
+        end = {EXPONENTS[0]: " or less, the end of the search,", EXPONENTS[-1]: " or more, the end of the search,"}
+        return f"t^{self.exponent:.2f}{end.get(self.exponent, '')}"
 
 
 def points_of_bins(stats: PositionStats) -> Points:
     """From the sums of a step: a point for each bin of positions, tokens of all signs of the advantage together."""
-    count, t, first, second = (stats.column(name).sum(0) for name in ("n_computed", "t", "S", "S2"))
+    return points_of_sums(*(stats.column(name).sum(0) for name in ("n_computed", "t", "S", "S2")))
+
+
+def points_of_sums(count: Floats, t: Floats, first: Floats, second: Floats) -> Points:
+    """From the number of tokens in each bin, and the sums of t, S_t and its square over them, `[BINS]` each."""
     with np.errstate(divide="ignore", invalid="ignore"):
         std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / (count - 1))
         mean = t / count
@@ -90,21 +92,11 @@ def fit_law(points: Points) -> PositionLaw | None:
     if np.count_nonzero(positive) < 3:
         return None
     t, y, w = points.t, points.std, points.weight
-    fits = []
-    for power in EXPONENTS:
-        factor = _scale(t**power, y, w)
-        fits.append((_explained(y, factor * t**power, w), power, factor))
-    free_r2, exponent, scale = max(fits)
-    sigma = _scale(np.sqrt(t), y, w)
-    return PositionLaw(sigma, _explained(y, sigma * np.sqrt(t), w), exponent, scale, free_r2)
-
-
-def _scale(shape: Floats, values: Floats, weights: Floats) -> float:
-    """The factor of `shape` with the least weighted squares."""
-    return float((weights * shape * values).sum() / (weights * shape**2).sum())
-
-
-def _explained(values: Floats, fitted: Floats, weights: Floats) -> float:
-    mean = np.average(values, weights=weights)
-    spread = float((weights * (values - mean) ** 2).sum())
-    return 1.0 - float((weights * (values - fitted) ** 2).sum()) / spread if spread else math.nan
+    powers = t ** np.array([*EXPONENTS, 0.5])[:, None]
+    factors = (w * powers * y).sum(1) / (w * powers**2).sum(1)  # with the least weighted squares
+    spread = float((w * (y - np.average(y, weights=w)) ** 2).sum())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        explained = 1.0 - (w * (y - factors[:, None] * powers) ** 2).sum(1) / spread if spread else factors * math.nan
+    best = int(np.argmax(explained[:-1]))
+    scale, sigma = float(factors[best]), float(factors[-1])
+    return PositionLaw(sigma, float(explained[-1]), EXPONENTS[best], scale, float(explained[best]))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.learning import Indicator, learning_checks
 from ctpo_megatron.report.panels import RANK_PEAK
-from ctpo_megatron.report.positions_of_groups import late_positions, why_not
+from ctpo_megatron.report.positions_of_groups import growth, late_positions, why_not
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.tracking import DUMP_FAILURES
 
@@ -114,11 +114,9 @@ def _position_law(run: RunData) -> Iterator[Indicator]:
     group = RunGroup("", {"": (run,)}, {})
     if (late := late_positions(group, "last")) is None:
         return
-    from ctpo_megatron.base.position_law import fit_law, points_of_bins  # numpy, which trackers do without
-
-    if (law := fit_law(points_of_bins(late.stats))) is not None:
+    if (law := (found := growth(late)).law) is not None:
         reason = why_not(late, law)
-        note = f"{law.verdict}; last mini-batch, second half of the run (positions.jsonl)"
+        note = f"{found.verdict}; last mini-batch, second half of the run (positions.jsonl)"
         note += f". {reason}" if reason else ""
         yield Indicator("Position law", f"t^{law.exponent:.2f}", None, note)
 

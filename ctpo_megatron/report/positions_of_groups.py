@@ -12,6 +12,8 @@ from ctpo_megatron.tracking import read_positions
 if TYPE_CHECKING:
     from ctpo_megatron.base.position_law import PositionLaw
     from ctpo_megatron.base.positions import PositionStats
+    from ctpo_megatron.report.law_interval import LawInterval
+    from ctpo_megatron.report.run_data import RunData
 
 LEAST = 30
 """Tokens of a bin from which on it is shown."""
@@ -25,29 +27,34 @@ GUIDE = 0.2
 
 @dataclass(frozen=True)
 class PositionSums:
-    """Sums over the runs of a group and over `steps`, each once in ascending order."""
+    """Sums over the runs of a group and over `steps`, each once in ascending order.
+
+    sources: run and step of each line.
+    """
 
     label: str
     steps: list[int]
     stats: PositionStats
+    sources: list[tuple[RunData, int]]
 
 
 @dataclass(frozen=True)
 class Growth:
     """Standard deviation of S_t, nats, at mean positions t of bins (figure 1, top).
 
-    law: None for fewer than three bins, or without any spread.
+    law: None for fewer than three bins, or without any spread. interval: how sure it is.
     """
 
     label: str
     t: list[float]
     std: list[float]
     law: PositionLaw | None
+    interval: LawInterval
 
     @property
     def verdict(self) -> str:
         """Whether sqrt(t) holds, in words."""
-        return self.law.verdict if self.law else "too few tokens at enough positions for a fit"
+        return self.interval.verdict(self.law) if self.law else "too few tokens at enough positions for a fit"
 
     def fitted(self) -> list[float]:
         """sigma sqrt(t) at the positions; empty without a fit."""
@@ -65,19 +72,19 @@ class ByPosition:
 
 def late_positions(group: RunGroup, mini_batch: str) -> PositionSums | None:
     """Of the second half of each run's steps with such records (`all`, `first`, `last`); None without any."""
-    records: list[dict[str, Any]] = []
+    records: list[tuple[RunData, dict[str, Any]]] = []
     for run in group.runs:
         found = [*read_positions(run.directory, mini_batch)]
-        records += [record for record in found if 2 * record["step"] > found[-1]["step"]]
+        records += [(run, record) for record in found if 2 * record["step"] > found[-1]["step"]]
     return _summed(group.label, records) if records else None
 
 
 def chosen_steps(group: RunGroup) -> list[PositionSums]:
     """Of the first, the middle and the last step with records of the last mini-batch in all runs."""
-    by_step: dict[int, list[dict[str, Any]]] = {}
+    by_step: dict[int, list[tuple[RunData, dict[str, Any]]]] = {}
     for run in group.runs:
         for record in read_positions(run.directory, "last"):
-            by_step.setdefault(record["step"], []).append(record)
+            by_step.setdefault(record["step"], []).append((run, record))
     steps = sorted(step for step, records in by_step.items() if len(records) == len(group.runs))
     middle = sorted(steps[1:-1], key=lambda step: abs(2 * step - steps[-1]))[:1]
     chosen = sorted({*steps[:1], *middle, *steps[-1:]})
@@ -87,9 +94,11 @@ def chosen_steps(group: RunGroup) -> list[PositionSums]:
 def growth(sums: PositionSums) -> Growth:
     """Points and their fits, as the paper makes them."""
     from ctpo_megatron.base.position_law import fit_law, points_of_bins
+    from ctpo_megatron.report.law_interval import law_interval
 
     points = points_of_bins(sums.stats)
-    return Growth(sums.label, points.t.tolist(), points.std.tolist(), fit_law(points))
+    law = fit_law(points)
+    return Growth(sums.label, points.t.tolist(), points.std.tolist(), law, law_interval(sums.sources if law else ()))
 
 
 def why_not(sums: PositionSums, law: PositionLaw | None) -> str:
@@ -162,11 +171,12 @@ def entropies(sums: PositionSums) -> ByPosition | None:
     return _shares(sums, total, count) if count.any() else None
 
 
-def _summed(label: str, records: Sequence[dict[str, Any]]) -> PositionSums:
+def _summed(label: str, records: Sequence[tuple[RunData, dict[str, Any]]]) -> PositionSums:
     from ctpo_megatron.base.positions import PositionStats
 
-    steps = sorted({record["step"] for record in records})
-    return PositionSums(label, steps, sum(map(PositionStats.of_record, records), PositionStats.empty()))
+    sources = [(run, record["step"]) for run, record in records]
+    parts = (PositionStats.of_record(record) for _, record in records)
+    return PositionSums(label, sorted({step for _, step in sources}), sum(parts, PositionStats.empty()), sources)
 
 
 def _shares(sums: PositionSums, upper: Any, lower: Any, count: Any = None) -> ByPosition:
