@@ -220,7 +220,7 @@ def test_a_failed_run_does_not_end_the_sweep_and_the_others_are_compared(
     out, err = capfd.readouterr()
     assert "seed1 failed with exit status 3; the same command tries it again" in err
     assert "The page with curves and settings: runs/mine/comparison.html" in out
-    assert re.search(r"ctpo +2 +2 +toolmath", out), out  # two seeds, of two steps each
+    assert re.search(r"ctpo +2 +2 +accuracy, toolmath", out), out  # two seeds, of two steps each
 
 
 @contextmanager

@@ -17,9 +17,15 @@ PAGE = Path("comparison.html")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Compare runs: curves with the seeds of a configuration as mean and band, and accuracies."
+    parser.description = "Compare runs: curves with the seeds of a configuration as mean and band, accuracies, rewards."
     parser.add_argument("directories", type=Path, nargs="+", metavar="RUN", help="run directory; two or more")
     parser.add_argument("--out", type=Path, default=PAGE, metavar="PATH", help=f"the page (default: ./{PAGE})")
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="R",
+        help="count the steps to this mean reward of a step (default: halfway up)",
+    )
     add_figures(parser)
 
 
@@ -29,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         check_run(directory)
     if args.out.is_dir():
         raise UsageError(f"--out {args.out} is a directory; give a file, such as {args.out / PAGE}")
-    compared = show_comparison(args.directories, args.out)
+    compared = show_comparison(args.directories, args.out, args.threshold)
     if args.figures is not None:
         from ctpo_megatron.report import save_figures
 
@@ -37,15 +43,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def show_comparison(runs: Sequence[Path], page: Path) -> Comparison:
-    """Print the tables of accuracies and what to know of it, write the page, print its path."""
-    from ctpo_megatron.base.terminal import Terminal
-    from ctpo_megatron.report import Comparison, accuracy_table, cost_table, difference_table, write_comparison
+def show_comparison(runs: Sequence[Path], page: Path, threshold: float | None = None) -> Comparison:
+    """Print the tables of endpoints and what to know of them, write the page, print its path.
 
-    compared = Comparison.load(runs)
+    threshold: a mean reward, which steps are counted to; None: halfway up.
+    """
+    from ctpo_megatron.base.terminal import Terminal
+    from ctpo_megatron.report import Comparison, cost_table, difference_table, value_table, write_comparison
+
+    compared = Comparison.load(runs, threshold)
     console = Terminal()
-    console.print(accuracy_table(compared.groups, compared.accuracies))
-    if differences := difference_table(compared.groups, compared.accuracies):
+    console.print(value_table(compared.groups, compared.endpoints))
+    if differences := difference_table(compared.groups, compared.endpoints):
         console.print("", differences, sep="\n")
     if costs := cost_table(compared.costs):
         console.print("", costs, sep="\n")

@@ -1,17 +1,18 @@
 """report: what people see of finished and running runs, from their files alone.
 
 `print_summary` and `write_report` take a run directory, `write_comparison` and `save_figures` a `Comparison`.
-Its figures are for `accuracy_table`, `difference_table` and `cost_table` (docs/compare.md).
+Its figures are for `value_table`, `difference_table` and `cost_table` (docs/compare.md).
 `write_page` writes a page in the same style, with charts of its own: one file that opens offline.
 `first_batch_warnings` says whether anything can be learned from a batch, `Decline` whether a run gets worse.
 """
 
 from ctpo_megatron.report.charts import Axis, Chart, Curve, bars, curves, cycled
-from ctpo_megatron.report.comparison import Comparison, accuracy_table, cost_table, difference_table
+from ctpo_megatron.report.comparison import Comparison, cost_table, difference_table, value_table
 from ctpo_megatron.report.figures import Figure, save_figures
 from ctpo_megatron.report.learning import FALLEN, Decline, decline_of, first_batch_warnings
 from ctpo_megatron.report.page import write_comparison, write_page, write_report, write_trajectories_page
 from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.report.sampled_rewards import mean_sampled_reward
 from ctpo_megatron.report.summary import conversation_uses, print_summary, summarize
 from ctpo_megatron.report.trajectories.filters import TrajectoryFilters
 
@@ -25,7 +26,6 @@ __all__ = [
     "Figure",
     "RunData",
     "TrajectoryFilters",
-    "accuracy_table",
     "bars",
     "conversation_uses",
     "cost_table",
@@ -34,9 +34,11 @@ __all__ = [
     "decline_of",
     "difference_table",
     "first_batch_warnings",
+    "mean_sampled_reward",
     "print_summary",
     "save_figures",
     "summarize",
+    "value_table",
     "write_comparison",
     "write_page",
     "write_report",

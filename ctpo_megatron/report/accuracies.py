@@ -1,14 +1,12 @@
-"""Accuracies of groups of runs and their differences, by data source, with verdicts in words. docs/compare.md"""
+"""Accuracies of groups of runs and their differences, an endpoint for each data source. docs/compare.md"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from ctpo_megatron.report.endpoints import Endpoint, EndpointComparison, GroupDifference, GroupEstimate
 from ctpo_megatron.report.estimates import (
-    ONE_SEED,
-    Estimate,
     Evaluations,
     ScoredSet,
     difference,
@@ -18,68 +16,10 @@ from ctpo_megatron.report.estimates import (
 )
 from ctpo_megatron.report.groups import RunGroup, run_name, runs_of
 
-UNDECIDED = "cannot be told apart"
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Of one group and one data source."""
-
-    group: str
-    source: str
-    estimate: Estimate
-
-
-@dataclass(frozen=True)
-class AccuracyDifference:
-    """The accuracy of `group` less the accuracy of `other`, of one data source."""
-
-    group: str
-    other: str
-    source: str
-    estimate: Estimate
-
-    @property
-    def short_verdict(self) -> str:
-        """`above`, `below`, or that nothing can be said."""
-        if self.estimate.interval is None:
-            return "not known"
-        low, high = self.estimate.interval
-        words = UNDECIDED if low <= 0 <= high else "above" if low > 0 else "below"
-        return words if ONE_SEED not in self.estimate.notes else f"{words} (one seed)"
-
-    @property
-    def verdict(self) -> str:
-        """What can be said of it, in words."""
-        value, interval = self.estimate.value, self.estimate.interval
-        if interval is None:
-            return "not known: " + "; ".join(self.estimate.notes)
-        low, high = interval
-        if low <= 0 <= high:
-            return UNDECIDED
-        than = f"{self.group} is {100 * abs(value):.1f} points {'above' if value > 0 else 'below'} {self.other}"
-        said = f"{than} (95 % interval {100 * low:+.1f} to {100 * high:+.1f}, over {self.estimate.over})"
-        return f"{said}; {ONE_SEED}" if ONE_SEED in self.estimate.notes else said
-
-
-@dataclass(frozen=True)
-class SourceComparison:
-    """Everything about one data source.
-
-    accuracies: of the evaluation that is compared, a group each. gains: that less the one before training, where both
-    were made. differences: of all pairs of groups, the later one less the earlier one.
-    """
-
-    source: str
-    accuracies: list[Accuracy]
-    gains: list[AccuracyDifference]
-    differences: list[AccuracyDifference]
-
-
 BEFORE = "before training"
 
 
-def compare_accuracies(groups: Sequence[RunGroup]) -> list[SourceComparison]:
+def compare_accuracies(groups: Sequence[RunGroup]) -> list[EndpointComparison]:
     """Of the last step that all runs were evaluated after, by data source; empty without evaluations.
 
     Without such a step: of the last evaluation of each run, and without differences. Raises DamagedFileError.
@@ -117,32 +57,32 @@ def common_step(groups: Sequence[RunGroup]) -> int:
 
 def _of_source(
     source: str, evaluated: Sequence[tuple[RunGroup, Evaluations, Evaluations]], differ: bool
-) -> SourceComparison:
-    found = SourceComparison(source, [], [], [])
+) -> EndpointComparison:
+    found = EndpointComparison(Endpoint(f"accuracy, {source}", scale=100, unit="points"), [], [], [])
     after: dict[str, dict[str, ScoredSet]] = {}
     for group, last, first in evaluated:
         if scores := last.of(source):
             after[group.label] = scores
-            found.accuracies.append(_accuracy(group, source, scores))
-            found.gains.extend(_gain(group.label, source, scores, first.of(source)))
+            found.values.append(_accuracy(group, found.endpoint, scores))
+            found.gains.extend(_gain(group.label, found.endpoint, scores, first.of(source)))
     for other, group_label in itertools.combinations(after if differ else (), 2):
         estimate = difference(after[group_label], after[other])
-        found.differences.append(AccuracyDifference(group_label, other, source, estimate))
+        found.differences.append(GroupDifference(group_label, other, found.endpoint, estimate))
     return found
 
 
 def _gain(
-    label: str, source: str, after: Mapping[str, ScoredSet], before: Mapping[str, ScoredSet]
-) -> Iterator[AccuracyDifference]:
+    label: str, endpoint: Endpoint, after: Mapping[str, ScoredSet], before: Mapping[str, ScoredSet]
+) -> Iterator[GroupDifference]:
     """Over the seeds that were evaluated both times: before training, seeds differ too."""
     common = [seed for seed in after if seed in before]
     if common:
         estimate = difference({seed: after[seed] for seed in common}, {seed: before[seed] for seed in common})
-        yield AccuracyDifference(label, BEFORE, source, estimate)
+        yield GroupDifference(label, BEFORE, endpoint, estimate)
 
 
-def _accuracy(group: RunGroup, source: str, by_seed: Mapping[str, ScoredSet]) -> Accuracy:
+def _accuracy(group: RunGroup, endpoint: Endpoint, by_seed: Mapping[str, ScoredSet]) -> GroupEstimate:
     estimate = mean_score(by_seed)
     if missing := [seed for seed in group.seeds if seed not in by_seed]:
         estimate.notes.append(f"no evaluation of seed {', '.join(missing)}")
-    return Accuracy(group.label, source, estimate)
+    return GroupEstimate(group.label, endpoint, estimate)

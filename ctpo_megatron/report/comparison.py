@@ -12,17 +12,15 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ctpo_megatron.report.accuracies import (
-    AccuracyDifference,
-    SourceComparison,
-    common_step,
-    compare_accuracies,
-    notes_of_steps,
-)
+from ctpo_megatron.base.files import read_note
+from ctpo_megatron.base.run_paths import TUNING_RECORD
+from ctpo_megatron.report.accuracies import common_step, compare_accuracies, notes_of_steps
 from ctpo_megatron.report.confidence import Ends
+from ctpo_megatron.report.endpoints import Endpoint, EndpointComparison, GroupDifference
 from ctpo_megatron.report.estimates import ONE_SEED, Estimate
 from ctpo_megatron.report.groups import RunGroup, groups_of, notes_of, run_name, shown
 from ctpo_megatron.report.run_data import RunData
+from ctpo_megatron.report.sampled_rewards import compare_rewards, notes_of_rewards
 from ctpo_megatron.report.summary import LAST, Change, StepCost, summarize
 from ctpo_megatron.report.theme import CYCLE
 from ctpo_megatron.tracking import duration
@@ -31,33 +29,35 @@ UNKNOWN = "–"
 """Of a figure that no run of a group has."""
 
 
-def accuracy_table(groups: Sequence[RunGroup], found: Sequence[SourceComparison]) -> Table:
-    """Final accuracies with 95 % intervals, a row for each group and data source."""
-    table = _table(["", "seeds", "steps", "source", "accuracy", "95 % interval"])
+def value_table(groups: Sequence[RunGroup], found: Sequence[EndpointComparison]) -> Table:
+    """Return values with 95 % intervals, a row for each group and endpoint."""
+    table = _table(["", "seeds", "steps", "endpoint", "value", "95 % interval"])
     for group in groups:
-        rows = [(each, accuracy) for each in found for accuracy in each.accuracies if accuracy.group == group.label]
+        rows = [value for each in found if (value := each.of(group.label))]
         head: list[str | Text] = [Text(group.label, "bold"), _seeds(group), _steps(group)]
         if not rows:
-            table.add_row(*head, Text("no evaluation", "dim"))
-        for number, (source, accuracy) in enumerate(rows):
-            estimate = accuracy.estimate
+            table.add_row(*head, Text("no evaluation, no reward", "dim"))
+        for number, value in enumerate(rows):
             cells: list[str | Text] = [
-                Text(source.source),
-                f"{estimate.value:.3f}",
-                _interval(estimate.interval, ".3f"),
+                Text(value.endpoint.name),
+                value.endpoint.text(value.estimate.value),
+                _interval(value.estimate.interval, value.endpoint),
             ]
             table.add_row(*(["", "", ""] if number else head), *cells)
     return table
 
 
-def difference_table(groups: Sequence[RunGroup], found: Sequence[SourceComparison]) -> Table | None:
-    """Accuracies less the one of the first group, with 95 % intervals and verdicts; None where there are none."""
+def difference_table(groups: Sequence[RunGroup], found: Sequence[EndpointComparison]) -> Table | None:
+    """Return values less the one of the first group, with 95 % intervals, visible differences (80 % power), verdicts.
+
+    None where there are no differences.
+    """
     first = groups[0].label
-    table = _table([f"less {first}", "source", "difference", "95 % interval", "verdict"])
-    for source in found:
-        for each in source.differences:
+    table = _table([f"less {first}", "endpoint", "difference", "95 % interval", "visible", "verdict"])
+    for compared in found:
+        for each in compared.differences:
             if each.other == first:
-                table.add_row(Text(each.group, "bold"), Text(source.source), *_difference(each))
+                table.add_row(Text(each.group, "bold"), Text(compared.endpoint.name), *_difference(each))
     return table if table.row_count else None
 
 
@@ -70,7 +70,7 @@ def cost_table(costs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) -> Ta
     return table if columns else None
 
 
-_TEXTS = ("source", "verdict")
+_TEXTS = ("endpoint", "verdict")
 
 
 def _table(labels: Sequence[str]) -> Table:
@@ -80,14 +80,14 @@ def _table(labels: Sequence[str]) -> Table:
     return table
 
 
-def notes_of_accuracies(found: Sequence[SourceComparison]) -> list[str]:
+def notes_of_accuracies(found: Sequence[EndpointComparison]) -> list[str]:
     """What applies to figures of the table: problems left out, how pairs were made. Each is said once."""
     notes: dict[str, None] = {}
     for each in found:
-        for accuracy in each.accuracies:
-            notes |= dict.fromkeys(_said(f"{accuracy.group}, {each.source}", accuracy.estimate))
+        for accuracy in each.values:
+            notes |= dict.fromkeys(_said(f"{accuracy.group}, {each.endpoint.name}", accuracy.estimate))
         for difference in (*each.differences, *each.gains):
-            name = f"{difference.group} against {difference.other}, {each.source}"
+            name = f"{difference.group} against {difference.other}, {each.endpoint.name}"
             notes |= dict.fromkeys(_said(name, difference.estimate))
     return list(notes)
 
@@ -99,15 +99,16 @@ def _said(name: str, estimate: Estimate) -> list[str]:
     return [f"{name}: {note}." for note in (*notes, *left_out)]
 
 
-def _difference(difference: AccuracyDifference) -> list[str | Text]:
-    estimate = difference.estimate
+def _difference(difference: GroupDifference) -> list[str | Text]:
+    estimate, endpoint = difference.estimate, difference.endpoint
     decided = estimate.interval is not None and not estimate.interval[0] <= 0 <= estimate.interval[1]
     verdict = Text(difference.short_verdict, "bold" if decided else "dim")
-    return [f"{estimate.value:+.3f}", _interval(estimate.interval, "+.3f"), verdict]
+    visible = UNKNOWN if estimate.visible is None else endpoint.text(estimate.visible)
+    return [endpoint.text(estimate.value, "+"), _interval(estimate.interval, endpoint, "+"), visible, verdict]
 
 
-def _interval(ends: Ends | None, form: str) -> str:
-    return UNKNOWN if ends is None else f"{ends[0]:{form}} to {ends[1]:{form}}"
+def _interval(ends: Ends | None, endpoint: Endpoint, sign: str = "") -> str:
+    return UNKNOWN if ends is None else " to ".join(endpoint.text(end, sign) for end in ends)
 
 
 def _seeds(group: RunGroup) -> str:
@@ -129,24 +130,42 @@ COST_FORMS = {SECONDS: ".3g", SAMPLES: ".3g", TOKENS: ".3s", TRAINER_WAITS: ".0%
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs, read once for the terminal, the page and the figures, and their groups."""
+    """Runs, read once for the terminal, the page and the figures, and their groups.
+
+    threshold: a mean reward, which steps are counted to; None: halfway up. tuned: keys that each group has its own pick
+    of.
+    """
 
     runs: list[RunData]
     groups: list[RunGroup]
+    threshold: float | None = None
+    tuned: frozenset[str] = frozenset()
 
     @classmethod
-    def load(cls, directories: Sequence[Path]) -> Comparison:
-        """One run directory or more; the same one twice counts once.
+    def load(cls, directories: Sequence[Path], threshold: float | None = None) -> Comparison:
+        """Read one run directory or more; the same one twice counts once.
 
-        Raises FileNotFoundError for one that is no run directory, DamagedFileError.
+        What a sweep has tuned, the file next to its runs says. Raises FileNotFoundError for one that is no run
+        directory, DamagedFileError.
         """
         runs = list({directory.resolve(): RunData.load(directory) for directory in directories}.values())
-        return cls(runs, groups_of(runs))
+        tuned = frozenset[str]().union(*map(_tuned_keys, {directory.resolve().parent for directory in directories}))
+        return cls(runs, groups_of(runs), threshold, tuned)
 
     @cached_property
-    def accuracies(self) -> list[SourceComparison]:
-        """Raises DamagedFileError."""
+    def accuracies(self) -> list[EndpointComparison]:
+        """Of each data source after the last common evaluation. Raises DamagedFileError."""
         return compare_accuracies(self.groups)
+
+    @cached_property
+    def rewards(self) -> list[EndpointComparison]:
+        """Of the sampled reward: its mean over all steps, and the steps to the threshold."""
+        return compare_rewards(self.groups, self.threshold)
+
+    @property
+    def endpoints(self) -> list[EndpointComparison]:
+        """All of them, accuracies first. Raises DamagedFileError."""
+        return [*self.accuracies, *self.rewards]
 
     @cached_property
     def results(self) -> list[tuple[RunGroup, list[dict[str, float]]]]:
@@ -164,13 +183,20 @@ class Comparison:
 
     @cached_property
     def notes(self) -> list[str]:
-        """What to know of the groups and of their accuracies."""
-        return [*notes_of_steps(self.groups), *notes_of(self.groups), *notes_of_accuracies(self.accuracies)]
+        """What to know of the groups and of their endpoints."""
+        of_endpoints = [*notes_of_accuracies(self.accuracies), *notes_of_rewards(self.rewards, self.groups)]
+        return [*notes_of_steps(self.groups), *notes_of(self.groups, self.tuned), *of_endpoints]
+
+
+def _tuned_keys(folder: Path) -> list[str]:
+    """Keys that the sweep of a folder has tuned."""
+    loss = "which keys were tuned is unknown"
+    return read_note(folder / TUNING_RECORD, lambda record: [*map(str, record["keys"])], [], loss)
 
 
 @dataclass(frozen=True)
 class GroupRow:
-    """A row of the table of groups. cells: of an accuracy its 95 % interval, else smallest to largest of the runs."""
+    """A row of the table of groups. cells: of an endpoint its 95 % interval, else smallest to largest of the runs."""
 
     label: str
     colour: str
@@ -180,7 +206,7 @@ class GroupRow:
 
 def page_values(compared: Comparison) -> dict[str, Any]:
     """Values of the template for several runs. Raises DamagedFileError."""
-    runs, groups, found = compared.runs, compared.groups, compared.accuracies
+    runs, groups, found = compared.runs, compared.groups, compared.endpoints
     columns = _columns(compared.results)
     rows = [
         GroupRow(
@@ -188,30 +214,30 @@ def page_values(compared: Comparison) -> dict[str, Any]:
             CYCLE[place % len(CYCLE)],
             [(run_name(run), str(run.setting("run.seed", "?"))) for run in group.runs],
             [
-                *(_accuracy(source, group.label) for source in found),
+                *(_value(each, group.label) for each in found),
                 *(_cell([values.get(name) for values in results], form) for name, form in columns),
             ],
         )
         for place, (group, results) in enumerate(compared.results)
     ]
-    pairs = [difference for source in found for difference in source.differences]
+    pairs = [difference for each in found for difference in each.differences]
     return {
         "title": f"{len(runs)} runs",
         "headline": f"{_count(len(groups), 'configuration')}, {_count(len(runs), 'run')}.",
-        "columns": [*(f"accuracy, {source.source}" for source in found), *(name for name, _ in columns)],
+        "columns": [*(each.endpoint.name for each in found), *(name for name, _ in columns)],
         "groups": rows,
-        "verdicts": [(each.source, f"{each.group} against {each.other}", each.verdict) for each in pairs],
+        "verdicts": [(each.endpoint.name, f"{each.group} against {each.other}", each.verdict) for each in pairs],
         "notes": compared.notes,
         "settings": [(key, [shown(group.settings[key]) for group in groups]) for key in groups[0].settings],
     }
 
 
-def _accuracy(source: SourceComparison, label: str) -> tuple[str, str]:
-    for each in source.accuracies:
-        if each.group == label:
-            ends = each.estimate.interval
-            return f"{each.estimate.value:.3f}", "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
-    return UNKNOWN, ""
+def _value(compared: EndpointComparison, label: str) -> tuple[str, str]:
+    value = compared.of(label)
+    if value is None:
+        return UNKNOWN, ""
+    ends, endpoint = value.estimate.interval, value.endpoint
+    return endpoint.text(value.estimate.value), "" if ends is None else _interval(ends, endpoint)
 
 
 def _results(run: RunData, step: int) -> dict[str, float]:

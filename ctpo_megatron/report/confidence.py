@@ -25,39 +25,47 @@ SignedTables = Sequence["tuple[float, NDArray[Any]]"]
 """Tables of the same problems, each with its factor in the sum that the interval is of."""
 
 
-def student_interval(values: Sequence[float]) -> Ends:
-    """Student's t interval of the mean of independent values, two or more."""
+def student_interval(values: Sequence[float], least: float = 0.0) -> Ends:
+    """Return Student's t interval of the mean of independent values, two or more. least: of the variance of a value."""
     from scipy.special import stdtrit
 
     count, mean = len(values), math.fsum(values) / len(values)
-    reach = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * math.sqrt(_variance(values) / count)
+    reach = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * math.sqrt(max(variance(values), least) / count)
     return mean - reach, mean + reach
 
 
-def seeds_interval(sides: Sequence[Sequence[Sequence[float]]], bounds: Ends | None = None) -> Ends:
+def unanimous_interval(value: float, bounds: Ends, count: int) -> Ends:
+    """Interval of a mean between `bounds` where `count` values are equal: as if each had been one throw, and none had
+    been unlike (Clopper and Pearson, 1934)."""
+    reach = 1 - ((1 - LEVEL) / 2) ** (1 / count)
+    return value - reach * (value - bounds[0]), value + reach * (bounds[1] - value)
+
+
+def seeds_interval(sides: Sequence[Sequence[Sequence[float]]], bounds: Ends | None = None, least: float = 0.0) -> Ends:
     """Interval of the mean over seeds, or of the difference of the means of two sides whose seeds are not paired.
 
     sides: for each seed, two or more, the scores (or differences) of problems of its own. bounds: smallest and largest
     value possible. Of one side Student's t, and of two the generalized solution of Behrens and Fisher, with one
-    exception: the means of few seeds may agree by chance, so their variance is at least what the problems explain.
+    exception: the means of few seeds may agree by chance, so their variance is at least what the problems explain, and
+    at least `least`.
     """
     import numpy as np
 
     generator = np.random.default_rng(0)
-    value, sign, variance = 0.0, 1.0, np.zeros(_DRAWS)
+    value, sign, spread = 0.0, 1.0, np.zeros(_DRAWS)
     for side in sides:
         means = [math.fsum(scores) / len(scores) for scores in side]
-        of_problems = math.fsum(_variance(scores) / len(scores) for scores in side if len(scores) > 1) / len(side)
-        may_be = (len(side) - 1) * _variance(means) / generator.chisquare(len(side) - 1, _DRAWS)
-        variance += np.maximum(may_be, of_problems) / len(side)
+        of_problems = math.fsum(variance(scores) / len(scores) for scores in side if len(scores) > 1) / len(side)
+        may_be = (len(side) - 1) * variance(means) / generator.chisquare(len(side) - 1, _DRAWS)
+        spread += np.maximum(may_be, max(of_problems, least)) / len(side)
         value += sign * math.fsum(means) / len(means)
         sign = -1.0
-    reach = float(np.quantile(np.abs(np.sqrt(variance) * generator.standard_normal(_DRAWS)), LEVEL))
+    reach = float(np.quantile(np.abs(np.sqrt(spread) * generator.standard_normal(_DRAWS)), LEVEL))
     return _possible((value - reach, value + reach), bounds, min(len(scores) for side in sides for scores in side))
 
 
-def _variance(values: Sequence[float]) -> float:
-    """Unbiased."""
+def variance(values: Sequence[float]) -> float:
+    """Return the unbiased variance of values, two or more."""
     mean = math.fsum(values) / len(values)
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
@@ -126,12 +134,10 @@ def _tail(problems: int) -> float:
 
 
 def _possible(ends: Ends, bounds: Ends | None, problems: int) -> Ends:
-    """An interval cut to `bounds`. Without width, where no problem differs from another: as if each had been one throw,
-    and none had been unlike (Clopper and Pearson, 1934)."""
+    """An interval cut to `bounds`; without width, where no problem differs from another, `unanimous_interval`."""
     if bounds is None:
         return ends
     low, high = ends
     if low == high:
-        reach = 1 - ((1 - LEVEL) / 2) ** (1 / problems)
-        return low - reach * (low - bounds[0]), high + reach * (bounds[1] - high)
+        return unanimous_interval(low, bounds, problems)
     return max(low, bounds[0]), min(high, bounds[1])

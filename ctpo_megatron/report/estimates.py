@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ctpo_megatron.base.run_paths import EVALUATION
 from ctpo_megatron.report.confidence import Ends, SignedTables, hierarchical_interval, seeds_interval
 from ctpo_megatron.report.groups import RunGroup
+from ctpo_megatron.report.power import seed_parts, table_parts, visible_difference
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.tracking import read_scores, trajectory_files
 
@@ -120,7 +121,8 @@ class Estimate:
     """A mean score, or a difference of two, with its 95 % interval.
 
     interval: over what `over` names; None where nothing can be said. left_out: problems without a verdict or without a
-    counterpart. notes: what a reader has to know of it.
+    counterpart. notes: what a reader has to know of it. visible: the true difference from 0 that 80 % of such
+    comparisons would see; None where there is no interval.
     """
 
     value: float
@@ -128,6 +130,7 @@ class Estimate:
     over: str
     left_out: int
     notes: list[str]
+    visible: float | None = None
 
 
 def mean_score(by_seed: Mapping[str, ScoredSet]) -> Estimate:
@@ -175,10 +178,17 @@ def _within_seeds(left: Sequence[ScoredSet], right: Sequence[ScoredSet], notes: 
 
 def _over_seeds(scores: Sequence[Sequence[float]], bounds: Ends | None, left_out: int, notes: list[str]) -> Estimate:
     """Of the scores, or differences, of each seed's own problems."""
-    known = all(scores) and len(scores) > 1
-    interval = seeds_interval([scores], bounds) if known else None
+    interval, visible = _seeds([scores], bounds)
     value = _mean([_mean(each) for each in scores])
-    return Estimate(value, interval, "seeds", left_out, [*notes, "each seed has problems of its own"])
+    return Estimate(value, interval, "seeds", left_out, [*notes, "each seed has problems of its own"], visible)
+
+
+def _seeds(sides: Sequence[Sequence[Sequence[float]]], bounds: Ends | None) -> tuple[Ends | None, float | None]:
+    """Interval and visible difference over seeds; None where a side has one seed, or one without scores."""
+    if not all(all(side) and len(side) > 1 for side in sides):
+        return None, None
+    interval = seeds_interval(sides, bounds)
+    return interval, visible_difference(seed_parts(sides), interval)
 
 
 def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], notes: list[str]) -> Estimate:
@@ -190,10 +200,9 @@ def _unpaired(left: Sequence[ScoredSet], right: Sequence[ScoredSet], notes: list
         blocks = [[(1.0, tables[0])], [(-1.0, tables[1])]]
         return _estimate(blocks, _bounds([*left, *right], -1.0), known - sum(map(len, names)), notes)
     scores = [[_judged(problems) for problems in side] for side in sides]
-    known = all(all(side) and len(side) > 1 for side in scores)
-    interval = seeds_interval(scores, _bounds([*left, *right], -1.0)) if known else None
+    interval, visible = _seeds(scores, _bounds([*left, *right], -1.0))
     means = [_mean([_mean(each) for each in side]) for side in scores]
-    return Estimate(means[0] - means[1], interval, "seeds", _unjudged([*left, *right]), notes)
+    return Estimate(means[0] - means[1], interval, "seeds", _unjudged([*left, *right]), notes, visible)
 
 
 def _estimate(blocks: Sequence[SignedTables], bounds: Ends | None, left_out: int, notes: list[str]) -> Estimate:
@@ -208,9 +217,12 @@ def _estimate(blocks: Sequence[SignedTables], bounds: Ends | None, left_out: int
     if few == 0:
         return Estimate(math.nan, None, "", left_out, [*notes, "no problem is judged on both sides"])
     value = sum(factor * float(table.mean()) for factor, table in tables)
-    interval = hierarchical_interval(blocks, bounds) if few > 1 else None
-    notes = notes if few > 1 else [*notes, "one problem"]
-    return Estimate(value, interval, "problems and seeds" if several else "problems", left_out, notes)
+    over = "problems and seeds" if several else "problems"
+    if few == 1:
+        return Estimate(value, None, over, left_out, [*notes, "one problem"])
+    interval = hierarchical_interval(blocks, bounds)
+    visible = visible_difference(table_parts(blocks), interval)
+    return Estimate(value, interval, over, left_out, notes, visible)
 
 
 def _bounds(many: Sequence[ScoredSet], lowest: float) -> Ends | None:

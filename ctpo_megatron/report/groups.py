@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,14 +147,15 @@ _NAMED = 3
 """Runs that a note names."""
 
 
-def notes_of(groups: Sequence[RunGroup]) -> list[str]:
-    """One sentence or two a note; empty where there is nothing to say."""
+def notes_of(groups: Sequence[RunGroup], tuned: Collection[str] = ()) -> list[str]:
+    """Return what to know, one sentence or two a note. tuned: keys that each group has its own pick of."""
     runs = runs_of(groups)
     found = differences(runs)
     return [
         *_named(groups),
         *_repeated(groups),
-        *_confounded(groups),
+        *_tuned(groups, tuned),
+        *_confounded(groups, tuned),
         *_few_seeds(groups),
         *_unfinished(runs),
         *_of_keys(runs, found),
@@ -168,10 +169,18 @@ def _repeated(groups: Sequence[RunGroup]) -> Iterator[str]:
             yield f"{group.label}: {', '.join(names)} repeat seed {seed}. They count as one seed, by their mean."
 
 
-def _confounded(groups: Sequence[RunGroup]) -> Iterator[str]:
-    """Groups that differ from the first in several keys."""
+def _tuned(groups: Sequence[RunGroup], tuned: Collection[str]) -> Iterator[str]:
+    for key in groups[0].settings:
+        if key in tuned:
+            values = ", ".join(f"{group.label} {shown(group.settings[key])}" for group in groups)
+            yield f"{key} was picked for each on other seeds: {values}."
+
+
+def _confounded(groups: Sequence[RunGroup], tuned: Collection[str]) -> Iterator[str]:
+    """Groups that differ from the first in several keys, without those that are tuned."""
     for group in groups[1:]:
-        keys = [key for key, value in group.settings.items() if value != groups[0].settings[key]]
+        unequal = [key for key, value in group.settings.items() if value != groups[0].settings[key]]
+        keys = [key for key in unequal if key not in tuned]
         if len(keys) > 1:
             yield (
                 f"{group.label} differs from {groups[0].label} in {len(keys)} keys: {', '.join(keys)}. "

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from ctpo_megatron.report import accuracies
-from ctpo_megatron.report.accuracies import UNDECIDED, compare_accuracies
-from ctpo_megatron.report.comparison import Comparison, accuracy_table, difference_table, notes_of_accuracies
+from ctpo_megatron.report.accuracies import compare_accuracies
+from ctpo_megatron.report.comparison import Comparison, difference_table, notes_of_accuracies, value_table
 from ctpo_megatron.report.confidence import seeds_interval
+from ctpo_megatron.report.endpoints import UNDECIDED, Endpoint, GroupDifference
 from ctpo_megatron.report.estimates import ONE_SEED, ScoredProblem, ScoredSet, difference, mean_score
 from ctpo_megatron.report.groups import groups_of
 from ctpo_megatron.report.run_data import RunData
@@ -25,6 +25,7 @@ from ctpo_megatron.tracking import MetricsWriter, write_trajectories
 from tests.tracking.synthetic_run import decode, make_config, make_groups
 
 Scores = list[float | None]
+ACCURACY = Endpoint("accuracy, s", scale=100, unit="points")
 
 
 def problems(scores: Scores, answer: str = "a", first: int = 0) -> ScoredSet:
@@ -71,8 +72,8 @@ def test_the_figures_of_two_groups(write) -> None:
         write("grpo", 1, {3: [[1, None], [0, 0], [0, 0], [1, 1]]}),
     ]
     (found,) = compare_accuracies(groups_of(runs))
-    assert found.source == "toolmath"
-    ctpo, grpo = found.accuracies
+    assert found.endpoint.name == "accuracy, toolmath"
+    ctpo, grpo = found.values
     assert ctpo.group == "ctpo"
     # Problem 3 has no verdict in one seed of ctpo: three are left of ctpo, four of grpo.
     assert ctpo.estimate.value == pytest.approx((1 + 1 + 0.5 + 0 + 0 + 0.5) / 6)
@@ -82,7 +83,7 @@ def test_the_figures_of_two_groups(write) -> None:
     assert (pair.group, pair.other) == ("grpo", "ctpo")
     assert pair.estimate.value == pytest.approx(((0.5 - 1) + (1 - 1) - 0.5 + 0 + 0 - 0.5) / 6)
     assert (pair.estimate.left_out, pair.estimate.over) == (1, "problems and seeds")
-    assert pair.verdict == UNDECIDED
+    assert pair.verdict.startswith(f"{UNDECIDED} (80 % power for ")
     gains = {each.group: each for each in found.gains}
     assert gains["ctpo"].estimate.value == pytest.approx(ctpo.estimate.value)
     assert gains["ctpo"].estimate.over == "problems and seeds"
@@ -99,7 +100,7 @@ def test_runs_of_other_lengths_are_compared_at_the_last_common_step(write) -> No
     ]
     compared = Comparison(runs, groups_of(runs))
     (found,) = compared.accuracies
-    assert [accuracy.estimate.value for accuracy in found.accuracies] == [0.0, 0.0]
+    assert [accuracy.estimate.value for accuracy in found.values] == [0.0, 0.0]
     assert [pair.estimate.value for pair in found.differences] == [0.0]
     assert [gain.estimate.value for gain in found.gains] == [0.0, 0.0]
     assert compared.notes[:2] == [
@@ -116,7 +117,7 @@ def test_without_a_common_evaluation_nothing_is_said_to_be_better(write) -> None
     runs = [write("ctpo", 0, {0: wrong, 7: right}), write("grpo", 0, {0: wrong, 5: wrong})]
     compared = Comparison(runs, groups_of(runs))
     (found,) = compared.accuracies
-    assert [accuracy.estimate.value for accuracy in found.accuracies] == [1.0, 0.0]
+    assert [accuracy.estimate.value for accuracy in found.values] == [1.0, 0.0]
     assert found.differences == [] and difference_table(compared.groups, compared.accuracies) is None
     assert compared.notes[0] == (
         "Accuracies are not compared: no step was evaluated in all runs. They are of the last one: "
@@ -127,29 +128,29 @@ def test_without_a_common_evaluation_nothing_is_said_to_be_better(write) -> None
 def test_a_run_that_was_not_evaluated_decides_nothing(write) -> None:
     runs = [write("ctpo", 0, {2: [[1.0]] * 3, 4: [[0.0]] * 3}), write("grpo", 0, {0: [[1.0]] * 3})]
     compared = Comparison(runs, groups_of(runs))
-    assert [accuracy.estimate.value for source in compared.accuracies for accuracy in source.accuracies] == [0.0]
+    assert [accuracy.estimate.value for source in compared.accuracies for accuracy in source.values] == [0.0]
     assert not any("compared" in note for note in compared.notes)
 
 
 def test_a_seed_that_was_not_evaluated_is_said(write) -> None:
     runs = [write("ctpo", 0, {3: [[1], [0]]}), write("ctpo", 1, {0: [[1], [0]]})]
     (found,) = compare_accuracies(groups_of(runs))
-    assert "no evaluation of seed 1" in found.accuracies[0].estimate.notes
-    assert found.accuracies[0].estimate.value == 0.5
+    assert "no evaluation of seed 1" in found.values[0].estimate.notes
+    assert found.values[0].estimate.value == 0.5
 
 
 def test_repeated_runs_of_a_seed_are_one(write) -> None:
     runs = [write("ctpo", 0, {3: [[1], [0]]}), write("ctpo", 0, {3: [[0], [0]]}, answer="02")]
     (found,) = compare_accuracies(groups_of(runs))
-    assert found.accuracies[0].estimate.value == 0.25
-    assert found.accuracies[0].estimate.over == "problems"
-    assert ONE_SEED in found.accuracies[0].estimate.notes
+    assert found.values[0].estimate.value == 0.25
+    assert found.values[0].estimate.over == "problems"
+    assert ONE_SEED in found.values[0].estimate.notes
 
 
 def test_no_evaluation_is_no_comparison(write) -> None:
     groups = groups_of([write("ctpo", 0, {0: [[1]]})])
     assert compare_accuracies(groups) == []
-    assert lines_of(accuracy_table(groups, []))[1][-2:] == ["no", "evaluation"]
+    assert lines_of(value_table(groups, []))[1][-4:] == ["no", "evaluation,", "no", "reward"]
 
 
 def test_pairs_are_of_the_same_problem_and_seed() -> None:
@@ -199,7 +200,7 @@ def test_seeds_of_one_side_alone() -> None:
 def test_one_seed_says_that_it_is_one() -> None:
     found = difference({"0": problems(drawn(0.9))}, {"0": problems(drawn(0.2))})
     assert (found.over, found.notes) == ("problems", [ONE_SEED])
-    said = accuracies.AccuracyDifference("a", "b", "s", found)
+    said = GroupDifference("a", "b", ACCURACY, found)
     assert said.verdict.startswith("a is 66.5 points above b (95 % interval +") and said.verdict.endswith(ONE_SEED)
     assert said.short_verdict == "above (one seed)"
 
@@ -210,13 +211,13 @@ def test_equal_answers_cannot_be_told_apart() -> None:
     assert found.value == 0 and found.interval
     low, high = found.interval
     assert low == -high and 0.01 < high < 0.03  # 200 problems without a difference leave 1.8 %
-    assert accuracies.AccuracyDifference("a", "b", "s", found).short_verdict == f"{UNDECIDED} (one seed)"
+    assert GroupDifference("a", "b", ACCURACY, found).short_verdict == f"{UNDECIDED} (one seed)"
 
 
 def test_no_common_verdict_is_said() -> None:
     found = difference({"0": problems([1.0, None])}, {"0": problems([None, 1.0])})
     assert math.isnan(found.value) and found.interval is None and found.left_out == 2
-    said = accuracies.AccuracyDifference("a", "b", "s", found)
+    said = GroupDifference("a", "b", ACCURACY, found)
     assert said.verdict == f"not known: {ONE_SEED}; no problem is judged on both sides"
 
 
@@ -242,12 +243,16 @@ def test_the_tables_say_it_all(write) -> None:
     ]
     groups = groups_of(runs)
     found = compare_accuracies(groups)
-    head, *rows = lines_of(accuracy_table(groups, found))
-    assert " ".join(head) == "seeds steps source accuracy 95 % interval"
-    assert [" ".join(row[:5]) for row in rows] == ["ctpo 2 3 toolmath 0.983", "grpo 2 3 toolmath 0.083"]
-    assert all(len(row) == 8 for row in rows)
+    head, *rows = lines_of(value_table(groups, found))
+    assert " ".join(head) == "seeds steps endpoint value 95 % interval"
+    assert [" ".join(row[:6]) for row in rows] == [
+        "ctpo 2 3 accuracy, toolmath 0.983",
+        "grpo 2 3 accuracy, toolmath 0.083",
+    ]
+    assert all(len(row) == 9 for row in rows)
     head, *rows = lines_of(difference_table(groups, found))
-    assert " ".join(head) == "less ctpo source difference 95 % interval verdict"
-    assert [(*row[:3], row[-1]) for row in rows] == [("grpo", "toolmath", "-0.900", "below")]
+    assert " ".join(head) == "less ctpo endpoint difference 95 % interval visible verdict"
+    (row,) = rows
+    assert (*row[:4], row[-1]) == ("grpo", "accuracy,", "toolmath", "-0.900", "below") and 0 < float(row[-2]) < 0.9
     assert notes_of_accuracies(found) == []
     assert difference_table(groups[:1], compare_accuracies(groups[:1])) is None

@@ -2,80 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks.intervals import Accuracies, covered, own_problems
 from ctpo_megatron.report import confidence
 from ctpo_megatron.report.confidence import hierarchical_interval, seeds_interval
 
 RUNS, RESAMPLES = 500, 1000
 
 
-@dataclass(frozen=True)
-class Case:
-    """Two objectives on the same problems. Logits of a right answer are normal: problems have a spread of 2, the effect
-    of the objective on a problem of .7, a seed of `of_seed`, a seed on a problem of .5. samples: of a problem (avg@k).
-    """
-
-    seeds: int
-    problems: int
-    samples: int
-    of_seed: float
-    effect: float
-    paired: bool = True
-
-
-def accuracies(case: Case, size: tuple[int, int], generator: np.random.Generator) -> np.ndarray:
-    """`[2, S, P]`: chances of a right answer."""
-    seeds, problems = size
-    difficulty = generator.normal(0, 2, problems)
-    logits = np.stack([difficulty, difficulty + case.effect + generator.normal(0, 0.7, problems)])[:, None]
-    logits = logits + generator.normal(0, case.of_seed, (2, seeds, 1)) + generator.normal(0, 0.5, (2, seeds, problems))
-    return 1 / (1 + np.exp(-logits))
-
-
-@cache
-def true_difference(case: Case) -> float:
-    """Over all problems and seeds, whose logits are normal: by quadrature."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
-    variances = 2**2 + case.of_seed**2 + 0.5**2 + np.array([0, 0.7**2])
-    logits = np.array([[0.0], [case.effect]]) + np.sqrt(variances)[:, None] * nodes
-    first, second = (1 / (1 + np.exp(-logits))) @ weights / weights.sum()
-    return float(second - first)
-
-
-def covered(case: Case, runs: int = RUNS, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """Share of intervals that hold the true difference, and share that do not hold 0."""
-    generator, true, hits, apart = np.random.default_rng(5), true_difference(case), 0, 0
-    for _ in range(runs):
-        chances = accuracies(case, (case.seeds, case.problems), generator)
-        first, second = generator.binomial(case.samples, chances) / case.samples
-        block = [(1.0, second - first)] if case.paired else [(1.0, second), (-1.0, first)]
-        low, high = hierarchical_interval([block], (-1.0, 1.0), resamples)
-        hits += low <= true <= high
-        apart += not low <= 0 <= high
-    return hits / runs, apart / runs
-
-
 @pytest.mark.parametrize(
     ("case", "covers", "apart_at_most"),
     [
         # Without any effect of seeds, one seed is enough.
-        *((case, (0.93, 0.97), 0.07) for case in (Case(1, 30, 8, 0, 0), Case(1, 30, 1, 0, 0.5), Case(1, 100, 1, 0, 0))),
+        *(
+            (case, (0.93, 0.97), 0.07)
+            for case in (Accuracies(1, 30, 8, 0, 0), Accuracies(1, 30, 1, 0, 0.5), Accuracies(1, 100, 1, 0, 0))
+        ),
         # Where the spread of the seeds decides.
-        *((Case(seeds, 30, 8, 0.5, effect), (0.93, 0.98), 0.06) for seeds, effect in ((3, 0.0), (5, 0.3), (10, 0.0))),
+        *(
+            (Accuracies(seeds, 30, 8, 0.5, effect), (0.93, 0.98), 0.06)
+            for seeds, effect in ((3, 0.0), (5, 0.3), (10, 0.0))
+        ),
         # Two seeds may differ by chance less than seeds do, and where seeds have no effect, that is not known.
-        *((Case(seeds, 30, 1, 0, 0), (0.95, 1.0), 0.05) for seeds in (2, 5)),
-        (Case(2, 30, 8, 0.5, 0.3), (0.95, 1.0), 0.05),
-        *((Case(seeds, 30, 8, 0.5, effect, paired=False), (0.95, 1.0), 0.05) for seeds, effect in ((3, 0.3), (5, 0.0))),
+        *((Accuracies(seeds, 30, 1, 0, 0), (0.95, 1.0), 0.05) for seeds in (2, 5)),
+        (Accuracies(2, 30, 8, 0.5, 0.3), (0.95, 1.0), 0.05),
+        *(
+            (Accuracies(seeds, 30, 8, 0.5, effect, paired=False), (0.95, 1.0), 0.05)
+            for seeds, effect in ((3, 0.3), (5, 0.0))
+        ),
     ],
 )
-def test_intervals_cover_other_seeds(case: Case, covers: tuple[float, float], apart_at_most: float) -> None:
-    hits, apart = covered(case)
+def test_intervals_cover_other_seeds(case: Accuracies, covers: tuple[float, float], apart_at_most: float) -> None:
+    hits, apart, _ = covered(case, RUNS, RESAMPLES)
     assert covers[0] <= hits <= covers[1]
     assert case.effect or (0.03 if case.seeds == 1 else 0.0) <= apart <= apart_at_most
 
@@ -151,9 +112,4 @@ def test_seeds_that_agree_by_chance_leave_what_their_problems_leave() -> None:
 @pytest.mark.parametrize("chance", [0.6, 0.99])
 def test_seeds_with_problems_of_their_own_cover_other_seeds(chance: float, seeds: int) -> None:
     """Near the ceiling the means of two seeds are often equal: Student's interval covered 83 % there."""
-    generator, runs, hits = np.random.default_rng(6), 250, 0
-    for _ in range(runs):
-        scores = generator.binomial(1, chance, (seeds, 256)).astype(float)
-        low, high = seeds_interval([scores.tolist()], (0.0, 1.0))
-        hits += low <= chance <= high
-    assert hits / runs > 0.94
+    assert own_problems(chance, seeds, 250) > 0.94
