@@ -22,7 +22,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ctpo_megatron import cli
-from ctpo_megatron.cli.sweep import points_of
+from ctpo_megatron.cli.grid import points_of
 from tests.support import children
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT

@@ -1,27 +1,32 @@
-"""`ctpo sweep`: every point of a grid, one `ctpo train` after the other; the same line continues it."""
+"""`ctpo sweep`: every point of a grid, one `ctpo train` after the other; the same line continues it.
+
+With `--tune` runs come first that pick values for each point (`cli/tune.py`).
+"""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import itertools
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
+from ctpo_megatron.base.files import write_json
+from ctpo_megatron.base.run_paths import TUNING, TUNING_RECORD
 from ctpo_megatron.base.signals import heeded
 from ctpo_megatron.cli.compare import show_comparison
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import Config, ConfigError, Job, Problem, load_with_sources, short_names, world_size
+from ctpo_megatron.cli.grid import GridPoint, points_of, read_grid
+from ctpo_megatron.cli.tune import Tuning, at_the_end, mean_reward, read_tuning, refuse_shared_seeds
+from ctpo_megatron.config import Config, ConfigError, Job, Problem, load_with_sources, world_size
 from ctpo_megatron.preflight import Findings, check_dry, has_cuda_device
 from ctpo_sandbox.arguments import positive
 from ctpo_sandbox.libc import die_with_parent
@@ -29,8 +34,6 @@ from ctpo_sandbox.libc import die_with_parent
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 _CLOSING_S = 120.0
 """For a run to close its engines and its sandbox, after `checkpoint.grace_s`."""
-_FIXED = ("run.name", "run.root", "run.resume", "run.overwrite", "run.deadline")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _OF_SFT = {"sft", "model", "run.seed", "data.system_prompt", "data.tool_in_prompt", "rollout.tool_parser"}
 """Keys, or sections, that an SFT model follows from."""
 
@@ -47,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=positive(int), default=1, metavar="N", help="trainer ranks of each run, by torchrun"
     )
+    parser.add_argument(
+        "--tune", nargs="+", action="extend", default=[], metavar="a.b=c,d", help="keys that each point gets a value of"
+    )
+    parser.add_argument("--tune-seeds", metavar="S,S", help="run.seed of the runs that such a value is picked by")
     parser.add_argument("--dry-run", action="store_true", help="check all configurations, print the runs, start none")
 
 
@@ -55,118 +62,104 @@ def run(args: argparse.Namespace) -> int:
     if world_size() > 1 or "RANK" in os.environ:
         raise UsageError("starts the ranks of each run itself: start it without torchrun, with --ranks N")
     grid, common = read_grid(args.grid, [*args.overrides, *args.unknown])
-    points = _checked(args, common, points_of(grid))
-    configs = {name: config for name, (config, _) in points.items()}
-    folder = next(iter(configs.values())).run.directory.parent
-    print(f"{len(points)} runs in {folder}: {', '.join(points)}", flush=True)
-    if _shares_sft(grid, configs):
+    tuning = read_tuning(args.tune, args.tune_seeds, grid, common)
+    if tuning is not None:
+        return _tune_and_compare(args, common, tuning)
+    runs = _checked(args, common, points_of(grid))
+    print(f"{len(runs)} runs in {_folder(runs)}: {', '.join(runs)}", flush=True)
+    if _shares_sft(grid, runs):
         line = shlex.join(["ctpo", "train", args.config, *common, "run.name=sft", "run.steps=0"])
         print(f"SFT is the same in all of them. To do it once: {line}")
         print("and give the sweep: model.path=RUN/sft_model sft=null")
+    return 0 if args.dry_run else _train_and_compare(args, runs)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run of the sweep, checked. words: its overrides."""
+
+    config: Config
+    words: list[str]
+
+
+_Runs = dict[str, _Run]
+
+
+def _folder(runs: _Runs) -> Path:
+    return next(iter(runs.values())).config.run.directory.parent
+
+
+def _tune_and_compare(args: argparse.Namespace, common: Sequence[str], tuning: Tuning) -> int:
+    """Pick values for each point on tuning seeds, then compare the points with them; returns the exit status."""
+    tuning_runs = _checked(args, common, tuning.tuning_runs(), below=TUNING)
+    runs = _checked(args, common, tuning.compared_runs(tuning.first_values), warn=False)
+    refuse_shared_seeds(*([run.config.run.seed for run in some.values()] for some in (tuning_runs, runs)))
+    folder = _folder(runs)
+    print(f"{len(tuning_runs)} runs to tune with, in {folder / TUNING}: {', '.join(tuning_runs)}")
+    print(f"then {len(runs)} runs in {folder}, each with the values that were picked for its point", flush=True)
     if args.dry_run:
         return 0
-    statuses = {}
-    for name, (config, words) in points.items():
-        print(f"[sweep] {name}", flush=True)
-        statuses[name] = _train(args.config, words, args.ranks, config.checkpoint.grace_s)
-        if statuses[name] in STOPPED:
-            print(f"stopped in {config.run.directory}; the same command continues", file=sys.stderr)
-            return statuses[name]
-    failed = {name: status for name, status in statuses.items() if status}
-    finished = [config.run.directory for name, config in configs.items() if name not in failed]
+    if status := _train_all(args, tuning_runs):
+        if status not in STOPPED:
+            print("nothing is picked: leave values out that cannot be trained with", file=sys.stderr)
+        return status
+    picks = tuning.pick(lambda name: mean_reward(tuning_runs[name].config.run.directory))
+    for pick in picks:
+        print(f"[tune] {pick}", flush=True)
+    print_warnings([*at_the_end(picks, tuning)])
+    write_json(folder / TUNING_RECORD, tuning.record(picks))
+    picked = {pick.name: pick.values for pick in picks}
+    points = tuning.compared_runs(lambda point: picked[tuning.name(point)])
+    return _train_and_compare(args, _checked(args, common, points, warn=False))
+
+
+def _train_and_compare(args: argparse.Namespace, runs: _Runs) -> int:
+    """Train all runs and compare those that finished; returns the exit status."""
+    failed = dict[str, int]()
+    status = _train_all(args, runs, failed)
+    if status in STOPPED:
+        return status
+    finished = [run.config.run.directory for name, run in runs.items() if name not in failed]
     if len(finished) > 1:
-        show_comparison(finished, folder / "comparison.html")
+        show_comparison(finished, _folder(runs) / "comparison.html")
+    return status
+
+
+def _train_all(args: argparse.Namespace, runs: _Runs, failed: dict[str, int] | None = None) -> int:
+    """Train one run after the other; returns 1 if one failed, and the status of a run that was stopped.
+
+    failed: gets the names of those that failed, with their statuses.
+    """
+    failed = {} if failed is None else failed
+    for name, run in runs.items():
+        print(f"[sweep] {name}", flush=True)
+        status = _train(args.config, run.words, args.ranks, run.config.checkpoint.grace_s)
+        if status in STOPPED:
+            print(f"stopped in {run.config.run.directory}; the same command continues", file=sys.stderr)
+            return status
+        if status:
+            failed[name] = status
     for name, status in failed.items():
         print(f"{name} failed with exit status {status}; the same command tries it again", file=sys.stderr)
     return int(bool(failed))
 
 
-def read_grid(items: Sequence[str], overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return key -> values of the grid, and the overrides of all runs: a key with one value is one, too.
-
-    Raises ConfigError with every mistake.
-    """
-    grid: dict[str, list[str]] = {}
-    common, problems = list(overrides), list[Problem]()
-    for item in items:
-        key, _, text = item.partition("=")
-        values = [value.strip() for value in _split(text)]
-        if len(values) == 1:
-            common.append(item)
-        elif key in grid:
-            problems.append(Problem(key, "is there twice", "give all its values at once", text, "--grid"))
-        else:
-            grid[key] = values
-    given = {text.partition("=")[0] for text in common}
-    for key, values in grid.items():
-        if key in _FIXED:
-            problems.append(Problem(key, "cannot vary: the sweep decides it", "leave it out", where="--grid"))
-        if key in given:
-            problems.append(Problem(key, "is an override, too: which counts?", "give it once", where="--grid"))
-        if len(set(values)) < len(values) or "" in values:
-            text = ",".join(values)
-            problems.append(Problem(key, "has an empty value, or one twice", "give every value once", text, "--grid"))
-    if not grid:
-        fix = "give a key several, e.g. --grid run.seed=0,1,2; one run is `ctpo train`"
-        problems.append(Problem("", "no key has more than one value", fix, where="--grid"))
-    if problems:
-        raise ConfigError(problems)
-    return grid, common
-
-
-def points_of(grid: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the name of each point and its overrides; the last key varies fastest.
-
-    A name follows from the values alone, such as `ctpo-seed0`, so that a grid can grow.
-    """
-    labels = short_names(grid, among=grid)
-    points = {}
-    for values in itertools.product(*grid.values()):
-        name = "-".join(_part(key, labels[key], value) for key, value in zip(grid, values, strict=True))
-        points[name] = [f"{key}={value}" for key, value in zip(grid, values, strict=True)]
-    return points
-
-
-def _split(text: str) -> Iterator[str]:
-    """Text between commas that are in no quotes or brackets."""
-    part, depth, quote = "", 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        else:
-            depth += (character in "[{(") - (character in ")}]")
-        if character == "," and not quote and depth <= 0:
-            yield part
-            part = ""
-        else:
-            part += character
-    yield part
-
-
-def _part(key: str, label: str, value: str) -> str:
-    """A value in a name; a digest tells values apart that a name cannot hold."""
-    text = value if key == "objective.preset" else f"{label}{'' if _NUMBER.fullmatch(value) else '_'}{value}"
-    plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", text)[:40]
-    if plain == text:
-        return text
-    return f"{plain.strip('_')}.{hashlib.blake2b(text.encode(), digest_size=3).hexdigest()}"
-
-
 def _checked(
-    args: argparse.Namespace, common: Sequence[str], points: Mapping[str, Sequence[str]]
-) -> dict[str, tuple[Config, list[str]]]:
-    """The configuration and all overrides of each point, once a dry run finds nothing wrong with any.
+    args: argparse.Namespace, common: Sequence[str], points: Mapping[str, GridPoint], below: str = "", warn: bool = True
+) -> _Runs:
+    """Return the run of each point, once a dry run finds nothing wrong with any.
 
-    Raises ConfigError with what is wrong with all of them.
+    below: folder of the runs, in the folder of the sweep. warn: whether warnings are printed. Raises ConfigError with
+    what is wrong with all of them.
     """
-    checked, job = {}, Job(args.ranks, args.ranks if args.ranks > 1 else None)
+    checked, job = _Runs(), Job(args.ranks, args.ranks if args.ranks > 1 else None)
     wrong, doubtful = list[tuple[str, Problem]](), list[tuple[str, Problem]]()
-    for name, own in points.items():
+    for name, point in points.items():
+        own = [f"{key}={value}" for key, value in point.items()]
         try:
             base, _ = load_with_sources(args.config, [*common, *own])
-            fixed = (f"run.root={json.dumps(str(base.run.directory))}", f"run.name={name}", "run.resume=auto")
+            root = json.dumps(str(base.run.directory / below))
+            fixed = (f"run.root={root}", f"run.name={name}", "run.resume=auto")
             words = [*common, *own, *fixed]
             config, sources = load_with_sources(args.config, words)
             findings: Findings = check_dry(config, sources, job, cuda=has_cuda_device(), gpu_gib=None)[0]
@@ -174,11 +167,12 @@ def _checked(
         except ConfigError as error:
             wrong += [(name, problem) for problem in error.problems]
         else:
-            checked[name] = config, words
+            checked[name] = _Run(config, words)
             doubtful += [(name, problem) for problem in findings.warnings]
     if wrong:
         raise ConfigError(_by_points(wrong, len(points)))
-    print_warnings(_by_points(doubtful, len(points)))
+    if warn:
+        print_warnings(_by_points(doubtful, len(points)))
     return checked
 
 
@@ -193,9 +187,9 @@ def _by_points(problems: Sequence[tuple[str, Problem]], count: int) -> list[Prob
     ]
 
 
-def _shares_sft(grid: dict[str, list[str]], configs: dict[str, Config]) -> bool:
+def _shares_sft(grid: dict[str, list[str]], runs: _Runs) -> bool:
     """Whether all points would train the same SFT model."""
-    if any(config.sft is None for config in configs.values()):
+    if any(run.config.sft is None for run in runs.values()):
         return False
     return not any(key == name or key.startswith(f"{name}.") for key in grid for name in _OF_SFT)
 
