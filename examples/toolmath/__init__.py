@@ -2,9 +2,10 @@
 
 `python -m examples.toolmath DIRECTORY` writes what configs/quickstart.yaml reads: 14 families of arithmetic questions
 (train.parquet, heldout.parquet), conversations for SFT (sft.parquet), and a tokenizer with a tiny Qwen3 (model/).
+With `--early-choice` the questions leave the first call free, and it decides which later answer is right.
 """
 
-from examples.toolmath.settings import Corruption, Task, TinyModel
+from examples.toolmath.settings import Corruption, EarlyChoice, Task, TinyModel
 from examples.toolmath.task import TaskError, write_task
 
-__all__ = ["Corruption", "Task", "TaskError", "TinyModel", "write_task"]
+__all__ = ["Corruption", "EarlyChoice", "Task", "TaskError", "TinyModel", "write_task"]

@@ -1,4 +1,4 @@
-"""`python -m examples.toolmath DIRECTORY [KEY=VALUE ...]`: writes the task, unless it is there already."""
+"""`python -m examples.toolmath DIRECTORY [--early-choice] [KEY=VALUE ...]`: writes the task, unless it is there."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ def main() -> int:
     parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="such as seed=1, tool_parser=fenced, model.hidden_size=128"
     )
-    options = parser.parse_args()
+    parser.add_argument(
+        "--early-choice", action="store_true", help="questions whose first call decides which later answer is right"
+    )
+    options = parser.parse_intermixed_args()
     try:
-        task = Task.model_validate(_tree(options.settings))
+        tree = _tree(options.settings)
+        if options.early_choice:
+            tree.setdefault("early_choice", {})
+        task = Task.model_validate(tree)
         written = write_task(task, options.directory)
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}, not {each['input']!r}" for each in error.errors()]

@@ -8,7 +8,7 @@ from random import Random
 
 from ctpo_megatron.data import ChatMessage
 from examples.toolmath.families import Program, Question, run
-from examples.toolmath.settings import Corruption
+from examples.toolmath.settings import Corruption, EarlyChoice
 
 
 def hermes(code: str, output: str) -> list[ChatMessage]:
@@ -30,15 +30,21 @@ PROTOCOLS: dict[str, Callable[[str, str], list[ChatMessage]]] = {"hermes": herme
 
 
 def conversation(
-    problem: Question, corruption: Corruption, rng: Random, tool_parser: str = "hermes"
+    problem: Question,
+    corruption: Corruption,
+    rng: Random,
+    tool_parser: str = "hermes",
+    choice: EarlyChoice | None = None,
 ) -> list[ChatMessage]:
-    """One conversation about `problem`, each kind of spoiling drawn independently with its own probability.
+    """Return a conversation about `problem`, each kind of spoiling drawn independently with its own probability.
+
+    choice: for a question with an early choice.
 
     An observation is the interpreter's output without the final newline: the value of the called program, right or
     wrong, or nothing if print() was forgotten. After an empty observation the answer is a guess.
     """
     spoiled = {name: rng.random() < getattr(corruption, name) for name in ("guess", "no_print", "no_box")}
-    program = _choose_program(problem, corruption, rng)
+    program = _choose_program(problem, corruption, rng) if choice is None else _choose_route(problem, choice, rng)
     messages: list[ChatMessage] = [{"role": "user", "content": problem.question}]
     answer = _guess(rng)
     if not spoiled["guess"]:
@@ -56,6 +62,15 @@ def _choose_program(problem: Question, corruption: Corruption, rng: Random) -> P
     if draw < corruption.wrong_common:
         return common
     return rare if draw < corruption.wrong_common + corruption.wrong_rare else problem.family.right
+
+
+def _choose_route(problem: Question, choice: EarlyChoice, rng: Random) -> Program:
+    """First and second call, drawn independently of each other."""
+    lesser, better = problem.family.lesser, problem.family.right
+    assert lesser is not None, f"{problem.family.name} has no early choice"
+    first = lesser if rng.random() < choice.lesser else better
+    second = lesser if rng.random() < choice.usual else better
+    return first[0], second[1]
 
 
 def _calls(

@@ -28,23 +28,28 @@ Program = tuple[Expression, ...]
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of question. `draw` gives the numbers a, b(, c); the wrong programs come most common first."""
+    """One kind of question. `draw` gives the numbers a, b(, c); the wrong programs come most common first.
+
+    lesser: of a question with an early choice, the program that is right after the other first call, and worth less.
+    """
 
     name: str
     question: str
     draw: Callable[[Random], dict[str, int]]
     right: Program
     wrong: tuple[Program, Program]
+    lesser: Program | None = None
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question with its exact answer."""
+    """One question with its exact answer. lesser: the answer that is right after the other first call, if any."""
 
     family: Family
     numbers: dict[str, int]
     question: str
     answer: int
+    lesser: int | None = None
 
 
 def run(program: Program, numbers: Mapping[str, int]) -> list[int]:
@@ -57,7 +62,9 @@ def run(program: Program, numbers: Mapping[str, int]) -> list[int]:
 
 
 def draw_problem(family: Family, rng: Random) -> Question:
-    """Draw numbers until no wrong program gives the right answer by accident and no digit occurs twice.
+    """Draw numbers until no program gives the answer of another by accident and no digit occurs twice.
+
+    Wrong programs alone may agree.
 
     Digits are single tokens. If all are different, every digit has one successor, and a two-layer model learns to copy
     numbers within a minute; with repeated digits this would take most of SFT.
@@ -68,8 +75,10 @@ def draw_problem(family: Family, rng: Random) -> Question:
         if len(set(digits)) < len(digits):
             continue
         answer = run(family.right, numbers)[-1]
-        if answer not in (run(program, numbers)[-1] for program in family.wrong):
-            return Question(family, numbers, family.question.format(**numbers), answer)
+        lesser = None if family.lesser is None else run(family.lesser, numbers)[-1]
+        wrong = {run(program, numbers)[-1] for program in family.wrong}
+        if answer not in wrong and lesser not in (*wrong, answer):
+            return Question(family, numbers, family.question.format(**numbers), answer, lesser)
 
 
 _SUM = Expression("{a}+{b}", lambda a, b, **_: a + b)
@@ -92,6 +101,7 @@ _THEN_REMAINDER = Expression("{s}%{c}", lambda c, s, **_: s % c)
 _THEN_QUOTIENT = Expression("{s}//{c}", lambda c, s, **_: s // c)
 _THEN_MINUS = Expression("{s}-{c}", lambda c, s, **_: s - c)
 _THEN_PLUS = Expression("{s}+{c}", lambda c, s, **_: s + c)
+_THEN_TIMES = Expression("{s}*{c}", lambda c, s, **_: s * c)
 
 
 def _two_digits(names: str) -> Callable[[Random], dict[str, int]]:
@@ -105,6 +115,14 @@ def _three_by_two_digits(rng: Random) -> dict[str, int]:
 def _descending(rng: Random) -> dict[str, int]:
     small, large = sorted(rng.sample(range(10, 100), 2))
     return {"a": large, "b": small}
+
+
+def _descending_and_third(rng: Random) -> dict[str, int]:
+    return _descending(rng) | {"c": rng.randint(10, 99)}
+
+
+def _quotient_and_third(rng: Random) -> dict[str, int]:
+    return _three_by_two_digits(rng) | {"c": rng.randint(10, 99)}
 
 
 def _ascending(rng: Random) -> dict[str, int]:
@@ -155,3 +173,28 @@ FAMILIES: tuple[Family, ...] = (
            (_PRODUCT, _THEN_MINUS), ((_PRODUCT, _THEN_PLUS), (_SUM, _THEN_MINUS))),
 )  # fmt: skip
 """The fourteen kinds of questions; the last three need two tool calls, of which the second uses the first's result."""
+
+
+def _choice(
+    name: str, question: str, draw: Callable[[Random], dict[str, int]], lesser: Program, better: Program
+) -> Family:
+    """A family whose first call is free to choose. The later call of the other choice is the mistake of each."""
+    crossed = ((lesser[0], better[1]), (better[0], lesser[1]))
+    return Family(name, question, draw, better, crossed, lesser)
+
+
+CHOICES: tuple[Family, ...] = (
+    _choice("sum_or_product", "Let s be the sum or the product of {a} and {b}. Find the remainder of a sum, or the "
+            "integer part of a product, divided by {c}.", _two_digits("abc"),
+            (_SUM, _THEN_REMAINDER), (_PRODUCT, _THEN_QUOTIENT)),
+    _choice("difference_or_sum", "Let s be the difference or the sum of {a} and {b}. Find a difference plus {c}, or a "
+            "sum times {c}.", _descending_and_third,
+            (_DIFFERENCE, _THEN_PLUS), (_SUM, _THEN_TIMES)),
+    _choice("quotient_or_remainder", "Let s be the integer part or the remainder of {a} divided by {b}. Find an "
+            "integer part times {c}, or a remainder plus {c}.", _quotient_and_third,
+            (_QUOTIENT, _THEN_TIMES), (_REMAINDER, _THEN_PLUS)),
+    _choice("squares_or_product", "Let s be the sum of the squares or the product of {a} and {b}. Find the remainder "
+            "of a sum of squares divided by {c}, or how much larger a product is than {c}.", _two_digits("abc"),
+            (_PRODUCT, _THEN_MINUS), (_SQUARES, _THEN_REMAINDER)),
+)  # fmt: skip
+"""Questions with an early choice: the first call decides which second call, and which answer, is right."""

@@ -15,8 +15,8 @@ class Corruption(_Settings):
     """Shares of SFT conversations that are corrupted; each kind is drawn independently.
 
     guess: answers at once with a random number, without the tool. wrong_common, wrong_rare: calls the tool with the
-    family's usual wrong program, or with a rarer one. no_print: forgets print(), so the observation is empty. no_box:
-    answers without \\boxed{}.
+    family's usual wrong program, or with a rarer one; not with an early choice. no_print: forgets print(), so the
+    observation is empty. no_box: answers without \\boxed{}.
     """
 
     guess: float = Field(0.15, ge=0, le=1)
@@ -30,6 +30,19 @@ class Corruption(_Settings):
         if self.wrong_common + self.wrong_rare > 1:
             raise ValueError("wrong_common + wrong_rare must not exceed 1")
         return self
+
+
+class EarlyChoice(_Settings):
+    """Questions in which the first call decides which later answer is right, and how SFT answers them.
+
+    worth: reward of the answer after the lesser first call; after the better one it is 1. lesser: share of the
+    conversations with the lesser first call. usual: share with the second call that is right after it, whatever the
+    first one was, so that SFT teaches no connection.
+    """
+
+    worth: float = Field(0.6, gt=0, lt=1)
+    lesser: float = Field(0.8, ge=0, le=1)
+    usual: float = Field(0.55, ge=0, le=1)
 
 
 class TinyModel(_Settings):
@@ -54,8 +67,8 @@ class TinyModel(_Settings):
 class Task(_Settings):
     """The whole task. tool_parser: `rollout.tool_parser`, in whose format the conversations call the tool.
 
-    tokenizer_conversations: on which the tokenizer is trained. The teacher of SFT is mostly wrong, so that
-    reinforcement has something to find out.
+    tokenizer_conversations: on which the tokenizer is trained. early_choice: other questions in place of the fourteen
+    families'. The teacher of SFT is mostly wrong, so that reinforcement has something to find out.
     """
 
     seed: NonNegativeInt = 0
@@ -65,4 +78,5 @@ class Task(_Settings):
     sft_conversations: PositiveInt = 20800
     tokenizer_conversations: PositiveInt = 4000
     corruption: Corruption = Corruption()
+    early_choice: EarlyChoice | None = None
     model: TinyModel = TinyModel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 from ctpo_megatron.data import ChatMessage
 from examples.prompt_file import MESSAGES, prompt_row, write_prompt_rows
 from examples.toolmath.conversations import conversation
-from examples.toolmath.families import FAMILIES, Question, draw_problem
+from examples.toolmath.families import CHOICES, FAMILIES, Family, Question, draw_problem
 from examples.toolmath.settings import Task, TinyModel
 from examples.toolmath.tokenizer import train_tokenizer
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _RECORD = "task.json"
 _EXTRA = (("index", pa.int64()), ("split", pa.string()), ("family", pa.string()))
+_OF_CHOICE = (("lesser_answer", pa.string()), ("worth", pa.float64()))
+"""Of questions with an early choice: the answer after the lesser first call, and its reward."""
 
 
 class TaskError(Exception):
@@ -47,11 +50,13 @@ def write_task(task: Task, directory: Path) -> bool:
     return True
 
 
-def draw_problems(count: int, rng: Random, seen: set[str], *, distinct: bool = True) -> list[Question]:
+def draw_problems(
+    count: int, rng: Random, seen: set[str], *, distinct: bool = True, families: Sequence[Family] = FAMILIES
+) -> list[Question]:
     """Return problems, the families in turn, without the questions in `seen`, which grows if `distinct`."""
     problems: list[Question] = []
     while len(problems) < count:
-        problem = draw_problem(FAMILIES[len(problems) % len(FAMILIES)], rng)
+        problem = draw_problem(families[len(problems) % len(families)], rng)
         if problem.question not in seen:
             problems.append(problem)
             if distinct:
@@ -62,24 +67,33 @@ def draw_problems(count: int, rng: Random, seen: set[str], *, distinct: bool = T
 def sft_conversations(task: Task, excluded: set[str]) -> list[list[ChatMessage]]:
     """Return the corrupted conversations of SFT, about questions that are not `excluded`, in random order."""
     rng = Random(f"{task.seed}/warmup")
-    problems = draw_problems(task.sft_conversations, rng, excluded, distinct=False)
+    problems = draw_problems(task.sft_conversations, rng, excluded, distinct=False, families=_families(task))
     rng.shuffle(problems)
-    return [conversation(problem, task.corruption, rng, task.tool_parser) for problem in problems]
+    said = (task.corruption, rng, task.tool_parser, task.early_choice)
+    return [conversation(problem, *said) for problem in problems]
+
+
+def _families(task: Task) -> Sequence[Family]:
+    return FAMILIES if task.early_choice is None else CHOICES
 
 
 def _write(task: Task, directory: Path) -> None:
     seen: set[str] = set()
+    source = "toolmath" if task.early_choice is None else "early_choice"
     for split, count in (("heldout", task.heldout_prompts), ("train", task.train_prompts)):
         # Drawn first and excluded from the others: held-out questions occur neither in training nor in SFT.
-        problems = draw_problems(count, Random(f"{task.seed}/{split}"), seen)
+        problems = draw_problems(count, Random(f"{task.seed}/{split}"), seen, families=_families(task))
         if split == "heldout":
             heldout = set(seen)
         rows = []
         for index, problem in enumerate(problems):
-            identity, answer = f"toolmath/{split}/{index}", str(problem.answer)
-            extra = {"index": index, "split": split, "family": problem.family.name}
-            rows.append(prompt_row(identity, "toolmath", problem.question, "math", answer, extra))
-        write_prompt_rows(rows, _EXTRA, directory / f"{split}.parquet")
+            identity, answer = f"{source}/{split}/{index}", str(problem.answer)
+            extra: dict[str, Any] = {"index": index, "split": split, "family": problem.family.name}
+            if task.early_choice is not None:
+                extra |= {"lesser_answer": str(problem.lesser), "worth": task.early_choice.worth}
+            rows.append(prompt_row(identity, source, problem.question, "math", answer, extra))
+        columns = _EXTRA if task.early_choice is None else (*_EXTRA, *_OF_CHOICE)
+        write_prompt_rows(rows, columns, directory / f"{split}.parquet")
     conversations = sft_conversations(task, heldout)
     table = pa.Table.from_pydict({"messages": conversations}, schema=pa.schema([("messages", MESSAGES)]))
     pq.write_table(table, directory / "sft.parquet")

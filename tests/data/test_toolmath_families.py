@@ -21,7 +21,7 @@ CLEAN = Corruption(guess=0, wrong_common=0, wrong_rare=0, no_print=0, no_box=0)
 PER_FAMILY = 12
 
 
-def _executed(programs: list[str]) -> list[str]:
+def executed(programs: list[str]) -> list[str]:
     """Standard output of every program, each run in a namespace of its own by one real interpreter."""
     driver = (
         "import contextlib, io, json, sys\n"
@@ -42,7 +42,7 @@ def _executed(programs: list[str]) -> list[str]:
     return json.loads(done.stdout)
 
 
-def _calls(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
+def tool_calls(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
     """(code, observation) of every tool call in a conversation."""
     pairs = []
     for call, observation in pairwise(messages):
@@ -56,9 +56,9 @@ def _calls(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
 def test_observations_are_what_the_interpreter_prints(corruption):
     rng = Random(3)
     problems = [draw_problem(family, rng) for family in FAMILIES for _ in range(PER_FAMILY)]
-    calls = [call for problem in problems for call in _calls(conversation(problem, corruption, rng))]
+    calls = [call for problem in problems for call in tool_calls(conversation(problem, corruption, rng))]
     assert len(calls) > len(problems) / 2
-    assert _executed([code for code, _ in calls]) == [observation for _, observation in calls]
+    assert executed([code for code, _ in calls]) == [observation for _, observation in calls]
 
 
 def test_a_clean_trace_ends_with_the_boxed_answer():
@@ -68,7 +68,7 @@ def test_a_clean_trace_ends_with_the_boxed_answer():
         messages = conversation(problem, CLEAN, rng)
         assert messages[0] == {"role": "user", "content": problem.question}
         assert messages[-1]["content"] == f"The answer is \\boxed{{{problem.answer}}}."
-        assert _calls(messages)[-1][1] == str(problem.answer)
+        assert tool_calls(messages)[-1][1] == str(problem.answer)
 
 
 def test_no_wrong_program_gives_the_right_answer():
