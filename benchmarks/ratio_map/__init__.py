@@ -1,0 +1,10 @@
+"""Which ratio wins where: six objectives in four regimes on two tasks, predicted by a laboratory and measured.
+
+    python -m benchmarks.ratio_map --estimate              # runs and hours of all cells
+    python -m benchmarks.ratio_map                         # measures what is missing; the same command continues
+    python -m benchmarks.ratio_map --cells toolmath/frozen # some cells: parts of TASK/REGIME/OBJECTIVE
+    python -m benchmarks.ratio_map --predict               # the laboratory alone, a second a cell
+    python -m benchmarks.ratio_map --page                  # docs/map.md from what is stored
+
+`cells.py` says what a cell is, `lab.py` predicts it, `runs.py` measures it, `page.py` writes the page.
+"""
