@@ -28,9 +28,8 @@ from tests.support.deadlines import scaled
 __all__ = ["own"]
 
 SAYS_ALL = "data.system_prompt='Call a tool in <tool_call>, and answer in \\\\boxed{}.'"
-USER, CALLED = {"role": "user", "content": "q"}, {"role": "tool", "content": "42"}
+USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "42"}
-MAKES_A_CALL = {"tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}
 
 
 def admit(own: Path, kind: str, *overrides: str) -> RowSet:
@@ -88,13 +87,6 @@ def test_classes_that_read_the_same_are_no_matter(own: Path, named: str | None) 
     assert admit(own, "train").doubts.lines == []
 
 
-def test_a_tokenizer_that_loses_calls_is_refused(own: Path) -> None:
-    file = own / "model" / "tokenizer.json"
-    edit(file, decoder=None)
-    with pytest.raises(TokenizerError, match=r"the tokenizer turns a tool call into .* repair tokenizer\.json"):
-        admit(own, "train")
-
-
 def test_text_that_does_not_come_back(own: Path) -> None:
     edit(own / "model" / "tokenizer.json", normalizer={"type": "Lowercase"})
     write(own / "train.jsonl", row("is it?"), *(row(f"Is it {number}?") for number in range(4)))
@@ -133,20 +125,14 @@ def test_conversations_that_do_not_fit(own: Path, overrides: list[str], message:
     assert len(kept.places) == 9 and [each.row for each in kept.left_out] == [9, 10]
 
 
-def test_too_few_conversations(own: Path) -> None:
-    (problem,) = admit(own, "sft", "sft.conversations_per_step=16").problems.lines
-    assert "sft.conversations_per_step = 16: 6 conversations cannot fill a batch; lower it to at most 6" in problem
-
-
 # --- end tokens ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tools", ["[python]", "[]"])
-def test_end_tokens_that_the_template_does_not_write(own: Path, tools: str) -> None:
+def test_end_tokens_that_the_template_does_not_write_matter_without_tools_too(own: Path) -> None:
     edit(own / "model" / "tokenizer_config.json", eos_token="<|endoftext|>")
     edit(own / "model" / "generation_config.json", eos_token_id=0)
     with pytest.raises(TokenizerError, match=r"it writes <\|im_end\|>: add 2, the id of that, to eos_token_id of gen"):
-        admit(own, "train", f"rollout.tools={tools}")
+        admit(own, "train", "rollout.tools=[]")
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
@@ -210,12 +196,6 @@ def test_prompts_that_deserve_a_warning(own: Path, prompt: str, message: str) ->
     assert not found.problems.lines
 
 
-def test_a_column_of_images(own: Path) -> None:
-    write(own / "train.jsonl", row("1+1?", images=["x.png"]))
-    (doubt,) = admit(own, "train").doubts.lines
-    assert "train.jsonl has the columns images: images, videos and sounds are not read" in doubt
-
-
 def test_libraries_that_the_sandbox_lacks(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctpo_sandbox.libraries.PROMISED", ("numpy", "no_such_package"))
     prompt = "data.system_prompt='You may use numpy and no_such_package.'"
@@ -234,17 +214,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WITHOUT_SYSTEM = "{{ m.content if m.role != 'system' else '' }}"
-CALLS_ALONE = "{{ '' if m.tool_calls else m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("content", "messages", "dropped"),
     [
-        (
-            CALLS_ALONE,
-            [USER, ANSWER | {"content": "I run it."} | MAKES_A_CALL, CALLED, ANSWER],
-            "content of message 1 (assistant)",
-        ),
         (
             "{{ m.content.split('</think>')[-1] }}",
             [USER, ANSWER | {"content": "<think>so</think>42"}],

@@ -62,10 +62,7 @@ def test_a_prompt_that_opens_the_thinking_is_answered_after_it(folder: Path) -> 
     assert found.parts[0][1].startswith("</think>")
 
 
-def test_no_sandbox_is_a_doubt_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctpo_megatron.preflight.first_trajectory.FIRST_CALL_TIMEOUT_S", 1.0)
-    (problem,) = first("sandbox.url=http://127.0.0.1:9", "sandbox.request_timeout_s=300").problems
-    assert problem.severity == "warning" and "the first call was not tried" in str(problem)
+def test_a_sandbox_that_does_not_start_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     from ctpo_sandbox import SandboxStartError
 
     def refused(**_: object) -> None:
@@ -80,10 +77,6 @@ SCORED_ALONE = ("rollout.tools=[]", "sandbox.url=null")
 PARTS = """
 import os, socket, time, urllib.request
 import aiohttp, httpx
-from ctpo_megatron.environments.parsers.hermes import HermesParser
-
-class BadExample(HermesParser):
-    example = HermesParser.example.replace("6 * 7", "6 / 0")
 
 class Episodes:
     async def run(self, episode):
@@ -97,9 +90,6 @@ def broken(trajectory, prompt):
 
 def for_boxes(trajectory, prompt):
     return float(trajectory.final_text.split("boxed{")[1][0] == prompt.answer)
-
-def of_trl(completions, solution, **kwargs):
-    return [float(solution[0] in completion[0]["content"]) for completion in completions]
 
 def list_of_one(completions, prompt):
     return [1.0]
@@ -153,12 +143,6 @@ def parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "extensions.path=[.]"
 
 
-def test_an_example_that_fails_is_named(parts: str) -> None:
-    overrides = [parts, "rollout.tool_parser=first_parts:BadExample", "rollout.max_response_tokens=300"]
-    (problem,) = first(*overrides).problems
-    assert problem.failed and "ends with runtime_error" in str(problem) and "ZeroDivisionError" in str(problem)
-
-
 def test_an_environment_of_ones_own_is_not_played(parts: str) -> None:
     found = first(parts, "rollout.environment=first_parts:Episodes")
     assert found.problems == [] and [title for title, _ in found.parts] == ["not played"]
@@ -194,9 +178,8 @@ def test_the_function_of_the_data_source_is_the_one_that_is_named(parts: str) ->
     assert problem.failed and problem.key == "reward.by_source.u" and "first_parts:broken gives no" in str(problem)
 
 
-@pytest.mark.parametrize("name", ["of_trl", "list_of_one"])
-def test_a_reward_function_of_trl_is_an_error_that_names_the_adapter(parts: str, name: str) -> None:
-    problem = scored_by(parts, name)
+def test_a_reward_function_that_returns_a_list_is_an_error_that_names_the_adapter(parts: str) -> None:
+    problem = scored_by(parts, "list_of_one")
     assert problem.failed and "TypeError: " in str(problem) and problem.fix.startswith("TRL calls such functions: ")
     assert "docs/from_trl.md has an adapter" in str(problem)
 
@@ -232,19 +215,6 @@ def test_a_function_that_gives_the_right_answer_nothing_is_a_warning(parts: str,
     problem = scored_by(parts, name, "reward.timeout_s=0.5") if name == "hangs" else scored_by(parts, name)
     assert problem.severity == "warning" and said in str(problem)
     assert name != "hangs" or "reward.timeout_s" in problem.fix
-
-
-def test_budgets_that_the_example_does_not_fit(folder: Path) -> None:
-    (problem,) = first("rollout.max_response_tokens=20").problems
-    assert problem.severity == "warning" and "already end with 'length'" in str(problem)
-
-
-def test_a_template_without_tool_messages_is_an_error(folder: Path) -> None:
-    template = folder / "model" / "chat_template.jinja"
-    refuses = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    template.write_text(refuses + template.read_text())
-    (problem,) = first().problems
-    assert problem.failed and "the first trajectory cannot be played" in str(problem)
 
 
 def test_the_ground_truth_of_a_row_is_what_is_scored(folder: Path) -> None:

@@ -113,7 +113,7 @@ QUICKSTART = {"hermes": {"empty_output": ""}}
 """Arguments of the parser in configs/quickstart.yaml."""
 
 
-@pytest.mark.parametrize("output", ["42", ""])
+@pytest.mark.parametrize("output", ["42", "", "a\nb"])
 @pytest.mark.parametrize("tool_parser", PARSERS)
 def test_a_call_is_written_as_the_parser_reads_it_and_answered_as_it_answers(tool_parser: str, output: str) -> None:
     said, answered = PROTOCOLS[tool_parser]("import math\nprint(math.gcd(12, 8))", output)

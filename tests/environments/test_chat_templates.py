@@ -94,23 +94,3 @@ def test_an_argument_that_the_template_does_not_know_is_refused() -> None:
     check(tokenizer, config(chat_template_kwargs=OFF))
     with pytest.raises(TokenizerError, match=r"chat_template_kwargs: .* knows no enable_thinking:false; correct"):
         check(tokenizer, config(chat_template_kwargs={"enable_thinking:false": None}))
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "model: the tokenizer has no chat template; copy the chat_template.jinja that the model came with"),
-        ("{% for m in messages %}", "model: the chat template is not valid Jinja: line 1"),
-        ("{{ raise_exception('no') }}", "model: the chat template cannot render one user message: no"),
-        ("{{ 1 + messages }}", "model: the chat template cannot render one user message: unsupported operand"),
-        (CHATML, r"does not show the model its tools \(code_interpreter\); set model.chat_template to one that"),
-    ],
-)
-def test_a_template_that_cannot_be_trained_with_is_one_error_with_the_remedies(
-    template: str | None, message: str
-) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    with pytest.raises(TokenizerError, match=message) as caught:
-        check(tokenizer, config())
-    assert "model.chat_template" in str(caught.value) and "\n" not in str(caught.value)

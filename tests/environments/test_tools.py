@@ -17,7 +17,6 @@ from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolResult, ToolUnavailable
 from ctpo_megatron.environments.python_tool import PythonTool, shown
 from ctpo_megatron.environments.toolbox import Toolbox, check_arguments, cut_middle
-from examples.toolmath.conversations import PROTOCOLS
 
 
 class Interpreter:
@@ -261,15 +260,3 @@ def test_a_program_that_prints_nothing_is_told_so(parser: Any, shown: str) -> No
     silent, said = ToolCall(1, "python", {}, "success", "", 0.0), ToolCall(1, "python", {}, "success", " ", 0.0)
     assert parser.render([silent])[0].content == shown
     assert parser.render([said])[0].content.endswith(" ")
-
-
-@pytest.mark.parametrize("output", ["", "2", "a\nb"])
-@pytest.mark.parametrize(
-    ("protocol", "parser"), [("hermes", HermesParser(empty_output="")), ("fenced", FencedParser())]
-)
-def test_the_quickstarts_conversations_show_an_output_as_an_episode_does(
-    protocol: str, parser: Any, output: str
-) -> None:
-    (shown_there,) = parser.render([ToolCall(1, "code_interpreter", {}, "success", output, 0.0)])
-    _, answered = PROTOCOLS[protocol]("print()", output)
-    assert answered == {"role": shown_there.role, "content": shown_there.content}

@@ -205,6 +205,7 @@ REFUSED = [
             "from ctpo_megatron.environments.parsers.hermes import HermesParser\n"
             "class Bad(HermesParser):\n    example = HermesParser.example.replace('6 * 7', '6 / 0')\n"
         ),
+        "example fails",
     ),
     *model(
         ("no config.json", gone("config.json"), "cannot read model/config.json", "a directory in Hugging Face format"),
@@ -311,7 +312,12 @@ DOUBTED = [
             "never names a box",
             "say so in data.system_prompt",
         ),
-        ("images", train(row(images=["x.png"])), "train.jsonl has the columns images", "leave such rows out"),
+        (
+            "images",
+            train(row(images=["x.png"])),
+            "train.jsonl has the columns images: images, videos and sounds are not read",
+            "leave",
+        ),
     ),
     *rows_of_data(("tokens", row(INJECTED), " column 'prompt': message 0 holds <|im_end|>", "remove or rewrite it")),
 ]

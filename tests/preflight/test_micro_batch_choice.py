@@ -132,6 +132,12 @@ def test_a_card_on_which_nothing_fits_is_refused_with_changes(capsys: pytest.Cap
     assert re.search(r"GPU 0: 2[\d.]+ GiB of 21 GiB in an update \(trainer", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(("card", "size"), [(["--gpu", "l4"], "22.5"), (["--gpu", "h200", "--gpu-gib", "20"], "20")])
+def test_memory_is_that_of_the_named_card(card: list[str], size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run("1_7b", *card) == 2
+    assert f" of {size} GiB " in capsys.readouterr().err
+
+
 def test_what_leaves_the_gpu_is_counted_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     """Of each parameter: 12 bytes of AdamW and 2 of the weight wait there, and once more in a checkpoint."""
     for offload, held in (("all", 28), ("optimizer", 26), ("none", 14)):
