@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from ctpo_sandbox import temporary
 from tests.support import ranks
+from tests.support.command import Invoke, Result
 from tests.support.deadlines import scaled
 
 ENGINES = {"stage", "users_stage", "shared_ray"}
@@ -142,6 +143,21 @@ def _stay_in_the_temporary_directory() -> Generator[None, None, None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(temporary, "move_in", lambda: None)
         yield
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str]) -> Invoke:
+    """Call `ctpo` with some words; returns its exit status and what it printed."""
+    from ctpo_megatron import cli
+
+    def call(*words: str) -> Result:
+        try:
+            status: int | str | None = cli.main([*words])
+        except SystemExit as ended:
+            status = ended.code
+        return Result(status, *capsys.readouterr())
+
+    return call
 
 
 @pytest.hookimpl(wrapper=True)

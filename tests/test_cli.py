@@ -23,6 +23,7 @@ from ctpo_megatron.config import Config
 from ctpo_megatron.engines import EngineError
 from ctpo_megatron.policy import RankLost, RankZeroError
 from ctpo_sandbox import temporary
+from tests.support.command import Invoke
 from tests.support.deadlines import scaled
 from tests.support.task import SMALL_TASK, task_folder
 
@@ -111,13 +112,9 @@ def test_a_package_that_a_login_node_lacks_is_named(
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_dry_run_prints_the_plan_and_touches_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], driver: Any
-) -> None:
-    assert cli.main(["train", "first.yaml", "--dry-run", "run.seed=7"]) == 0
-    out, err = capsys.readouterr()
-    assert "  seed: 7\n" in out
-    assert "  path: data/model\n" in out
+def test_dry_run_prints_the_plan_and_touches_nothing(folder: Path, invoke: Invoke, driver: Any) -> None:
+    status, out, err = invoke("train", "first.yaml", "--dry-run", "run.seed=7")
+    assert status == 0 and "  seed: 7\n" in out and "  path: data/model\n" in out
     assert "data parallel              1  world size / (tensor x pipeline x context)" in out
     assert "sequences per batch          256  32 prompts x 8 samples" in out
     assert "System prompt (rollout.tool_parser: hermes)\n  none\n" in out
@@ -138,14 +135,12 @@ def test_what_torchrun_starts_imports_no_library_before_it_has_a_folder_for_temp
     assert not {"torch", "transformers", "ray", "vllm", "megatron", "wandb"} & imported
 
 
-def test_dry_run_for_another_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_for_another_machine(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     arguments = ["train", "first.yaml", "--dry-run", "rollout.engine.kv_cache_mb=null"]
-    assert cli.main(arguments) == 0
-    here = capsys.readouterr().out
+    (here_status, here, _), (there_status, there, _) = invoke(*arguments), invoke(*arguments, "--cuda")
+    assert here_status == there_status == 0
     assert re.search(r"KV cache of each +[\d,]+ MiB  128 sequences x 256 tokens x [\d,]+ bytes, at most", here)
-    assert cli.main([*arguments, "--cuda"]) == 0
-    there = capsys.readouterr().out
     assert "data parallel              4" in there and "KV cache of each" not in there
     assert "on CUDA" in there and "on CUDA" not in here
     assert "Memory of a node on a CPU" in here and "Memory of a node on a CPU" not in there
@@ -172,14 +167,14 @@ def test_output_that_nobody_reads_is_no_error() -> None:
     assert (done.returncode, done.stderr.count("BrokenPipeError")) == (128 + signal.SIGPIPE, 0), done.stderr
 
 
-def test_a_current_directory_that_was_deleted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_current_directory_that_was_deleted(folder: Path, invoke: Invoke) -> None:
     """As by another shell that has cloned the repository anew."""
     gone = folder / "gone"
     gone.mkdir()
     os.chdir(gone)
     gone.rmdir()
-    assert cli.main(["doctor"]) == 2
-    assert capsys.readouterr().err.startswith("ctpo: the current directory was deleted; change to")
+    status, _, err = invoke("doctor")
+    assert status == 2 and err.startswith("ctpo: the current directory was deleted; change to")
 
 
 CLOSED = """
@@ -212,7 +207,7 @@ def test_the_status_of_a_run_outlives_its_terminal() -> None:
 
 
 def test_what_is_left_of_another_job_makes_no_rank(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: Any
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, driver: Any
 ) -> None:
     """Of a shell that planned a larger job, or that another launcher has opened."""
 
@@ -222,8 +217,9 @@ def test_what_is_left_of_another_job_makes_no_rank(
                 patch.delenv(name, raising=False)
             for name, value in variables.items():
                 patch.setenv(name, value)
-            assert cli.main(["train", "first.yaml", *more]) == 2
-        return capsys.readouterr().err
+            status, _, err = invoke("train", "first.yaml", *more)
+        assert status == 2
+        return err
 
     missing = "makes this process a rank of a job, which needs"
     assert f'WORLD_SIZE = "8": {missing} RANK, MASTER_ADDR, MASTER_PORT, too' in refusal(WORLD_SIZE="8")
@@ -245,25 +241,19 @@ def test_python_without_docstrings_is_refused() -> None:
     assert done.stderr.startswith("ctpo train: PYTHONOPTIMIZE = 2: leaves out docstrings, without which Ray")
 
 
-def test_a_temporary_directory_that_will_not_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: Any
-) -> None:
+def test_a_temporary_directory_that_will_not_do(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, driver: Any) -> None:
     monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * 80}")
-    assert cli.main(["train", "first.yaml"]) == 2
-    assert capsys.readouterr().err.startswith('ctpo train: TMPDIR = "/xxx')
-    elsewhere = ["--dry-run", "--shapes", "qwen3_0_6b"]
-    assert cli.main(["train", "first.yaml", *elsewhere]) == 0
+    status, _, err = invoke("train", "first.yaml")
+    assert status == 2 and err.startswith('ctpo train: TMPDIR = "/xxx')
+    assert invoke("train", "first.yaml", "--dry-run", "--shapes", "qwen3_0_6b").status == 0
     assert not hasattr(driver, "config")
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_all_problems_at_once_without_traceback(
-    dry: list[str], capsys: pytest.CaptureFixture[str], driver: Any
-) -> None:
+def test_all_problems_at_once_without_traceback(dry: list[str], invoke: Invoke, driver: Any) -> None:
     wrong = ["policy.micro_batch_tokens=9", "eval.every=3", "run.resume=true", "run.overwrite=true"]
-    assert cli.main(["train", "first.yaml", *wrong, *dry]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
+    status, out, err = invoke("train", "first.yaml", *wrong, *dry)
+    assert (status, out) == (2, "")
     assert err.startswith("ctpo: 3 problems in the configuration:\n  command line: ")
     assert "Traceback" not in err
     assert not hasattr(driver, "config")
@@ -292,59 +282,40 @@ def test_a_process_sweeps_and_takes_a_folder_of_its_own_before_it_starts_anythin
 
 
 @pytest.mark.parametrize("words", ["run.seed=3 --dry-run run.steps=5", "--dry-run run.seed=3 run.steps=5"])
-def test_arguments_in_any_order(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "first.yaml", *words.split()]) == 0
-    out = capsys.readouterr().out
-    assert "  seed: 3\n" in out and "  steps: 5\n" in out
+def test_arguments_in_any_order(words: str, invoke: Invoke) -> None:
+    status, out, _ = invoke("train", "first.yaml", *words.split())
+    assert status == 0 and "  seed: 3\n" in out and "  steps: 5\n" in out
 
 
-def test_dashed_override_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "first.yaml", "--policy.threads=3"]) == 2
-    assert "no dashes here; write policy.threads=3" in capsys.readouterr().err
-
-
-def test_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_option_is_refused(invoke: Invoke) -> None:
     for arguments in (["train", "first.yaml", "--fast"], ["doctor", "--fast"], ["--a.b=c", "train", "first.yaml"], []):
-        with pytest.raises(SystemExit, match="2"):
-            cli.main(arguments)
-        assert capsys.readouterr().err.startswith("usage: ctpo")
-
-
-def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "frist.yaml"]) == 2
-    assert "did you mean first.yaml?" in capsys.readouterr().err
+        status, _, err = invoke(*arguments)
+        assert status == 2 and err.startswith("usage: ctpo")
 
 
 @pytest.mark.usefixtures("second_rank")
-def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "none.yaml"]) == 2
-    assert cli.main(["train", "first.yaml", "--dry-run"]) == 0
-    assert capsys.readouterr() == ("", "")
+def test_only_the_first_rank_speaks(invoke: Invoke) -> None:
+    assert invoke("train", "none.yaml") == (2, "", "")
+    assert invoke("train", "first.yaml", "--dry-run") == (0, "", "")
 
 
 @pytest.mark.usefixtures("second_rank")
 @pytest.mark.parametrize("kind", [RankZeroError, RankLost, EngineError])
-def test_what_failed_in_another_process_is_said_in_one_line(
-    driver: Any, capsys: pytest.CaptureFixture[str], kind: type[Exception]
-) -> None:
+def test_what_failed_in_another_process_is_said_in_one_line(driver: Any, invoke: Invoke, kind: type[Exception]) -> None:
     driver.main = raising(type("Kind", (kind,), {})("rank 1 stops, rank 0 failed: X: y"))
-    assert cli.main(["train", "first.yaml"]) == 1
-    out, err = capsys.readouterr()
+    status, out, err = invoke("train", "first.yaml")
     said = [line for line in err.splitlines() if not line.startswith("warning: ")]
-    assert (out, said) == ("", ["ctpo: rank 1 stops, rank 0 failed: X: y"])
+    assert (status, out, said) == (1, "", ["ctpo: rank 1 stops, rank 0 failed: X: y"])
 
 
-def test_other_errors_keep_their_traceback(driver: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_errors_keep_their_traceback(driver: Any, invoke: Invoke) -> None:
     driver.main = raising(RuntimeError("a bug"))
-    assert cli.main(["train", "first.yaml"]) == 1
-    err = capsys.readouterr().err
-    assert "Traceback" in err and "RuntimeError: a bug" in err
+    status, _, err = invoke("train", "first.yaml")
+    assert status == 1 and "Traceback" in err and "RuntimeError: a bug" in err
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ENOTDIR])
-def test_what_a_file_system_refuses_is_a_message_if_it_says_of_what(
-    driver: Any, capsys: pytest.CaptureFixture[str], number: int
-) -> None:
+def test_what_a_file_system_refuses_is_a_message_if_it_says_of_what(driver: Any, invoke: Invoke, number: int) -> None:
     nameless = OSError(number, os.strerror(number))
     of_a_dump = RuntimeError(f"the dump of step 3 could not be written: {nameless}")
     refused = OSError(number, os.strerror(number), "runs/first/metrics.jsonl")
@@ -352,27 +323,20 @@ def test_what_a_file_system_refuses_is_a_message_if_it_says_of_what(
     ending = f"{advice}\n" if number == errno.ENOSPC else "\n"
     for error, cause, said in ((refused, None, f"'{refused.filename}'"), (of_a_dump, nameless, nameless.strerror)):
         driver.main = raising(error, cause)
-        assert cli.main(["train", "first.yaml"]) == 1
-        text = capsys.readouterr().err
-        assert text.endswith(f"{said}{ending}") and "Traceback" not in text
+        status, _, text = invoke("train", "first.yaml")
+        assert status == 1 and text.endswith(f"{said}{ending}") and "Traceback" not in text
     driver.main = raising(nameless)
-    assert cli.main(["train", "first.yaml"]) == 1
-    assert ("Traceback" in capsys.readouterr().err) == (number != errno.ENOSPC)  # a full disk is one, whatever its name
+    status, _, text = invoke("train", "first.yaml")
+    assert status == 1 and ("Traceback" in text) == (number != errno.ENOSPC)  # a full disk is one, whatever its name
 
 
-def test_report_of_something_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("vl_convert")
-    assert cli.main(["report", "nowhere"]) == 2
-    assert "nowhere is not a run directory" in capsys.readouterr().err
-
-
-def test_compare_names_what_is_no_run_and_no_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compare", "nowhere", "elsewhere"]) == 2
-    assert "nowhere is not a run directory" in capsys.readouterr().err
+def test_compare_names_what_is_no_run_and_no_page(folder: Path, invoke: Invoke) -> None:
+    status, _, err = invoke("compare", "nowhere", "elsewhere")
+    assert status == 2 and "nowhere is not a run directory" in err
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text("run: {name: first}\n")
-    assert cli.main(["compare", "run", "--out", "run"]) == 2
-    assert "--out run is a directory; give a file, such as run/comparison.html" in capsys.readouterr().err
+    status, _, err = invoke("compare", "run", "--out", "run")
+    assert status == 2 and "--out run is a directory; give a file, such as run/comparison.html" in err
 
 
 def test_sandbox_serve_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,37 +349,31 @@ def test_sandbox_serve_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> No
 # --- what is answered to a command line: help, version, a verb that was meant, arguments that no verb takes ---
 
 
-def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--help"])
-    out = capsys.readouterr().out
+def test_help_names_every_verb(invoke: Invoke) -> None:
+    status, out, _ = invoke("--help")
+    assert status == 0
     assert all(f"  {verb} " in out for verb in ("train", "report", "compare", "doctor", "verify", "export", "sandbox"))
 
 
-def test_version_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
-    said = capsys.readouterr().out
+def test_version_says_what_a_bug_report_needs(invoke: Invoke) -> None:
+    status, said, _ = invoke("--version")
     commit = r"(commit [0-9a-f]{40}(\+changes)?, )?"
-    assert re.fullmatch(rf"ctpo-megatron {__version__}, {commit}Python 3\.\d+\.\d+\n", said)
+    assert status == 0 and re.fullmatch(rf"ctpo-megatron {__version__}, {commit}Python 3\.\d+\.\d+\n", said)
 
 
 @pytest.mark.parametrize(
     ("typed", "advice"),
     [("trian", "did you mean train?"), ("Evals", "did you mean eval?"), ("fly", "there are train, sweep, eval")],
 )
-def test_a_verb_that_does_not_exist(typed: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main([typed, "first.yaml"])
-    assert f"no verb '{typed}'; {advice}" in capsys.readouterr().err
+def test_a_verb_that_does_not_exist(typed: str, advice: str, invoke: Invoke) -> None:
+    status, _, err = invoke(typed, "first.yaml")
+    assert status == 2 and f"no verb '{typed}'; {advice}" in err
 
 
 @pytest.mark.parametrize("verb", ["train", "sweep", "launch"])
-def test_overrides_are_not_required(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main([verb])
-    said = capsys.readouterr().err
-    assert "a.b=c ...]" in said and "a.b=c" not in said.rpartition("required: ")[2]
+def test_overrides_are_not_required(verb: str, invoke: Invoke) -> None:
+    status, _, said = invoke(verb)
+    assert status == 2 and "a.b=c ...]" in said and "a.b=c" not in said.rpartition("required: ")[2]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +390,6 @@ def test_overrides_are_not_required(verb: str, capsys: pytest.CaptureFixture[str
     ids=lambda arguments: f"{arguments[0]} {arguments[-2]}",
 )
 @pytest.mark.parametrize("number", ["0", "-1", "nan", "many"])
-def test_numbers_that_must_be_positive(arguments: list[str], number: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main([argument.format(number) for argument in arguments])
-    assert f"{number} is not a positive" in capsys.readouterr().err
+def test_numbers_that_must_be_positive(arguments: list[str], number: str, invoke: Invoke) -> None:
+    status, _, err = invoke(*(argument.format(number) for argument in arguments))
+    assert status == 2 and f"{number} is not a positive" in err

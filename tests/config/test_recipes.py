@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from ctpo_megatron.cli import main
 from ctpo_megatron.config import Config, load_config, read_shapes
 from examples.prepare_data.__main__ import main as prepare_data
+from tests.support.command import Invoke
 from tests.support.prefork import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -50,16 +50,15 @@ def test_every_value_is_the_papers(model: str) -> None:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, invoke: Invoke) -> Any:
     """What a dry run for CUDA shows of a model, whose shapes alone are here; it has nothing to say against it."""
 
     def run(model: str, *words: str) -> str:
         monkeypatch.chdir(tmp_path)  # neither model nor data are here
         shapes = str(CONFIGS / "models" / f"qwen3_{model}.json")
-        status = main(["train", *words, "--dry-run", "--cuda", "--shapes", shapes])
-        shown = capsys.readouterr()
-        assert (status, shown.err) == (0, "")
-        return shown.out
+        status, out, err = invoke("train", *words, "--dry-run", "--cuda", "--shapes", shapes)
+        assert (status, err) == (0, "")
+        return out
 
     return run
 
@@ -102,31 +101,29 @@ def test_further_files_and_keys_win_in_their_order(tmp_path: Path) -> None:
     assert (config.run.seed, config.run.steps) == (3, 9)
 
 
-def test_shapes_are_for_dry_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", recipe("4b"), "--shapes", str(CONFIGS / "models" / "qwen3_4b.json")]) == 2
-    assert "--shapes is for --dry-run" in capsys.readouterr().err
+def test_shapes_are_for_dry_runs(invoke: Invoke) -> None:
+    status, _, err = invoke("train", recipe("4b"), "--shapes", str(CONFIGS / "models" / "qwen3_4b.json"))
+    assert status == 2 and "--shapes is for --dry-run" in err
 
 
-def test_shapes_are_found_by_name_and_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shapes_are_found_by_name_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, invoke: Invoke) -> None:
     """A model that is not here: the message says how to plan without it, and each name that it gives works."""
     monkeypatch.chdir(tmp_path)
     words = ["train", str(CONFIGS / "qwen3_0_6b_one_gpu.yaml"), "--dry-run"]
-    assert main([*words, "--cuda"]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "model.path = " in line]
+    status, _, err = invoke(*words, "--cuda")
+    (line,) = [line for line in err.splitlines() if "model.path = " in line]
+    assert status == 2
     names = re.findall(
         r"\w+\.json", line.partition("or plan without it: --shapes FILE (")[2].partition("config.json")[0]
     )
     assert names == sorted(file.name for file in (CONFIGS / "models").glob("*.json"))
-    assert main(words) == 2
-    assert "--shapes" not in capsys.readouterr().err  # its answer is about GPUs
+    status, _, err = invoke(*words)
+    assert status == 2 and "--shapes" not in err  # its answer is about GPUs
     for name in (*names, "qwen3_0_6b", "models/qwen3_0_6b.json", "configs/models/qwen3_0_6b.json"):
         assert read_shapes(name) == read_shapes(CONFIGS / "models" / f"{Path(name).stem}.json")
-    assert main([*words, "--cuda", "--shapes", "qwen3_0_6b.json"]) == 0
-    capsys.readouterr()
-    assert main([*words, "--cuda", "--shapes", "qwen3_06b.json"]) == 2
-    error = capsys.readouterr().err
+    assert invoke(*words, "--cuda", "--shapes", "qwen3_0_6b.json").status == 0
+    status, _, error = invoke(*words, "--cuda", "--shapes", "qwen3_06b.json")
+    assert status == 2
     assert "no such .json file" in error and "did you mean" in error and ".yaml" not in error
 
 
