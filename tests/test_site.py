@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.config.keys import known_keys
 from docs.site.reference import FOLDER, HAND_WRITTEN, pages
 from tests.structure import GENERATED
 from tests.support.deadlines import scaled
@@ -45,6 +46,11 @@ def test_the_generated_pages_are_what_the_code_says() -> None:
     assert written.keys() - pages().keys() == HAND_WRITTEN
     assert {name: written[name] for name in written.keys() - HAND_WRITTEN} == pages(), "run: make reference"
     assert {f"docs/reference/{name}" for name in pages()} <= set(GENERATED)
+
+
+def test_the_reference_has_every_key_once() -> None:
+    text = pages()["configuration.md"]
+    assert [key.path for key in known_keys() if text.count(f"| `{key.path}` |") != 1] == []
 
 
 def test_every_option_of_the_command_is_in_the_reference() -> None:

@@ -80,13 +80,8 @@ def test_spec_of_the_other_families(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {"architectures": ["Gemma3ForCausalLM"]},
-            "Gemma3ForCausalLM is not supported; supported: Qwen2ForCausalLM, Q",
-        ),
         ({"architectures": {"0": "Qwen3ForCausalLM"}}, "architecture None is not supported"),
         ({"architectures": [["Qwen3ForCausalLM"]]}, "architecture ['Qwen3ForCausalLM'] is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported; supported"),
         (
             # transformers 5 drops `rope_parameters` for this
             {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
@@ -120,7 +115,6 @@ def test_spec_of_the_other_families(tmp_path: Path) -> None:
         (MISTRAL | {"sliding_window": 4096}, "sliding-window attention is not supported"),
         (MISTRAL | {"sliding_window": "drop"}, "sliding-window attention is not supported"),  # transformers' default
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
         (A3B | {"num_experts_per_tok": 129}, "num_experts_per_tok 129 is more than its 128 experts"),
         (A3B | {"num_experts_per_tok": 1}, "norm_topk_prob with one expert per token gives the router no gradient"),
         (A3B | {"num_experts": "128"}, "gives no num_experts"),
