@@ -15,6 +15,7 @@ import ctpo_answers
 import ctpo_kernels
 import ctpo_megatron
 from tests.mutations.__main__ import load as mutations
+from tests.support.lanes import WAITING
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = (
@@ -90,6 +91,10 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     """Without packages pytest imports them by name alone, and files of two folders in one process clash."""
     names = [path.name for path in files_of_tests() if path.name.startswith("test_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_the_files_whose_tests_wait_exist() -> None:
+    assert [name for name in WAITING if not [*(ROOT / "tests").glob(f"{name}*")]] == []
 
 
 def test_no_file_of_tests_hides_a_library() -> None:

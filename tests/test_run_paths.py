@@ -63,6 +63,3 @@ def test_exports_of_checkpoints_are_found_again(tmp_path: Path) -> None:
     written.mkdir()
     (tmp_path / EXPORT).mkdir()
     assert list(RunPaths(tmp_path).checkpoint_exports()) == [written]
-
-
-# --- and no other module spells them ---------------------------------------------------------------------------------

@@ -6,8 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from tests.support.deadlines import scaled
 
@@ -53,3 +56,13 @@ def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
     """Kill what is left of the session of a process that was started in one of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def has_ended(pid: int) -> bool:
+    """Tell whether a process ends within `scaled(30)` s; a zombie has."""
+    deadline = time.monotonic() + scaled(30)
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False

@@ -9,13 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import ranks
-from tests.support.deadlines import scaled
+from tests.support import children, ranks
 
 
 def environment_of_a_rank() -> tuple[str | None, str | None, int]:
@@ -25,18 +23,6 @@ def environment_of_a_rank() -> tuple[str | None, str | None, int]:
 def test_ranks_are_told_who_they_are() -> None:
     assert ranks.run(environment_of_a_rank) == [(None, None, 1)]
     assert ranks.run(environment_of_a_rank, ranks=2) == [("0", "2", 1), ("1", "2", 1)]
-
-
-def add_up(value: float) -> float:
-    dist.init_process_group("gloo")
-    total = torch.tensor(value * (dist.get_rank() + 1))
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    return float(total)
-
-
-def test_ranks_meet() -> None:
-    assert ranks.run(add_up, 2.0, ranks=3) == [12.0] * 3
 
 
 def leave_traces() -> bool:
@@ -101,24 +87,15 @@ def hang_with_another() -> None:
     time.sleep(600)
 
 
-def has_ended(pid: int) -> bool:
-    end = time.monotonic() + scaled(30)
-    while time.monotonic() < end:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_what_a_rank_started_ends_with_it() -> None:
     (pid,) = ranks.run(start_another)
-    assert has_ended(pid)
+    assert children.has_ended(pid)
 
 
 def test_a_job_that_takes_too_long_ends_with_all_it_started() -> None:
     with pytest.raises(ranks.RanksFailed, match="had not ended") as caught:
         ranks.run(hang_with_another, deadline_s=2.0)
-    assert has_ended(int(str(caught.value).splitlines()[-1]))
+    assert children.has_ended(int(str(caught.value).splitlines()[-1]))
 
 
 def test_ranks_find_what_the_tests_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
