@@ -154,15 +154,6 @@ def test_overwrite_starts_anew_and_is_not_written_down(config_in, tmp_path, link
         assert [path.name for path in folder.iterdir()] == ["demo"]
 
 
-def test_overwrite_refuses_to_delete_the_inputs_of_the_run(config_in):
-    directory = open_run_directory(config_in())
-    (directory / "model").mkdir()
-    inside = config_in(run={"overwrite": True}, model={"path": str(directory / "model")})
-    with pytest.raises(RunDirectoryError, match="would delete what this run needs"):
-        open_run_directory(inside)
-    assert (directory / "model").exists()
-
-
 def test_overwrite_refuses_the_working_directory(config_in, monkeypatch):
     directory = open_run_directory(config_in())
     monkeypatch.chdir(directory)
