@@ -114,16 +114,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def build(machine: Path, *more: str) -> int:
-    options = [
-        "--arch",
-        "sm_90",
-        "--cache",
-        str(machine / "cache"),
-        "--contents",
-        str(machine / "contents.yaml"),
-        *more,
-    ]
-    return program.main([str(machine / "out"), *options])
+    places = ["--cache", str(machine / "cache"), "--contents", str(machine / "contents.yaml")]
+    return program.main([str(machine / "out"), "--arch", "sm_90", *places, *more])
 
 
 def unpack(machine: Path, **environment: str) -> subprocess.CompletedProcess[str]:
