@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.cli import main
-from ctpo_megatron.config import Config, ConfigError, load_config, named_extensions
+from ctpo_megatron.config import Config, ConfigError, load_config
 from ctpo_megatron.preflight import check_extensions
 from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
 from tests.support import ranks
@@ -37,12 +37,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def config(folder: Path, *overrides: str) -> Config:
     return load_config(folder / "run.yaml", ["run.name=mine", *overrides])
-
-
-def test_parts_are_found_wherever_the_schema_has_them(folder: Path) -> None:
-    found = config(folder, "reward.function={name: a:f, arguments: {x: 1}}", "reward.by_source={s/x: b:g}")
-    names = {key: str(extension) for key, extension in named_extensions(found)}
-    assert names["reward.function"] == "a:f" and names["reward.by_source.s/x"] == "b:g"
 
 
 @pytest.mark.parametrize("value", ["3", "[a]", "{nam: x}", "{name: x, argumnts: {}}", "{arguments: {}}"])

@@ -91,9 +91,6 @@ def test_a_function_of_verl_gives_its_score_and_metrics(tmp_path: Path) -> None:
 
 
 FOREIGN = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return 1.0
-
 def format_reward(completions, **kwargs):
     return [1.0]
 
@@ -109,7 +106,6 @@ def needs_more(trajectory, prompt, weight):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("compute_score", "verl calls such functions: docs/from_verl.md has an adapter"),
         ("format_reward", "TRL calls such functions: docs/from_trl.md has an adapter"),
         ("Accuracy", "TRL calls such functions: docs/from_trl.md has an adapter"),
         ("needs_more", None),
