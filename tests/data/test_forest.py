@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctpo_megatron.data.forest import Forest, PrefixOrder
+from ctpo_megatron.data import Forest, PrefixOrder
 
 Tokens = tuple[int, ...]
 BATCHES = st.lists(st.lists(st.integers(0, 2), max_size=7).map(tuple), min_size=1, max_size=9)

@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.data import PromptRules, read_prompts
-from ctpo_megatron.data.numbers import number_text
+from ctpo_megatron.data import PromptRules, number_text, read_prompts
 from ctpo_megatron.rewards import score_math
 from examples.prepare_data.__main__ import main
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ctpo_megatron.data import DataError, PromptRules, PromptSampler
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data import DataError, Prompt, PromptRules, PromptSampler
 from tests.data.rows import row, write
 from tests.support.prompts import load_prompts
 

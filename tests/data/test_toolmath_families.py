@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data import ToolCall
 from ctpo_megatron.environments.factory import PARSERS
 from examples.toolmath import Corruption
 from examples.toolmath.conversations import PROTOCOLS, conversation

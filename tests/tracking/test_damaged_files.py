@@ -17,8 +17,14 @@ from ctpo_megatron.config import ConfigError
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.report.trajectories.sample import sample_of_run
 from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish, take_over
-from ctpo_megatron.tracking import MetricsWriter, open_trackers, read_heartbeat, read_metrics, read_trajectories
-from ctpo_megatron.tracking.timing import PhaseTimer
+from ctpo_megatron.tracking import (
+    MetricsWriter,
+    PhaseTimer,
+    open_trackers,
+    read_heartbeat,
+    read_metrics,
+    read_trajectories,
+)
 
 LEFT = {"nothing": b"", "unwritten": b"\0" * 40, "cut": b'{"a": ', "other": b"[3]\n", "no text": b"\xff\xfe"}
 damaged = pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)

@@ -14,11 +14,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.tracking import Heartbeat, open_trackers, tracker_problem
-from ctpo_megatron.tracking.trackers.prometheus import Prometheus
 from tests.support.deadlines import scaled
 from tests.tracking.synthetic_run import make_config
 
 PROMETHEUS = {"name": "prometheus", "arguments": {"port": 0}}
+
+
+def address(run_dir: Path) -> str:
+    """Where the endpoint of a run answers, once it does."""
+    noted, until = run_dir / "trackers" / "prometheus.json", time.monotonic() + scaled(60)
+    while not noted.exists():
+        assert time.monotonic() < until, "no endpoint"
+        time.sleep(0.05)
+    found: str = json.loads(noted.read_text())["identity"]
+    return found
 
 
 def scrape(run_dir: Path, wanted: str) -> dict[tuple[str, str], float]:
@@ -27,9 +36,7 @@ def scrape(run_dir: Path, wanted: str) -> dict[tuple[str, str], float]:
     while True:
         assert time.monotonic() < until, f"no {wanted} at the endpoint"
         time.sleep(0.05)
-        if not (noted := run_dir / "trackers" / "prometheus.json").exists():
-            continue
-        with urllib.request.urlopen(json.loads(noted.read_text())["identity"], timeout=scaled(10)) as reply:
+        with urllib.request.urlopen(address(run_dir), timeout=scaled(10)) as reply:
             families = list(text_string_to_metric_families(reply.read().decode()))
         samples = [sample for family in families for sample in family.samples]
         found = {(sample.name, next(iter(sample.labels.values()), "")): sample.value for sample in samples}
@@ -61,14 +68,12 @@ def test_a_scrape_has_figures_faults_and_whether_the_run_moves(tmp_path: Path) -
 
 
 def test_off_loopback_it_answers_to_any_name_and_to_no_web_page(tmp_path: Path) -> None:
-    tracker = Prometheus(tmp_path, {"run": {"name": "demo"}}, host="0.0.0.0", port=0)
-    url = tracker.identity.replace("0.0.0.0", "127.0.0.1")
-    try:
+    anywhere = {"name": "prometheus", "arguments": {"host": "0.0.0.0", "port": 0}}
+    with open_trackers(make_config(tmp_path, tracking={"trackers": [anywhere]}), tmp_path):
+        url = address(tmp_path).replace("0.0.0.0", "127.0.0.1")
         for headers, status in (({}, 200), ({"origin": "http://evil.example"}, 403)):
             answer = httpx.get(url, headers={"host": "trainer-0.cluster:9464", **headers}, trust_env=False)
             assert (answer.status_code, "ctpo_run_info" in answer.text) == (status, status == 200)
-    finally:
-        tracker.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(url, trust_env=False)
 

@@ -11,8 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from ctpo_megatron.tracking import Display
-from ctpo_megatron.tracking.display_view import State, duration, render, sparkline
+from ctpo_megatron.tracking import Display, duration
 
 METRICS = {"reward/mean": 0.5, "rollout/tool_use": 0.75, "time/step": 2.0, "time/rollout": 1.5}
 METRICS |= {"tokens/per_second": 900}
@@ -110,19 +109,19 @@ def test_a_null_metric_does_not_disturb_the_line():
     assert display.mode == "plain"
 
 
-def test_small_formats():
+def test_durations_are_readable():
     assert [duration(seconds) for seconds in (8.26, 125, 11_220)] == ["8.3s", "2m05s", "3h07m"]
-    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
-    assert sparkline([0.3, 0.3], 10) == "▁▁"
 
 
-def test_the_panel_shows_progress_and_the_time_left():
-    state = State(title="demo", total_steps=30)
-    state.enter("rl")
-    state.add(2, METRICS)
+@pytest.mark.parametrize(("rewards", "bars"), [((0.0, 0.5, 1.0), "▁▅█"), ((0.3, 0.3, 0.3), "▁▁▁")])
+def test_the_panel_shows_progress_the_rewards_and_the_time_left(rewards, bars):
     output = io.StringIO()
-    Console(file=output, width=110).print(render(state, state.entered + 4.0))
-    for part in ("demo", "● rl 4.0s", "step 2/30", "eta 56.0s"):
+    console = Console(file=output, force_terminal=True, color_system=None, width=110, height=40)
+    with Display("auto", 30, console, title="demo") as display:
+        display.stage("rl")
+        for step, reward in enumerate(rewards, start=1):
+            display.step(step, METRICS | {"reward/mean": reward})
+    for part in ("demo", "● rl ", "step 3/30", "eta 54.0s", f" {bars} "):
         assert part in output.getvalue()
 
 
