@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from ctpo_launchers import LaunchError, environment
+from ctpo_launchers import environment
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_megatron.config.model_directory import read_shapes
+from tests.support.command import Invoke
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = re.compile(r"^\| ([^|]+) \| (?:`([^`]+)`: )?\"([^\"]+)\" \|", re.MULTILINE)
@@ -62,7 +63,7 @@ def test_the_message_is_the_one_of_the_page(attempted: str) -> None:
     assert TOLD[attempted] in str(refused.value)
 
 
-def test_a_launch_from_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_launch_from_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, invoke: Invoke) -> None:
     monkeypatch.setattr(environment, "REQUIREMENTS", tmp_path / "launch.txt")
-    with pytest.raises(LaunchError, match=TOLD[""]):
-        environment.launch(["quickstart"])
+    status, _, err = invoke("launch", "my.yaml", "--nodes", "2", "--no-check")
+    assert status == 2 and TOLD[""] in err

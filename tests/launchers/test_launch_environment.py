@@ -13,17 +13,8 @@ import pytest
 from ctpo_launchers import LaunchError, environment
 from ctpo_launchers.clusters import Cluster
 from ctpo_launchers.jobs import Launch
-from ctpo_megatron import cli
 from ctpo_megatron.config import load_config
 from tests.support.deadlines import scaled
-
-
-def test_an_installation_without_a_checkout_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(environment, "REQUIREMENTS", tmp_path / "launch.txt")
-    assert cli.main(["launch", "my.yaml", "--nodes", "2", "--no-check"]) == 2
-    assert "ctpo launch works from a checkout: there is no" in capsys.readouterr().err
 
 
 def test_nothing_is_installed_into_the_checkout() -> None:
