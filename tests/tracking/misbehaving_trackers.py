@@ -21,10 +21,6 @@ class Recorder:
         with (self.run_dir / f"recorded_{type(self).__name__}.txt").open("a") as file:
             file.write(f"{line}\n")
 
-    def wait_until_released(self):
-        while not (self.run_dir / "released").exists():
-            time.sleep(0.02)
-
     def log(self, step, metrics):
         self.write(f"{step} {sorted(metrics.items())}")
 
@@ -35,32 +31,41 @@ class Recorder:
         self.write("closed")
 
 
-class Fails(Recorder):
-    """Raises at the steps named."""
+class Faulty(Recorder):
+    """Does after a call what `faults` says of it: of its start, a step's number, any step, or its end."""
+
+    def __init__(self, run_dir, config, identity=None, *, faults):
+        super().__init__(run_dir, config, identity)
+        self.faults = faults
+        self.fault("start")
 
     def log(self, step, metrics):
-        if step in self.arguments["steps"]:
-            error = getattr(builtins, self.arguments.get("error", "OSError"))
-            raise error(f"no route to host, step {step}")
         super().log(step, metrics)
+        self.fault(str(step))
+        self.fault("any step")
 
+    def close(self):
+        super().close()
+        self.fault("end")
 
-class WaitsAndFails(Fails):
-    """Waits at the first step, so that later ones queue up."""
-
-    def log(self, step, metrics):
-        if step == 1:
-            self.wait_until_released()
-        super().log(step, metrics)
-
-
-class Prints(Recorder):
-    """Prints at every step, what looks like a record, too."""
-
-    def log(self, step, metrics):
-        print(f'{{"failed": "step {step}"}}')
-        print("to stderr", file=sys.stderr)
-        super().log(step, metrics)
+    def fault(self, moment):
+        match self.faults.get(moment):
+            case None:
+                pass
+            case "wait":
+                while not (self.run_dir / "released").exists():
+                    time.sleep(0.02)
+            case "be slow":
+                time.sleep(0.002)
+            case "print":  # what looks like a record, too
+                print('{"failed": "a step"}')
+                print("to stderr", file=sys.stderr)
+            case "steer":  # a terminal; and it cannot be encoded
+                raise ValueError("\x1b]0;title\x07\ud800")
+            case "tell":
+                raise ValueError(f"cannot log in with {os.environ['TRACKER_API_KEY']}")
+            case error:
+                raise getattr(builtins, error)(f"no route to host, {moment}")
 
 
 class Changes(Recorder):
@@ -83,67 +88,6 @@ class Starts(Recorder):
         program = "import signal; print(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         self.write("spared" if done.stdout == "True\n" else "ends")
-
-
-class Slow(Recorder):
-    """Takes 2 ms a record."""
-
-    def log(self, step, metrics):
-        time.sleep(0.002)
-        super().log(step, metrics)
-
-
-class Steers(Recorder):
-    """Raises text that steers a terminal, and that cannot be encoded."""
-
-    def log(self, step, metrics):
-        raise ValueError("\x1b]0;title\x07\ud800")
-
-
-class Hangs(Recorder):
-    """Never comes back from the first step."""
-
-    def log(self, step, metrics):
-        super().log(step, metrics)
-        self.wait_until_released()
-
-
-class CannotStart(Recorder):
-    """Raises when it is made."""
-
-    def __init__(self, run_dir, config, identity=None):
-        raise PermissionError("not logged in")
-
-
-class HangsAtStart(Recorder):
-    """Is never made."""
-
-    def __init__(self, run_dir, config, identity=None):
-        super().__init__(run_dir, config, identity)
-        self.wait_until_released()
-
-
-class FailsAtEnd(Recorder):
-    """Raises when it is closed."""
-
-    def close(self):
-        super().close()
-        raise ConnectionError("no route to host at the end")
-
-
-class HangsAtEnd(Recorder):
-    """Never finishes."""
-
-    def close(self):
-        super().close()
-        self.wait_until_released()
-
-
-class Speaks(Recorder):
-    """Raises its environment's secrets."""
-
-    def log(self, step, metrics):
-        raise ValueError(f"cannot log in with {os.environ['TRACKER_API_KEY']}")
 
 
 class NoClose:

@@ -83,53 +83,58 @@ class Case:
     timeout_s: float = 20.0
 
 
+def faults(what: str, *moments: str) -> dict[str, dict[str, Any]]:
+    """The tracker that goes wrong in this way at these moments."""
+    return {"Faulty": {"faults": dict.fromkeys(moments, what)}}
+
+
 ALL = "made 1 2 3 4 5 6 closed"
 IS_OFF = "is switched off"
 CASES = {
     "works": Case({"Recorder": {}}, {"Recorder": ALL}),
-    "prints": Case({"Prints": {}}, {"Prints": ALL}),
     "changes what it gets": Case({"Changes": {}, "Recorder": {}}, {"Changes": ALL, "Recorder": ALL}),
     "starts a process": Case({"Starts": {}}, {"Starts": ALL.replace("made", "made spared")}),
-    "is slow": Case({"Slow": {}}, {"Slow": f"made {' '.join(map(str, MANY))} closed"}, MANY),
+    "prints": Case(faults("print", "any step"), {"Faulty": ALL}),
+    "is slow": Case(faults("be slow", "any step"), {"Faulty": f"made {' '.join(map(str, MANY))} closed"}, MANY),
     "fails now and then": Case(
-        {"Fails": {"steps": [2, 3, 5]}}, {"Fails": "made 1 4 6 closed"}, failures=3,
-        said=("misbehaving_trackers:Fails failed (counted as tracking/failures): OSError: no route to host, step 2",),
+        faults("OSError", "2", "3", "5"), {"Faulty": ALL}, failures=3,
+        said=("misbehaving_trackers:Faulty failed (counted as tracking/failures): OSError: no route to host, 2",),
     ),
     "fails always, beside one that works": Case(
-        {"Fails": {"steps": [1, 2, 3]}, "Recorder": {}}, {"Fails": "made closed", "Recorder": ALL}, failures=3,
-        said=(f"Fails {IS_OFF}, and the run continues without it: 3 failures in a row, the last: OSError: no route",),
+        faults("OSError", "any step") | {"Recorder": {}}, {"Faulty": "made 1 2 3 closed", "Recorder": ALL}, failures=3,
+        said=(f"Faulty {IS_OFF}, and the run continues without it: 3 failures in a row, the last: OSError: no route",),
     ),
     **{
         f"raises {error}": Case(
-            {"Fails": {"steps": [2], "error": error}}, {"Fails": "made 1 3 4 5 6 closed"},
-            failures=1, said=(f"{error}: no route to host, step 2",),
+            faults(error, "2"), {"Faulty": ALL}, failures=1, said=(f"{error}: no route to host, 2",)
         )
         for error in ("SystemExit", "KeyboardInterrupt", "GeneratorExit")
     },
     "cannot start, beside one that works": Case(
-        {"CannotStart": {}, "Recorder": {}}, {"CannotStart": "", "Recorder": ALL},
-        failures=1, said=(f"CannotStart {IS_OFF}", "PermissionError: not logged in"),
+        faults("PermissionError", "start") | {"Recorder": {}}, {"Faulty": "made", "Recorder": ALL},
+        failures=1, said=(f"Faulty {IS_OFF}", "PermissionError: no route to host, start"),
     ),
     "is not there": Case({"Missing": {}}, {"Missing": ""}, failures=1, said=(f"Missing {IS_OFF}", "has no 'Missing'")),
     "fails at the end": Case(
-        {"FailsAtEnd": {}, "Recorder": {}}, {"FailsAtEnd": ALL, "Recorder": ALL},
-        failures=1, said=("ConnectionError: no route to host at the end",),
+        faults("ConnectionError", "end") | {"Recorder": {}}, {"Faulty": ALL, "Recorder": ALL},
+        failures=1, said=("ConnectionError: no route to host, end",),
     ),
     "steers the terminal": Case(
-        {"Steers": {}}, {"Steers": "made closed"}, range(1, 3), failures=2,
+        faults("steer", "any step"), {"Faulty": "made 1 2 closed"}, range(1, 3), failures=2,
         said=(r"failed (counted as tracking/failures): ValueError: \x1b]0;title\x07\ud800",),
     ),
     "hangs, beside one that works": Case(
-        {"Hangs": {}, "Recorder": {}}, {"Hangs": "made 1", "Recorder": f"made {' '.join(map(str, MANY))} closed"},
-        MANY, failures=1, timeout_s=1.5, said=(f"Hangs {IS_OFF}", "1.5 s (tracking.timeout_s)"),
+        faults("wait", "1") | {"Recorder": {}},
+        {"Faulty": "made 1", "Recorder": f"made {' '.join(map(str, MANY))} closed"},
+        MANY, failures=1, timeout_s=1.5, said=(f"Faulty {IS_OFF}", "1.5 s (tracking.timeout_s)"),
     ),
     "hangs at the start": Case(
-        {"HangsAtStart": {}, "Recorder": {}}, {"HangsAtStart": "made", "Recorder": ALL},
-        failures=1, timeout_s=1.5, said=(f"HangsAtStart {IS_OFF}", "1.5 s"),
+        faults("wait", "start") | {"Recorder": {}}, {"Faulty": "made", "Recorder": ALL},
+        failures=1, timeout_s=1.5, said=(f"Faulty {IS_OFF}", "1.5 s"),
     ),
     "hangs at the end, beside one that works": Case(
-        {"HangsAtEnd": {}, "Recorder": {}}, {"HangsAtEnd": ALL, "Recorder": ALL},
-        failures=1, timeout_s=1.5, said=("HangsAtEnd", "did not finish within 1.5 s; what it still had is lost"),
+        faults("wait", "end") | {"Recorder": {}}, {"Faulty": ALL, "Recorder": ALL},
+        failures=1, timeout_s=1.5, said=("Faulty", "did not finish within 1.5 s; what it still had is lost"),
     ),
 }  # fmt: skip
 
@@ -148,7 +153,8 @@ def test_a_tracker_gets_every_step_and_never_harms_the_run(track, tmp_path, capl
 
 
 def test_a_tracker_that_hangs_is_switched_off_at_the_next_step(tmp_path, config_in, caplog):
-    tracking = {"trackers": ["misbehaving_trackers:Hangs"], "timeout_s": 1.0}
+    hangs = {"name": "misbehaving_trackers:Faulty", "arguments": faults("wait", "1")["Faulty"]}
+    tracking = {"trackers": [hangs], "timeout_s": 1.0}
     config = config_in(tracking=tracking, extensions={"path": [str(HERE)]})
     with open_trackers(config, tmp_path) as trackers:
         trackers.log(1, {"a/x": 1.0})
@@ -178,9 +184,9 @@ def test_failures_are_in_the_metrics_and_in_the_report(tmp_path, config_in):
     from ctpo_megatron.report.run_data import RunData
 
     (tmp_path / "config.yaml").write_text("{}")
-    tracker = {"name": "misbehaving_trackers:WaitsAndFails", "arguments": {"steps": [2]}}
+    tracker = {"name": "misbehaving_trackers:Faulty", "arguments": {"faults": {"1": "wait", "2": "OSError"}}}
     config = config_in(tracking={"trackers": [tracker]}, extensions={"path": [str(HERE)]})
-    recorded, deadline = tmp_path / "recorded_WaitsAndFails.txt", time.monotonic() + scaled(60)
+    recorded, deadline = tmp_path / "recorded_Faulty.txt", time.monotonic() + scaled(60)
     with open_trackers(config, tmp_path) as trackers, MetricsWriter(tmp_path, trackers) as writer:
         for step, name in ((1, "a/x"), (2, "a/x"), (2, "a/y"), (3, "a/x")):
             writer.log(step, {name: 1})
@@ -227,7 +233,7 @@ def test_arguments_that_are_no_secrets_are_taken():
 def test_secrets_of_the_environment_are_in_no_file_and_no_log(track, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("TRACKER_API_KEY", CANARY)
     with caplog.at_level(logging.DEBUG):
-        track({"Speaks": {}}, [1])
+        track(faults("tell", "1"), [1])
     assert "cannot log in with ***" in caplog.text
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert written and not [path for path in written if CANARY in path.read_text(errors="replace")]
@@ -240,7 +246,7 @@ def test_secrets_of_the_environment_are_in_no_file_and_no_log(track, tmp_path, c
         ({"name": "misbehaving_trackers:Recorder", "arguments": {"any": 1}}, None),
         ("misbehaving_trackers:Nobody", "has no 'Nobody'"),
         ("no_such_file:Recorder", "no module 'no_such_file'"),
-        ({"name": "misbehaving_trackers:CannotStart", "arguments": {"any": 1}}, "unexpected keyword argument 'any'"),
+        ({"name": "misbehaving_trackers:Changes", "arguments": {"any": 1}}, "unexpected keyword argument 'any'"),
         ("misbehaving_trackers:NoClose", "has no method close"),
         ("misbehaving_trackers:NOT_CALLABLE", "is no class or function"),
         ("tensorbord", "write tensorboard, wandb, mlflow, prometheus, or package.module:Name"),
