@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.config import Config, CpuCache, free_memory
+from ctpo_megatron.config import CpuCache, free_memory
 from tests.config.model import SPEC as SMALL
+from tests.support.minimal import minimal
 
 SPEC = replace(SMALL, num_layers=4)
 EACH = 2 * SPEC.num_layers * SPEC.num_key_value_heads * SPEC.head_dim * 4
@@ -17,16 +18,8 @@ MIB = 2**20
 
 def cache(free_mib: float = 1e6, *, nodes: int = 1, dtype: str = "float32", **rollout: Any) -> CpuCache:
     engine = {"max_model_len": 1000, "max_num_seqs": 64} | rollout.pop("engine", {})
-    config = Config.model_validate(
-        {
-            "run": {"name": "a", "steps": 1},
-            "model": {"path": "m"},
-            "data": {"train": ["t.parquet"]},
-            "policy": {"dtype": dtype},
-            "cluster": {"nodes": nodes},
-            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 8, "engine": engine} | rollout,
-        }
-    )
+    sampled = {"prompts_per_step": 4, "samples_per_prompt": 8, "engine": engine} | rollout
+    config = minimal(policy={"dtype": dtype}, cluster={"nodes": nodes}, rollout=sampled)
     return CpuCache.of(config, SPEC, int(free_mib * MIB))
 
 

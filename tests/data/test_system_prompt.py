@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.config import Config, SystemPrompt
+from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data import DataError, PromptRules
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
 from ctpo_megatron.environments.parsers.fenced import SYSTEM_PROMPT
 from tests.data.rows import row, write
 from tests.data.test_conversations import TALK
+from tests.support.minimal import minimal
 from tests.support.prompts import load_conversations, load_prompts
 
 USER, OWN = {"role": "user", "content": "q"}, {"role": "system", "content": "Be kind."}
@@ -58,29 +59,19 @@ def test_it_is_what_the_model_sees(tmp_path: Path, tokenizer: Any) -> None:
     assert tokenizer.decode(spoken.token_ids).startswith(begin)
 
 
-def config(tmp_path: Path, parser: str, **data: Any) -> Config:
-    sections: dict[str, Any] = {
-        "run": {"name": "x", "root": str(tmp_path), "steps": 1},
-        "model": {"path": "unused"},
-        "data": {"train": ["unused"], **data},
-        "rollout": {"tool_parser": parser},
-    }
-    return Config.model_validate(sections)
-
-
-def test_each_protocol_has_its_own(tmp_path: Path) -> None:
-    hermes, fenced = config(tmp_path, "hermes"), config(tmp_path, "fenced")
+def test_each_protocol_has_its_own() -> None:
+    hermes, fenced = (minimal(rollout={"tool_parser": parser}) for parser in ("hermes", "fenced"))
     assert system_prompt(hermes.data, hermes.rollout) == SystemPrompt()
     assert system_prompt(fenced.data, fenced.rollout) == SystemPrompt(SYSTEM_PROMPT)
     offered = offered_schemas(hermes.data, hermes.rollout)
     assert [schema["function"]["name"] for schema in offered] == ["code_interpreter"]
-    silent = config(tmp_path, "hermes", tool_in_prompt=False)
+    silent = minimal(rollout={"tool_parser": "hermes"}, data={"tool_in_prompt": False})
     assert offered_schemas(fenced.data, fenced.rollout) == offered_schemas(silent.data, silent.rollout) == []
 
 
 def test_a_file_or_a_text_takes_its_place(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("Think.\nBox it.\n", encoding="utf-8")
     for value, text in ((str(tmp_path / "mine.txt"), "Think.\nBox it."), ("Box it.", "Box it."), ("", "")):
-        given = config(tmp_path, "fenced", system_prompt=value)
+        given = minimal(rollout={"tool_parser": "fenced"}, data={"system_prompt": value})
         chosen = system_prompt(given.data, given.rollout)
         assert chosen == SystemPrompt(text, chosen=True)

@@ -17,15 +17,11 @@ from tests.data.test_conversations import write
 from tests.engines.tiny_model import CHATML, tiny_tokenizer
 from tests.optional.qwen_formats import ANSWER, CASES, LONG, TEXTS, TOOL, TRL, USER, rendered, texts
 from tests.support.deadlines import scaled
+from tests.support.minimal import minimal
 from tests.support.prompts import load_conversations
 
 KNOWN: dict[str, str] = json.loads(TEXTS.read_text(encoding="utf-8"))
 OFF = {"enable_thinking": False}
-
-
-def config(**model: Any) -> Config:
-    sections = {"run": {"name": "x", "steps": 1}, "data": {"train": ["unused"]}, "model": {"path": "model", **model}}
-    return Config.model_validate(sections)
 
 
 def check(tokenizer: Any, given: Config) -> None:
@@ -85,12 +81,12 @@ def test_a_file_takes_the_place_of_the_tokenizers_template(tmp_path: Path) -> No
     tokenizer = tiny_tokenizer()
     for value, text in ((str(tmp_path / "mine.jinja"), "{{ messages[0].content }}"), (None, CHATML)):
         tokenizer.chat_template = CHATML
-        use_chat_template(tokenizer, config(chat_template=value).model)
+        use_chat_template(tokenizer, minimal(model={"chat_template": value}).model)
         assert tokenizer.chat_template == text
 
 
 def test_an_argument_that_the_template_does_not_know_is_refused() -> None:
     tokenizer = tiny_tokenizer(chat_template_text("qwen3"))
-    check(tokenizer, config(chat_template_kwargs=OFF))
+    check(tokenizer, minimal(model={"chat_template_kwargs": OFF}))
     with pytest.raises(TokenizerError, match=r"chat_template_kwargs: .* knows no enable_thinking:false; correct"):
-        check(tokenizer, config(chat_template_kwargs={"enable_thinking:false": None}))
+        check(tokenizer, minimal(model={"chat_template_kwargs": {"enable_thinking:false": None}}))

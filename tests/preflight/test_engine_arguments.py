@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.config import Config, Job
+from ctpo_megatron.config import Job
 from ctpo_megatron.preflight import RunContext
 from ctpo_megatron.preflight.engine import check_engine
+from tests.support.minimal import minimal
 
 
 def found(extra: dict[str, Any]) -> list[str]:
-    sections: dict[str, Any] = {"run": {"name": "x", "steps": 1}, "model": {"path": "m"}, "data": {"train": ["x"]}}
-    config = Config(**sections, rollout={"engine": {"extra": extra}})
+    config = minimal(rollout={"engine": {"extra": extra}})
     problems = check_engine(RunContext(config, None, Job(1), True))
     return [f"{p.severity}: {p}" for p in problems if p.key.startswith("rollout.engine.extra")]
 

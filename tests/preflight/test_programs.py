@@ -15,20 +15,10 @@ from ctpo_megatron.preflight import validate, validate_sampling
 from ctpo_megatron.preflight.check import RunContext
 from ctpo_megatron.preflight.programs import check_programs
 from ctpo_sandbox.readable import readable_above
+from tests.support.minimal import minimal
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 LIBRARIES = readable_above(SITE)
-
-
-def _config(**changes: dict[str, object]) -> Config:
-    sections: dict[str, dict[str, object]] = {
-        "run": {"name": "r", "root": "runs", "steps": 1},
-        "model": {"path": "model"},
-        "data": {"train": ["train.jsonl"]},
-    }
-    for section, values in changes.items():
-        sections[section] = sections.get(section, {}) | values
-    return Config.model_validate(sections)
 
 
 def _found(config: Config) -> list[str]:
@@ -43,13 +33,13 @@ def linked(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_what_is_elsewhere_is_no_problem(tmp_path: Path) -> None:
-    assert _found(_config()) == []
+    assert _found(minimal()) == []
     beside = str(Path(sys.prefix) / "data" / "train.jsonl")  # programs do not see the folder around `lib`
-    assert _found(_config(data={"train": [beside], "eval": [str(tmp_path)]}, run={"root": sys.prefix})) == []
+    assert _found(minimal(data={"train": [beside], "eval": [str(tmp_path)]}, run={"root": sys.prefix})) == []
 
 
 def test_every_key_is_named_with_its_folder(linked: Path) -> None:
-    config = _config(
+    config = minimal(
         data={"train": [str(SITE / "a" / "train.jsonl"), "b.jsonl"], "eval": [f"{SITE}/numpy/*.py"]},
         sft={"data": [str(linked / "sft.jsonl")], "steps": 1},
         run={"root": str(SITE / "runs")},
@@ -65,12 +55,12 @@ def test_every_key_is_named_with_its_folder(linked: Path) -> None:
 
 
 def test_programs_that_do_not_run_read_nothing() -> None:
-    config = _config(data={"train": [str(SITE / "train.jsonl")]}, rollout={"tools": []})
+    config = minimal(data={"train": [str(SITE / "train.jsonl")]}, rollout={"tools": []})
     assert _found(config) == []
 
 
 def test_training_and_sampling_refuse() -> None:
-    config = _config(data={"eval": [str(SITE / "numpy")]})
+    config = minimal(data={"eval": [str(SITE / "numpy")]})
     for check in (lambda: validate(config, Job(1), cuda=False), lambda: validate_sampling(config, cuda=False)):
         with pytest.raises(ConfigError) as caught:
             check()
@@ -78,5 +68,5 @@ def test_training_and_sampling_refuse() -> None:
 
 
 def test_threads_without_room_are_refused_with_both_keys() -> None:
-    (line,) = _found(_config(sandbox={"threads": 5000}))
+    (line,) = _found(minimal(sandbox={"threads": 5000}))
     assert line.startswith("sandbox.threads = 5000: memory_mb = 512 has room for the stacks of 2048; lower threads, or")
