@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shlex
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -72,10 +73,16 @@ def drawn_by(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptStream
     return PromptMix(files, config.run.seed, config.data.shuffle)
 
 
-def record(config: Config, chance: float = 0.5) -> None:
-    """A run directory with made-up answers to the prompts that a run of this configuration draws, some right."""
+def record(folder: Path, *overrides: str, chance: float = 0.5) -> None:
+    """Make the run directory of a recording. chance: of a right answer."""
+    with contextlib.chdir(folder):
+        config = load_config(ROOT / "configs" / "quickstart.yaml", [*SETTINGS, *overrides])
+        write_answers(config, open_run_directory(config), chance)
+
+
+def write_answers(config: Config, directory: Path, chance: float) -> None:
+    """Write made-up answers to the prompts that a run of this configuration draws, some right."""
     rng = random.Random(0)
-    directory = open_run_directory(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     sampler = drawn_by(config, tokenizer)
 
@@ -103,10 +110,7 @@ def record(config: Config, chance: float = 0.5) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The working directory of all runs, with the task and the recording in it."""
     root = tmp_path_factory.mktemp("kill_resume")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        config = load_config(ROOT / "configs" / "quickstart.yaml", [*SETTINGS, "run.name=recorded"])
-        record(config)
+    record(root, "run.name=recorded")
     return root
 
 
@@ -230,12 +234,14 @@ def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Pat
 
 
 @pytest.mark.slow  # of the writer alone: tests/policy/test_checkpoint.py
-def test_a_writer_that_is_killed_is_replaced(folder: Path, whole: Path) -> None:
-    done = train(folder, "run.name=writer", kill_at=("writer", 2))
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_writer_that_is_killed_is_replaced(folder: Path, whole: Path, asynchronous: str) -> None:
+    settings = (f"run.name=writer-{asynchronous}", f"checkpoint.asynchronous={asynchronous}")
+    done = train(folder, *settings, kill_at=("writer", 2))
     assert done.returncode == 0, done.stderr[-4000:]
     [said] = [line for line in done.stderr.splitlines() if "a checkpoint could not be written to " in line]
     assert "was it killed (out of memory)?" in said
-    run = folder / "runs" / "writer"
+    run = folder / "runs" / f"writer-{asynchronous}"
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
     assert (run / f"checkpoints/step_{STEPS:06d}/COMPLETE.json").exists()
 
@@ -292,6 +298,19 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
 
 
+def both_courses(
+    folder: Path, name: str, settings: Sequence[str], kill_at: tuple[str, int], after: str = ""
+) -> tuple[Path, Path]:
+    """The directories of a run and of the same run that is killed and goes on after a step."""
+    done = train(folder, *settings, f"run.name={name}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    killed = train(folder, *settings, f"run.name={name}-killed", kill_at=kill_at)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    resumed = train(folder, *settings, f"run.name={name}-killed", "run.resume=true")
+    assert resumed.returncode == 0 and f"continuing after step {after}" in resumed.stdout, resumed.stderr[-4000:]
+    return folder / "runs" / name, folder / "runs" / f"{name}-killed"
+
+
 @pytest.mark.slow  # of the source alone: tests/rollouts/test_uniform_groups.py
 @pytest.mark.parametrize("mode", ["drop", "refill"])
 def test_a_killed_run_without_uniform_groups_goes_on_bit_for_bit(folder: Path, mode: str) -> None:
@@ -299,18 +318,9 @@ def test_a_killed_run_without_uniform_groups_goes_on_bit_for_bit(folder: Path, m
     settings = [f"rollout.uniform_groups={mode}", "rollout.max_refills=2", "policy.mini_batch_prompts=1"]
     settings += ["policy.optimizer.schedule=linear", "reward.overlong_penalty={buffer: 10}"]
     settings.append("rollout.filters=[{name: void_turn, arguments: {answer: ^So}}]")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        quickstart = ROOT / "configs" / "quickstart.yaml"
-        record(load_config(quickstart, [*SETTINGS, *settings, f"run.name=recorded-{mode}"]), chance=0.9)
+    record(folder, *settings, f"run.name=recorded-{mode}", chance=0.9)
     settings.append(f"rollout.replay=runs/recorded-{mode}")
-    done = train(folder, *settings, f"run.name={mode}")
-    assert done.returncode == 0, done.stderr[-4000:]
-    killed = train(folder, *settings, f"run.name={mode}-killed", kill_at=("score", 10 if mode == "drop" else 14))
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
-    resumed = train(folder, *settings, f"run.name={mode}-killed", "run.resume=true")
-    assert resumed.returncode == 0 and "continuing after step" in resumed.stdout, resumed.stderr[-4000:]
-    whole, again = (records(folder / "runs" / name) for name in (mode, f"{mode}-killed"))
+    whole, again = map(records, both_courses(folder, mode, settings, ("score", 10 if mode == "drop" else 14)))
     assert [repeatable(line) for line in again] == [repeatable(line) for line in whole]
     assert sum(line["rollout/groups_dropped"] for line in whole[1:]) > 0
     assert all(0 < line["rollout/masked_tokens"] < 1 for line in whole[1:])
@@ -325,13 +335,7 @@ def test_a_killed_run_of_two_passes_goes_on_bit_for_bit(folder: Path) -> None:
     """In the second pass of its second step, whose order is drawn again."""
     settings = ["policy.passes_per_batch=2", "policy.mini_batch_prompts=1", "policy.optimizer.schedule=linear"]
     settings.append("export.enabled=true")
-    done = train(folder, *settings, "run.name=passes")
-    assert done.returncode == 0, done.stderr[-4000:]
-    killed = train(folder, *settings, "run.name=passes-killed", kill_at=("update", 15))
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
-    resumed = train(folder, *settings, "run.name=passes-killed", "run.resume=true")
-    assert resumed.returncode == 0 and "continuing after step 1" in resumed.stdout, resumed.stderr[-4000:]
-    whole, again = (folder / "runs" / name for name in ("passes", "passes-killed"))
+    whole, again = both_courses(folder, "passes", settings, ("update", 15), after="1")
     assert compare_runs.compare(whole, again, ("trajectories", "metrics", "positions", "tensors"))[0] == 0
     rates = [line["actor/lr"] for line in records(whole)[1:]]
     assert rates == pytest.approx([rates[0] * left / 17 for left in (17, 9, 1)])  # 24 optimizer steps
@@ -343,27 +347,13 @@ def test_a_killed_run_of_a_mix_goes_on_bit_for_bit(folder: Path) -> None:
     pq.write_table(rows.slice(0, 5), folder / "easy.parquet")
     pq.write_table(rows.slice(5), folder / "hard.parquet")
     settings = ["data.train=[{path: easy.parquet, weight: 3}, {path: hard.parquet, weight: 1}]"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        record(load_config(ROOT / "configs" / "quickstart.yaml", [*SETTINGS, *settings, "run.name=recorded-mix"]))
+    record(folder, *settings, "run.name=recorded-mix")
     settings.append("rollout.replay=runs/recorded-mix")
-    done = train(folder, *settings, "run.name=mix")
-    assert done.returncode == 0, done.stderr[-4000:]
-    killed = train(folder, *settings, "run.name=mix-killed", kill_at=("score", 10))
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
-    resumed = train(folder, *settings, "run.name=mix-killed", "run.resume=true")
-    assert resumed.returncode == 0 and "continuing after step" in resumed.stdout, resumed.stderr[-4000:]
-    whole, again = (records(folder / "runs" / name) for name in ("mix", "mix-killed"))
+    whole, again = map(records, both_courses(folder, "mix", settings, ("score", 10)))
     assert [repeatable(line) for line in again] == [repeatable(line) for line in whole]
     assert whole[-1]["data/drawn/easy"] > whole[-1]["data/drawn/hard"] > 0
     assert whole[-1]["data/epochs/easy"] > 1  # whose order was made again
-    other = train(
-        folder,
-        "rollout.replay=runs/recorded-mix",
-        "run.name=mix-killed",
-        "run.resume=true",
-        settings[0].replace("3", "2"),
-    )
+    other = train(folder, *settings[1:], settings[0].replace("3", "2"), "run.name=mix-killed", "run.resume=true")
     assert other.returncode == 2 and "weight" in other.stderr, other.stderr[-4000:]
 
 
