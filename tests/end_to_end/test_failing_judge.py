@@ -51,38 +51,32 @@ def test_a_judge_that_fails_for_a_fifth_does_not_end_the_run(tmp_path: Path) -> 
         assert all("log_ratio" not in record and not any(record["loss_mask"]) for record in missing)
 
 
+SHARE = "of the samples of steps 1 to 3 have no verdict, more than reward.max_failed = 0.5"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_judge_that_fails_for_most_ends_the_run_which_goes_on_once_it_is_mended(tmp_path: Path) -> None:
-    ctpo = Ctpo(tmp_path)
+@pytest.mark.parametrize(
+    ("fails", "last", "said"),
+    [
+        (0.8, 3, (SHARE, "the first: step 1, prompt toolmath/train/", ": the scorer ")),
+        (1.0, 1, ("no sample of step 1 has a verdict: ", f" of {SAMPLES} times the scorer ")),
+    ],
+)
+def test_a_judge_that_fails_for_most_ends_the_run_which_goes_on_once_it_is_mended(
+    tmp_path: Path, fails: float, last: int, said: tuple[str, ...]
+) -> None:
+    ctpo, run = Ctpo(tmp_path), tmp_path / "runs/most"
     same = (*SETTINGS, "run.name=most", f'extensions.path=["{tmp_path}"]')
-    done = ctpo.train(*same, judged(ctpo, 0.8))
-    assert done.returncode == 2, done.stderr[-4000:]
-    message = done.stderr.splitlines()[-1]
-    assert "of the samples of steps 1 to 3 have no verdict, more than reward.max_failed = 0.5" in message
-    assert "the first: step 1, prompt toolmath/train/" in message and ": the scorer " in message
-    assert "Traceback" not in done.stderr
-    assert (tmp_path / "runs/most/checkpoints/step_000003/COMPLETE.json").exists()
-    again = ctpo.train(*same, judged(ctpo, 0.0), "run.resume=auto", "run.steps=5")
+    done = ctpo.train(*same, judged(ctpo, fails))
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-4000:]
+    assert [text for text in said if text not in done.stderr.splitlines()[-1]] == []
+    assert [line["step"] for line in records(run) if line["step"]] == [*range(1, last + 1)]
+    assert (run / f"checkpoints/step_{last:06d}/COMPLETE.json").exists()
+    again = ctpo.train(*same, judged(ctpo, 0.0), "run.resume=auto", f"run.steps={last + 2}")
     assert again.returncode == 0, again.stderr[-4000:]
-    steps = [line for line in records(tmp_path / "runs/most") if line["step"]]
-    assert [line.get("reward/no_verdict", 0.0) > 0.5 for line in steps] == [True] * 3 + [False] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_judge_that_always_fails_ends_the_run_after_its_first_step(tmp_path: Path) -> None:
-    ctpo = Ctpo(tmp_path)
-    same = (*SETTINGS, "run.name=never", f'extensions.path=["{tmp_path}"]')
-    done = ctpo.train(*same, judged(ctpo, 1.0))
-    assert done.returncode == 2, done.stderr[-4000:]
-    message = done.stderr.splitlines()[-1]
-    assert "no sample of step 1 has a verdict: " in message and f" of {SAMPLES} times the scorer " in message
-    assert [line["step"] for line in records(tmp_path / "runs/never") if line["step"]] == [1]
-    assert (tmp_path / "runs/never/checkpoints/step_000001/COMPLETE.json").exists()
-    again = ctpo.train(*same, judged(ctpo, 0.0), "run.resume=auto", "run.steps=3")
-    assert again.returncode == 0, again.stderr[-4000:]
-    assert [line["step"] for line in records(tmp_path / "runs/never") if line["step"]] == [1, 2, 3]
+    steps = [line for line in records(run) if line["step"]]
+    assert [line.get("reward/no_verdict", 0.0) > 0.5 for line in steps] == [True] * last + [False] * 2
 
 
 @pytest.mark.slow

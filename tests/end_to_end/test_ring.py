@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -156,23 +155,6 @@ def assert_same_course(run: Path, other: Path) -> None:
         assert ours == theirs
 
 
-@pytest.mark.slow  # resuming without engines: tests/rollouts/test_rollouts.py
-def test_a_resumed_run_samples_what_the_uninterrupted_one_did(ctpo: Ctpo, finished: Path) -> None:
-    run = ctpo.directory / "runs" / "resumed"
-    shutil.copytree(finished, run)
-    back = f"checkpoint.load={run}/checkpoints/step_000002"
-    done = ctpo.train("run.name=resumed", "run.resume=true", back, "tracking.report=false")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert_same_course(run, finished)
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_run(ctpo: Ctpo, finished: Path) -> None:
-    done = ctpo.train("run.name=again")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert_same_course(ctpo.directory / "runs" / "again", finished)
-
-
 @pytest.mark.slow
 def test_resume_after_kill_ends_like_the_uninterrupted_run(ctpo: Ctpo, finished: Path) -> None:
     output = ctpo.train_until("step 2/3", "run.name=killed")
@@ -190,8 +172,12 @@ def test_resume_after_kill_ends_like_the_uninterrupted_run(ctpo: Ctpo, finished:
 
 
 @pytest.mark.slow  # of the driver alone: test_kill_resume.py
-def test_a_replay_repeats_the_run_without_engines(ctpo: Ctpo, finished: Path) -> None:
-    done = ctpo.train("run.name=replayed", "rollout.replay=runs/whole", "eval.every=0")
+def test_a_replay_repeats_the_run_without_engines_ray_and_vllm(ctpo: Ctpo, finished: Path, tmp_path: Path) -> None:
+    for name in ("ray", "vllm"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')\n")
+    environment = ctpo.environment | {"PYTHONPATH": os.pathsep.join([str(tmp_path), ctpo.environment["PYTHONPATH"]])}
+    command = ctpo.command("run.name=replayed", "rollout.replay=runs/whole", "eval.every=0")
+    done = children.run(command, directory=ctpo.directory, environment=environment, deadline_s=280)
     assert done.returncode == 0, done.stderr[-4000:]
     run = ctpo.directory / "runs" / "replayed"
     live = [{k: v for k, v in repeatable(r).items() if not k.startswith("val/")} for r in records(finished)]
@@ -218,18 +204,6 @@ def test_objectives_that_replay_one_recording_are_evaluated_and_compared(ctpo: C
     command = [sys.executable, "-m", "ctpo_megatron.cli", "compare", *map(str, runs)]
     compared = children.run(command, directory=ctpo.directory, environment=ctpo.environment, deadline_s=120)
     assert compared.returncode == 0 and "no evaluation" not in compared.stdout, compared.stdout + compared.stderr
-
-
-@pytest.mark.slow
-def test_a_replay_needs_neither_ray_nor_vllm(ctpo: Ctpo, finished: Path, tmp_path: Path) -> None:
-    for name in ("ray", "vllm"):
-        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')\n")
-    path = os.pathsep.join([str(tmp_path), ctpo.environment["PYTHONPATH"]])
-    command = ctpo.command("run.name=alone", f"rollout.replay={finished}", "eval.every=0")
-    done = children.run(
-        command, directory=ctpo.directory, environment=ctpo.environment | {"PYTHONPATH": path}, deadline_s=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.slow  # without engines: test_kill_resume.py
@@ -266,14 +240,6 @@ def test_an_evaluation_only_run_that_is_cut_short_says_so_and_can_be_resumed(ctp
     assert continued.returncode == 0, continued.stderr[-4000:]
     assert "[eval] step 0 toolmath mean@1 0." in continued.stdout
     assert "val/toolmath/acc/mean@1" in records(run)[0]
-
-
-def test_an_existing_run_is_never_overwritten_by_accident(ctpo: Ctpo, finished: Path) -> None:
-    before = (finished / "metrics.jsonl").read_bytes()
-    done = ctpo.train("run.name=whole")
-    assert done.returncode == 2
-    assert "run.overwrite=true" in done.stderr and "run.resume=true" in done.stderr
-    assert (finished / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
