@@ -56,12 +56,9 @@ ERRORS = {
     "cluster.node_address=node7": ": is no IP address; give the address that Ray",
     "policy.pad_to_multiple=250 policy.micro_batch_tokens=249": "set at least 250",
     "policy.context_parallel_size=3 policy.micro_batch_tokens=79": "cannot hold the longest sequence on 3",
-    "policy.mini_batch_prompts=5": ": does not divide the batch; choose a divisor of rollout.prompts_per_step (32)",
     "policy.mini_batch_prompts=4": "= 32 sequences cannot be shared evenly; make it divisible by the 3",
     "sft.data=[base.yaml] sft.steps=1": "sft.conversations_per_step = 32: cannot be shared evenly",
-    "rollout.max_response_tokens=200": "rollout.engine.max_model_len = 256: is less than data.max_prompt_tokens (64)",
     "rollout.engine.max_model_len=600": "exceeds the model's max_position_embeddings (512)",
-    "policy.micro_batch_tokens=200": ": cannot hold the longest sequence, data.max_prompt_tokens (64) + rollout.",
     "rollout.engine.kv_cache_mb=null rollout.engine.max_model_len=2000000000": (
         "kv_cache_mb = null: one sequence of 2,000,000,000 tokens needs"
     ),
@@ -71,7 +68,6 @@ ERRORS = {
     "'rollout.engine.extra={dtype: half}'": 'extra.dtype = "half": is set elsewhere; use rollout.engine.dtype',
     "'rollout.engine.extra={logprobs_mode: raw}'": "the trainer needs the log-probs of the distribution sampled",
     "rollout.engine.tensor_parallel_size=3": ": does not divide",
-    "rollout.samples_per_prompt=1": ": gives no advantage 'group': a trajectory",
     "rollout.samples_per_prompt=1 rollout.prompts_per_step=1 objective.advantage.kind=mean_baseline": (
         "prompts_per_step = 1: a batch of one trajectory has nothing to be compared with"
     ),
@@ -119,7 +115,6 @@ ERRORS = {
     "rollout.top_p=0.9 rollout.max_staleness=1": ": the sampler's log-probs are of the",
     "policy.optimizer.min_lr=1.0": ": is above lr (1e-06); lower it",
     "policy.optimizer.betas=[0.9,1.0]": ": item 1 must be in [0, 1)",
-    "eval.every=2": ": there is nothing to evaluate on; give data.eval, or set it to 0",
     "run.resume=auto run.overwrite=true": ": contradicts run.overwrite: true",
     "sandbox.request_timeout_s=4.0": ": must exceed sandbox.run_timeout_s (4); queueing and start-up come on",
     "export.directory=..": ": is not a name; choose another, e.g. model",
@@ -135,7 +130,6 @@ ERRORS = {
     "rollout.oversample=4 rollout.uniform_groups=refill": ": draws further prompts before it is known how many are",
     "rollout.oversample=4 rollout.replay=runs/other": ": is for engines; what was not waited for is not in",
     "'reward.overlong_penalty={buffer: 177}'": "reward.overlong_penalty.buffer = 177: is more than the budget itself",
-    "run.deadline=1.0": ": is in the past; give seconds since the epoch, such as $(date -d +4hours +%s)",
     "run.deadline=1795438000123.0": ": is decades ahead; give seconds since the epoch, s",
     "eval.temperature=0.001": ": the engine would sample at 0.01 instead; set 0 for greedy decoding, or at ",
     "checkpoint.load=nowhere": ": is no complete checkpoint (no COMPLETE.json in it); give a folder such ",

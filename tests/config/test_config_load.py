@@ -202,12 +202,10 @@ WRONG_VALUES = {
     "data.train=[]": "data.train = []: wrong number of items; give at least 1",
     "eval=null": "eval = null: a section must be a mapping; write its keys below it, or remove it to take",
     "policy=3": "policy = 3: a section must be a mapping",
-    "policy.dtype=fp16": 'policy.dtype = "fp16": must be one of float32, bfloat16, float16; did you mean float16?',
     "model.chat_template_kwargs=3": "model.chat_template_kwargs = 3: must be an object",
     "rollout.tools={}": "rollout.tools = {}: must be a list",
     "rollout.engine.extra=[x]": 'rollout.engine.extra = ["x"]: must be an object',
     "rollout.top_p=0": "rollout.top_p = 0: must be greater than 0",
-    "rollout.weights.transport=nccl_m2n": 'rollout.weights.transport = "nccl_m2n": removed; give nccl or auto',
     "rollout.weights.transport=[nccl_m2n]": (
         'rollout.weights.transport = ["nccl_m2n"]: must be one of auto, file, tcp, nccl, ipc'
     ),
