@@ -242,7 +242,8 @@ def main(argv: list[str] | None = None) -> int:
             last = max(trajectory_files(options.run))
             for step, model in ((1, "sft_model"), (last, "model")):
                 case = recorded("quickstart", options.run, step, model)
-                results.append(measure(case, options.rounds, layout) | {"busiest": busiest(case, read_spec(case.model))})
+                about = {"busiest": busiest(case, read_spec(case.model))}
+                results.append(measure(case, options.rounds, layout) | about)
         if options.pretrained:
             results.append(measure(pretrained(options.pretrained), 1, layout))
         if options.long_rounds:

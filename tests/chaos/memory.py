@@ -22,7 +22,7 @@ SHARE, MB = 0.02, 20.0
 
 
 class Growth(NamedTuple):
-    """Of one process. before, after: fitted megabytes after a quarter and three quarters of its time after the start."""
+    """Of one process. before, after: fitted megabytes after a quarter and three quarters of its time once warm."""
 
     name: str
     seconds: float
