@@ -84,7 +84,7 @@ def _new_policy(case: Case, layout: Any, model: Path) -> Trainer:
 
 
 def _mini_batch(step: int, on: Trainer) -> MiniBatch:
-    trajectories = models.trajectories(8, seed=step)
+    trajectories = models.trajectories(8, seed=step, groups=True)
     if on.config.router_replay:
         record_experts(trajectories, on.spec)
     found = on.distribute(trajectories, models.advantages(8), size=8)
