@@ -28,6 +28,7 @@ from ctpo_megatron.config.memory import (
     layer_activations,
     model_parameters,
     peak_memory,
+    repeated_token_share,
     stage_memory,
     stage_parameters,
 )

@@ -10,12 +10,14 @@ context and NCCL.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from ctpo_megatron.config.kernel_choices import DEFAULT_CHUNK, chunk_rows, rows_within
+from ctpo_megatron.config.parallel import against_shared_prefixes
 from ctpo_megatron.config.placement import engine_count
 from ctpo_megatron.config.schema import Config, PolicyConfig
 from ctpo_megatron.models import LayerSplit, ModelSpec, padded_vocabulary
@@ -64,7 +66,8 @@ class Split:
     choice, counted as 1.2 GiB, since it takes more only if much is free. chunks: groups of layers on each pipeline rank
     (virtual pipeline). recompute: parts of a layer that backward computes again (`full` alone: all of it). offload:
     what moves to host memory while trajectories are sampled (`policy.offload`). local_layers: those without Transformer
-    Engine, or it is not known (`policy.layer_spec: auto`).
+    Engine, or it is not known (`policy.layer_spec: auto`). shared_prefixes: tokens with the same history are computed
+    once.
     """
 
     tensor: int = 1
@@ -82,6 +85,7 @@ class Split:
     micro_batch_tokens: int = 8192
     head_chunk_tokens: int | None = None
     local_layers: bool = False
+    shared_prefixes: bool = False
 
     @classmethod
     def of(cls, policy: PolicyConfig, world_size: int) -> Split:
@@ -106,6 +110,7 @@ class Split:
             micro_batch_tokens=policy.chosen.micro_batch_tokens,
             head_chunk_tokens=policy.head_chunk_tokens,
             local_layers=policy.layer_spec != "transformer_engine",
+            shared_prefixes=not against_shared_prefixes(policy),
         )
 
     @property
@@ -184,10 +189,28 @@ def layer_activations(spec: ModelSpec, split: Split) -> dict[str, int]:
     if split.local_layers:  # the output again, in order; with norms q, and v within q_k_v
         normed = heads + spec.num_key_value_heads * spec.head_dim * split.element // split.tensor if spec.qk_norm else 0
         found["attention"] += heads + normed
+    elif split.shared_prefixes:  # the output once more, of rows; with norms v, too
+        groups = spec.num_key_value_heads * spec.head_dim * split.element // split.tensor
+        found["attention"] += heads + (groups if spec.qk_norm else 0)
     if split.dtype == "float32":  # no fused attention takes grouped keys in float32, so they are repeated
         repeated = 2 * (spec.num_attention_heads - spec.num_key_value_heads) * spec.head_dim
         found["attention"] += repeated * split.element // split.tensor
     return found
+
+
+def repeated_token_share(spec: ModelSpec, split: Split) -> float:
+    """Share of a row's activations that each further token of this row takes in Transformer Engine's attention.
+
+    That keeps queries, keys, values and output of every token. Backward adds their gradients, and a float32 copy of the
+    gradients of keys or values.
+    """
+    width, queries, groups = spec.head_dim * split.element, spec.num_attention_heads, spec.num_key_value_heads
+    token = (2 * (queries + groups) * width + 4 * queries) // split.tensor
+    kept, working = _kept_and_working({"attention": token}, split)
+    working += 4 * groups * spec.head_dim // split.tensor
+    row = _kept_and_working(layer_activations(spec, split), split)
+    passes = [spec.num_layers // split.pipeline * in_flight(split, stage) for stage in range(split.pipeline)]
+    return max((kept * count + working) / (row[0] * count + row[1]) for count in passes)
 
 
 def in_flight(split: Split, stage: int) -> float:
@@ -207,16 +230,7 @@ def stage_memory(spec: ModelSpec, split: Split, stage: int) -> Memory:
     dense, experts = stage_parameters(spec, split, stage)
     state = 8 + (0 if split.dtype == "float32" else 4)  # two moments, and the float32 copy of 16-bit weights
     optimizer = state * (dense // split.optimizer_shards + experts // split.expert_optimizer_shards)
-    layer = layer_activations(spec, split)
-    layer_bytes = sum(layer.values())
-    if "full" in split.recompute:
-        kept = layer["input"]
-    else:
-        # Flash attention recomputes its scores anyway: recomputing `core_attn` saves nothing.
-        dropped = set(split.recompute) | ({"moe_act"} if "moe" in split.recompute else set())
-        kept = sum(size for name, size in layer.items() if name not in dropped)
-    # Backward of one layer: gradients of the size of its activations, and the recomputed activations.
-    working = layer_bytes + (layer_bytes - kept)
+    kept, working = _kept_and_working(layer_activations(spec, split), split)
     layers = spec.num_layers // split.pipeline
     activations = split.micro_batch_tokens * (kept * layers * in_flight(split, stage) + working)
     last = stage == split.pipeline - 1
@@ -230,6 +244,22 @@ def stage_memory(spec: ModelSpec, split: Split, stage: int) -> Memory:
         head=_head(spec, split) if last else 0,
         kept=int(logits + KEPT_SHARE * activations),
     )
+
+
+def _kept_and_working(layer: Mapping[str, int], split: Split) -> tuple[int, int]:
+    """Bytes of a token that a layer keeps for backward, and those that its backward adds.
+
+    layer: as from `layer_activations`, or a part of it.
+    """
+    layer_bytes = sum(layer.values())
+    if "full" in split.recompute:
+        kept = layer.get("input", 0)
+    else:
+        # Flash attention recomputes its scores anyway: recomputing `core_attn` saves nothing.
+        dropped = set(split.recompute) | ({"moe_act"} if "moe" in split.recompute else set())
+        kept = sum(size for name, size in layer.items() if name not in dropped)
+    # Backward of one layer: gradients of the size of its activations, and the recomputed activations.
+    return kept, layer_bytes + (layer_bytes - kept)
 
 
 def _head(spec: ModelSpec, split: Split) -> int:

@@ -59,11 +59,10 @@ def sequence_multiple(policy: PolicyConfig) -> int:
     return math.lcm(pieces, policy.pad_to_multiple)
 
 
-def against_shared_prefixes(policy: PolicyConfig, layer_spec: str) -> str:
+def against_shared_prefixes(policy: PolicyConfig) -> str:
     """Why passes compute every token of every sequence, though some have the same history; "" where they do not."""
     reasons = {
         "policy.share_prefixes is off": policy.share_prefixes == "off",
-        "layers are Transformer Engine's": layer_spec != "local",
         "sequences are split (policy.context_parallel_size)": policy.context_parallel_size > 1,
         "experts are replayed (policy.router_replay)": policy.router_replay,
         "sequences are padded (policy.pad_to_multiple)": policy.pad_to_multiple > 1,

@@ -204,8 +204,8 @@ class PolicyConfig(Section):
     )
     share_prefixes: Annotated[Literal["auto", "off"], _OFF] = Field(
         default="auto",
-        description="auto: tokens of a micro-batch with the same history are computed once, in local layers without "
-        "context parallelism and router replay; off: every token of every sequence is computed",
+        description="auto: tokens of a micro-batch with the same history are computed once, without context "
+        "parallelism and router replay; off: every token of every sequence is computed",
     )
     router_replay: bool = Field(
         default=False,

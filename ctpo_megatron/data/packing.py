@@ -226,13 +226,15 @@ class PackingRules:
     """What a parallel layout requires of the micro-batches of one rank.
 
     max_tokens: capacity of a micro-batch. sequence_multiple, batch_multiple: the tokens of every sequence and of every
-    micro-batch are padded to a multiple. count_multiple: the number of micro-batches is, too.
+    micro-batch are padded to a multiple. count_multiple: the number of micro-batches is, too. repeated_token: what each
+    further token with the same history takes of the capacity, of which a row takes 1.
     """
 
     max_tokens: int
     sequence_multiple: int = 1
     batch_multiple: int = 1
     count_multiple: int = 1
+    repeated_token: float = 0.0
 
     def padded(self, tokens: int) -> int:
         """The padded length of a sequence of `tokens`."""
@@ -269,7 +271,8 @@ def pack(
     """Pack by first-fit-decreasing, into `at_least` that many micro-batches.
 
     order: of the step; then tokens with the same history in a micro-batch are one row, and it holds `rules.max_tokens`
-    rows. Micro-batches are runs of that order where these are fewer, or as many with fewer rows.
+    rows, fewer with `rules.repeated_token`. Micro-batches are runs of that order where these are fewer, or as many with
+    fewer rows.
 
     advantages: one per sequence, broadcast to its tokens (None: 0), unless tokens have their own (`BY_TURN`). With more
     micro-batches than sequences, some have one masked sequence: it has no loss, but ranks that wait for each other run
@@ -324,7 +327,7 @@ def _runs(sequences: Sequence[TokenSequence], rules: PackingRules, order: Prefix
     bins, used = list[list[int]](), 0
     for place, shared in order.walk([*index]):
         number = index[place]
-        new = rules.padded(len(sequences[number]) - shared)
+        new = rules.padded(len(sequences[number]) - shared) + math.ceil(rules.repeated_token * shared)
         if bins and used + new <= rules.max_tokens:
             bins[-1].append(number)
             used += new

@@ -197,7 +197,11 @@ class ModelFamily:
             for row in self.layer(spec)
             if row.is_matrix
         )
-        return tokens * 2 * active + 2 * tokens * (tokens + 1) * spec.num_attention_heads * spec.head_dim
+        return tokens * 2 * active + self.attention_flops(spec, tokens)
+
+    def attention_flops(self, spec: ModelSpec, tokens: int) -> int:
+        """FLOPs of one layer's causal attention over a sequence, forward: the part of `layer_flops` without weights."""
+        return 2 * tokens * (tokens + 1) * spec.num_attention_heads * spec.head_dim
 
     def layer_activations(self, spec: ModelSpec, split: LayerSplit) -> dict[str, int]:
         """Bytes that one layer keeps for backward, per token of a micro-batch of one rank, by `recompute` module.

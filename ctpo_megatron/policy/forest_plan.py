@@ -99,6 +99,34 @@ class ForestPlan:
         return self._masks
 
 
+class WholeSequences:
+    """The sequences of a forest, for attention that takes no rows: Transformer Engine's.
+
+    row: int64 `[N]`, the row of each token. first: int64 `[n]`, a token of each row: its output is the row's, and the
+    gradient of its query. An alignment row has the first token of a sequence, whose query has no gradient: it sees
+    itself alone.
+    """
+
+    def __init__(self, forest: Forest, device: torch.device) -> None:
+        self.row, self.first = (
+            torch.from_numpy(index).to(device, non_blocking=True) for index in (forest.row, forest.first)
+        )
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> WholeSequences:
+        """Return the sequences of a batch that has a forest, made once for all passes."""
+        assert batch.forest is not None
+        plans = batch.forest.derived
+        if "whole" not in plans:
+            plans["whole"] = cls(batch.forest, batch.token_ids.device)
+        plan: WholeSequences = plans["whole"]
+        return plan
+
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        """Take `[N]` of the tokens to `[n]` of the rows."""
+        return values[self.first]
+
+
 def blocks(forest: Forest) -> list[AttentionBlock]:
     """Segments joined to blocks where one call costs less than two, from the leaves on."""
     segments = forest.segments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.policy.attention_plan import EXACT, AttentionPlan, AttentionRules
 from ctpo_megatron.policy.context import ContextSplit
-from ctpo_megatron.policy.forest_plan import ForestPlan
+from ctpo_megatron.policy.forest_plan import ForestPlan, WholeSequences
 from ctpo_megatron.policy.megatron_versions import LATENT_ROTARY
-from ctpo_megatron.policy.nodes import rms_norm, rotate
+from ctpo_megatron.policy.nodes import gather_rows, rms_norm, rotate, take_rows
+
+Rotation = Callable[..., torch.Tensor]
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -37,19 +40,23 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-def packed_sequences(batch: PackedBatch, split: ContextSplit, rules: AttentionRules = EXACT) -> PackedSeqParams:
+def packed_sequences(batch: PackedBatch, split: ContextSplit, rules: AttentionRules | None = EXACT) -> PackedSeqParams:
     """Megatron's record of a packed micro-batch, extended by what our layers would otherwise read back.
 
-    split, rules: the rows of this rank and how attention is called, for `AttentionPlan`. positions of cu_seqlens: of
-    these rows, for `rotate_packed`.
+    split, rules: the rows of this rank and how attention is called, for `AttentionPlan`; rules: None for attention that
+    takes whole sequences, which a forest has in `whole`. take: from values of the tokens to values of the rows.
+    positions of cu_seqlens: of these rows, for `rotate_packed` and `rotate_rows`.
     """
-    longest, boundaries = batch.max_seqlen, batch.cu_seqlens
-    plan = None if batch.forest is None else ForestPlan.of(batch, rules)
-    if plan is None:
-        positions = split.take(batch.position_ids)
-    else:
-        positions, boundaries = plan.take(batch.position_ids), plan.boundaries
-    boundaries.positions = positions  # type: ignore[attr-defined] # all that rotary layers receive
+    longest, boundaries, take = batch.max_seqlen, batch.cu_seqlens, split.take
+    plan, whole = None, None
+    if batch.forest is not None and rules is None:
+        whole = WholeSequences.of(batch)
+        take, boundaries = whole.take, boundaries.detach()  # with attributes of its own
+        boundaries.of_rows = True  # type: ignore[attr-defined]
+    elif batch.forest is not None and rules is not None:
+        plan = ForestPlan.of(batch, rules)
+        take, boundaries = plan.take, plan.boundaries
+    boundaries.positions = take(batch.position_ids)  # type: ignore[attr-defined] # all that rotary layers receive
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -57,7 +64,8 @@ def packed_sequences(batch: PackedBatch, split: ContextSplit, rules: AttentionRu
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    packed.split, packed.rules, packed.attention_plan = split, rules, plan
+    packed.split, packed.rules, packed.attention_plan = split, rules or EXACT, plan
+    packed.take, packed.whole = take, whole
     return packed
 
 
@@ -84,6 +92,44 @@ def rotate_packed(
         parts = (angles.cos() * mscale, angles.sin() * mscale)
         turn = cu_seqlens.turn = [part.to(t.dtype).index_select(0, cu_seqlens.positions) for part in parts]
     return rotate(t, *turn)
+
+
+def rotate_rows(fused_packed: Rotation, fused: Rotation) -> Rotation:
+    """Wrap Transformer Engine's rotation of packed sequences, which counts positions from `cu_seqlens`, for forests.
+
+    fused_packed: that rotation. fused: the same for one sequence `[n, 1, h, d]` with the angles of all its positions.
+    """
+
+    def rotate(t: torch.Tensor, cu_seqlens: Any, freqs: torch.Tensor, **how: Any) -> torch.Tensor:
+        if not getattr(cu_seqlens, "of_rows", False):
+            return fused_packed(t, cu_seqlens, freqs, **how)
+        angles = getattr(cu_seqlens, "angles", None)
+        if angles is None:
+            angles = cu_seqlens.angles = freqs.index_select(0, cu_seqlens.positions)
+        return fused(t[:, None], angles)[:, 0]
+
+    return rotate
+
+
+def attend_to_whole_sequences(attention: torch.nn.Module) -> None:
+    """Have a core attention of whole sequences take the rows of forests.
+
+    It gets queries, keys and values of every token, and its output `[N, ...]` is taken back to the rows. A row's query
+    gets the gradient of one token. The gradients of its key and value in all sequences add up.
+    """
+    attend = attention.forward
+
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, packed_seq_params: Any, **more: Any
+    ) -> torch.Tensor:
+        whole = packed_seq_params.whole
+        if whole is not None:
+            query = take_rows(query, whole.row, whole.first)
+            key, value = gather_rows(key, whole.row), gather_rows(value, whole.row)
+        output: torch.Tensor = attend(query, key, value, *others, packed_seq_params=packed_seq_params, **more)
+        return output if whole is None else output.index_select(0, whole.first)
+
+    attention.forward = forward
 
 
 class PackedCausalAttention(MegatronModule):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ctpo_megatron.config import PolicyConfig, sequence_multiple
+from ctpo_megatron.config import PolicyConfig, Split, repeated_token_share, sequence_multiple
 from ctpo_megatron.data import (
     DataError,
     PackedBatch,
@@ -218,11 +218,14 @@ def make_mini_batches(
     balanced by model FLOPs. A sequence whose advantage is None takes no part: it is in no micro-batch and in no
     denominator. skip_zero_advantage: those whose advantage is 0 are in the denominators but in no micro-batch. A rank
     without any sequence runs one masked sequence. pack_skipped: `skipped_micro_batches` of the first and the last step.
-    attention: as `BuiltModel.attention`; rows that its calls pad count as computed tokens. order: of the step, from
-    `share_order`; tokens with the same history are computed once then, in shares and micro-batches that are runs of it.
-    Raises ValueError when an optimizer step has fewer sequences than there are data-parallel ranks. Collective.
+    attention: as `BuiltModel.attention`; rows that its calls pad count as computed tokens. None: it computes whole
+    sequences. order: of the step, from `share_order`; tokens with the same history are computed once then, in shares
+    and micro-batches that are runs of it. Raises ValueError when an optimizer step has fewer sequences than there are
+    data-parallel ranks. Collective.
     """
     rules = packing_rules(config)
+    if order is not None and attention is None:
+        rules = replace(rules, repeated_token=repeated_token_share(spec, Split.of(config, layout.world_size)))
     result: list[MiniBatch] = []
     last = sequences[-1].trajectory // size if sequences else 0
     for number, step in groupby(zip(sequences, advantages, strict=True), lambda pair: pair[0].trajectory // size):
@@ -230,7 +233,7 @@ def make_mini_batches(
         chunk, values = zip(*step, strict=True)
         if len(chunk) < layout.dp_size:
             raise ValueError(f"an optimizer step of {len(chunk)} sequences cannot feed {layout.dp_size} replicas")
-        load = _Load(chunk, spec, order)
+        load = _Load(chunk, spec, order, whole_attention=attention is None)
         # Not `abs(a) > 0`: a NaN has to reach the loss.
         taking_part = {i: value for i, value in enumerate(values) if value is not None}
         trained = [i for i, value in taking_part.items() if not (skip_zero_advantage and value == 0)]
@@ -263,11 +266,14 @@ def make_mini_batches(
 class _Load:
     """Model FLOPs of a forward pass over sequences of an optimizer step. alone: of each by itself.
 
-    order: of the step, with which tokens of the same history count once; None: every token counts.
+    order: of the step, with which tokens of the same history count once; None: every token counts. whole_attention:
+    they do in attention, which computes whole sequences.
     """
 
-    def __init__(self, chunk: Sequence[TokenSequence], spec: ModelSpec, order: PrefixOrder | None) -> None:
-        self.chunk, self.order, self._spec = chunk, order, spec
+    def __init__(
+        self, chunk: Sequence[TokenSequence], spec: ModelSpec, order: PrefixOrder | None, *, whole_attention: bool
+    ) -> None:
+        self.chunk, self.order, self._spec, self._whole_attention = chunk, order, spec, whole_attention
         self.alone = [spec.forward_flops(each.length, each.sampled_tokens) for each in chunk]
 
     def of(self, members: Sequence[int]) -> float:
@@ -282,9 +288,12 @@ class _Load:
         return [(number[place], self._added(number[place], shared)) for place, shared in self.order.walk([*number])]
 
     def _added(self, index: int, shared: int) -> float:
-        sampled = self.chunk[index].sampled_tokens
-        in_prefix = max(0, sampled - (self.chunk[index].length - shared))
-        return self.alone[index] - (self._spec.forward_flops(shared, in_prefix) if shared else 0.0)
+        if not shared:
+            return self.alone[index]
+        sampled, spec = self.chunk[index].sampled_tokens, self._spec
+        saved = spec.forward_flops(shared, max(0, sampled - (self.chunk[index].length - shared)))
+        again = spec.num_layers * spec.family.attention_flops(spec, shared) if self._whole_attention else 0
+        return self.alone[index] - saved + again
 
 
 def _shares(members: Sequence[int], load: _Load, layout: Layout) -> list[list[int]]:

@@ -20,7 +20,7 @@ from ctpo_megatron.config import NEED_TE, PolicyConfig, Split, against_shared_pr
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.attention_plan import AttentionRules
-from ctpo_megatron.policy.layers import local_block_spec
+from ctpo_megatron.policy.layers import attend_to_whole_sequences, local_block_spec
 from ctpo_megatron.policy.loss_scale import LossScale
 from ctpo_megatron.policy.parallel import gather_objects
 from ctpo_megatron.policy.replacements import route_with_te
@@ -192,7 +192,7 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
     replays = RouterReplays.install(gpt, policy) if config.moe_enable_routing_replay else None
     if (attention := _attention(spec, policy)) is not None:
         device.allow_cudnn_attention(attention.bounded)
-    against = against_shared_prefixes(policy, resolve_layer_spec(policy))
+    against = against_shared_prefixes(policy)
     log.info(
         "prefixes: %s", f"not shared, as {against}" if against else "tokens with the same history are computed once"
     )
@@ -237,6 +237,9 @@ def _build_gpt(config: TransformerConfig, spec: ModelSpec, policy: PolicyConfig,
         vp_stage=stage,
         **spec.family.gpt_options(spec),
     )
+    if use_te and not against_shared_prefixes(policy):
+        for layer in gpt.decoder.layers:
+            attend_to_whole_sequences(layer.self_attention.core_attention)
     for name, parameter in gpt.named_parameters():
         if ".mlp.experts." in name:
             # Megatron has a separate optimizer for experts only under expert parallelism. With one kind of optimizer, a

@@ -13,7 +13,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import LossStats, merge
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.attention_plan import EXACT
 from ctpo_megatron.policy.context import ContextSplit, Targets
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.layers import packed_sequences
@@ -61,11 +60,10 @@ def _forward_step(
     split = ContextSplit.of(batch.on_host.cu_seqlens).to(batch.cu_seqlens.device)
     if model.replays is not None:
         model.replays.start(batch, split)
-    packed = packed_sequences(batch, split, model.attention or EXACT)
-    take = split.take if batch.forest is None else packed.attention_plan.take
+    packed = packed_sequences(batch, split, model.attention)
     output = module(
-        input_ids=take(batch.token_ids)[None],
-        position_ids=take(batch.position_ids)[None],
+        input_ids=packed.take(batch.token_ids)[None],
+        position_ids=packed.take(batch.position_ids)[None],
         attention_mask=None,
         packed_seq_params=packed,
         **model.output_options,

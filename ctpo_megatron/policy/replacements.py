@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils
@@ -24,12 +25,14 @@ from torch.distributed.checkpoint import default_planner, filesystem
 from torch.overrides import TorchFunctionMode
 
 from ctpo_megatron.policy import checkpoint_reading
-from ctpo_megatron.policy.layers import rotate_packed
+from ctpo_megatron.policy.layers import rotate_packed, rotate_rows
 from ctpo_megatron.policy.megatron_versions import LOADER_OF_COMMON_STATE, RELEASE, noting_failures, telling_failures
 
 log = logging.getLogger(__name__)
 
-Cause = Literal["no CUDA", "torch AdamW", "packed sequences", "checkpoint writers", "checkpoint readers"]
+Cause = Literal[
+    "no CUDA", "torch AdamW", "packed sequences", "fused rotation", "checkpoint writers", "checkpoint readers"
+]
 
 _NO_STREAM = object()
 
@@ -60,6 +63,7 @@ def _causes(cuda: bool) -> dict[Cause, bool]:
         "no CUDA": not cuda,
         "torch AdamW": megatron_optimizer.USING_PYTORCH_OPTIMIZER,
         "packed sequences": True,
+        "fused rotation": rope_utils.fused_apply_rotary_pos_emb_thd is not None,
         "checkpoint writers": True,
         "checkpoint readers": True,
     }
@@ -117,10 +121,17 @@ def _replacements() -> tuple[_Replacement, ...]:
         ),
         _Replacement(
             "packed sequences",
-            "megatron.core.models.common.embeddings.rope_utils",
+            rope_utils.__name__,
             "_apply_rotary_pos_emb_thd",
             rotate_packed,
             "the original reads the boundaries back from the device in every layer",
+        ),
+        _Replacement(
+            "fused rotation",
+            rope_utils.__name__,
+            "fused_apply_rotary_pos_emb_thd",
+            rotate_rows(rope_utils.fused_apply_rotary_pos_emb_thd, rope_utils.fused_apply_rotary_pos_emb),
+            "the original counts positions from the boundaries, and rows of a forest have others",
         ),
         _Replacement(
             "checkpoint readers",

@@ -138,10 +138,10 @@ def _why_local(config: Config) -> str:
 
 def prefix_note(config: Config, *, cuda: bool) -> str:
     """Whether passes compute tokens with the same history once, as far as this machine shows, and why not."""
-    against = against_shared_prefixes(
-        config.policy, "local" if not cuda or _why_local(config) else "transformer_engine"
-    )
-    return f"not shared: {against}" if against else "tokens with the same history are computed once"
+    if against := against_shared_prefixes(config.policy):
+        return f"not shared: {against}"
+    whole_attention = ", in attention for each sequence" if cuda and not _why_local(config) else ""
+    return f"tokens with the same history are computed once{whole_attention}"
 
 
 def _remedy(config: Config) -> str:

@@ -20,7 +20,7 @@ from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight import GpuMemory
 from ctpo_megatron.preflight.choice import Candidate, choices
 
-_COMMON = Split(distributed_optimizer=True, recompute=("full",), micro_batch_tokens=16384)
+_COMMON = Split(distributed_optimizer=True, recompute=("full",), micro_batch_tokens=16384, shared_prefixes=True)
 
 
 @dataclass(frozen=True)

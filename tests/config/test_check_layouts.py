@@ -9,7 +9,7 @@ import pytest
 
 from ctpo_megatron.base.installed import Trouble
 from ctpo_megatron.config import Config
-from ctpo_megatron.preflight import configuration, plan_tables
+from ctpo_megatron.preflight import configuration, plan_tables, prefix_note
 from ctpo_megatron.preflight.plan import evaluations
 from tests.config.model import SPEC, found
 
@@ -136,3 +136,29 @@ def test_context_parallelism_in_layers_of_transformer_engine_says_nothing(
     monkeypatch.setattr(configuration, "te_trouble", lambda: None)
     monkeypatch.setattr(configuration, "is_installed", lambda name: True)
     assert found(config_with(*BFLOAT16, "policy.context_parallel_size=2"), 2, cuda=True) == []
+
+
+ONCE = "tokens with the same history are computed once"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cuda", "note"),
+    [
+        (BFLOAT16, True, f"{ONCE}, in attention for each sequence"),
+        ((*BFLOAT16, "policy.layer_spec=local"), True, ONCE),
+        ((), True, ONCE),  # float32 has local layers
+        (BFLOAT16, False, ONCE),
+        (
+            (*BFLOAT16, "policy.context_parallel_size=2"),
+            True,
+            "not shared: sequences are split (policy.context_parallel_size)",
+        ),
+        ((*BFLOAT16, "policy.share_prefixes=off"), True, "not shared: policy.share_prefixes is off"),
+    ],
+)
+def test_the_dry_run_says_what_is_computed_once(
+    config_with: Make, overrides: tuple[str, ...], cuda: bool, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configuration, "te_trouble", lambda: None)
+    monkeypatch.setattr(configuration, "is_installed", lambda name: True)
+    assert prefix_note(config_with(*overrides), cuda=cuda) == note

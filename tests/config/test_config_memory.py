@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from ctpo_megatron.config import PolicyConfig, Split, layer_activations, stage_memory
-from ctpo_megatron.config.memory import in_flight, memory, model_parameters, peak_memory, stage_parameters
+from ctpo_megatron.config.memory import (
+    in_flight,
+    memory,
+    model_parameters,
+    peak_memory,
+    repeated_token_share,
+    stage_parameters,
+)
 from ctpo_megatron.preflight import memory_table
 from docs.site.sizing import MODELS, SIZINGS
 
@@ -121,6 +128,21 @@ def test_local_layers_keep_copies() -> None:
     bare = replace(spec, qk_norm=False)
     te, local = (layer_activations(bare, Split(local_layers=local)) for local in (False, True))
     assert local["attention"] - te["attention"] == 2 * 32 * 128
+
+
+def test_attention_of_whole_sequences_keeps_tokens_of_one_row() -> None:
+    """Of Qwen3-4B: 32 heads of queries and of the output, 8 of keys and of values; 4 bytes a log-sum-exp."""
+    spec, shared = MODELS["Qwen3-4B"], replace(ROW, shared_prefixes=True)
+    row, alone = (layer_activations(spec, split) for split in (shared, ROW))
+    assert row["attention"] - alone["attention"] == 2 * (32 + 8) * 128  # the output of rows, and gathered values
+    token, gradients = 2 * (2 * 32 + 2 * 8) * 128 + 4 * 32, 4 * 8 * 128
+    size = sum(row.values())
+    assert repeated_token_share(spec, shared) == (36 * token + token + gradients) / (36 * size + size)
+    again = replace(shared, recompute=("full",))
+    assert repeated_token_share(spec, again) == (2 * token + gradients) / (35 * row["input"] + 2 * size)
+    stages = repeated_token_share(spec, replace(shared, pipeline=2))
+    # The last stage has one micro-batch in flight, so that what backward adds weighs more there.
+    assert stages == repeated_token_share(replace(spec, num_layers=18), shared) > repeated_token_share(spec, shared)
 
 
 def test_repeated_keys_of_float32_are_counted() -> None:

@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import (
     PackingRules,
+    PrefixOrder,
     TokenSequence,
     Trajectory,
     micro_batch_count,
@@ -93,6 +94,32 @@ def test_every_token_is_packed_once_within_the_rules(
             assert not masked[~real].any()
         assert sum(rules.padded(length) for length in batch.lengths) <= budget
     assert sorted(seen) == list(range(len(lengths)))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=12), min_size=1, max_size=20),
+    st.integers(12, 40),
+    st.sampled_from([0.0, 0.2, 0.9]),
+)
+def test_tokens_of_one_row_take_their_share_of_a_micro_batch(
+    answers: list[list[int]], budget: int, repeated: float
+) -> None:
+    sequences = []
+    for index, answer in enumerate(answers):
+        trajectory = Trajectory(f"p{index}", 0, seed=0)
+        trajectory.append_context(answer[:1], turn=0)
+        trajectory.append_model(answer[1:], [-0.5] * len(answer[1:]), [0] * len(answer[1:]), turn=1)
+        sequences.append(trajectory)
+    tokens = token_sequences(sequences)
+    order = PrefixOrder.of([each.records["token_ids"] for each in tokens])
+    rules = PackingRules(budget, repeated_token=repeated)
+    batches = pack(tokens, None, rules, order=order)
+    assert sorted(place for batch in batches for place in batch.sequences) == [*range(len(answers))]
+    for batch in batches:
+        rows = len(
+            {tuple(answer[:end]) for answer in map(answers.__getitem__, batch.sequences) for end in range(1, 13)}
+        )
+        assert rows + repeated * (batch.num_tokens - rows) <= budget
 
 
 def test_more_micro_batches_come_from_halving_the_largest() -> None:

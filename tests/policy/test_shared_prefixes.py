@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,31 @@ import torch.nn.functional as F
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, layers, policy_gradient
-from ctpo_megatron.policy.attention_plan import EXACT
+from ctpo_megatron.policy import (
+    Layout,
+    Trainer,
+    destroy_distributed,
+    init_distributed,
+    layers,
+    minibatch,
+    policy_gradient,
+)
 from ctpo_megatron.policy.context import ContextSplit, Targets
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.model import _build_gpt
 from ctpo_megatron.policy.predictions import LogitsPredictions
-from tests.policy import models
+from tests.policy import models, te_layers
+from tests.policy.jobs import PP2, SP2
+from tests.support import ranks
 
 TEMPERATURE = 0.7
+
+
+@pytest.fixture(params=["local layers", "whole sequences"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of rows, and that of Transformer Engine's layers."""
+    if request.param == "whole sequences":
+        te_layers.install(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +97,7 @@ def by_sequence(made: list[MiniBatch], column: str) -> dict[int, torch.Tensor]:
 @pytest.mark.parametrize("tokens", [2, 500])
 @pytest.mark.parametrize("micro_batch_tokens", [8192, 96])
 def test_log_probs_and_gradients_are_those_of_whole_sequences(
-    head: str, tokens: int, micro_batch_tokens: int, layout: Layout, tmp_path: Path
+    head: str, tokens: int, micro_batch_tokens: int, attention: None, layout: Layout, tmp_path: Path
 ) -> None:
     models.build("qwen3-tied", tmp_path)
     given, settings = trajectories(0, tokens=tokens), {"head": head, "micro_batch_tokens": micro_batch_tokens}
@@ -99,7 +116,9 @@ def test_log_probs_and_gradients_are_those_of_whole_sequences(
 
 
 @pytest.mark.parametrize("head", ["logits", "streaming"])
-def test_micro_batches_without_shared_tokens_may_be_among_others(head: str, layout: Layout, tmp_path: Path) -> None:
+def test_micro_batches_without_shared_tokens_may_be_among_others(
+    head: str, attention: None, layout: Layout, tmp_path: Path
+) -> None:
     models.build("qwen3-untied", tmp_path)
     given = [*trajectories(0, groups=2, tokens=500), *models.trajectories(8)]
     _, expected = passed(layout, tmp_path, "off", given, head=head, micro_batch_tokens=96)
@@ -109,9 +128,35 @@ def test_micro_batches_without_shared_tokens_may_be_among_others(head: str, layo
         assert torch.linalg.vector_norm(found[name] - tensor) <= 2e-5 * torch.linalg.vector_norm(tensor), name
 
 
-def test_in_float64_they_are_equal_to_rounding(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a module of the same layers, without Megatron's buffers of gradients, which are float32."""
+def test_flops_of_attention_are_those_of_what_it_computes(attention: None, layout: Layout, tmp_path: Path) -> None:
     models.build("qwen3-tied", tmp_path)
+    work, given = {}, models.trajectories(8, groups=True)
+    for share in ("off", "auto"):
+        policy = Trainer(PolicyConfig(share_prefixes=share), layout, tmp_path, temperature=TEMPERATURE)  # type: ignore[arg-type]
+        (mini,) = policy.distribute(given, models.advantages(8), size=8)
+        work[share] = mini.work
+    spec, all_tokens, distinct = policy.spec, work["off"].distinct_tokens, work["auto"].distinct_tokens
+    prompts = [int(np.argmax(each.response_mask)) for each in given if each.sample_index]
+    assert all_tokens - distinct == sum(prompts)  # those of all samples of a group but one
+    pairs = [length * (length + 1) // 2 for length in prompts]
+    attention_of_prompts = 4 * spec.num_layers * spec.num_attention_heads * spec.head_dim * sum(pairs)
+    saved = sum(spec.forward_flops(length, 0) for length in prompts)
+    if policy._model.attention is None:
+        saved -= attention_of_prompts
+    assert work["off"].trained_flops - work["auto"].trained_flops == saved
+
+
+@pytest.mark.parametrize("multiple", [1, 11])
+def test_in_float64_they_are_equal_to_rounding(
+    multiple: int, attention: None, layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a module of the same layers, without Megatron's buffers of gradients, which are float32.
+
+    multiple: of the rows, as for sequence parallelism. 9 of them are of no token then.
+    """
+    models.build("qwen3-tied", tmp_path)
+    rules = minibatch.packing_rules
+    monkeypatch.setattr(minibatch, "packing_rules", lambda config: replace(rules(config), batch_multiple=multiple))
     monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps))
     found: dict[str, tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]] = {}
     for share in ("off", "auto"):
@@ -120,14 +165,14 @@ def test_in_float64_they_are_equal_to_rounding(layout: Layout, tmp_path: Path, m
         module = _build_gpt(policy._model.config, policy.spec, config, None)
         module.load_state_dict(policy._model.gpt[0].state_dict())
         module.double()
-        (mini,) = policy.distribute(given := trajectories(1, tokens=2), [1.0, -0.5] * (len(given) // 2), len(given))
+        (mini,) = policy.distribute(given := trajectories(2, tokens=2), [1.0, -0.5] * (len(given) // 2), len(given))
         log_probs = dict[int, torch.Tensor]()
         for micro in mini.micro_batches:
-            assert (micro.forest is None) == (share == "off")
+            assert micro.num_rows % multiple == 0 and (micro.forest is None) == (share == "off")
+            assert micro.forest is None or micro.num_rows - micro.distinct_tokens == (9 if multiple > 1 else 0)
             split = ContextSplit.of(micro.cu_seqlens)
-            packed = layers.packed_sequences(micro, split, policy._model.attention or EXACT)
-            take = split.take if micro.forest is None else packed.attention_plan.take
-            rows = take(micro.token_ids)[None], take(micro.position_ids)[None]
+            packed = layers.packed_sequences(micro, split, policy._model.attention)
+            rows = packed.take(micro.token_ids)[None], packed.take(micro.position_ids)[None]
             output = module(*rows, attention_mask=None, packed_seq_params=packed)
             targets = Targets.of(micro, split)
             made = LogitsPredictions(targets, TEMPERATURE, policy.spec.vocab_size, output[0]).log_probs()
@@ -140,3 +185,30 @@ def test_in_float64_they_are_equal_to_rounding(layout: Layout, tmp_path: Path, m
     assert max(float((shared[place] - values).abs().max()) for place, values in whole.items()) <= 1e-12
     for name, tensor in expected.items():
         assert torch.linalg.vector_norm(mine[name] - tensor) <= 1e-12 * torch.linalg.vector_norm(tensor), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [PP2 | {"micro_batch_tokens": 192}, {"recompute": "full"} | SP2, {"recompute": "selective"} | SP2],
+    ids=["PP", "SP, full recompute", "SP, recomputed attention"],
+)
+def test_whole_sequences_in_attention_on_two_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
+    models.build("qwen3-tied", tmp_path)
+    for log_probs, gradients in ranks.run(apart_on_a_rank, tmp_path, settings, ranks=2):
+        assert log_probs <= 1e-5 and gradients <= 2e-5
+
+
+def apart_on_a_rank(path: Path, settings: dict[str, Any]) -> tuple[float, float]:
+    """How far passes of Transformer Engine's layers with and without sharing are apart: log-probs and gradients."""
+    te_layers.install()
+    layout = init_distributed(PolicyConfig(**settings), seed=0)
+    given = trajectories(2, tokens=3)
+    (whole, expected), (shared, found) = (passed(layout, path, share, given, **settings) for share in ("off", "auto"))
+    assert any(micro.forest for mini in shared for micro in mini.micro_batches)
+    log_probs = 0.0
+    if layout.has_loss:
+        mine, other = by_sequence(shared, "log_probs"), by_sequence(whole, "log_probs")
+        log_probs = max(float((mine[place] - values).abs().max()) for place, values in other.items())
+    norms = [(torch.linalg.vector_norm(found[name] - t), torch.linalg.vector_norm(t)) for name, t in expected.items()]
+    destroy_distributed()
+    return log_probs, max(float(apart / norm) for apart, norm in norms)

@@ -14,6 +14,8 @@ from tests.rehearsal.synchronizations import Synchronization
 class Case:
     """adam: see `fused_adam.install`. layout: sizes of the parallel layout, as keys of `policy`.
 
+    te_layers: of Transformer Engine, with stand-ins for its attention and rotation (`tests/policy/te_layers.py`).
+
     quick: part of `make test`, where each value of each choice is met once; all are part of `make test-slow`.
 
     Memory is given back and taken again (`policy.offload`) where 16 bits meet the distributed optimizer.
@@ -27,11 +29,13 @@ class Case:
     distributed: bool
     layout: Mapping[str, Any] = field(default_factory=dict)
     quick: bool = False
+    te_layers: bool = False
 
     @property
     def name(self) -> str:
         how = "-".join(key.split("_")[0] for key in self.layout) or "data"
-        parts = (self.family, self.dtype, self.head, self.adam, "distributed" if self.distributed else "")
+        options = ("distributed" if self.distributed else "", "te-layers" if self.te_layers else "")
+        parts = (self.family, self.dtype, self.head, self.adam, *options)
         return "-".join(filter(None, (*parts, f"{self.ranks}-ranks-{how}" if self.ranks > 1 else "")))
 
 
@@ -62,4 +66,6 @@ CASES = (
     Case("transformer_engine", 2, DENSE, "float16", "streaming", True, TENSOR),
     # Beyond pairs: what README recommends for eight GPUs, and sequences that are cut over ranks.
     Case("transformer_engine", 2, DENSE, "bfloat16", "streaming", True, CONTEXT, quick=True),
+    # Whole sequences around the attention of rows that are computed once.
+    Case("transformer_engine", 2, DENSE, "bfloat16", "streaming", True, TENSOR, quick=True, te_layers=True),
 )

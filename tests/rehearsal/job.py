@@ -26,7 +26,7 @@ from ctpo_megatron.policy import (
 )
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.verify.batch import record_experts
-from tests.policy import models
+from tests.policy import models, te_layers
 from tests.rehearsal import fused_adam, synchronizations
 from tests.rehearsal.cases import Case, Report
 from tests.rehearsal.synchronizations import phase
@@ -57,6 +57,8 @@ def config_of(case: Case) -> PolicyConfig:
 def rehearse(case: Case, model: Path, folder: Path) -> Report:
     """One case on this rank. Raises whatever CUDA's rules refuse, and AssertionError for what came out wrong."""
     fused_adam.install(case.adam)
+    if case.te_layers:
+        te_layers.install()
     layout = init_distributed(config_of(case), seed=0)
     try:
         assert device.CUDA and layout.device == torch.device("cuda", layout.rank)
@@ -71,6 +73,8 @@ def rehearse(case: Case, model: Path, folder: Path) -> Report:
         _same(before, _weights(resumed))
         _same(first, _update(0, resumed))
         _check_export(resumed, folder, is_rank_zero=layout.is_rank_zero)
+        if case.te_layers:
+            _check_sharing(case, resumed, model)
     finally:
         destroy_distributed()
     return Report(counts, counted)
@@ -140,6 +144,21 @@ def _check_export(on: Trainer, folder: Path, *, is_rank_zero: bool) -> None:
     _same(weights, load_file(writer.path))
     if is_rank_zero:
         _same(weights, load_file(folder / "export" / "model.safetensors"))
+
+
+def _check_sharing(case: Case, on: Trainer, model: Path) -> None:
+    """Log-probs of the model with tokens of the same history computed once, and without."""
+    found = []
+    for share in ("auto", "off"):
+        config = config_of(case).model_copy(update={"share_prefixes": share})
+        policy = Trainer(config, on.layout, model, temperature=0.9)
+        batch = _mini_batch(0, policy)
+        assert all((micro.forest is not None) == (share == "auto") for micro in batch.micro_batches)
+        policy.compute_old_log_probs([batch])
+        micro_batches = batch.micro_batches
+        found.append({place: micro.old_log_probs[at].cpu() for micro in micro_batches for place, at in micro.places()})
+    for place, log_probs in found[1].items():
+        assert torch.allclose(found[0][place], log_probs, atol=0.05), (place, found[0][place] - log_probs)
 
 
 @contextmanager
