@@ -4,9 +4,8 @@
 
 Two Ray nodes run on this machine, the driver on the first, a receiver on the second, so all bytes go over loopback.
 Both sides start with the same tensors in the driver and end when the receiver has read a number of every page of each
-tensor. TCP: a copy is made, which the receiver fetches bucket by bucket meanwhile. Ray: `ray.put` of
-the tensors as NumPy arrays (which Ray hands over without pickling their bytes), `ray.get` in the receiver. "With
-checksums" adds what the transport does for verification in the trainer, for which Ray has no counterpart.
+tensor. TCP: a copy is made and summed, which the receiver fetches and sums bucket by bucket meanwhile. Ray: `ray.put`
+of the tensors as NumPy arrays (which Ray hands over without pickling their bytes), `ray.get` in the receiver, no sums.
 """
 
 from __future__ import annotations
@@ -15,22 +14,21 @@ import argparse
 import itertools
 import json
 import os
-import secrets
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.kernels import report
-from ctpo_megatron.base.tensor_rows import TensorRows
+from ctpo_megatron.engines.weights import EngineFacts, Manifest, TransportSettings, WeightTransport, open_transport
 from ctpo_megatron.engines.weights.checksums import Checksums
-from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, FetchMessage, fetched
-from ctpo_megatron.engines.weights.tcp_transport import WeightMemory, WeightServer
+from ctpo_megatron.engines.weights.tcp import FetchMessage, fetched
 
+T = TypeVar("T")
 GOAL = 3.0
 HOST = "127.0.0.2"
 """Of the loopback; Ray replaces 127.0.0.1 by an address that others can reach."""
@@ -59,7 +57,7 @@ class Receiver:
         return sum(touch(torch.from_numpy(array)) for array in ray.get(boxed[0]).values())
 
     def take_tcp(self, message: FetchMessage) -> float:
-        return sum(touch(tensor) for _, tensor in fetched(message))
+        return sum(touch(tensor) for _, tensor in Checksums().watch(fetched(message)))
 
     def node(self) -> str:
         import ray
@@ -67,27 +65,37 @@ class Receiver:
         return str(ray.get_runtime_context().get_node_id())
 
 
-def sides(receiver: Any, tensors: dict[str, torch.Tensor], bucket_bytes: int) -> tuple[Sides, WeightServer]:
+class OneRank:
+    """A job of one rank, as a transport sees it."""
+
+    rank, pp_rank, is_rank_zero = 0, 0, True
+
+    def on_rank_zero(self, action: Callable[[], T]) -> T:
+        return action()
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+
+def sides(receiver: Any, tensors: dict[str, torch.Tensor], bucket_bytes: int) -> tuple[Sides, WeightTransport]:
     """What is timed, by name."""
     import ray
 
-    secret = secrets.token_bytes(SECRET_BYTES)
-    server, memory, versions = WeightServer(HOST, secret, 120.0), WeightMemory(), itertools.count()
-    rows = [TensorRows.whole(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    facts, settings = EngineFacts(torch.float32, HOST, "tcp"), TransportSettings(bucket_bytes, 120.0, HOST)
+    manifest = Manifest((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    ranks: Any = OneRank()
+    transport, versions = open_transport(ranks, facts, settings, manifest, None), itertools.count(1)
 
-    def tcp(checksums: Checksums | None = None) -> float:
-        memory.plan(rows, next(versions))
-        server.serve(memory)
-        shares: Any = [(*server.address, memory.entries)]
-        taken = receiver.take_tcp.remote(FetchMessage(shares, secret.hex(), memory.version, bucket_bytes, 120.0))
-        memory.fill(zip(rows, tensors.values(), strict=True), checksums)
+    def tcp() -> float:
+        version = next(versions)
+        taken = receiver.take_tcp.remote(FetchMessage(**transport.announce(version) or {}))
+        transport.send(tensors.items(), version)
         return float(ray.get(taken))
 
     def objects() -> float:
         return float(ray.get(receiver.take_object.remote([ray.put({n: t.numpy() for n, t in tensors.items()})])))
 
-    checked = "tcp with checksums"
-    return {"tcp": tcp, checked: lambda: tcp(Checksums(1, torch.float32)), "ray.put and ray.get": objects}, server
+    return {"tcp": tcp, "ray.put and ray.get": objects}, transport
 
 
 def run(mib: int, rounds: int, bucket_mib: int) -> dict[str, Any]:
@@ -110,7 +118,7 @@ def run(mib: int, rounds: int, bucket_mib: int) -> dict[str, Any]:
         count = mib // _TENSOR_MIB
         tensors = {f"model.layers.{n}.weight": torch.randn(_TENSOR_MIB << 8, 1 << 10) for n in range(count)}
         expected = sum(touch(tensor) for tensor in tensors.values())
-        timed, server = sides(receiver, tensors, bucket_mib << 20)
+        timed, transport = sides(receiver, tensors, bucket_mib << 20)
         seconds: dict[str, list[float]] = {name: [] for name in timed}
         for number in range(rounds + 1):
             for name, side in list(timed.items())[:: 1 if number % 2 else -1]:
@@ -120,7 +128,7 @@ def run(mib: int, rounds: int, bucket_mib: int) -> dict[str, Any]:
                     seconds[name].append(time.perf_counter() - began)
                 if found != expected:
                     raise RuntimeError(f"{name}: other numbers arrived")
-        server.close()
+        transport.close()
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -78,9 +78,6 @@ NEVER_IMPORT = {
 VLLM_PATCHES = PACKAGE / "engines" / "cpu"
 VLLM_WEIGHTS, TRANSFER = PACKAGE / "engines" / "weights", "vllm.distributed.weight_transfer"
 VLLM_EXCEPTIONS = {
-    # Whatever the device, sums of what a worker keeps need to know how its layers cut and fuse tensors: vLLM has no
-    # public way to ask for a shard of a tensor by the checkpoint's name.
-    "engine_checksums.py": ("vllm.model_executor.layers", "vllm.distributed.get_tensor_model_parallel_rank"),
     # A backend of vllm.distributed.weight_transfer makes layers loadable by what vLLM's own backends call; the base
     # class leaves that to the backend.
     "receiver.py": ("vllm.model_executor.model_loader.reload",),
@@ -93,8 +90,7 @@ ALL_RANKS = (
     "policy",
     "verify",
     "base/stop.py",
-    "engines/weights/file.py",
-    "engines/weights/tcp_transport.py",
+    "engines/weights/tcp.py",
     "engines/weights/vllm.py",
     "preflight/devices.py",
     "run/ranks.py",

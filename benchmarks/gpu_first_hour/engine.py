@@ -22,7 +22,8 @@ from ctpo_megatron.config import Config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EnginePool, GroupTask, Sampling
-from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport
+from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, open_transport
+from ctpo_megatron.engines.weights.checksums import Sums
 from ctpo_megatron.rollouts import GroupSampler
 
 
@@ -54,7 +55,7 @@ def measure(config: Config, device: str) -> dict[str, float]:
         for version in (0, 1):
             if version:
                 clock = time.perf_counter()
-                pool.send(_Trainer(reference.move(model), device, facts, config), version)
+                pool.send(_Trainer(reference.move(model), device, facts, config, pool), version)
                 pool.finish_update()
                 figures["sync_s"] = time.perf_counter() - clock
             clock = time.perf_counter()
@@ -72,21 +73,27 @@ async def sampled(sampler: GroupSampler, prompts: Sequence[Prompt], version: int
     return [trajectory for group in await asyncio.gather(*map(sampler.sample, tasks)) for trajectory in group]
 
 
-class _Trainer(reference.OneRank):
-    """Offers its weights by the transport of these engines."""
+class _Trainer:
+    """Sends its weights by the transport of these engines."""
 
     def __init__(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], device: str, facts: EngineFacts, config: Config
+        self,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        device: str,
+        facts: EngineFacts,
+        config: Config,
+        pool: EnginePool,
     ) -> None:
-        super().__init__(tensors, device, facts.dtype)
-        self._transport: Any = open_transport(self, facts, TransportSettings.of(config.rollout.weights))
+        ranks: Any = reference.OneRank(tensors, device, facts.dtype)
+        settings = TransportSettings.of(config.rollout.weights)
+        self._tensors = ranks.tensors
+        self._transport = open_transport(ranks, facts, settings, ranks.manifest(), pool)
 
-    def offer(self, version: int) -> WeightOffer:
-        self._offer: WeightOffer = self._transport.offer(self, version)
-        return self._offer
+    def announce(self, version: int) -> dict[str, Any] | None:
+        return self._transport.announce(version)
 
-    def transfer(self) -> None:
-        self._offer.transfer()
+    def send(self, version: int) -> Sums:
+        return self._transport.send(self._tensors.items(), version)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
 """One `RolloutEngine` in this process, without Ray: generate, sleep, take weights from a second process, generate.
 
 The first sign of life of the CUDA path, and where a debugger reaches. On a CPU the engine does not sleep, and the
-weights go by a file instead of CUDA IPC; `rollout.weights.transport` names another way.
+weights go over TCP instead of CUDA IPC; `rollout.weights.transport` names another way.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import json
 import multiprocessing
 import os
-import pickle
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +30,7 @@ from ctpo_megatron.engines import GroupTask, Sampling
 from ctpo_megatron.engines.engine import RolloutEngine
 from ctpo_megatron.engines.tasks import EngineSpec
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, open_transport
-from ctpo_megatron.engines.weights.checksums import Checksums, Part, Sums, differences
+from ctpo_megatron.engines.weights.checksums import different
 
 ADDRESS = "127.0.0.1"
 FAILED = "failed"
@@ -61,7 +59,7 @@ def main() -> None:
 async def measure(config: Config, device: str, logs: Path) -> dict[str, Any]:
     """Seconds and GPU memory of each part, and |log-prob difference| (nats) before and after the update."""
     model, prompts = reference.truth(config), reference.prompts_of(config)
-    transport = choose_transport(config.rollout.weights, config.placement, device, cluster=False)
+    transport = choose_transport(config.rollout.weights, config.placement, device)
     figures: dict[str, Any] = {"transport": transport}
     spec = EngineSpec(config, "unused", logs, device=device, transport=transport)  # one turn: no tool is called
     # As in an actor: this process has threads, which a fork would lose.
@@ -156,10 +154,9 @@ async def _serve(engine: RolloutEngine, pipe: Connection, version: int) -> None:
         report = result or report
         pipe.send(method)
     assert report is not None and report.version == str(version), report
-    wrong, unchecked = differences((Part(*part) for part in report.parts), call[1])
-    if wrong:
-        raise RuntimeError(f"the engine keeps other values than it was sent in {', '.join(wrong[:5])}")
-    print(f"checksums agree; not compared: {unchecked or 'none'}", flush=True)
+    if wrong := [name for sums in report.sums for name in different(call[1], sums)]:
+        raise RuntimeError(f"the engine has received other values than it was sent in {', '.join(wrong[:5])}")
+    print("sums agree", flush=True)
 
 
 def send_weights(pipe: Connection, config: Config, facts: EngineFacts, device: str) -> None:
@@ -177,71 +174,33 @@ def _send_weights(pipe: Connection, config: Config, facts: EngineFacts, device: 
 
     pipe.send("ready")
     _receive(pipe)
-    send = _by_ipc if facts.transport == "ipc" else _by_ours
-    pipe.send(("sums", send(source, facts, TransportSettings.of(config.rollout.weights), pipe)))
-
-
-def _by_ours(source: reference.OneRank, facts: EngineFacts, settings: TransportSettings, pipe: Connection) -> Sums:
-    """By file or tcp: the engine fetches by itself, once it was told."""
-
-    class Update:
-        nodes = (ADDRESS,)
-
-        def tell(self, message: dict[str, Any], own: Sequence[dict[str, Any]] = ({},)) -> None:
-            pipe.send(("update_weights", message | own[0], 1))
-
-    update: Any = Update()
-    offer = open_transport(source, facts, settings).offer(source, 1)
-    try:
-        offer.begin(update)
-        offer.transfer()
+    ranks: Any = source
+    pool: Any = Pool(pipe)
+    settings = TransportSettings.of(config.rollout.weights)
+    transport = open_transport(ranks, facts, settings, source.manifest(), pool)
+    message = transport.announce(1)
+    if message is not None:
+        pipe.send(("update_weights", message, 1))
+    sums = transport.send(source.tensors.items(), 1)
+    if message is not None:
         _receive(pipe)
-        offer.end()
-        return offer.sums
-    finally:
-        offer.close()
+    pipe.send(("sums", sums))
+    transport.close()
 
 
-def _by_ipc(source: reference.OneRank, facts: EngineFacts, settings: TransportSettings, pipe: Connection) -> Sums:
-    """As `weights.vllm` and `WeightClient` do it through Ray."""
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+class Pool:
+    """The pool as a transport that leads its engines sees it: one engine, at the other end of a pipe."""
 
-    checksums = Checksums(1, facts.dtype)
-    shapes = source.weight_shapes()
+    members = ("engine",)
 
-    class Source(WeightSource):
-        def metadata(self) -> list[ParamMeta]:
-            return [ParamMeta(name, dtype, shape) for name, shape, dtype in shapes]
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
 
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return checksums.watch(source.weights())
-
-    def call(method: str, *arguments: Any) -> None:
-        pipe.send((method, *arguments))
-        _receive(pipe)
-
-    class Client:
-        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-            call("init_weight_transfer", init_info)
-
-        def start_weight_update(self) -> None:
-            call("start_weight_update")
-
-        def update_weights(self, update_info: dict[str, Any]) -> None:
-            pickled = base64.b64encode(pickle.dumps(update_info["ipc_handles"])).decode()
-            call("receive_weights", update_info | {"ipc_handles": None, "ipc_handles_pickled": pickled})
-
-        def finish_weight_update(self, weight_version: str | None = None) -> None:
-            call("finish_weight_update", 1)
-
-    largest = max(tensor.nbytes for _, tensor in source.weights())
-    size = max(settings.bucket_bytes, largest)
-    info = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=0)
-    client: Any = Client()
-    WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source()).send_weights()
-    return checksums.sums
+    def lead(self, method: str, arguments: Any = None, abort: Any = None) -> list[str]:
+        """Have the engine do it; returns when it has."""
+        self._pipe.send((method, *([] if arguments is None else [arguments(0)])))
+        _receive(self._pipe)
+        return []
 
 
 if __name__ == "__main__":

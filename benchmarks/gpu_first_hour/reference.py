@@ -6,7 +6,7 @@ Importing this loads neither Ray nor Megatron: the first stages run where these 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.gpu_first_hour.overrides import on_device
-from ctpo_megatron.base.tensor_rows import TensorRows
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Prompt, PromptRules, Trajectory, read_prompts
+from ctpo_megatron.engines.weights import Manifest
 from examples.toolmath import Task, write_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,12 +89,12 @@ def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
 
 
 class OneRank:
-    """A trainer of one rank whose weights are these, on `device` and in `dtype`: a `WeightSource` and its `Ranks`."""
+    """A job of one rank, as a transport sees its `Layout`, whose weights are these, on `device` and in `dtype`."""
 
-    rank, is_rank_zero = 0, True
+    rank, pp_rank, is_rank_zero = 0, 0, True
 
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], device: str, dtype: torch.dtype) -> None:
-        self._tensors = {name: tensor.to(device, dtype) for name, tensor in tensors}
+        self.tensors = {name: tensor.to(device, dtype) for name, tensor in tensors}
 
     def on_rank_zero(self, action: Callable[[], Any]) -> Any:
         return action()
@@ -102,17 +102,8 @@ class OneRank:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._tensors.items()
-
-    def own_weights(self) -> Iterator[tuple[TensorRows, torch.Tensor]]:
-        yield from zip(self.own_weight_rows(), self._tensors.values(), strict=True)
-
-    def own_weight_rows(self) -> list[TensorRows]:
-        return [TensorRows.whole(*shape) for shape in self.weight_shapes()]
-
-    def weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()]
+    def manifest(self) -> Manifest:
+        return Manifest((name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items())
 
 
 def write_model(shapes: Path, folder: Path, device: str) -> None:

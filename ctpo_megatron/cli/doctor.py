@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", metavar="a.b=c", nargs="*", default=[], help="override a key of it, or all keys of a further file"
     )
-    parser.add_argument(
-        "--model", metavar="DIR", type=Path, help="a model directory: is there shared memory for its weights?"
-    )
+    parser.add_argument("--model", metavar="DIR", type=Path, help="a model directory: is there memory for its weights?")
     parser.add_argument("--deep", action="store_true", help="import everything, and let ranks exchange tensors")
     parser.add_argument(
         "--template",

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check every layout and objective; returns 1 if one failed or exceeds the tolerance."""
-    from ctpo_megatron.verify import OBJECTIVES, TOLERANCE, verify
+    """Check every layout and objective, and an engine's weights; returns 1 if one failed or exceeds the tolerance."""
+    from ctpo_megatron.verify import OBJECTIVES, TOLERANCE, read_back, verify
 
     objectives = list(OBJECTIVES) if args.objective == ["all"] else args.objective
     _refuse_unknown("preset", objectives, OBJECTIVES)
@@ -47,6 +47,9 @@ def run(args: argparse.Namespace) -> int:
         failed, total = failed + (not good), total + 1
         print(check.row() + ("" if good else "  FAILED"), *check.problem.splitlines(), sep="\n    ", flush=True)
     print(f"{total - failed} of {total} within {tolerance:g} of the float64 oracle")
+    for what, problem in () if args.layouts or args.model else read_back():
+        print(f"{what}: {problem or 'read back as they were sent'}" + ("  FAILED" if problem else ""), flush=True)
+        failed += bool(problem)
     return 1 if failed else 0
 
 

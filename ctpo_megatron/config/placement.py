@@ -36,13 +36,13 @@ def shares_gpus(config: Config) -> bool:
     return config.placement.mode == "colocated" and needs_engines(config)
 
 
-def choose_transport(weights: WeightsConfig, placement: PlacementConfig, device: Device, *, cluster: bool) -> Transport:
-    """What carries weights to engines on `device`; cluster: Ray runs over several nodes (`RAY_ADDRESS`)."""
+def choose_transport(weights: WeightsConfig, placement: PlacementConfig, device: Device) -> Transport:
+    """What carries weights to engines on `device`."""
     if weights.transport != "auto":
         return weights.transport
     if device == "cuda":
         return "ipc" if placement.mode == "colocated" else "nccl"
-    return "tcp" if cluster else "file"
+    return "tcp"
 
 
 @dataclass(frozen=True)

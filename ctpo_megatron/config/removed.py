@@ -20,6 +20,7 @@ KEYS: dict[str, str] = {
 """Dotted key of a section or a leaf -> what takes its place. Passed over in the configuration that a run has stored."""
 
 VALUES: dict[tuple[str, str], str] = {
+    ("rollout.weights.transport", "file"): "give tcp, which engines on the same machine fetch from, too, or auto",
     ("rollout.weights.transport", "nccl_m2n"): "give nccl or auto",
 }
 """Dotted key and a value that it no longer has -> what takes its place. Passed over as `KEYS` are."""

@@ -42,7 +42,7 @@ class EngineConfig(Section):
     )
 
 
-Transport = Literal["file", "tcp", "nccl", "ipc"]
+Transport = Literal["tcp", "nccl", "ipc"]
 
 
 class WeightsConfig(Section):
@@ -50,8 +50,8 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", Transport] = Field(
         default="auto",
-        description="file: shared memory of one node; tcp: any nodes; nccl and (on shared GPUs) ipc: vLLM's own, for "
-        "CUDA; auto: by placement and device",
+        description="tcp: any nodes, this one included; nccl and (on shared GPUs) ipc: vLLM's own, for CUDA; auto: by "
+        "placement and device",
     )
     timeout_s: Seconds = Field(
         default=300.0, description="deadline of one update for every engine; a late engine is replaced"

@@ -92,7 +92,7 @@ class RolloutEngine:
             nodes=self._config.cluster.nodes,
         )
         self._environment = make_environment(self._config.rollout, self._config.data)
-        backend = {"file": receiver.FILE, "tcp": receiver.TCP}.get(self._spec.transport, self._spec.transport)
+        backend = receiver.backend(self._spec.transport)
         arguments = self._setup.arguments(self._config, self._spec.model_path)
         with _refusals_in_words():
             settings = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=backend), **arguments)
@@ -146,8 +146,8 @@ class RolloutEngine:
             return GroupOutcome(None, str(failures[0]), calls)
         return GroupOutcome(trajectories)
 
-    async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:
-        """Load the offered weights, drop the prefix cache and set the weight version to `version`.
+    async def update_weights(self, message: dict[str, Any], version: int) -> UpdateReport:
+        """Load the weights of a transport's message, drop the prefix cache and set the weight version to `version`.
 
         Requests in flight are paused, and continue with the new weights; their keys and values are computed again.
         They are resumed after a failure as well: vLLM's engine then dies of layers without weights, and its requests
@@ -156,7 +156,7 @@ class RolloutEngine:
         began = time.monotonic()
         try:
             await self.start_weight_update()
-            await self.receive_weights(offer)
+            await self.receive_weights(message)
             report = await self.finish_weight_update(version)
             return replace(report, seconds=time.monotonic() - began)
         finally:
@@ -172,22 +172,23 @@ class RolloutEngine:
             await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
 
-    async def receive_weights(self, offer: dict[str, Any]) -> None:
-        """Load the offered tensors: all of the model or some."""
-        await self._llm.update_weights(update_request(offer))
+    async def receive_weights(self, message: dict[str, Any]) -> None:
+        """Load the tensors that a message describes: all of the model or some."""
+        await self._llm.update_weights(update_request(message))
 
     async def finish_weight_update(self, version: int) -> UpdateReport:
-        """Switch to the new weights, compute their checksums, and resume requests."""
+        """Switch to the new weights, and resume requests; returns what has arrived."""
         try:
             await self._llm.finish_weight_update(weight_version=str(version))
-            answers = await self._llm.collective_rpc("ctpo_checksums", args=(version,))
+            sums = await self._llm.collective_rpc("ctpo_sums")
             taken = await self.ping()  # once requests resume it would wait for a step that fills all caches
         finally:
             await self._resume()
         async with self._updated:
             self._version = version
             self._updated.notify_all()
-        return UpdateReport(taken, [tuple(part) for of_worker in answers for part in of_worker])
+        # A tuple is a list when it comes from another process.
+        return UpdateReport(taken, [{name: (size, total) for name, (size, total) in worker.items()} for worker in sums])
 
     async def _resume(self) -> None:
         """Resume the requests that an update paused, if it did."""

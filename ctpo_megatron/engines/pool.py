@@ -6,16 +6,17 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from ctpo_megatron.base.event_loop import EventLoop, Work, end
-from ctpo_megatron.base.run_paths import RunPaths, step_name
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import Cancelled, NeverStop, StopRequest
 from ctpo_megatron.config import (
     ClusterConfig,
@@ -39,9 +40,9 @@ from ctpo_megatron.engines.tasks import (
     GroupFailed,
     GroupTask,
 )
-from ctpo_megatron.engines.updates import PendingUpdate
-from ctpo_megatron.engines.weights import EngineFacts, OffersWeights, WeightOffer
-from ctpo_megatron.engines.weights.file import checkpoint_names
+from ctpo_megatron.engines.traces import EngineTraces
+from ctpo_megatron.engines.updates import CallArguments, EngineUpdate
+from ctpo_megatron.engines.weights import EngineFacts, SendsWeights
 
 T = TypeVar("T")
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -52,8 +53,6 @@ _START_MARGIN_S = 5.0
 """The pool waits so much longer for Ray than Ray's own deadline, whose error names the cause."""
 _SLEEP_AT_STOP_S = 10.0
 """For engines to free their GPUs when the run is to stop."""
-_TRACE_S = 120.0
-"""For engines to begin a trace, or to write it."""
 _RAY_POLL_S, _WATCH_S = 0.05, 1.0
 """How often Ray's start is checked, and whether its processes live."""
 _SEND_ATTEMPTS = 2
@@ -106,12 +105,11 @@ class EnginePool:
         self.failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
-        self._led: PendingUpdate | None = None
+        self._current: EngineUpdate | None = None
         self._update: asyncio.Task[None] | None = None
         self._asleep: tuple[str, ...] = ()
         self._dead: list[EngineHandle] = []
-        self._traced: dict[EngineHandle, int] = {}
-        self._unchecked: list[str] = []
+        self._traces = EngineTraces()
         self._stats = PoolStats()
         self.counts, self.note_load = self._stats.counts, self._stats.note_load
 
@@ -136,8 +134,8 @@ class EnginePool:
     def _place(self, gpus: float, deadline: float) -> None:
         """Make the engines, once Ray is up and tells how many GPUs there are."""
         device: Device = "cuda" if gpus > 0 else "cpu"
-        config, in_cluster = self._spec.config, self._cluster is not None
-        transport = choose_transport(config.rollout.weights, config.placement, device, cluster=in_cluster)
+        config = self._spec.config
+        transport = choose_transport(config.rollout.weights, config.placement, device)
         self._spec = replace(self._spec, device=device, transport=transport).with_cache()
         if self._cluster is not None:
             self._group = EngineGroup(self._spec, self._count, self._cluster, deadline)
@@ -323,78 +321,94 @@ class EnginePool:
 
     # Weights.
 
-    def send(self, trainer: OffersWeights, version: int) -> None:
+    def send(self, trainer: SendsWeights, version: int) -> None:
         """Give all engines the trainer's current weights as `version`, which is above 0.
 
-        Returns when the trainer may change them; engines that take a copy may still be at it. Raises EngineError when a
-        tensor of the model is missing, an engine reports other weights, or no engine takes them; Cancelled.
+        Returns when the trainer may change them; engines that fetch a copy may still be at it. Raises EngineError when
+        an engine has received other weights, or no engine takes them; Cancelled; what `WeightTransport.send` raises.
         """
-        self.finish_update()  # engines may still fetch the former weights, of which the next offer leaves nothing
-        offer = trainer.offer(version)
-        try:
-            for _ in range(_SEND_ATTEMPTS):
-                self._call(self._begin_update(offer), "an engine to start")
-                trainer.transfer()
-                if offer.kept:
-                    return
-                self.finish_update()
-                if any(engine.live for engine in self.engines):
-                    return
-            raise EngineError(f"weights {version} reached no engine in {_SEND_ATTEMPTS} attempts; see their logs")
-        except BaseException:
-            offer.close()
-            raise
+        self.finish_update()  # engines may still fetch the former weights, of which the next version leaves nothing
+        for _ in range(_SEND_ATTEMPTS):
+            message = trainer.announce(version)
+            update = self._call(self._begin_update(message, version), "an engine to start")
+            try:
+                sums = trainer.send(version)
+            except BaseException:
+                self.loop.call(self._break_off(update))
+                raise
+            self.loop.do(partial(update.sums.set_result, sums))
+            if message is not None:
+                return
+            self.finish_update()
+            if any(engine.live for engine in self.engines):
+                return
+        raise EngineError(f"weights {version} reached no engine in {_SEND_ATTEMPTS} attempts; see their logs")
 
-    async def _begin_update(self, offer: WeightOffer) -> None:
+    async def _begin_update(self, message: dict[str, Any] | None, version: int) -> EngineUpdate:
         """Sample with these weights from now on. Engines that sleep wake for them, without their caches."""
-        missing = checkpoint_names(self._spec.model_path) - offer.names - {"lm_head.weight"}  # absent when tied
-        if missing:  # engines would keep the old ones
-            raise EngineError(f"weights {offer.version} lack {len(missing)} tensors, e.g. {sorted(missing)[:3]}")
         while not (up := [engine for engine in self.engines if engine.up]):
             if self._asleep:
                 raise EngineError("all engines died, and cannot be replaced while the trainer has the GPUs")
             await self.changed()
         await self._wake(WEIGHTS)
-        update = PendingUpdate(offer, up, self._stop)
-        self.version = offer.version
+        update = EngineUpdate(version, up, message, self.settings.weights.timeout_s)
+        self.version = version
         for engine in up:
-            engine.version, engine.live = offer.version, True
+            engine.version, engine.live = version, True
         self._changed.set()
-        if offer.kept:
-            self._update = asyncio.create_task(self._settled(update))
-        else:  # the transport leads it meanwhile
-            self._led = update
+        self._current, self._update = update, asyncio.create_task(self._settled(update))
+        return update
 
-    async def _settled(self, update: PendingUpdate) -> None:
+    async def _settled(self, update: EngineUpdate) -> None:
         """Wait until all engines have the weights; replace those that have not."""
-        offer = update.offer
+        sums = await update.settled()
         try:
-            await update.answers()
-            offer.end()
-            unchecked = update.compare()
+            update.compare(sums)
         except EngineError as error:
             self._fail(error)
             raise
-        finally:
-            if offer.kept:
-                offer.close()
-        if unchecked and unchecked != self._unchecked:
-            names = f"{len(unchecked)} tensors, e.g. {', '.join(unchecked[:3])}"
-            log.warning("weights: cannot be read back from the engines, so not compared: %s", names)
-        self._unchecked = unchecked
-        self._stats.add_update(self._spec.transport, offer.size, update.seconds)
-        for engine, why in update.failed.items():
-            self._lost(engine, why)
-        if offer.kept:
+        self._stats.add_update(self._spec.transport, sum(size for size, _ in sums.values()), update.seconds)
+        for engine, (launch, why) in update.failed.items():
+            if engine.up and engine.launches == launch:  # otherwise it has been replaced meanwhile
+                self._lost(engine, why)
+        if not update.led:
             self._check_live()
+
+    async def _break_off(self, update: EngineUpdate) -> None:
+        """The trainer sends nothing more of an update."""
+        await update.close()
+        if self._update is not None:
+            await end([self._update])
+        self._update = None
+
+    @property
+    def members(self) -> tuple[object, ...]:
+        """The processes of the engines in the current update: changes when an engine is replaced."""
+        return () if self._current is None else tuple(engine.ready_ref for engine in self._current.engines)
+
+    def lead(
+        self, method: str, arguments: CallArguments | None = None, abort: Callable[[], None] | None = None
+    ) -> list[str]:
+        """Have the engines of the current update do what its transport asks; see `EngineUpdate.lead`.
+
+        From any thread but the loop's. Where the run is to stop all engines fail. Raises nothing.
+        """
+        update = self._current
+        if update is None:
+            return []
+        try:
+            return self._call(update.lead(method, arguments, abort), f"engines in {method}")
+        except Cancelled as cancelled:
+            self.loop.call(update.give_up(update.engines, str(cancelled)))
+        if abort is not None:
+            abort()
+        return [engine.name for engine in update.engines]
 
     def finish_update(self) -> None:
         """Return when all engines have the weights of the last `send`, or are being replaced. Raises as `send`."""
         self._call(self._finish_update(), f"engines to take weights {self.version}")
 
     async def _finish_update(self) -> None:
-        if self._led is not None:
-            self._update, self._led = asyncio.create_task(self._settled(self._led)), None
         if self._update is not None:
             try:
                 await asyncio.shield(self._update)
@@ -470,30 +484,13 @@ class EnginePool:
     # Traces by vLLM's profiler, and statistics.
 
     def begin_trace(self, step: int) -> None:
-        """Have vLLM's profiler record from now on. An engine that cannot is named in the log, and ends no run."""
+        """Have vLLM's profiler record from now on; see `EngineTraces`."""
         live = [engine for engine in self.engines if engine.live]
-        begun = self._asked(live, "begin its trace", "start_profile", f"{step_name(step)}_engine_")
-        self._traced = self._call(begun, "engines to begin a trace")
+        self._call(self._traces.begin(live, step), "engines to begin a trace")
 
     def end_trace(self) -> None:
         """Have the engines write what was recorded since `begin_trace`; likewise."""
-        traced, self._traced = self._traced, {}
-        same = [engine for engine, launches in traced.items() if engine.launches == launches]
-        for engine in traced.keys() - same:
-            log.warning("%s was replaced in a step that is traced; its trace is lost", engine.name)
-        self._call(self._asked(same, "write its trace", "stop_profile"), "engines to write a trace")
-
-    async def _asked(
-        self, engines: Sequence[EngineHandle], what: str, method: str, *prefixes: str
-    ) -> dict[EngineHandle, int]:
-        """Call a method of engines, with `prefixes` before their numbers; those that return, with their launches."""
-        calls = [each.ask(what, _TRACE_S, method, *(f"{name}{each.index}" for name in prefixes)) for each in engines]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                log.warning("%s", result)
-        pairs = zip(engines, results, strict=True)
-        return {engine: engine.launches for engine, result in pairs if not isinstance(result, BaseException)}
+        self._call(self._traces.end(), "engines to write a trace")
 
     def stats(self) -> dict[str, float]:
         """See `PoolStats.take`; of updates that were over by then."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import CpuCache, Device, Transport, free_memory, spec_for
@@ -13,6 +14,9 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments.episode import Sampling as Sampling
+
+if TYPE_CHECKING:
+    from ctpo_megatron.engines.weights.checksums import Sums
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +39,7 @@ class EngineSpec:
     sandbox_url: str | None
     log_dir: Path
     device: Device = "cpu"
-    transport: Transport = "file"
+    transport: Transport = "tcp"
     log_mark: str = ""
     driver: int | None = None
 
@@ -124,9 +128,9 @@ class GroupLost(GroupFailed):
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """An engine's own account of a weight update. parts: fields of each `Part` that its workers keep. seconds: how long
-    it took, where the engine led it."""
+    """An engine's own account of a weight update. sums: of what each of its workers has received. seconds: how long it
+    took, where the engine led it."""
 
     version: str
-    parts: list[tuple[str, str, bool, int]]
+    sums: list[Sums]
     seconds: float = 0.0

@@ -129,18 +129,22 @@ def _check_finite(broken: list[str], model: BuiltModel, directory: Path) -> None
 
 
 def export(
-    model: BuiltModel, layout: Layout, *, value: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach
+    model: BuiltModel,
+    layout: Layout,
+    *,
+    value: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach,
+    own_stage: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (HF name, full tensor) of the whole model, one at a time, on every rank; all ranks must iterate to the end.
 
-    value: what to export of a parameter, for example its gradient; in its shape, detached. Tensor-parallel shards and
-    experts are gathered; pipeline stages broadcast in turn. Peak extra memory is one HF tensor: twice that if it is
-    joined along its second dimension, and times the expert-parallel size for an expert. This is at most the largest
-    Megatron parameter, if the consumer drops each tensor before requesting the next. A tensor that needs no gathering
-    is the parameter itself.
+    value: what to export of a parameter, for example its gradient; in its shape, detached. own_stage: only the tensors
+    of this rank's pipeline stage. Tensor-parallel shards and experts are gathered; pipeline stages broadcast in turn,
+    unless each exports its own. Peak extra memory is one HF tensor: twice that if it is joined along its second
+    dimension, and times the expert-parallel size for an expert. This is at most the largest Megatron parameter, if the
+    consumer drops each tensor before requesting the next. A tensor that needs no gathering is the parameter itself.
     """
     stage = _stage_tensors(model, layout, value)
-    if layout.pp_size == 1:
+    if layout.pp_size == 1 or own_stage:
         yield from stage
         return
     for number in range(layout.pp_size):

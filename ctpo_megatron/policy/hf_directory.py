@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections import deque
 from collections.abc import Iterator
@@ -10,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from ctpo_megatron.base.exports import STEP_FILE, record_step
 from ctpo_megatron.base.files import sync
-from ctpo_megatron.base.tensor_file import TensorFile
 from ctpo_megatron.config import ConfigError, Problem, is_replaceable
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, discard
 from ctpo_megatron.policy.parallel import Layout
 
 _CONFIG = "config.json"
-_MODE = 0o666  # less the umask
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TEMPLATES = "additional_chat_templates"  # transformers' only folder within a model directory
 
@@ -37,8 +39,8 @@ def write_directory(
 
     config.json gets the dtype of the tensors, which all have the same. chat_template: the Jinja text that the model was
     trained with, if it differs from the template of `source`. step: the RL step of the weights, which is recorded;
-    None: of none. Permissions of the files follow the umask. Every tensor is written before the next one is requested;
-    only rank 0 writes, the others take part in the gathering. The directory is written aside and renamed once it is on
+    None: of none. Permissions of the files follow the umask. Only rank 0 writes, which holds one shard in host memory;
+    the others take part in the gathering. The directory is written aside and renamed once it is on
     disk; an existing model directory of that name is replaced.
     Raises ConfigError before anything is gathered if the target is something else, or `source` itself. Raises
     CheckpointError, and removes the new directory, when the file system fails.
@@ -61,7 +63,6 @@ def _write_aside(
     step: int | None,
 ) -> OSError | None:
     """Write the whole directory; returns the error of the file system, if any."""
-    shards: list[TensorFile] = []
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -70,14 +71,11 @@ def _write_aside(
             (aside / _CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
         if step is not None:
             record_step(aside, step)
-        dtype = _write_shards(tensors, aside, shards, shard_bytes)
-        _name_shards(aside, [sorted(shard.names) for shard in shards], sum(shard.tensor_bytes for shard in shards))
+        dtype = _write_shards(tensors, aside, shard_bytes)
         (aside / _CONFIG).write_text(_config_of(dtype, source / _CONFIG), encoding="utf-8")
         for path in (*aside.rglob("*"), aside):  # sync before an older model is deleted
             sync(path)
     except OSError as error:
-        for shard in shards:
-            shard.discard()  # an open file would keep its space
         return error
     return None
 
@@ -91,22 +89,34 @@ def _copy_rest(source: Path, aside: Path) -> None:
         shutil.copytree(source / _TEMPLATES, aside / _TEMPLATES, copy_function=shutil.copyfile)
 
 
-def _write_shards(
-    tensors: Iterator[tuple[str, torch.Tensor]], aside: Path, shards: list[TensorFile], shard_bytes: int
-) -> torch.dtype:
-    """Fill `shards` with all tensors; returns their dtype."""
-    shards.append(TensorFile(aside / "part-1.safetensors", mode=_MODE))
+def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], aside: Path, shard_bytes: int) -> torch.dtype:
+    """Write all tensors, and their index where there are several shards; returns their dtype. Raises OSError."""
+    shards: list[list[str]] = []
+    shard: dict[str, torch.Tensor] = {}
+    total = 0
     for name, tensor in tensors:
-        size = shards[-1].tensor_bytes
-        full = size and size + tensor.numel() * tensor.element_size() > shard_bytes
-        if full or not shards[-1].has_room_for(name):
-            shards[-1].close()
-            shards.append(TensorFile(aside / f"part-{len(shards) + 1}.safetensors", mode=_MODE))
-        shards[-1].add(name, tensor)
-        dtype = tensor.dtype
+        if shard and sum(each.nbytes for each in shard.values()) + tensor.nbytes > shard_bytes:
+            shards.append(_write_shard(shard, aside, len(shards)))
+            shard = {}
+        # A copy: tensors may be parts of one parameter, which safetensors takes for one tensor under several names.
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        dtype, total = tensor.dtype, total + tensor.nbytes
         del tensor  # free it before the next one is gathered
-    shards[-1].close()
+    shards.append(_write_shard(shard, aside, len(shards)))
+    _name_shards(aside, shards, total)
     return dtype
+
+
+def _write_shard(shard: dict[str, torch.Tensor], aside: Path, number: int) -> list[str]:
+    """Write a shard; returns its names. Raises OSError."""
+    path = aside / f"part-{number + 1}.safetensors"
+    try:
+        save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(aside.stat().st_mode & 0o666)  # by the umask, as the folder; safetensors lets only the owner read
+    except SafetensorError as error:  # the operating system's, as text
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error)) from error
+    return sorted(shard)
 
 
 def _publish(aside: Path, target: Path, problem: OSError | None) -> None:

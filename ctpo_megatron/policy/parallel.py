@@ -82,7 +82,7 @@ class Layout:
 
     def gather(self, value: T) -> list[T]:
         """Every rank returns the list of all ranks' values, in rank order; collective."""
-        return gather_objects(value)
+        return [value] if self.world_size == 1 else gather_objects(value)
 
     def check_ranks(self) -> None:
         """Raises RankLost when another rank is lost; for long work on rank zero."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state as mpu
 
-from ctpo_megatron.base.tensor_rows import TensorRows
 from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig, objective_from_config, read_spec
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import TokenSequence, Trajectory
@@ -26,7 +25,7 @@ from ctpo_megatron.objective import (
     warm_up_kernels,
     window_metrics,
 )
-from ctpo_megatron.policy import checkpoint, device, hf, hf_share
+from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.hf_directory import write_directory
 from ctpo_megatron.policy.minibatch import (
@@ -308,19 +307,13 @@ class Trainer:
         (mini_batch,) = self.distribute(trajectories, None, len(trajectories))
         return self._passes.logits(mini_batch, len(trajectories))
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) of the whole model, one at a time, on every rank; iterate to the end."""
-        with self._memory.weights_complete():
-            yield from hf.export(self._model, self.layout)
+    def weights(self, *, own_stage: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) of the whole model, one at a time, on every rank; iterate to the end.
 
-    def own_weights(self) -> Iterator[tuple[TensorRows, torch.Tensor]]:
-        """The part of `weights` that this rank is to send; each row is sent by one rank. Iterate to the end."""
+        own_stage: of this rank's pipeline stage alone.
+        """
         with self._memory.weights_complete():
-            yield from hf_share.export_share(self._model, self.layout)
-
-    def own_weight_rows(self) -> list[TensorRows]:
-        """What `own_weights` yields, in its order, without the numbers; not collective."""
-        return hf_share.declare_share(self._model, self.layout)
+            yield from hf.export(self._model, self.layout, own_stage=own_stage)
 
     def weight_shapes(self) -> hf.Declared:
         """Name, shape and dtype of all `weights`, in their order, on every rank. No weight is moved."""

@@ -195,7 +195,7 @@ def _transport(context: RunContext) -> Iterator[Problem]:
     chosen, shared = config.rollout.weights.transport, config.placement.mode == "colocated"
     key = "rollout.weights.transport"
     if chosen in ("nccl", "ipc") and not context.cuda:
-        yield context.error(key, "needs CUDA", "set auto, file or tcp")
+        yield context.error(key, "needs CUDA", "set auto or tcp")
     elif chosen == "ipc" and not shared:
         yield context.error(key, "is for engines on the trainer's GPUs", "set nccl, or placement.mode: colocated")
     elif chosen == "nccl" and shared:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from math import ceil
 
-from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.config import (
     ELEMENT_BYTES,
     Config,
     CpuCache,
     Job,
     Split,
-    choose_transport,
     engine_count,
     free_memory,
     gib,
@@ -91,11 +89,10 @@ def host_parts(config: Config, job: Job, spec: ModelSpec, *, cuda: bool) -> list
 
 
 def _travelling_bytes(config: Config, spec: ModelSpec, of_ranks: float) -> float:
-    """The trainer's copy for the engines. of_ranks: part of all ranks that is on this node."""
+    """The copies of the pipeline stages whose first ranks are on this node. of_ranks: part of all ranks on it."""
+    stages = config.policy.pipeline_model_parallel_size
     weights = model_parameters(spec)[0] * ELEMENT_BYTES[config.policy.dtype]
-    in_cluster = bool(os.environ.get(ADDRESS))
-    by_file = choose_transport(config.rollout.weights, config.placement, "cpu", cluster=in_cluster) == "file"
-    return weights * (1 if by_file else of_ranks)
+    return weights * ceil(of_ranks * stages) / stages
 
 
 def host_table(config: Config, job: Job, spec: ModelSpec, *, cuda: bool) -> list[TableRow]:

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +47,8 @@ _OPEN_FILES = (1024, 65536)
 _LONGEST = 107 - len("/ctpo-c0ffeec0ffee/c0ffee00-0000-4000-8000-c0ffee000000")
 """Longest temporary directory, given the folder of a run in it and vLLM's socket names; multiprocessing's are shorter.
 """
+_SHARED_MEMORY = GIB / 2
+"""Bytes that are to be free there."""
 NODE = "node"
 """In place of a least isolation: the node of a cluster has a sandbox that runs already."""
 
@@ -56,7 +57,7 @@ def check_machine(context: MachineContext) -> Iterator[Problem]:
     """Cores, memory, shared memory, disks, open files, ports."""
     wanted = context.wanted
     yield passed("cores", f"{available_cores()}")
-    yield _memory(wanted.host_bytes, wanted.expected_bytes)
+    yield _memory(max(wanted.host_bytes, wanted.weight_bytes), wanted.expected_bytes)
     if os.path.isdir(wanted.shared_memory):
         yield _shared_memory(wanted)
     yield from (disk_problem(f"disk of {needs.folder}", needs) for needs in wanted.disk)
@@ -84,13 +85,10 @@ def _memory(host_bytes: float, expected_bytes: float) -> Problem:
 
 
 def _shared_memory(wanted: Wanted) -> Problem:
-    free, need = shutil.disk_usage(wanted.shared_memory).free, GIB / 2 + wanted.weight_bytes
-    if free >= need:
+    free = shutil.disk_usage(wanted.shared_memory).free
+    if free >= _SHARED_MEMORY:
         return passed("/dev/shm", f"{_gib(free)} free")
-    fix = (
-        f"weights ({_gib(wanted.weight_bytes)}) and Ray objects pass through it, and weights go by the disk where it "
-        f"is full: docker run --shm-size {ceil(need / GIB) + 1}g"
-    )
+    fix = "Ray's objects and NCCL pass through it: docker run --shm-size 2g"
     return Problem("/dev/shm", f"{_gib(free)} free", fix, severity="warning")
 
 

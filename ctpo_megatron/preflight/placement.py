@@ -276,7 +276,7 @@ class TransferMemory:
     """Bytes on each GPU only while weights travel. trainer: of rank zero, which has most. engine: beyond its weights.
 
     Follows vLLM 0.32 (`distributed/weight_transfer/packed_tensor.py`, `model_executor/model_loader/reload`) and
-    `policy/hf.py`, `policy/hf_share.py`. `tests/rehearsal/test_transfer.py` counts the same bytes while both sides run.
+    `policy/hf.py`. `tests/rehearsal/test_transfer.py` counts the same bytes while both sides run.
     """
 
     trainer: int
@@ -291,7 +291,7 @@ class TransferMemory:
         largest, large = sizes[0], sizes[0] if spec.tie_word_embeddings else sizes[0] + sizes[1]
         gathered = _gathered(config, spec, largest)
         loaded = _loaded(config, spec)
-        chosen = choose_transport(config.rollout.weights, config.placement, "cuda", cluster=False)
+        chosen = choose_transport(config.rollout.weights, config.placement, "cuda")
         if chosen == "ipc":
             # One buffer, of which the engine clones what is in it.
             buffer = max(bucket, largest)
@@ -301,7 +301,7 @@ class TransferMemory:
             # former one while it makes the next.
             copies = 2 if gathered else 1
             return cls(copies * (2 * bucket + large), 4 * bucket + large + loaded)
-        return cls(_gathered_columns(config, spec) if chosen == "tcp" else gathered, loaded)
+        return cls(gathered, loaded)
 
 
 def _gathered(config: Config, spec: ModelSpec, largest: int) -> int:
@@ -312,15 +312,6 @@ def _gathered(config: Config, spec: ModelSpec, largest: int) -> int:
         return 0
     of_layer = max(prod(shape) for row in spec.family.layer(spec) for shape in row.shapes)
     return largest + 2 * ELEMENT_BYTES[policy.dtype] * of_layer
-
-
-def _gathered_columns(config: Config, spec: ModelSpec) -> int:
-    """Over tcp only matrices that are cut by columns are joined, in two copies; they are in host memory before the
-    next one."""
-    if config.policy.tensor_model_parallel_size == 1:
-        return 0
-    cut = (row for row in spec.family.layer(spec) if row.dim not in (None, 0))
-    return 2 * ELEMENT_BYTES[config.policy.dtype] * max((prod(shape) for row in cut for shape in row.shapes), default=0)
 
 
 def _loaded(config: Config, spec: ModelSpec) -> int:

@@ -18,7 +18,7 @@ from ctpo_megatron.base.stop import Cancelled, Stop
 from ctpo_megatron.config import Config, RolloutConfig
 from ctpo_megatron.data import Batch, Group, Prompt, PromptStream
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
-from ctpo_megatron.engines.weights import OffersWeights
+from ctpo_megatron.engines.weights import SendsWeights
 from ctpo_megatron.rollouts.filters import Filters
 from ctpo_megatron.rollouts.group_sampler import GroupSampler
 from ctpo_megatron.rollouts.metrics import staleness_metrics
@@ -107,7 +107,7 @@ class Rollouts:
             return None
         return self._loop.do(self._delivered)
 
-    def publish(self, trainer: OffersWeights, version: int) -> bool:
+    def publish(self, trainer: SendsWeights, version: int) -> bool:
         """Sample with the trainer's current weights, which are `version`, from now on.
 
         Returns whether they were published: not when the run is to stop. Raises what sampling ahead has raised, and as

@@ -104,7 +104,7 @@ class Controller:
                 chosen = self._pool.settings.weights.transport
                 log.info("weights go to the engines by %s (rollout.weights.transport: %s)", facts.transport, chosen)
                 self._compare_precision(str(facts.dtype).removeprefix("torch."))
-                self._trainer.connect(facts)
+                self._trainer.connect(facts, self._pool)
         self._connected = True
 
     def _compare_precision(self, sampler: str) -> None:

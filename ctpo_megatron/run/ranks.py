@@ -28,8 +28,8 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import Batch, Trajectory
 from ctpo_megatron.engines.weights import (
     EngineFacts,
+    Manifest,
     TransportSettings,
-    WeightOffer,
     WeightTransport,
     open_transport,
 )
@@ -51,6 +51,7 @@ from ctpo_megatron.tracking import Phases
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines import EnginePool
+    from ctpo_megatron.engines.weights.checksums import Sums
     from ctpo_megatron.run.step_trace import StepTrace
 
 log = logging.getLogger(__name__)
@@ -96,8 +97,6 @@ class TrainerGroup:
     """The model of this rank; there after `build`."""
     transport: WeightTransport
     """There after `connect`."""
-    offered: WeightOffer
-    """The latest offer; there after `offer`."""
     _trace: StepTrace
     """There after `begin_trace`."""
 
@@ -274,11 +273,13 @@ class TrainerGroup:
         """Write the trace of every rank into the run directory."""
         self._trace.write(RunPaths(directory).trace(step, self.layout.rank))
 
-    @_on_all_ranks()
-    def connect(self, facts: EngineFacts) -> None:
-        """Open the transport of the weights to these engines."""
+    @_on_all_ranks(others=lambda facts, _: (facts, None))
+    def connect(self, facts: EngineFacts, pool: EnginePool | None) -> None:
+        """Open the transport of the weights to these engines. Raises EngineError where it would leave some behind."""
         settings = TransportSettings.of(self._config.rollout.weights, self._config.cluster.node_address)
-        self.transport = open_transport(self.layout, facts, settings)
+        manifest = Manifest(self.trainer.weight_shapes())
+        manifest.check_model(Path(self._config.model.path))
+        self.transport = open_transport(self.layout, facts, settings, manifest, pool)
         self._connection.callback(self.transport.close)
 
     def disconnect(self) -> None:
@@ -286,17 +287,16 @@ class TrainerGroup:
         self._connection.close()
 
     @_on_all_ranks(gpus=True)
-    def offer(self, version: int) -> WeightOffer:
-        """Offer the current weights to the engines, which wake for them where they share GPUs with the trainer."""
+    def announce(self, version: int) -> dict[str, Any] | None:
+        """Announce the current weights to the engines, which wake for them where they share GPUs with the trainer."""
         self._empty_cache()
         self.layout.wait_for_ranks()
-        self.offered = self.transport.offer(self.trainer, version)
-        return self.offered
+        return self.transport.announce(version)
 
     @_on_all_ranks()
-    def transfer(self) -> None:
-        """Let the tensors of the latest offer travel."""
-        self.offered.transfer()
+    def send(self, version: int) -> Sums:
+        """Send what was announced; see `WeightTransport`."""
+        return self.transport.send(self.trainer.weights(own_stage=self.transport.by_stage), version)
 
     @_on_all_ranks()
     def release(self) -> None:

@@ -6,6 +6,7 @@ Hugging Face name are compared. Layouts run as separate real jobs, grouped by th
 
 from ctpo_megatron.verify.exported import Finding, check_exported
 from ctpo_megatron.verify.layouts import LAYOUTS, OBJECTIVES
+from ctpo_megatron.verify.readback import read_back
 from ctpo_megatron.verify.run import TOLERANCE, LayoutResult, unsupported_layouts, verify
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Finding",
     "LayoutResult",
     "check_exported",
+    "read_back",
     "unsupported_layouts",
     "verify",
 ]

@@ -63,7 +63,7 @@ ERRORS = {
         "kv_cache_mb = null: one sequence of 2,000,000,000 tokens needs"
     ),
     "rollout.engine.model_runner=v2": 'model_runner = "v2": needs CUDA and Triton; set v1',
-    "rollout.weights.transport=nccl": 'transport = "nccl": needs CUDA; set auto, file or tcp',
+    "rollout.weights.transport=nccl": 'transport = "nccl": needs CUDA; set auto or tcp',
     "rollout.engine.block_size=16": "must be a multiple of 32 without CUDA",
     "'rollout.engine.extra={dtype: half}'": 'extra.dtype = "half": is set elsewhere; use rollout.engine.dtype',
     "'rollout.engine.extra={logprobs_mode: raw}'": "the trainer needs the log-probs of the distribution sampled",

@@ -207,7 +207,7 @@ WRONG_VALUES = {
     "rollout.engine.extra=[x]": 'rollout.engine.extra = ["x"]: must be an object',
     "rollout.top_p=0": "rollout.top_p = 0: must be greater than 0",
     "rollout.weights.transport=[nccl_m2n]": (
-        'rollout.weights.transport = ["nccl_m2n"]: must be one of auto, file, tcp, nccl, ipc'
+        'rollout.weights.transport = ["nccl_m2n"]: must be one of auto, tcp, nccl, ipc'
     ),
     "objective.preset=ppo": 'objective.preset = "ppo": must be one of ctpo, ctpo-paper, ctpo-uniform, ctpo-fixed, ct',
     "sft.steps=3": "sft.data: required, but not given; add it: files with a column `messages` (docs/data.md) (list of",

@@ -194,9 +194,9 @@ def test_tensors_wait_in_an_engine_until_their_layer_is_complete() -> None:
     assert TransferMemory.of(config, padded) == TransferMemory(embedding, 3 * embedding)
 
 
-def test_tcp_gathers_only_matrices_that_are_cut_by_columns() -> None:
+def test_tcp_gathers_whole_tensors() -> None:
     weights: dict[str, Any] = {"rollout": {"weights": {"transport": "tcp"}}}
-    for ranks, gathered in ((1, 0), (2, 2 * 2 * 2560 * 9728)):
+    for ranks, gathered in ((1, 0), (2, 2 * 151936 * 2560 + 2 * 2 * 2560 * 9728)):
         config = readme(**weights, policy={"tensor_model_parallel_size": ranks})
         assert TransferMemory.of(config, MODELS["Qwen3-4B"]).trainer == gathered
 

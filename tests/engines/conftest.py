@@ -44,7 +44,7 @@ def stage(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def users_stage(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A mixture of experts; tools, parser and environment come from a file outside the package, weights over TCP.
+    """A mixture of experts; tools, parser and environment come from a file outside the package.
 
     Its run has steps to trace.
     """
@@ -53,7 +53,6 @@ def users_stage(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> I
         "tools": [{"name": "user_parts:ScriptedPython", "arguments": {"flag": str(root / "flag")}}, "user_parts:Adder"],
         "tool_parser": {"name": "user_parts:TaggedParser", "arguments": {"tag": "result"}},
         "environment": {"name": "user_parts:Either", "arguments": {"times": 3}},
-        "weights": {"transport": "tcp"},
     }
     run = {"name": "test", "root": str(root), "steps": 4, "seed": 7, "profile_steps": [3, 4]}
     with running(Stage(root, EXPERTS, sections={"run": run}, **parts)) as stage:

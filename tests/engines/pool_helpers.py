@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import ray
@@ -17,17 +16,16 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ctpo_megatron.base.event_loop import EventLoop, Work
-from ctpo_megatron.base.tensor_rows import TensorRows
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EngineHandle, EnginePool, GroupFailed, GroupTask, Sampling
-from ctpo_megatron.engines.weights import TransportSettings, WeightOffer, WeightTransport, open_transport
+from ctpo_megatron.engines.weights import TransportSettings, WeightTransport, open_transport
+from ctpo_megatron.engines.weights.checksums import Sums
 from ctpo_megatron.rollouts import GroupSampler
 from tests.engines.tiny_model import CALL, build_tiny_model
-
-T = TypeVar("T")
+from tests.weights.sides import ONE_RANK, manifest_of
 
 MAX_RESPONSE, MAX_TURN = 150, 30
 
@@ -64,47 +62,19 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
     )
 
 
-class OneRank:
-    """A job of one rank, as a transport calls it."""
-
-    rank, is_rank_zero = 0, True
-
-    def on_rank_zero(self, action: Callable[[], T]) -> T:
-        return action()
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
-
-class Source:
-    """Has weights to send."""
-
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
-        self._state = state
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._state.items()
-
-    def own_weights(self) -> Iterator[tuple[TensorRows, torch.Tensor]]:
-        yield from zip(self.own_weight_rows(), self._state.values(), strict=True)
-
-    def own_weight_rows(self) -> list[TensorRows]:
-        return [TensorRows.whole(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._state.items()]
-
-
 class Sender:
-    """A trainer of one rank, as the engine pool calls it. `change` stands between its offers and the pool."""
+    """A trainer of one rank, as the engine pool calls it. received: makes the sums that engines are to report."""
 
-    def __init__(self, transport: WeightTransport, change: Callable[[Any], Any] = lambda offer: offer) -> None:
-        self.transport, self.change = transport, change
+    def __init__(self, transport: WeightTransport) -> None:
+        self.transport = transport
+        self.received: Callable[[Sums], Sums] = lambda sums: sums
         self.state: dict[str, torch.Tensor] = {}
 
-    def offer(self, version: int) -> WeightOffer:
-        self.offered = self.transport.offer(Source(self.state), version)
-        return self.change(self.offered)  # type: ignore[no-any-return]
+    def announce(self, version: int) -> dict[str, Any] | None:
+        return self.transport.announce(version)
 
-    def transfer(self) -> None:
-        self.offered.transfer()
+    def send(self, version: int) -> Sums:
+        return self.received(self.transport.send(self.state.items(), version))
 
 
 class Stage:
@@ -139,7 +109,8 @@ class Stage:
         if self._sender is None:
             settings = TransportSettings.of(self.config.rollout.weights)
             settings = replace(settings, bucket_bytes=64 << 10)
-            self._sender = Sender(open_transport(OneRank(), self.fleet.wait_ready(), settings))
+            facts, manifest = self.fleet.wait_ready(), manifest_of(self.state())
+            self._sender = Sender(open_transport(ONE_RANK, facts, settings, manifest, self.fleet))
         return self._sender
 
     def prompts(self, count: int, length: int = 40) -> list[Prompt]:
@@ -170,15 +141,6 @@ class Stage:
         """Returns when the weights can be changed."""
         self.sender.state = state
         self.fleet.send(self.sender, version)
-
-    @contextmanager
-    def changed(self, change: Callable[[Any], Any]) -> Iterator[None]:
-        """Within, the fleet gets what `change` makes of each offer."""
-        former, self.sender.change = self.sender.change, change
-        try:
-            yield
-        finally:
-            self.sender.change = former
 
     def generate(self, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **sampling: Any) -> list[Group]:
         return groups_of(self, prompts, step, samples, **sampling)

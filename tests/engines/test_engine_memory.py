@@ -32,9 +32,9 @@ class RecordedLLM:
         self.asleep -= set(tags)
         return not self.asleep
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        self.calls.append((method, args))
-        return [[("weight", "", False, 7)]]
+    async def collective_rpc(self, method: str) -> list[Any]:
+        self.calls.append((method, ()))
+        return [{"weight": [4, 7]}]
 
     async def get_weight_version(self) -> str:
         self.calls.append(("get_weight_version", ()))
@@ -60,16 +60,16 @@ def recorded_calls(*, asleep: bool) -> list[str]:
         if asleep:
             await engine.sleep(2)
             await engine.wake_up(["weights"])
-        await engine.update_weights({"path": "/weights"}, 3)
+        await engine.update_weights({"servers": []}, 3)
         if asleep:
             await engine.wake_up(["kv_cache"])
-            await engine.update_weights({"path": "/weights"}, 3)
+            await engine.update_weights({"servers": []}, 3)
 
     asyncio.run(step())
     return [f"{name} {detail}" if name in ("sleep", "wake_up") else name for name, detail in recorder.calls]
 
 
-UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "ctpo_checksums", "get_weight_version"]
+UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "ctpo_sums", "get_weight_version"]
 
 
 def test_the_cache_comes_back_after_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

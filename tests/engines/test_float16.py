@@ -18,7 +18,7 @@ def test_log_probs_are_the_models_up_to_rounding(half_stage: Stage) -> None:
 
 
 def test_weights_are_rounded_to_it_and_compared(half_stage: Stage) -> None:
-    """The pool raises where checksums of the engine's parameters are not those of what was sent."""
+    """Float32 travels, whose sums the pool compares; an engine rounds what it loads."""
     half_stage.sync(0.02)
     groups = half_stage.generate(half_stage.prompts(3), step=1)
     assert versions(groups) == {half_stage.version}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,7 +11,7 @@ import torch
 from ctpo_megatron.base.stop import Cancelled
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import EngineError, GroupTask, Sampling
+from ctpo_megatron.engines import GroupTask, Sampling
 from ctpo_megatron.rollouts import Quarantined, TooManyQuarantined, rollout_metrics
 from tests.engines.pool_helpers import (
     MAX_RESPONSE,
@@ -139,14 +137,6 @@ def test_sync_changes_what_is_sampled_and_forgets_cached_prefixes(stage: Stage) 
     assert tokens(after) != tokens(before)
     assert versions(after) == {stage.version}
     assert largest_log_prob_error(stage.model, after) <= 1e-4
-    assert not list(Path("/dev/shm").glob(f"ctpo-weights-{os.getpid()}-*"))
-
-
-def test_sync_refuses_an_incomplete_state_dict(stage: Stage) -> None:
-    state = dict(stage.model.state_dict())
-    state.pop("model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(EngineError, match="up_proj"):
-        stage.send(state, 99)
 
 
 def test_prompt_without_room_is_named(stage: Stage) -> None:

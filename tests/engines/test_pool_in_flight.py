@@ -72,7 +72,7 @@ def test_what_is_asked_for_during_an_update_is_of_the_new_weights(stage: Stage) 
     stage.begin_send(stage.state(), stage.version)
     groups = stage.generate(stage.prompts(3), step=30)
     assert versions(groups) == {stage.version} and largest_log_prob_error(stage.model, groups) <= 1e-4
-    assert stage.fleet.stats()["sync_by_file"] == 1
+    assert stage.fleet.stats()["sync_by_tcp"] == 1
 
 
 def test_groups_that_somebody_waits_for_are_played_among_others(stage: Stage) -> None:
@@ -110,8 +110,9 @@ def test_nobody_waits_for_requests_of_an_engine_whose_update_failed(shared_ray: 
         turns, deadline = stage.begin(prompts, step=23), time.monotonic() + scaled(60)
         while stage.sampler.in_flight < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
-        with pytest.raises(RayError, match="nowhere"):
-            ray.get(engine.call("update_weights", {"path": "/nowhere"}, 99), timeout=scaled(60))
+        nowhere = {"servers": [("127.0.0.1", 1)], "secret": "", "version": 99, "timeout_s": 1.0}
+        with pytest.raises(RayError, match=r"127\.0\.0\.1:1, version 99"):
+            ray.get(engine.call("update_weights", nowhere, 99), timeout=scaled(60))
         assert tokens(turns.wait(NeverStop())) == want  # on the process that has replaced it, of the model's directory
         assert stage.fleet.stats()["engine_restarts"] == 1
     finally:

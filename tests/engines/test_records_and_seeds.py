@@ -1,22 +1,13 @@
-"""Seeds are stable for all time, metrics count what they say, and weight files leave nothing behind."""
+"""Seeds are stable for all time, and metrics count what they say."""
 
 from __future__ import annotations
 
-import os
-import stat
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines.weights.file import FileOffer, WeightSnapshot, checkpoint_names
 from ctpo_megatron.environments.seeds import trajectory_seed, turn_seed
 from ctpo_megatron.rollouts import rollout_metrics
 from tests.support.recorded import through_a_file
@@ -121,91 +112,3 @@ def test_waiting_and_running_of_tool_calls_are_told_apart_where_the_tool_knows()
 def test_a_record_restores_exactly() -> None:
     made = trajectory(0, 3, 2, "answer", [ToolCall(1, "add", {"a": 1, "b": [2.5]}, "success", "3", 0.25, 0.125)])
     assert through_a_file([made]) == [made]
-
-
-def test_snapshot_has_a_name_only_while_published() -> None:
-    weight = torch.arange(12.0).reshape(3, 4)
-    snapshot = WeightSnapshot([("a", weight), ("tied", weight), ("t", weight.T)], 3)
-    paths = []
-    for _ in range(2):  # the second time stands for an engine that starts later
-        path = snapshot.publish()
-        loaded = load_file(path)
-        paths.append(path)
-        assert torch.equal(loaded["a"], weight)
-        assert torch.equal(loaded["t"], weight.T)
-        snapshot.unpublish()
-        assert not Path(path).exists()
-    snapshot.close()
-    assert not any(Path(path).exists() for path in paths)
-
-
-@pytest.mark.parametrize("occupied", ["a file", "a link"])
-def test_a_later_publication_is_as_private_as_the_first(
-    tmp_path: Path, occupied: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While a snapshot is not published, anybody may put something under the name that it had."""
-    monkeypatch.setattr("ctpo_megatron.engines.weights.file._SHARED_MEMORY", tmp_path)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.write_bytes(b"of another user")
-    snapshot = WeightSnapshot([("a", torch.ones(3))], 3)
-    first = Path(snapshot.publish())
-    assert stat.S_IMODE(first.stat().st_mode) == 0o600
-    snapshot.unpublish()
-    if occupied == "a link":
-        first.symlink_to(elsewhere)
-    else:
-        first.write_bytes(b"of another user")
-    second = Path(snapshot.publish())
-    assert second == Path(snapshot.publish()) != first  # engines of one update share a file
-    assert stat.S_IMODE(second.stat().st_mode) == 0o600 and not second.is_symlink()
-    assert torch.equal(load_file(second)["a"], torch.ones(3))
-    snapshot.unpublish()
-    assert second.exists()
-    snapshot.unpublish()
-    snapshot.close()
-    assert not second.exists()
-    assert elsewhere.read_bytes() == first.read_bytes() == b"of another user"
-
-
-def test_a_publication_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctpo_megatron.engines.weights.file._SHARED_MEMORY", tmp_path)
-    snapshot = WeightSnapshot([("a", torch.ones(3))], 3)
-    snapshot.publish()
-    snapshot.unpublish()
-    with monkeypatch.context() as full, pytest.raises(OSError, match="No space"):
-        full.setattr("shutil.copyfileobj", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
-        snapshot.publish()
-    assert list(tmp_path.iterdir()) == []
-    assert torch.equal(load_file(snapshot.publish())["a"], torch.ones(3))
-    snapshot.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_stays_until_its_last_reader_has_ended() -> None:
-    """An engine that starts during an update takes the file, too, while others may still have to open it."""
-    offer = FileOffer([("a", torch.ones(1))], 3, torch.float32)
-    told: list[dict[str, str]] = []
-    update: Any = SimpleNamespace(tell=told.append)
-    offer.begin(update)
-    offer.begin(update)
-    offer.end()
-    assert torch.equal(load_file(told[0]["path"])["a"], torch.ones(1))
-    offer.end()
-    assert not Path(told[0]["path"]).exists()
-    offer.close()
-
-
-def test_snapshot_refuses_nonsense() -> None:
-    with pytest.raises(ValueError, match="no tensors"):
-        FileOffer([], 0, torch.float32)
-    with pytest.raises(ValueError, match="twice"):
-        WeightSnapshot([("a", torch.zeros(1)), ("a", torch.zeros(1))], 0)
-
-
-def test_checkpoint_names(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    assert checkpoint_names(tmp_path) == frozenset()
-    save_file({"a": torch.zeros(1)}, str(tmp_path / "x-1.safetensors"))
-    save_file({"b": torch.zeros(1)}, str(tmp_path / "x-2.safetensors"))
-    assert checkpoint_names(tmp_path) == {"a", "b"}

@@ -35,10 +35,12 @@ from ctpo_megatron.engines import cpu
 from tests.optional.signatures import Found, Sources
 from tests.support.ranks import prefork
 from tests.support.vllm_uses import OPERATORS, Use, defined, is_private, reached, uses, within
+from tests.weights import readback
 
 CPU = Path(cpu.__file__).parent
 WEIGHTS = CPU.parent / "weights"
-FILES = (*sorted(CPU.glob("*.py")), WEIGHTS / "receiver.py", WEIGHTS / "engine_checksums.py")
+READBACK = Path(readback.__file__)
+FILES = (*sorted(CPU.glob("*.py")), WEIGHTS / "receiver.py", READBACK)
 """What may name private parts of vLLM; the exceptions outside `engines/cpu` have reasons in test_architecture.py."""
 
 LAYERS = "vllm.model_executor.layers"
@@ -95,7 +97,6 @@ CALLED = {
     "vllm.model_executor.model_loader.reload.layerwise.finalize_layerwise_reload": "(*args, **kwargs)",
     "vllm.model_executor.models.qwen3.Qwen3ForCausalLM.load_weights": "(weights)",
     "vllm.v1.worker.gpu_worker.Worker.get_model": "()",
-    "vllm.distributed.parallel_state.get_tensor_model_parallel_rank": "()",
     "vllm.forward_context.get_forward_context": "()",
     f"{LAYERS}.fused_moe.router.base_router.BaseRouter.set_capture_fn": "(capture_fn)",
     "vllm.v1.core.kv_cache_manager.KVCacheManager.get_block_ids": "(request_id)",
@@ -116,7 +117,7 @@ ATTRIBUTES = {
     "vllm.v1.request.Request": "num_computed_tokens",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "requests kv_cache_config cache_config",
     "vllm.v1.worker.gpu_input_batch.CachedRequestState": "block_ids num_tokens sampling_params",
-    "vllm.v1.worker.gpu_worker.Worker": "model_runner",
+    "vllm.v1.worker.gpu_worker.Worker": "model_runner weight_transfer_engine",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "num_blocks",
     "vllm.config.cache.CacheConfig": "block_size",
     "vllm.forward_context.ForwardContext": "slot_mapping",

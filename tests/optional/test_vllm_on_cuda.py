@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 from functools import cache
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from ctpo_megatron.config.rollout_schema import EngineConfig
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.engines import weights
 from ctpo_megatron.engines.setup import engine_setup
-from ctpo_megatron.engines.weights.client import WeightClient
 from tests.optional.signatures import Sources, parsed
+from tests.weights import readback
 
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 RUNNERS = {
@@ -42,7 +41,7 @@ def installed() -> Sources:
         ("update_weights", 1, ()),
         ("finish_weight_update", 0, ("weight_version",)),
         ("update_weight_version", 1, ()),
-        ("collective_rpc", 1, ("args",)),
+        ("collective_rpc", 1, ()),
         ("init_weight_transfer_engine", 1, ()),
         ("get_weight_version", 0, ()),
         ("sleep", 0, ("level", "mode")),
@@ -97,15 +96,14 @@ def test_arguments_of_the_trainers_side(backend: str) -> None:
 
 def test_our_client_and_source_are_vllms() -> None:
     """Structural on vLLM's side: every method of its client, and each that a source must have, with its arguments."""
-    wanted = methods_of(class_of(f"{TRANSFER}.base.VLLMWeightSyncClient"))
-    for name, arguments in wanted.items():
-        ours = inspect.signature(getattr(WeightClient, name)).parameters
-        assert list(ours) == [argument.arg for argument in arguments.args], name
+    text = (Path(weights.__file__).parent / "vllm.py").read_text(encoding="utf-8")
+    ours = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    client = methods_of(ours["EngineClient"])
+    for name, arguments in methods_of(class_of(f"{TRANSFER}.base.VLLMWeightSyncClient")).items():
+        assert [each.arg for each in client[name].args] == [each.arg for each in arguments.args], name
     source = class_of(f"{TRANSFER}.base.WeightSource")
     abstract = {item.name for item in source.body if isinstance(item, ast.FunctionDef) and item.decorator_list}
-    text = (Path(weights.__file__).parent / "vllm.py").read_text(encoding="utf-8")
-    (ours,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == "TrainerWeights"]
-    assert abstract and abstract <= set(methods_of(ours))
+    assert abstract and abstract <= set(methods_of(ours["TensorSource"]))
 
 
 def test_a_dead_engine_can_be_left() -> None:
@@ -117,12 +115,11 @@ def test_a_dead_engine_can_be_left() -> None:
     assert "self.model_update_group.destroy()" in ast.unparse(shutdown)
 
 
-def test_names_that_the_checksums_read() -> None:
+def test_names_that_are_read_back() -> None:
     """Modules and attributes of vLLM's layers, on CPU and CUDA."""
     layers = "vllm.model_executor.layers"
-    text = (Path(weights.__file__).parent / "engine_checksums.py").read_text(encoding="utf-8")
-    imports = [node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom)]
-    for node in imports:
+    tree = ast.parse(Path(readback.__file__).read_text(encoding="utf-8"))
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
         for alias in node.names if (node.module or "").startswith("vllm") else ():
             assert installed().signature(f"{node.module}.{alias.name}") is not None, alias.name
     backends = ast.unparse(class_of(f"{layers}.fused_moe.oracle.unquantized.UnquantizedMoeBackend"))

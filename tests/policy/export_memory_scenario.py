@@ -1,6 +1,6 @@
 """Peak memory of handing weights on, in every rank of one job; rank 0 returns what each rank needed.
 
-A scenario is {"family": ..., "policy": {...}}; the policy is optional.
+A scenario is {"family": ..., "shard_bytes": ..., "policy": {...}}; the policy is optional.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.engines.weights.file import WeightSnapshot
 from ctpo_megatron.policy import Trainer, gather_objects, init_distributed
+from ctpo_megatron.policy.hf_directory import write_directory
 
 
 def resident(field: str) -> int:
@@ -37,14 +37,12 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     policy = Trainer(config, layout, model, temperature=1.0)
 
     def sync() -> None:
-        if layout.rank == 0:
-            WeightSnapshot(policy.weights(), 1).close()
-        else:
-            deque(policy.weights(), maxlen=0)
+        deque(policy.weights(), maxlen=0)
 
     sync()  # collectives allocate their own buffers when they are first used
     dist.barrier()
     found = {"sync": peak_of(sync)}
     dist.barrier()
-    found["export"] = peak_of(lambda: policy.export(model.with_name("exported")))
+    target, shard_bytes = model.with_name("exported"), settings["shard_bytes"]
+    found["export"] = peak_of(lambda: write_directory(policy.weights(), model, target, layout, shard_bytes))
     return {"ranks": gather_objects(found)}

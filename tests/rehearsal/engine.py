@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import vllm.model_executor.layers.quantization.online.moe_base  # noqa: F401  (i
 from vllm.config import WeightTransferConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.weight_transfer import nccl_engine
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.platforms import current_platform
@@ -22,13 +20,12 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.utils.torch_utils import current_stream, set_default_torch_dtype
 
 from ctpo_megatron.engines.tasks import UpdateReport
-from ctpo_megatron.engines.weights.engine_checksums import kept_parts
+from ctpo_megatron.engines.weights.receiver import BACKENDS
 from tests.rehearsal.claims import launch, unchecked
 from tests.rehearsal.pretend import pretending
 from tests.rehearsal.streams import Event, Process, running
 from tests.support.deadlines import scaled
 
-_ENGINES = {"ipc": IPCWeightTransferEngine, "nccl": nccl_engine.NCCLWeightTransferEngine}
 _ALONE = SimpleNamespace(world_size=1, rank_in_group=0, rank=0, is_first_rank=True, is_last_rank=True)
 WAIT_S = 60.0
 
@@ -69,7 +66,7 @@ class Communicator:
 class Engine:
     """One engine of one GPU: an engine handle and what it calls. weights: bytes of its model."""
 
-    name, log_path, ready_ref = "engine", Path("engine.log"), 1
+    name, log_path, ready_ref, launches = "engine", Path("engine.log"), 1, 1
 
     def __init__(self, model: Path, transport: str, process: Process) -> None:
         self.process = process
@@ -84,12 +81,12 @@ class Engine:
             here = torch.device("cuda", process.index)
             with set_current_vllm_config(self._config):
                 process_weights_after_loading(self._model, self._config.model_config, here)
-            transfer: Any = _ENGINES[transport]
+            transfer: Any = BACKENDS[transport]
             self._worker = transfer(WeightTransferConfig(backend=transport), self._config, here, self._model)
         self.weights = sum(parameter.nbytes for parameter in self._model.parameters())
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """As Ray does for an engine handle; returns when it is done."""
+        """What an actor does; returns when it is done."""
         with pretending(), running(self.process), set_current_vllm_config(self._config):
             return getattr(self, f"_{method}")(*arguments)
 
@@ -104,8 +101,7 @@ class Engine:
 
     def _finish_weight_update(self, version: int) -> UpdateReport:
         self._worker.finish_weight_update()
-        parts = kept_parts(self._model, version, torch.bfloat16)
-        return UpdateReport(str(version), [astuple(part) for part in parts])
+        return UpdateReport(str(version), [self._worker.received.sums()])
 
 
 def stand_in() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ctpo_megatron.base.tensor_file import TensorFile
 from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, OptimizerConfig, PolicyConfig, RejectConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective
@@ -133,15 +132,9 @@ def _same(expected: Weights, found: Weights) -> None:
 
 
 def _check_export(on: Trainer, folder: Path, *, is_rank_zero: bool) -> None:
-    """The directory that is exported and the file that engines read hold the weights as they are."""
+    """The directory that is exported holds the weights as they are."""
     on.export(folder / "export")
-    writer = TensorFile(folder / f"weights-{on.layout.rank}.safetensors")
-    weights = {}
-    for name, tensor in on.weights():
-        writer.add(name, tensor)
-        weights[name] = tensor.cpu().clone()
-    writer.close()
-    _same(weights, load_file(writer.path))
+    weights = {name: tensor.cpu().clone() for name, tensor in on.weights()}
     if is_rank_zero:
         _same(weights, load_file(folder / "export" / "model.safetensors"))
 

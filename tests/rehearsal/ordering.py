@@ -98,10 +98,10 @@ def _waits(how: str) -> None:
 
 def _checksums() -> None:
     """Two streams in turn, as vLLM's producer has them: the second reads tables that the first has made."""
-    tensor, sums = _tensor().view(-1, 64), Checksums(1, torch.float32)
+    tensor, sums = _tensor(), Checksums()
     torch.cuda.synchronize()
-    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
-        _on(stream, lambda: sums.add("weight", tensor))
+    for number, stream in enumerate((torch.cuda.Stream(), torch.cuda.Stream())):
+        _on(stream, lambda number=number: sums.add(f"weight {number}", tensor))
 
 
 REFUSED: dict[str, Callable[[], object]] = {

@@ -16,9 +16,8 @@ import torch
 from ctpo_megatron.base.stop import NeverStop
 from ctpo_megatron.config import Config, OptimizerConfig, shares_gpus
 from ctpo_megatron.data import Batch
-from ctpo_megatron.engines.updates import PendingUpdate
-from ctpo_megatron.engines.weights import EngineFacts, OffersWeights, checksums
-from ctpo_megatron.engines.weights.client import WeightClient
+from ctpo_megatron.engines.tasks import UpdateReport
+from ctpo_megatron.engines.weights import EngineFacts, SendsWeights, checksums
 from ctpo_megatron.policy import destroy_distributed, init_distributed
 from ctpo_megatron.run import Controller, Services, TrainerGroup
 from tests.policy import models
@@ -50,7 +49,7 @@ class Moments:
 
 
 class Pool:
-    """Stands for `EnginePool`, with one engine, of one GPU, in this process; real are its updates."""
+    """Stands for `EnginePool`, with one engine, of one GPU, in this process."""
 
     def __init__(self, config: Config, engine: Engine, memory: Allocator, moments: Moments) -> None:
         """memory: of the engine's process."""
@@ -79,15 +78,23 @@ class Pool:
             self._gpu.take(-self._sizes[name])
         self._asleep = set(self._sizes)
 
-    def send(self, trainer: OffersWeights, version: int) -> None:
-        offer = trainer.offer(version)
+    def send(self, trainer: SendsWeights, version: int) -> None:
+        assert trainer.announce(version) is None
         if not self._asleep:
             torch.cuda.empty_cache()  # as torch does by itself when a GPU of its own has no more
         self._moments.enter(SENT)
         self._wake("weights")
-        update = PendingUpdate(offer, [self._engine], NeverStop())  # type: ignore[list-item]
-        trainer.transfer()
-        assert not update.failed and not update.compare()
+        sums = trainer.send(version)
+        assert self._report == UpdateReport(str(version), [sums])
+
+    @property
+    def members(self) -> tuple[object, ...]:
+        return (self._engine,)
+
+    def lead(self, method: str, arguments: Any = None, abort: Any = None) -> list[str]:
+        """In this process, and in the calling thread: not by Ray."""
+        self._report = self._engine.call(method, *([] if arguments is None else [arguments(0)]))
+        return []
 
     def wake(self) -> None:
         self._own.empty_cache()  # what is there belongs to its share from now on
@@ -106,7 +113,7 @@ class Rollouts:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def publish(self, trainer: OffersWeights, version: int) -> bool:
+    def publish(self, trainer: SendsWeights, version: int) -> bool:
         self._pool.send(trainer, version)
         return True
 
@@ -132,7 +139,7 @@ def rehearse(case: TransferCase, model: Path, folder: Path) -> Peaks | None:
     fused_adam.install("transformer_engine")
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     # Constants that do not grow with a model have to be as small as it is.
-    checksums.SAMPLED, checksums._BLOCK["cuda"] = 2, checksums._BLOCK["cuda"] // SCALE
+    checksums._BLOCK["cuda"] //= SCALE
     gpu = Gpu(SCALE)
     here().memory = Allocator(gpu)
     config = case.config(model, folder)
@@ -155,7 +162,6 @@ def _lead(case: TransferCase, config: Config, group: TrainerGroup, gpu: Gpu) -> 
     engine = Engine(Path(config.model.path), case.transport, Process("engine", 0 if shared else 1, memory))
     moments = Moments({"trainer": gpu} | ({} if shared else {"engine": gpu_of_engine}))
     pool: Any = Pool(config, engine, memory, moments)
-    WeightClient._call = _called  # type: ignore[method-assign, assignment]
     rollouts: Any = Rollouts(pool)
     report: Any = Report()
     with Controller(config, group, Services(rollouts, rollouts, pool), report) as controller:
@@ -170,10 +176,3 @@ def _lead(case: TransferCase, config: Config, group: TrainerGroup, gpu: Gpu) -> 
         moments.enter("")
     assert streams.current() is streams.default(), "a transfer has left the trainer on another stream"
     return moments.peaks
-
-
-def _called(client: WeightClient, method: str, arguments: Any = None) -> list[tuple[Any, Any]]:
-    """Stands for `WeightClient._call`: in this process, and not by Ray."""
-    engines: Any = client._update.engines
-    own = [() if arguments is None else (arguments[number],) for number in range(len(engines))]
-    return [(engine, engine.call(method, *given)) for engine, given in zip(engines, own, strict=True)]

@@ -41,9 +41,10 @@ class Recorder:
     def wait_ready(self) -> EngineFacts:
         if self.stops:
             raise Cancelled("stop requested")
-        return EngineFacts(torch.float32, "127.0.0.1", "file")
+        return EngineFacts(torch.float32, "127.0.0.1", "tcp")
 
-    def connect(self, facts: EngineFacts) -> None:
+    def connect(self, facts: EngineFacts, pool: Any) -> None:
+        assert pool is self
         self.calls.append("connect")
 
     def disconnect(self) -> None:
@@ -196,7 +197,7 @@ def test_sampling_ahead_waits_for_an_evaluation_before_an_update() -> None:
 def test_the_log_names_the_transport(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     a_run(*a_controller(shared=False))
-    assert "weights go to the engines by file (rollout.weights.transport: auto)" in caplog.messages
+    assert "weights go to the engines by tcp (rollout.weights.transport: auto)" in caplog.messages
 
 
 def test_nothing_is_published_when_the_run_is_to_stop() -> None:

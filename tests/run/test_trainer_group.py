@@ -6,6 +6,7 @@ import shutil
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,21 +71,22 @@ class Leaving:
 @pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
 @pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
 def test_a_shared_gpu_gets_the_cache_back_before_engines_take_memory(mode: str, offload: str, tmp_path: Path) -> None:
-    """For their weights, of which an offer comes first, and for their cache, before which the trainer is released."""
+    """For their weights, which are announced first, and for their cache, before which the trainer is released."""
     config = make_config(tmp_path, placement={"mode": mode}, policy={"offload": offload})
     group, trainer = TrainerGroup(config, ONE_RANK, NeverStop()), Leaving()  # type: ignore[arg-type]
     group.trainer = group.transport = trainer  # type: ignore[assignment]
-    group.offer(1)
+    group.announce(1)
     group.release()
     cache = ["empty_cache"] * (mode == "colocated")
-    assert trainer.calls == [*cache, "offer", "release", *cache]
+    assert trainer.calls == [*cache, "announce", "release", *cache]
 
 
 def test_weights_are_served_at_the_configured_address(tmp_path: Path) -> None:
     config = make_config(tmp_path, cluster={"node_address": "127.0.0.2"})
     stop: Any = None
     with TrainerGroup(config, ONE_RANK, stop) as group:
-        group.connect(EngineFacts(torch.float32, "127.0.0.1", "tcp"))
+        group.trainer = SimpleNamespace(weight_shapes=lambda: [("weight", (1,), torch.float32)])  # type: ignore[assignment]
+        group.connect(EngineFacts(torch.float32, "127.0.0.1", "tcp"), None)
         transport: Any = group.transport
         assert transport._server.address[0] == "127.0.0.2"
         group.disconnect()

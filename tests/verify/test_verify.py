@@ -151,6 +151,19 @@ def test_what_does_not_fit_is_skipped_and_said(
     assert "does not divide the model's 2 layers" in skipped["vpp2"]
 
 
+@pytest.mark.parametrize("problem", ["", "lm_head.weight"])
+def test_weights_that_an_engine_does_not_compute_with_fail(
+    problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctpo_megatron.verify.verify", lambda *_: [])
+    monkeypatch.setattr("ctpo_megatron.verify.read_back", lambda: [("weights of an engine, tied", problem)])
+    assert cli.main(["verify", "--max-ranks", "1"]) == bool(problem)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == f"weights of an engine, tied: {problem or 'read back as they were sent'}" + "  FAILED" * bool(
+        problem
+    )
+
+
 def test_nothing_to_check_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("ctpo_megatron.verify.LAYOUTS", {"tp2": LAYOUTS["tp2"]})
     assert cli.main(["verify", "--max-ranks", "1"]) == 2

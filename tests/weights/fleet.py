@@ -26,7 +26,7 @@ from ctpo_megatron.engines import EngineHandle, EnginePool
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings
 from tests.engines.pool_helpers import make_config
 from tests.support.deadlines import scaled
-from tests.weights.sides import Sender, report, worker
+from tests.weights.sides import Sender, begin, report, worker
 
 BUCKET = 300
 """Bytes of a bucket: no more than a few of the tensors."""
@@ -44,37 +44,40 @@ class Model:
 
 
 class Process:
-    """An engine's process: what `RolloutEngine` and vLLM's worker do with weights."""
+    """An engine's process: what `RolloutEngine` and vLLM's worker do with weights.
+
+    meets: is called while it receives. changed: a tensor that has changed on its way.
+    """
 
     def __init__(self, transport: str) -> None:
         self.model, self.version, self.calls = Model(), 0, list[str]()
-        self.dead, self.meets = threading.Event(), nothing_happens
+        self.dead, self.meets, self.changed = threading.Event(), nothing_happens, ""
         self._worker = worker(transport, self.model)
 
     def update_weights(self, message: dict[str, Any], version: int) -> Any:
         """As an engine that takes weights by itself."""
         self.calls.append("update_weights")
-        self._worker.begin()
+        begin(self._worker)
         self._worker.fetch(message, lambda: self.meets(self))
         return self.finish_weight_update(version)
 
     def init_weight_transfer(self, info: dict[str, Any]) -> None:
         self.calls.append("init_weight_transfer")
-        self._worker.engine.init_transfer_engine(self._worker.engine.parse_init_info(info))
+        self._worker.init_transfer_engine(self._worker.parse_init_info(info))
 
     def start_weight_update(self) -> None:
         self.calls.append("start_weight_update")
-        self._worker.begin()
+        begin(self._worker)
 
     def receive_weights(self, info: dict[str, Any]) -> None:
         self.calls.append("receive_weights")
         self.meets(self)
-        self._worker.engine.receive_weights(self._worker.engine.parse_update_info(info))
+        self._worker.receive_weights(self._worker.parse_update_info(info))
 
     def finish_weight_update(self, version: int) -> Any:
         self.calls.append("finish_weight_update")
         self.version = version
-        return report(self._worker, version)
+        return report(self._worker, version, self.changed)
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
@@ -198,6 +201,8 @@ class Fleet:
             engine.process.dead.set()
         if self.trainer is not None:
             self.trainer.close()
+        if self.pool._current is not None:
+            self.loop.call(self.pool._break_off(self.pool._current))
         self.loop.__exit__(None, None, None)
 
 

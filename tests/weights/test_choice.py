@@ -17,16 +17,10 @@ def a_config(mode: str, transport: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("device", "cluster", "mode", "transport"),
-    [
-        ("cpu", False, "disaggregated", "file"),
-        ("cpu", True, "disaggregated", "tcp"),
-        ("cuda", False, "colocated", "ipc"),
-        ("cuda", False, "disaggregated", "nccl"),
-        ("cuda", True, "disaggregated", "nccl"),
-    ],
+    ("device", "mode", "transport"),
+    [("cpu", "disaggregated", "tcp"), ("cuda", "colocated", "ipc"), ("cuda", "disaggregated", "nccl")],
 )
-def test_auto_goes_by_where_the_engines_are(device: Device, cluster: bool, mode: str, transport: str) -> None:
+def test_auto_goes_by_where_the_engines_are(device: Device, mode: str, transport: str) -> None:
     for configured, chosen in {"auto": transport, "tcp": "tcp"}.items():
         config = a_config(mode, configured)
-        assert choose_transport(config.rollout.weights, config.placement, device, cluster=cluster) == chosen
+        assert choose_transport(config.rollout.weights, config.placement, device) == chosen

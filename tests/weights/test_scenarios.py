@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from ctpo_megatron.base.stop import Cancelled
+from ctpo_megatron.engines import EngineError
 from tests.support.deadlines import scaled
 from tests.weights.fleet import Communicator, Fleet, Process, Tensors, die, pretending
+from tests.weights.sides import manifest_of
 
-LEADS = {"tcp": False}
+LEADS = {"tcp": False, "nccl": True, "ipc": True}
 """Whether the transport leads the engines: `send` returns when they have the weights."""
 
 
@@ -146,10 +148,23 @@ def test_a_tensor_of_another_dtype_is_refused_by_name(fleet: Fleet) -> None:
 
 
 def test_a_head_that_is_the_embedding_has_no_tensor_of_its_own(fleet: Fleet, tmp_path: Path) -> None:
-    """Another tensor of the model that is missing is named before anything is sent."""
+    """Another tensor of the model that no update would change is named before anything is sent."""
     save_file(of(0) | {"lm_head.weight": torch.zeros(64, 8)}, tmp_path / "model.safetensors")
+    manifest_of(of(1)).check_model(tmp_path)
+    save_file({"up_proj": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(EngineError, match=r"1 tensors of .* are not sent, e\.g\. \['up_proj'\]"):
+        manifest_of(of(1)).check_model(tmp_path)
     fleet.send(of(1), 1)
     assert all(fleet.holds(engine, of(1), 1) for engine in (0, 1))
+
+
+def test_other_values_than_were_sent_end_the_sampling(fleet: Fleet) -> None:
+    fleet.send(of(1), 1)
+    fleet.engines[1].process.changed = "model.norm.weight"
+    message = r"rollout engine 1 received other values than weights 2 have in 1 tensors, e\.g\. model\.norm\.weight"
+    with pytest.raises(EngineError, match=message):
+        fleet.send(of(2), 2)
+    assert isinstance(fleet.pool.failure, EngineError)
 
 
 def test_engines_that_sleep_wake_for_their_weights_only(fleet: Fleet) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.policy import Trainer, device, hf, hf_share
+from ctpo_megatron.policy import Trainer, device, hf
 from ctpo_megatron.policy.device_memory import DeviceMemory
 
 pytestmark = pytest.mark.slow  # vLLM takes eight seconds to import
@@ -77,13 +77,12 @@ class Group:
         """The bytes go nowhere."""
 
 
-@pytest.mark.parametrize("method", ["weights", "own_weights"])
-def test_every_stream_of_the_producer_reads_after_the_gather(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stream_of_the_producer_reads_after_the_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.weight_transfer import packed_tensor
 
     streams, early, read = Streams(), list[str](), list[str]()
 
-    def export(*_: object) -> Iterator[tuple[str, torch.Tensor]]:
+    def export(*_: object, own_stage: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for name in NAMES:
             (read if streams.ordered_after(GATHER) else early).append(name)
             yield name, torch.zeros(64, 64, dtype=torch.bfloat16)
@@ -94,11 +93,10 @@ def test_every_stream_of_the_producer_reads_after_the_gather(method: str, monkey
         (torch.accelerator, "current_device_index", lambda: 0),
         (device, "synchronize", streams.synchronize),
         (hf, "export", export),
-        (hf_share, "export_share", export),
     ):
         monkeypatch.setattr(owner, name, stand_in)
     packed_tensor._get_streams.cache_clear()
-    tensors = getattr(Gathering(streams), method)()
+    tensors = Gathering(streams).weights()
     packed_tensor.packed_nccl_broadcast_producer(
         tensors, Group(), 0, lambda item: item[1], buffer_size_bytes=8192, num_buffers=2
     )

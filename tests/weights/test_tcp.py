@@ -1,350 +1,309 @@
-"""Weights over TCP between a server and a receiver, without engines: what arrives, who is refused, each deadline."""
+"""The transport over TCP without engines: what arrives, who is refused, each deadline."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ctpo_megatron.base.tensor_rows import TensorRows
-from ctpo_megatron.engines.weights.buckets import Entry, Share, plan
+from ctpo_megatron.base.addresses import address_toward, is_own
+from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, open_transport, tcp
+from ctpo_megatron.engines.weights.checksums import Checksums, Sums
 from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, FetchMessage, fetched
-from ctpo_megatron.engines.weights.tcp_transport import WeightMemory, WeightServer, _Strangers
 from tests.support.deadlines import scaled
+from tests.weights.sides import ONE_RANK, Tensors, manifest_of
 
-SECRET = bytes(range(SECRET_BYTES))
+ELSEWHERE = "192.0.2.1"
+"""Of no machine (RFC 5737)."""
 TENSORS = {
     "model.embed_tokens.weight": torch.randn(50, 8),
     "model.layers.0.a.weight": torch.randn(3, 5).bfloat16(),
     "model.layers.0.b.weight": torch.randn(7),
     "model.layers.1.a.weight": torch.randn(3, 5).bfloat16(),  # at an odd place for float32, which follows
-    "model.layers.1.b.weight": torch.randn(4, 4),
+    "model.layers.1.b.weight": torch.randn(4, 4).T,
     "model.layers.1.c.weight": torch.randn(0, 4),
     "scalar": torch.tensor(3.5),
 }
 
 
+class Trainer:
+    """One rank that serves; `message` is what it has announced last."""
+
+    def __init__(self, bucket_bytes: int = 300, timeout_s: float = 5.0, address: str | None = None) -> None:
+        settings = TransportSettings(bucket_bytes, scaled(timeout_s), address)
+        facts = EngineFacts(torch.float32, "127.0.0.1", "tcp")
+        self.transport = open_transport(ONE_RANK, facts, settings, manifest_of(TENSORS), None)
+        self.announce(4)
+
+    def announce(self, version: int) -> None:
+        self.message = FetchMessage(**self.transport.announce(version) or {})
+        self.address = self.message.servers[0]
+
+    def send(self, tensors: Any = TENSORS) -> Sums:
+        return self.transport.send(tensors.items() if isinstance(tensors, dict) else tensors, self.message.version)
+
+    def fetch(self, **changes: Any) -> Tensors:
+        """What an engine gets that is told something else."""
+        return dict(fetched(replace(self.message, **changes)))
+
+
 @pytest.fixture
-def server() -> Iterator[WeightServer]:
-    server = WeightServer("127.0.0.1", SECRET, scaled(5))
-    yield server
-    server.close()
+def trainer() -> Iterator[Trainer]:
+    trainer = Trainer()
+    yield trainer
+    trainer.transport.close()
 
 
-def held(tensors: dict[str, torch.Tensor], version: int = 4, memory: WeightMemory | None = None) -> WeightMemory:
-    """Memory with a copy of whole tensors."""
-    memory, parts = memory or WeightMemory(), rows(tensors)
-    memory.plan(parts, version)
-    memory.fill(zip(parts, tensors.values(), strict=True))
-    return memory
-
-
-def rows(tensors: dict[str, torch.Tensor]) -> list[TensorRows]:
-    return [TensorRows.whole(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-
-
-def share(server: WeightServer, names: list[str]) -> Share:
-    memory = held({name: TENSORS[name] for name in names})
-    server.serve(memory)
-    return Share(*server.address, memory.entries)
-
-
-def message(
-    shares: list[Share], *, secret: bytes = SECRET, version: int = 4, bucket_bytes: int = 100, timeout_s: float = 5
-) -> FetchMessage:
-    fields = [(each.host, each.port, each.entries) for each in shares]
-    return FetchMessage(fields, secret.hex(), version, bucket_bytes, scaled(timeout_s))
-
-
-def fetch(shares: list[Share], **settings: Any) -> dict[str, torch.Tensor]:
-    return dict(fetched(message(shares, **settings)))
+def same(found: Tensors, expected: Tensors = TENSORS) -> bool:
+    return list(found) == list(expected) and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
 
 
 def serving() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "weights"]
 
 
-def wait_until(seen: Callable[[], bool]) -> None:
+def wait_until(seen: Callable[[], object]) -> None:
     deadline = time.monotonic() + scaled(10)
     while not seen() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert seen()
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
-def test_every_tensor_arrives_as_often_as_it_is_asked_for(server: WeightServer, bucket_bytes: int) -> None:
-    offered = share(server, list(TENSORS))
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20, 1 << 40])
+def test_every_tensor_arrives_as_often_as_it_is_asked_for(bucket_bytes: int) -> None:
+    """And no more memory is taken than a bucket carries."""
+    trainer = Trainer(bucket_bytes)
+    sums, received = trainer.send(), Checksums()
     for _ in range(2):
-        found = fetch([offered], bucket_bytes=bucket_bytes)
-        assert found.keys() == TENSORS.keys()
-        for name, tensor in TENSORS.items():
-            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert same(trainer.fetch())
+    list(received.watch(fetched(trainer.message)))
+    assert received.sums() == sums
+    trainer.transport.close()
 
 
-def test_the_next_version_takes_the_memory_over(server: WeightServer) -> None:
-    """Longer, then shorter: what is left of the former is not in the way."""
-    memory = WeightMemory()
-    for version, count in enumerate((3, 6, 1)):
-        tensors = {name: TENSORS[name] + version for name in list(TENSORS)[:count]}
-        server.serve(held(tensors, version, memory))
-        found = fetch([Share(*server.address, memory.entries)], version=version)
-        assert found.keys() == set(list(TENSORS)[:count])
-        assert [entry.size for entry in memory.entries] == [tensor.nbytes for tensor in found.values()]
-        assert all(torch.equal(tensor, TENSORS[name] + version) for name, tensor in found.items())
-    memory.close()
+def test_the_next_version_takes_the_memory_over(trainer: Trainer) -> None:
+    trainer.send()
+    for version in (5, 6):
+        trainer.announce(version)
+        later = {name: tensor + version for name, tensor in TENSORS.items()}
+        trainer.send(later)
+        assert same(trainer.fetch(), later)
+        with pytest.raises(ConnectionError, match=rf"version {version - 1}: closed by the other side"):
+            trainer.fetch(version=version - 1)
 
 
 def test_a_forked_process_does_not_get_the_copy() -> None:
-    big = torch.zeros(1 << 20)
-    memory = held({"big": big})
-    address = torch.frombuffer(memory.content(0, big.nbytes), dtype=torch.float32).data_ptr()
+    trainer = Trainer()
+    trainer.send()
+    pages = trainer.transport._server._copy._maps[0]  # type: ignore[attr-defined]
+    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
     smaps = Path("/proc/self/smaps").read_text()
     flags = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([a-z ]+)$", smaps, re.M | re.S)
     (found,) = [names.split() for first, end, names in flags if int(first, 16) <= address < int(end, 16)]
     assert "dc" in found  # "do not copy on fork"
+    trainer.transport.close()
 
 
-def test_an_engine_that_has_everything_leaves_without_a_word(
-    server: WeightServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    fetch([share(server, list(TENSORS))])
-    wait_until(lambda: not serving())
-    assert caplog.messages == []
-
-
-def test_an_engine_fetches_what_is_there_while_the_rest_is_copied(server: WeightServer) -> None:
-    memory, (first, *rest) = WeightMemory(), TENSORS
-    memory.plan(rows(TENSORS), 4)
-    server.serve(memory)
-    arrived, found = threading.Event(), {}
+def test_an_engine_fetches_what_is_there_while_the_rest_is_copied(trainer: Trainer) -> None:
+    first, *rest = TENSORS
+    arrived, found = threading.Event(), Tensors()
 
     def engine() -> None:
-        for name, tensor in fetched(message([Share(*server.address, memory.entries)], bucket_bytes=1)):
+        for name, tensor in fetched(trainer.message):
             found[name] = tensor
             arrived.set()
 
     def copied() -> Iterator[tuple[str, torch.Tensor]]:
         yield first, TENSORS[first]
+        yield rest[0], TENSORS[rest[0]]  # another bucket: the first is complete
         assert arrived.wait(scaled(5))
         time.sleep(0.2)  # whatever it could have, it has by now
         assert list(found) == [first]
-        yield from ((name, TENSORS[name]) for name in rest)
+        yield from ((name, TENSORS[name]) for name in rest[1:])
 
     thread = threading.Thread(target=engine)
     thread.start()
-    memory.fill(zip(rows(TENSORS), (tensor for _, tensor in copied()), strict=True))
+    trainer.send(copied())
     thread.join(scaled(10))
-    assert found.keys() == TENSORS.keys() and all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+    assert same(found)
 
 
-def test_the_next_bucket_comes_while_one_is_used(server: WeightServer) -> None:
-    asked: list[int] = []
+def test_the_next_bucket_comes_while_one_is_used(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them, and not all: an engine does not hold two models."""
+    trainer.send()
+    received, receive = list[int](), tcp._receive
 
-    class Watched(WeightMemory):
-        def content(self, first: int, size: int) -> memoryview:
-            asked.append(first)
-            return super().content(first, size)
+    def counting(peer: socket.socket, into: memoryview, portion: int = 1) -> None:
+        receive(peer, into, portion)
+        received.extend([len(into)] * (portion > 1))
 
-    memory, names = held(TENSORS, memory=Watched()), list(TENSORS)
-    server.serve(memory)
-    coming = fetched(message([Share(*server.address, memory.entries)], bucket_bytes=1))
-    assert next(coming)[0] == names[0]
-    wait_until(lambda: len(asked) == 2)
-    assert sorted(asked) == [entry.first for entry in memory.entries[:2]]  # each over a connection of its own
-    server.serve(None)
-    name, tensor = next(coming)
-    assert name == names[1] and torch.equal(tensor, TENSORS[name])
-    with pytest.raises(ConnectionError, match="closed by the other side"):
-        next(coming)
+    monkeypatch.setattr(tcp, "_receive", counting)
+    coming = fetched(trainer.message)
+    assert next(coming)[0] == next(iter(TENSORS))
+    wait_until(lambda: len(received) == 2)
+    time.sleep(0.2)
+    assert len(received) == 2
+    assert [name for name, _ in coming] == list(TENSORS)[1:]
 
 
-def test_a_rank_that_does_not_go_on_copying_is_named() -> None:
-    server, memory = WeightServer("127.0.0.1", SECRET, 0.3), WeightMemory()
-    try:
-        memory.plan(rows(TENSORS), 4)
-        server.serve(memory)
-        with pytest.raises(ConnectionError, match=r"version 4: (closed by the other side|timed out)"):
-            fetch([Share(*server.address, memory.entries)])
-    finally:
-        server.close()
+def test_an_engine_that_stops_early_leaves_no_thread(trainer: Trainer) -> None:
+    coming = fetched(trainer.message)
+    sender = threading.Timer(0.1, lambda: trainer.send())
+    sender.start()
+    next(coming)
+    coming.close()  # type: ignore[attr-defined]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights_")]
+    sender.join()
 
 
-def test_a_bucket_takes_no_more_memory_than_it_carries(server: WeightServer) -> None:
-    name = next(iter(TENSORS))
-    assert torch.equal(fetch([share(server, [name])], bucket_bytes=1 << 50)[name], TENSORS[name])
+@pytest.mark.parametrize("how", ["dtype", "shape", "name", "twice", "missing"])
+def test_other_tensors_than_were_announced_are_refused(trainer: Trainer, how: str) -> None:
+    """And whoever has begun to fetch them is told so."""
+    name = "model.layers.0.b.weight"
+    tensors = list(TENSORS.items())
+    given, message = {
+        "dtype": ([*tensors[:2], (name, TENSORS[name].half())], rf"{name} torch.float16\[7\] came, of which"),
+        "shape": ([*tensors[:2], (name, TENSORS[name][1:])], rf"{name} torch.float32\[6\] came, of which"),
+        "name": ([*tensors[:2], ("other", TENSORS[name])], r"other torch.float32\[7\] came, which the model does not"),
+        "twice": ([*tensors, tensors[0]], f"{tensors[0][0]} came twice"),
+        "missing": (tensors[1:], f"1 tensors were announced, but did not come, e.g. {tensors[0][0]}"),
+    }[how]
+    with pytest.raises(ValueError, match=message):
+        trainer.send(given)
+    if how != "missing":
+        with pytest.raises(ConnectionError, match="closed by the other side"):
+            trainer.fetch()
 
 
-def test_memory_of_a_bucket_is_used_again_once_nobody_uses_it(server: WeightServer) -> None:
-    tensors = {f"layers.{n}": torch.full((1024,), float(n)) for n in range(40)}
-    memory = held(tensors)
-    server.serve(memory)
-    kept, places = {}, set()
-    coming = fetched(message([Share(*server.address, memory.entries)], bucket_bytes=4096))
-    for number, (name, tensor) in enumerate(coming):
-        assert torch.equal(tensor, tensors[name])
-        places.add(tensor.data_ptr())
-        if number % 10 == 0:
-            kept[name] = tensor
-        del tensor
-    assert len(places) <= len(kept) + 3  # those kept, the one in use, and two on their way
-    assert len(kept) == 4 and all(torch.equal(tensor, tensors[name]) for name, tensor in kept.items())
-
-
-def test_other_tensors_than_were_announced_are_refused() -> None:
-    memory, (name, tensor) = WeightMemory(), next(iter(TENSORS.items()))
-    (whole,) = rows({name: tensor})
-    for given, message in (
-        ([(whole, tensor.bfloat16())], rf"{name} torch.bfloat16\[50, 8\], as .* comes where .*{name}"),
-        ([(whole, tensor[1:])], rf"{name} torch.float32\[49, 8\], as .* comes where .*{name}"),
-        ([(whole._replace(first=1, rows=49), tensor[1:])], "first=1, rows=49.* comes where .*first=0, rows=50"),
-        ([(whole._replace(name="other"), tensor)], "other torch.float32"),
-        ([(whole, tensor), (whole._replace(name="another"), tensor)], "another .* comes where None"),
-        ([], f"{name} was announced, but did not come"),
-    ):
-        memory.plan([whole], 4)
-        with pytest.raises(ValueError, match=message):
-            memory.fill(given)
-
-
-def test_several_engines_fetch_at_once(server: WeightServer) -> None:
-    offered = share(server, list(TENSORS))
-    found: list[dict[str, torch.Tensor]] = []
-    engines = [threading.Thread(target=lambda: found.append(fetch([offered]))) for _ in range(4)]
+def test_several_engines_fetch_at_once(trainer: Trainer) -> None:
+    found: list[Tensors] = []
+    engines = [threading.Thread(target=lambda: found.append(trainer.fetch())) for _ in range(4)]
     for engine in engines:
         engine.start()
+    trainer.send()
     for engine in engines:
         engine.join(scaled(10))
-    assert [len(of_engine) for of_engine in found] == [len(TENSORS)] * 4
+    assert len(found) == 4 and all(map(same, found))
 
 
-def test_layers_come_one_after_another_from_all_ranks(server: WeightServer) -> None:
-    other = WeightServer("127.0.0.1", SECRET, scaled(5))
-    try:
-        names = sorted(TENSORS)
-        shares = [share(server, names[::2]), share(other, names[1::2])]
-        found = fetch(shares, bucket_bytes=1 << 20)
-        layers = [int(name.split(".")[2]) for name in found if "layers" in name]
-        assert layers == sorted(layers) and found.keys() == TENSORS.keys()
-        assert [name for name in found if "layers" not in name] == ["model.embed_tokens.weight", "scalar"]
-        assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
-    finally:
-        other.close()
+def test_stages_are_fetched_one_after_the_other(trainer: Trainer) -> None:
+    trainer.send()
+    other = Trainer()
+    other.send()
+    with pytest.raises(ConnectionError):  # each has a secret of its own
+        trainer.fetch(servers=[trainer.address, other.address])
+    other.transport.close()
+    twice = [name for name, _ in fetched(replace(trainer.message, servers=[trainer.address] * 2))]
+    assert twice == [*TENSORS] * 2
 
 
-def test_a_bucket_has_a_size(server: WeightServer) -> None:
-    offered = share(server, list(TENSORS))
-    buckets = plan([offered], 100)
-    assert [len(bucket.tensors) for bucket in buckets] == [1, 2, 1, 3]
-    assert all(bucket.size <= 100 or len(bucket.tensors) == 1 for bucket in buckets)
-    assert [len(bucket.pieces) for bucket in buckets] == [1, 1, 1, 1]  # one request fetches all of a bucket
-
-
-def test_who_does_not_know_the_secret_gets_nothing(server: WeightServer, caplog: pytest.LogCaptureFixture) -> None:
-    offered = share(server, list(TENSORS))
-    for secret in (bytes(SECRET_BYTES), SECRET[:-1] + b"x"):
-        with socket.create_connection(server.address, timeout=scaled(5)) as peer:
+def test_who_does_not_know_the_secret_gets_nothing(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    trainer.send()
+    right = bytes.fromhex(trainer.message.secret)
+    for secret in (bytes(SECRET_BYTES), right[:-1] + bytes([right[-1] ^ 1])):
+        with socket.create_connection(trainer.address, timeout=scaled(5)) as peer:
             peer.sendall(secret)
             assert peer.recv(1) == b""
-        with pytest.raises(ConnectionError, match=rf"weights of 127\.0\.0\.1:{server.address[1]}"):
-            fetch([offered], secret=secret)
+        with pytest.raises(ConnectionError, match=rf"weights of 127\.0\.0\.1:{trainer.address[1]}"):
+            trainer.fetch(secret=secret.hex())
     wait_until(lambda: not serving())
-    assert server._refused == 2 * (1 + 2) - 1  # an engine has two connections
     assert caplog.text.count("127.0.0.1 refused, it does not know the secret of this run (1 since") == 1
-    assert SECRET.hex() not in caplog.text
+    assert trainer.message.secret not in caplog.text
 
 
-def filled(server: WeightServer, count: int, sent: bytes) -> list[socket.socket]:
-    """Connections that stay open without the secret."""
-    peers = []
-    for _ in range(count):
-        peers.append(socket.create_connection(server.address, timeout=scaled(5)))
-        peers[-1].sendall(sent)
-    return peers
+def test_the_secret_is_not_shown(trainer: Trainer) -> None:
+    assert len(bytes.fromhex(trainer.message.secret)) == SECRET_BYTES
+    assert "version=4" in repr(trainer.message) and trainer.message.secret not in repr(trainer.message)
 
 
-@pytest.mark.parametrize("sent", [b"", SECRET[:-1], b"x"])
+@pytest.mark.parametrize("sent", ["nothing", "the secret but for a byte", "x"])
 def test_strangers_do_not_take_the_places_of_engines(
-    server: WeightServer, sent: bytes, caplog: pytest.LogCaptureFixture
+    trainer: Trainer, sent: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    offered = share(server, list(TENSORS))
-    peers = filled(server, 600, sent)  # more than there are connections for engines
+    trainer.send()
+    content = {"nothing": b"", "x": b"x"}.get(sent, bytes.fromhex(trainer.message.secret)[:-1])
+    peers = []
+    for _ in range(600):  # more than there are connections for engines
+        peers.append(socket.create_connection(trainer.address, timeout=scaled(5)))
+        peers[-1].sendall(content)
     try:
-        assert fetch([offered]).keys() == TENSORS.keys()
+        assert same(trainer.fetch())
         wait_until(lambda: len(serving()) <= 64)
-        assert "64 connections have not shown the secret of this run" in caplog.text
+        assert "64 newer connections have not sent the secret of this run" in caplog.text
         assert caplog.text.count("refused") == 1
     finally:
         for peer in peers:
             peer.close()
 
 
-def test_a_host_with_many_strangers_keeps_no_other_out() -> None:
-    """Not even an engine whose secret is late."""
-    strangers = _Strangers()
-    pairs = [socket.socketpair() for _ in range(200)]
-    late, *others = [pair[0] for pair in pairs]
-    assert strangers.add(late, "10.0.0.1") == ""
-    left = [strangers.add(other, "10.0.0.2") for other in others]
-    assert left == [""] * 63 + ["10.0.0.2"] * (199 - 63)
-    assert strangers.discard(late) and not strangers.discard(others[0]) and strangers.discard(others[-1])
-    for pair in pairs:
-        for end in pair:
-            end.close()
-
-
-def test_a_version_that_is_not_there_is_refused(server: WeightServer) -> None:
-    offered = share(server, list(TENSORS))
-    with pytest.raises(ConnectionError, match=r"version 5: closed by the other side"):
-        fetch([offered], version=5)
-    server.serve(None)
-    with pytest.raises(ConnectionError, match=r"version 4: closed by the other side"):
-        fetch([offered])
-
-
-def test_a_rank_that_is_late_or_gone_is_named() -> None:
+def test_a_rank_that_is_late_or_gone_is_named(trainer: Trainer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = mute.getsockname()
-        offered = Share(*address, [Entry("a", "float32", (1,), 0, 0, 4)])
         began = time.monotonic()
         with pytest.raises(ConnectionError, match=rf"weights of 127\.0\.0\.1:{address[1]}, version 4: timed out"):
-            dict(fetched(dataclasses.replace(message([offered]), timeout_s=0.3)))
+            trainer.fetch(servers=[address], timeout_s=0.3)
         assert time.monotonic() - began < scaled(5)
-    with pytest.raises(ConnectionError, match=rf"weights of 127\.0\.0\.1:{address[1]}: .*refused"):
-        fetch([offered])
+    with pytest.raises(ConnectionError, match=rf"weights of 127\.0\.0\.1:{address[1]}, version 4: .*refused"):
+        trainer.fetch(servers=[address])
+
+
+def test_a_rank_that_does_not_go_on_copying_is_named() -> None:
+    trainer = Trainer(timeout_s=0.3)
+    with pytest.raises(ConnectionError, match=r"version 4: (closed by the other side|timed out)"):
+        trainer.fetch()
+    trainer.transport.close()
 
 
 def test_a_receiver_that_stops_reading_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "ctpo_megatron.engines.weights.tcp_transport")
-    server = WeightServer("127.0.0.1", SECRET, 0.3)
-    try:
-        big = {"big": torch.zeros(16 << 20)}  # more than the buffers of a connection
-        server.serve(held(big, 1))
-        with socket.create_connection(server.address) as peer:
-            peer.sendall(SECRET + (1).to_bytes(8) + bytes(8) + big["big"].nbytes.to_bytes(8))
-            peer.recv(1)
-            wait_until(lambda: not serving())
-        assert [record.message for record in caplog.records] == ["weights: connection of 127.0.0.1 ended: timed out"]
-    finally:
-        server.close()
+    caplog.set_level("INFO", "ctpo_megatron.engines.weights.tcp")
+    big = {"big": torch.zeros(16 << 20)}  # more than the buffers of a connection
+    settings = TransportSettings(1 << 20, 0.3)
+    facts = EngineFacts(torch.float32, "127.0.0.1", "tcp")
+    transport = open_transport(ONE_RANK, facts, settings, manifest_of(big), None)
+    message = FetchMessage(**transport.announce(1) or {})
+    transport.send(big.items(), 1)
+    with socket.create_connection(message.servers[0]) as peer:
+        peer.sendall(bytes.fromhex(message.secret) + (1).to_bytes(8))
+        peer.recv(1)
+        wait_until(lambda: not serving())
+    assert [record.message for record in caplog.records] == ["weights: connection of 127.0.0.1 ended: timed out"]
+    transport.close()
 
 
-def test_it_listens_on_the_named_address_only(server: WeightServer) -> None:
-    assert server.address[0] == "127.0.0.1"
+def test_an_engine_that_has_everything_leaves_without_a_word(
+    trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    trainer.send()
+    trainer.fetch()
+    wait_until(lambda: not serving())
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("address", "host"), [("127.0.0.2", "127.0.0.2"), (ELSEWHERE, "127.0.0.1"), (None, "127.0.0.1")]
+)
+def test_weights_are_served_at_the_nodes_address_only(address: str | None, host: str) -> None:
+    """On other nodes than rank zero's `cluster.node_address` is nobody's: the address toward the engine is taken."""
+    trainer = Trainer(address=address)
+    assert trainer.address[0] == host
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.2", server.address[1]), timeout=scaled(5))
+        socket.create_connection(("127.0.0.3", trainer.address[1]), timeout=scaled(5))
+    trainer.transport.close()
+    with pytest.raises(ConnectionError, match="refused"):
+        trainer.fetch()
 
 
-def test_a_closed_server_answers_nobody(server: WeightServer) -> None:
-    offered = share(server, list(TENSORS))
-    server.close()
-    with pytest.raises(ConnectionError):
-        fetch([offered])
+def test_addresses_of_this_machine() -> None:
+    assert address_toward("127.0.0.5") == "127.0.0.1" and address_toward("localhost") in ("127.0.0.1", "::1")
+    assert is_own("127.0.0.5") and is_own("::1") and not is_own(ELSEWHERE) and not is_own("2001:db8::1")

@@ -1,12 +1,10 @@
-"""Weights on their way from the trainer to the engines: the protocol of transports, and both ends of each."""
+"""Weights on their way from the trainer to the engines: two methods a transport, and both ends of each."""
 
-from ctpo_megatron.engines.weights.offer import (
+from ctpo_megatron.engines.weights.transport import (
     EngineFacts,
-    OffersWeights,
-    Ranks,
+    Manifest,
+    SendsWeights,
     TransportSettings,
-    WeightOffer,
-    WeightSource,
     WeightTransport,
     init_request,
     open_transport,
@@ -15,11 +13,9 @@ from ctpo_megatron.engines.weights.offer import (
 
 __all__ = [
     "EngineFacts",
-    "OffersWeights",
-    "Ranks",
+    "Manifest",
+    "SendsWeights",
     "TransportSettings",
-    "WeightOffer",
-    "WeightSource",
     "WeightTransport",
     "init_request",
     "open_transport",

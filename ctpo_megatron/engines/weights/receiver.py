@@ -1,26 +1,58 @@
-"""The engine's end of a weight update: vLLM weight-transfer backends for a safetensors file and for TCP."""
+"""The engine's end of a weight update: backends of vLLM that sum up what they are given to load."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from ctpo_megatron.engines.weights.engine_checksums import kept_parts
+from ctpo_megatron.engines.weights.checksums import Checksums, Sums
 from ctpo_megatron.engines.weights.tcp import FetchMessage, fetched
 
-FILE, TCP = "ctpo_file", "ctpo_tcp"
-"""Names of the backends."""
 
-UpdateInfo = TypeVar("UpdateInfo", bound=WeightTransferUpdateInfo)
+def backend(transport: str) -> str:
+    """Return the name under which vLLM knows the backend of a transport."""
+    return f"ctpo_{transport}"
+
+
+class Summed:
+    """A model whose tensors are summed as they are loaded."""
+
+    def __init__(self, model: Any, received: Checksums) -> None:
+        self._model, self._received = model, received
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """As the model does."""
+        return self._model.load_weights(self._received.watch(weights))
+
+
+class SumsReceived(WeightTransferEngine[Any, Any]):
+    """Before one of the backends: sums up the tensors of each update."""
+
+    model: Any  # what loads the weights
+    received = Checksums()
+    """Of the update that began last."""
+
+    def start_weight_update(self) -> None:
+        """As the backend does."""
+        self.received = Checksums()
+        super().start_weight_update()
+
+    def receive_weights(self, update_info: Any) -> None:
+        """As the backend does."""
+        model = self.model
+        self.model = Summed(model, self.received)
+        try:
+            super().receive_weights(update_info)
+        finally:
+            self.model = model
 
 
 @dataclass
@@ -29,25 +61,15 @@ class NoInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class FileUpdateInfo(WeightTransferUpdateInfo):
-    """path: safetensors file with Hugging Face names and shapes."""
-
-    path: str
-
-
-@dataclass
 class TcpUpdateInfo(FetchMessage, WeightTransferUpdateInfo):
     """As vLLM wants it."""
 
 
-class CheckpointEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
-    """Loads a whole checkpoint-format state dict that comes tensor by tensor."""
+class FetchingEngine(WeightTransferEngine[NoInitInfo, TcpUpdateInfo]):
+    """Fetches the whole model from the trainer's serving ranks."""
 
     init_info_cls = NoInitInfo
-
-    @abstractmethod
-    def tensors(self, update_info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor)"""
+    update_info_cls = TcpUpdateInfo
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Nothing to set up."""
@@ -56,9 +78,10 @@ class CheckpointEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
         """Give every layer its loadable parameters back."""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load every tensor; raises what `tensors` raises."""
-        self.model.load_weights(self.tensors(update_info))
+    def receive_weights(self, update_info: TcpUpdateInfo) -> None:
+        """Load every tensor as it arrives; raises what `fetched` raises."""
+        model: Any = self.model
+        model.load_weights(fetched(update_info))
 
     def finish_weight_update(self) -> None:
         """Turn the loaded parameters into the layout the kernels want."""
@@ -72,43 +95,31 @@ class CheckpointEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
         """Nothing to release."""
 
 
-class FileEngine(CheckpointEngine[FileUpdateInfo]):
-    """From a file on the same node."""
-
-    update_info_cls = FileUpdateInfo
-
-    def tensors(self, update_info: FileUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of the file; raises FileNotFoundError when it is not visible from here."""
-        path = update_info.path
-        if not Path(path).is_file():
-            raise FileNotFoundError(
-                f"{path}: not visible to this engine: rollout.weights.transport: file is for one node"
-            )
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
+class TcpEngine(SumsReceived, FetchingEngine):
+    """Over TCP, from the trainer's serving ranks."""
 
 
-class TcpEngine(CheckpointEngine[TcpUpdateInfo]):
-    """From the trainer's ranks."""
+class NcclEngine(SumsReceived, NCCLWeightTransferEngine):
+    """By vLLM's broadcast."""
 
-    update_info_cls = TcpUpdateInfo
 
-    def tensors(self, update_info: TcpUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        """As they arrive; raises ConnectionError naming the address of the rank that is late or gone."""
-        return fetched(update_info)
+class IpcEngine(SumsReceived, IPCWeightTransferEngine):
+    """From the memory of the GPU that the engine shares with the trainer."""
+
+
+BACKENDS = {"tcp": TcpEngine, "nccl": NcclEngine, "ipc": IpcEngine}
+"""By transport."""
 
 
 class WorkerExtension:
     """Methods added to every vLLM worker (`worker_extension_cls`); importing this module registers the backends."""
 
-    model_config: Any
-    get_model: Callable[[], torch.nn.Module]  # vLLM's worker has it; without the wrapper of CUDA graphs
+    weight_transfer_engine: SumsReceived  # vLLM's worker has it
 
-    def ctpo_checksums(self, version: int) -> list[tuple[str, str, bool, int]]:
-        """Fields of each `Part` that this worker keeps."""
-        return [astuple(part) for part in kept_parts(self.get_model(), version, self.model_config.dtype)]
+    def ctpo_sums(self) -> Sums:
+        """Return the sums of what this worker has received in the last update."""
+        return self.weight_transfer_engine.received.sums()
 
 
-for backend, engine in ((FILE, FileEngine), (TCP, TcpEngine)):
-    WeightTransferEngineFactory.register_engine(backend, engine)
+for transport, engine in BACKENDS.items():
+    WeightTransferEngineFactory.register_engine(backend(transport), engine)

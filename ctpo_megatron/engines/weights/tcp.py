@@ -1,185 +1,369 @@
-"""Weights over TCP as an engine fetches them from all trainer ranks; `tcp_transport` is the other end.
+"""Weights over TCP: the first rank of each pipeline stage serves a copy of its tensors, and every engine fetches it.
 
-An engine sends the run's secret, then asks for byte ranges of what a rank holds: version, first byte, length. What the
-rank has not copied yet is sent as soon as it is there. There is no encryption; the network has to be private.
+An engine sends the run's secret and a version. The rank answers with buckets of whole tensors, each as soon as it has
+been copied. A bucket is the length of a JSON list, the list of names, dtypes and shapes, and the bytes of the tensors.
+A length of zero ends the version. There is no encryption; the network has to be private.
 """
 
 from __future__ import annotations
 
+import hmac
 import itertools
+import json
+import logging
+import mmap
+import secrets
 import socket
 import struct
-import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from ctpo_megatron.engines.weights.buckets import Bucket, Entry, Piece, Share, dtype_of, plan, rotated
+from ctpo_megatron.base.addresses import own_address
+from ctpo_megatron.engines.weights.checksums import Checksums, Sums
+from ctpo_megatron.engines.weights.transport import EngineFacts, Manifest, TransportSettings, WeightTransport
+
+if TYPE_CHECKING:
+    from ctpo_megatron.policy import Layout
+
+log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-Buffer = npt.NDArray[np.uint8]
-Contents = Generator[tuple[int, Buffer], None, None]
-"""Numbers of buckets with their bytes."""
-_Peers = Sequence["_Peer"]
-"""A connection to the rank of each share."""
-_Fetch = Callable[[int], Buffer]
-"""Fetches the bucket of this number."""
-
-REQUEST = struct.Struct("!QQQ")
-STREAMS = 2
-"""Connections of an engine to a rank, which take turns. One would be as slow as the thread that sends."""
+_NUMBER = struct.Struct("!Q")
+"""A version, or the length of a list."""
+_ALIGNED = 64
+"""Every tensor begins at a multiple of this many bytes of its bucket."""
 _PORTION = 1 << 20
-"""Bytes for which a receiver is woken: to wake it for every packet costs the sender time."""
-_ASKED = 64
-"""Pieces of a bucket that are asked for before the first of them is read."""
+"""SO_RCVLOWAT: wake the receiver once per MiB, not per packet."""
+_CONNECTIONS = 256
+_UNAUTHENTICATED = 64
+"""Connections that have not sent the secret yet; an engine sends it at once."""
+_SECRET_TIMEOUT_S = 10.0
+"""For a connection to send the secret."""
+_REFUSALS_S = 60.0
+"""Between two lines about refused connections."""
+_ACCEPT_PAUSE_S = 0.2
+"""After a connection that could not be accepted."""
+Listed = list[tuple[str, str, list[int]]]
+"""Name, dtype as torch names it, and shape of each tensor of a bucket."""
+
+
+class TcpTransport(WeightTransport):
+    """For engines on any node, this one included. A copy stays in the memory of a serving rank's node."""
+
+    by_stage = True
+
+    def __init__(self, ranks: Layout, facts: EngineFacts, settings: TransportSettings, manifest: Manifest) -> None:
+        """Agree on a secret, and begin to serve; collective. Ranks that are not on the node of `settings.address` serve
+        on their address toward an engine's node."""
+        self._ranks, self._settings, self._manifest = ranks, settings, manifest
+        stages = ranks.gather(ranks.pp_rank)
+        secret = ranks.on_rank_zero(lambda: secrets.token_bytes(SECRET_BYTES))
+        self._secret, self._server = secret.hex(), None
+        if stages.index(ranks.pp_rank) == ranks.rank:
+            host, bucket_bytes = own_address(settings.address, facts.address), settings.bucket_bytes
+            bucket_bytes = min(bucket_bytes, sum(size + _ALIGNED for size in manifest.sizes))
+            self._server = WeightServer(host, secret, bucket_bytes, settings.timeout_s)
+
+    def announce(self, version: int) -> dict[str, Any]:
+        """See `WeightTransport`; when this returns, every serving rank waits for engines."""
+        if self._server is not None:
+            self._server.begin(version)
+        servers = self._ranks.gather(None if self._server is None else self._server.address)
+        addresses = [address for address in servers if address is not None]
+        return vars(FetchMessage(addresses, self._secret, version, self._settings.timeout_s))
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Sums:
+        """See `WeightTransport`; engines fetch meanwhile, and afterwards."""
+        checksums = Checksums()
+        try:
+            for name, tensor in self._manifest.checked(tensors):
+                if self._server is not None:
+                    checksums.add(name, self._server.copy(name, tensor))
+                del tensor  # or it would stay while the next one is gathered
+            if self._server is not None:
+                self._server.complete()
+        except BaseException:
+            if self._server is not None:
+                self._server.begin(-1)
+            raise
+        stages = self._ranks.gather(checksums.sums())
+        sums = {name: value for stage in stages for name, value in stage.items()}
+        self._manifest.check_complete(sums)
+        return sums
+
+    def close(self) -> None:
+        """See `WeightTransport`."""
+        if self._server is not None:
+            self._server.close()
+
+
+class _Copy:
+    """Buckets of one version, in pages that the next version takes again: faulting in new ones costs more time.
+
+    One thread fills; others wait for buckets.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._maps: list[mmap.mmap] = []
+        self._changed = threading.Condition()
+        self._listed: Listed = []
+        self._used = 0
+        self._lists: list[bytes] = []
+        self._version = -1
+
+    def begin(self, version: int) -> None:
+        """Forget what is here; -1: nothing comes."""
+        self._listed, self._used = [], 0
+        with self._changed:
+            self._version, self._lists = version, []
+            self._changed.notify_all()
+
+    def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor of any device and layout behind the others; returns the copy."""
+        start = -(-self._used // _ALIGNED) * _ALIGNED
+        if self._listed and start + tensor.nbytes > self._bucket_bytes:
+            self._publish()
+            start = 0
+        self._listed.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
+        self._used = start + tensor.nbytes
+        pages = self._pages(len(self._lists), self._used)
+        if not tensor.nbytes:
+            return tensor
+        copy = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+        return copy.copy_(tensor.detach())
+
+    def complete(self) -> None:
+        """The version has no more tensors."""
+        if self._listed:
+            self._publish()
+        with self._changed:
+            self._lists.append(b"")
+            self._changed.notify_all()
+
+    def bucket(self, version: int, number: int, timeout_s: float) -> tuple[bytes, memoryview] | None:
+        """Wait for a bucket: its list, which is empty after the last one, and its bytes. None: it does not come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._version != version or len(self._lists) > number, timeout_s)
+            if self._version != version or len(self._lists) <= number:
+                return None
+            listed = self._lists[number]
+        return listed, memoryview(self._maps[number] if listed else b"")[: _sizes(json.loads(listed or "[]"))[1]]
+
+    def _publish(self) -> None:
+        with self._changed:
+            self._lists.append(json.dumps(self._listed).encode())
+            self._changed.notify_all()
+        self._listed, self._used = [], 0
+
+    def _pages(self, number: int, size: int) -> mmap.mmap:
+        size = max(size, self._bucket_bytes)
+        if number == len(self._maps):
+            self._maps.append(_mapped(size))
+        if len(self._maps[number]) < size:
+            self._maps[number] = _mapped(size)  # the former one stays as long as bytes of it are sent
+        return self._maps[number]
+
+
+def _mapped(size: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)  # a forked writer of checkpoints would have it copied as it is filled
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _sizes(listed: Sequence[Sequence[Any]]) -> tuple[list[tuple[int, int]], int]:
+    """Return where each tensor of a bucket begins and how many bytes it has, and the bytes of the bucket."""
+    places, end = [], 0
+    for _, dtype, shape in listed:
+        start = -(-end // _ALIGNED) * _ALIGNED
+        end = start + getattr(torch, dtype).itemsize * torch.Size(shape).numel()
+        places.append((start, end - start))
+    return places, end
+
+
+class WeightServer:
+    """Serves the copy of a rank on one address, to who knows the secret.
+
+    timeout_s: deadline of every operation on a connection.
+    """
+
+    def __init__(self, host: str, secret: bytes, bucket_bytes: int, timeout_s: float) -> None:
+        family = socket.getaddrinfo(host, None)[0][0]
+        self._socket = socket.create_server((host, 0), backlog=_CONNECTIONS, family=family)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._secret, self._timeout_s = secret, timeout_s
+        self._copy = _Copy(bucket_bytes)
+        self.begin, self.copy, self.complete = self._copy.begin, self._copy.add, self._copy.complete
+        self._unauthenticated: dict[socket.socket, str] = {}  # with their addresses, in the order in which they came
+        self._lock, self._free = threading.Lock(), threading.BoundedSemaphore(_CONNECTIONS)
+        self._refused, self._told_at = 0, -_REFUSALS_S
+        self._closed = threading.Event()
+        threading.Thread(target=self._accept, name="weight server", daemon=True).start()
+
+    def close(self) -> None:
+        """Serve nothing any more."""
+        self.begin(-1)
+        self._closed.set()
+        with suppress(OSError):  # closed before
+            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, name = self._socket.accept()
+            except OSError as error:
+                if self._closed.wait(_ACCEPT_PAUSE_S):
+                    return
+                log.warning("weights: a connection was not accepted: %s", error)  # too many open files, say
+                continue
+            self._admit(peer, name[0])
+            threading.Thread(target=self._answer, args=(peer, name[0]), name="weights", daemon=True).start()
+
+    def _admit(self, peer: socket.socket, address: str) -> None:
+        """Count a connection as unauthenticated; where there are too many, the oldest is closed."""
+        with self._lock:
+            self._unauthenticated[peer] = address
+            if len(self._unauthenticated) <= _UNAUTHENTICATED:
+                return
+            oldest = next(iter(self._unauthenticated))
+            address = self._unauthenticated.pop(oldest)
+        with suppress(OSError):  # it has just ended
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        self._refuse(address, f"{_UNAUTHENTICATED} newer connections have not sent the secret of this run either")
+
+    def _answer(self, peer: socket.socket, address: str) -> None:
+        serving = False
+        try:
+            with peer:
+                peer.settimeout(min(_SECRET_TIMEOUT_S, self._timeout_s))
+                if not self._authenticate(peer, address):
+                    return
+                serving = self._free.acquire(blocking=False)
+                if not serving:
+                    return self._refuse(address, f"{_CONNECTIONS} connections are open")
+                peer.settimeout(self._timeout_s)
+                self._serve(peer)
+        except OSError as error:  # rank zero names the engine that is late or gone
+            log.log(logging.INFO if serving else logging.DEBUG, "weights: connection of %s ended: %s", address, error)
+        finally:
+            with self._lock:
+                self._unauthenticated.pop(peer, None)
+            if serving:
+                self._free.release()
+
+    def _authenticate(self, peer: socket.socket, address: str) -> bool:
+        """Whether it sends the secret."""
+        secret = bytearray(SECRET_BYTES)
+        _receive(peer, memoryview(secret))
+        if not hmac.compare_digest(secret, self._secret):
+            self._refuse(address, "it does not know the secret of this run")
+            return False
+        with self._lock:
+            return self._unauthenticated.pop(peer, None) is not None
+
+    def _refuse(self, address: str, why: str) -> None:
+        """Log refused connections, rate-limited."""
+        with self._lock:
+            self._refused += 1
+            if time.monotonic() < self._told_at + _REFUSALS_S:
+                return
+            count, self._refused, self._told_at = self._refused, 0, time.monotonic()
+        log.warning("weights: %s refused, %s (%d since the last such line)", address, why, count)
+
+    def _serve(self, peer: socket.socket) -> None:
+        (version,) = _NUMBER.unpack(_received(peer, _NUMBER.size))
+        for number in itertools.count():
+            bucket = self._copy.bucket(version, number, self._timeout_s)
+            if bucket is None:
+                return
+            listed, content = bucket
+            _send(peer, memoryview(_NUMBER.pack(len(listed)) + listed))
+            _send(peer, content)
+            if not listed:
+                return
 
 
 @dataclass
 class FetchMessage:
-    """What an engine needs in order to fetch.
+    """What an engine needs in order to fetch. servers: host and port of each stage. secret: in hexadecimal digits."""
 
-    shares: fields of each `Share`. secret: in hexadecimal digits. number, of: of the engine, among all that fetch.
-    """
-
-    shares: Sequence[tuple[str, int, Sequence[Sequence[Any]]]]
+    servers: Sequence[tuple[str, int]]
     secret: str = field(repr=False)
     version: int
-    bucket_bytes: int
     timeout_s: float
-    number: int = 0
-    of: int = 1
 
 
 def fetched(message: FetchMessage) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on the CPU) of all shares; buckets arrive while the one before is used.
+    """Yield (name, tensor on the CPU) of all stages; a bucket arrives while the one before is used.
 
     timeout_s: of every operation on a connection. Raises ConnectionError naming the address of a rank that is late or
-    gone, does not have this version, or refuses the secret. Raises ValueError where the shares are not the whole of
-    each tensor.
+    gone, does not have this version, or refuses the secret.
     """
-    shares = [Share(host, port, [Entry(*entry) for entry in entries]) for host, port, entries in message.shares]
-    buckets = plan(shares, message.bucket_bytes)
-    order = rotated(buckets, message.number, message.of)
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(STREAMS, thread_name_prefix="weights"))
-        streams = [[stack.enter_context(_Peer(share, message)) for share in shares] for _ in range(STREAMS)]
-        buffers = _Buffers(min(message.bucket_bytes, max((bucket.size for bucket in buckets), default=0)))
-
-        def fetch(number: int, peers: _Peers) -> Buffer:
-            content = buffers.take(buckets[number].size)
-            _fetch(buckets[number], peers, content.data)
-            return content
-
-        fetches = [partial(fetch, peers=peers) for peers in streams]
-        contents = _fetched_ahead(order, fetches, pool)
-        stack.enter_context(closing(contents))  # before the pool, whose threads wait for more until then
-        yield from itertools.chain.from_iterable(itertools.starmap(partial(_tensors, buckets), contents))
+        pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="weights"))
+        source = stack.enter_context(_Source(message))  # it ends before the pool, whose thread waits for bytes
+        buckets = source.buckets()
+        coming = pool.submit(next, buckets, None)
+        while (bucket := coming.result()) is not None:
+            coming = pool.submit(next, buckets, None)
+            listed, content = bucket
+            for (name, dtype, shape), (start, size) in zip(listed, _sizes(listed)[0], strict=True):
+                yield name, content[start : start + size].view(getattr(torch, dtype)).view(shape)
+            del content, bucket
 
 
-def _tensors(buckets: Sequence[Bucket], number: int, content: Buffer) -> Iterator[tuple[str, torch.Tensor]]:
-    data = torch.from_numpy(content)
-    for name, dtype, shape, place, size in buckets[number].tensors:
-        yield name, data[place : place + size].view(dtype_of(dtype)).view(shape)
+class _Source:
+    """An engine's connection to one stage after the other."""
 
+    def __init__(self, message: FetchMessage) -> None:
+        self._message = message
+        self._peer: socket.socket | None = None
 
-def _fetched_ahead(order: Sequence[int], fetches: Sequence[_Fetch], pool: Executor) -> Contents:
-    """The buckets, of which each stream fetches one ahead."""
-    coming: deque[tuple[int, Future[Buffer]]] = deque()
-    for number, fetch in zip(order, itertools.cycle(fetches), strict=False):
-        coming.append((number, pool.submit(fetch, number)))
-        if len(coming) == len(fetches):  # the connections that are next have nothing to do
-            yield _arrived(*coming.popleft())
-    while coming:
-        yield _arrived(*coming.popleft())
-
-
-def _arrived(number: int, content: Future[Buffer]) -> tuple[int, Buffer]:
-    return number, content.result()
-
-
-def _fetch(bucket: Bucket, peers: _Peers, into: memoryview) -> None:
-    """Its bytes, from all ranks that hold some."""
-    asked: deque[Piece] = deque()
-    for piece in bucket.pieces:
-        peers[piece.share].ask(piece)
-        asked.append(piece)
-        if len(asked) == _ASKED:  # a rank that is sending reads no more than fits in a buffer
-            _take(asked.popleft(), peers, into)
-    for piece in asked:
-        _take(piece, peers, into)
-
-
-def _take(piece: Piece, peers: _Peers, into: memoryview) -> None:
-    peers[piece.share].take(into[piece.place : piece.place + piece.size])
-
-
-class _Buffers:
-    """Memory for buckets, taken again once no tensor in it is used any more: new pages take longer than to receive."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._free: deque[Buffer] = deque()
-
-    def take(self, size: int) -> Buffer:
-        """Memory of `size` bytes; larger ones than a bucket are new each time."""
-        if size > self._size:
-            return np.empty(size, dtype=np.uint8)
-        try:
-            whole = self._free.popleft()
-        except IndexError:
-            whole = np.empty(self._size, dtype=np.uint8)
-        part = whole[:size]  # what a tensor keeps alive
-        weakref.finalize(part, self._free.append, whole).atexit = False
-        return part
-
-
-class _Peer:
-    """An engine's connection to one rank."""
-
-    def __init__(self, share: Share, message: FetchMessage) -> None:
-        self._version = message.version
-        self._name = f"weights of {share.host}:{share.port}"
-        try:
-            self._socket = socket.create_connection((share.host, share.port), timeout=message.timeout_s)
-            self._socket.sendall(bytes.fromhex(message.secret))
-        except OSError as error:
-            raise ConnectionError(f"{self._name}: {error}") from error
-
-    def __enter__(self) -> _Peer:
+    def __enter__(self) -> _Source:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # the other side may have gone
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a fetch whose result is not needed any more
-        self._socket.close()
+        if self._peer is not None:
+            with suppress(OSError):  # closed before
+                self._peer.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for what is no longer needed
 
-    def ask(self, piece: Piece) -> None:
-        """Have it sent."""
-        with self._named():
-            self._socket.sendall(REQUEST.pack(self._version, piece.first, piece.size))
+    def buckets(self) -> Iterator[tuple[Listed, torch.Tensor]]:
+        """Yield the tensors of each bucket, and its bytes."""
+        for host, port in self._message.servers:
+            try:
+                yield from self._of_stage(host, port)
+            except OSError as error:
+                what = f"weights of {host}:{port}, version {self._message.version}"
+                raise ConnectionError(f"{what}: {error}") from error
 
-    def take(self, into: memoryview) -> None:
-        """Fill `into` with the bytes of the oldest request that is still open."""
-        with self._named():
-            receive(self._socket, into, _PORTION)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConnectionError(f"{self._name}, version {self._version}: {error}") from error
+    def _of_stage(self, host: str, port: int) -> Iterator[tuple[Listed, torch.Tensor]]:
+        message = self._message
+        with socket.create_connection((host, port), timeout=message.timeout_s) as self._peer:
+            self._peer.sendall(bytes.fromhex(message.secret) + _NUMBER.pack(message.version))
+            while (length := _NUMBER.unpack(_received(self._peer, _NUMBER.size))[0]) > 0:
+                listed: Listed = json.loads(_received(self._peer, length))
+                content = torch.empty(_sizes(listed)[1], dtype=torch.uint8)
+                _receive(self._peer, content.numpy().data, _PORTION)
+                yield listed, content
 
 
-def receive(peer: socket.socket, into: memoryview, portion: int = 1) -> None:
+def _received(peer: socket.socket, size: int) -> bytearray:
+    content = bytearray(size)
+    _receive(peer, memoryview(content))
+    return content
+
+
+def _receive(peer: socket.socket, into: memoryview, portion: int = 1) -> None:
     """Fill `into`, in parts of `portion` bytes at least or of what is missing.
 
     Raises ConnectionError when the other side ends before, TimeoutError when a part is late.
@@ -190,3 +374,9 @@ def receive(peer: socket.socket, into: memoryview, portion: int = 1) -> None:
         if count == 0:
             raise ConnectionError(f"closed by the other side, {len(into)} bytes short")
         into = into[count:]
+
+
+def _send(peer: socket.socket, content: memoryview) -> None:
+    """Send all of it; the time-out is for each part. Faster than sendfile, which copies page by page."""
+    while content:
+        content = content[peer.send(content) :]

@@ -1,38 +1,35 @@
-"""Transports by vLLM's own trainer-side engines: an NCCL broadcast from rank zero, or CUDA IPC on shared GPUs.
+"""Weights by vLLM's own trainer-side engines: an NCCL broadcast from rank zero, or CUDA IPC on shared GPUs.
 
-vLLM sends and receives; ours are the source of the tensors, the checksums, the deadline, and what follows a failure.
-This was never run on a GPU: its tests run vLLM's classes with a communicator that records.
+vLLM sends and receives; ours are the source of the tensors, their sums, the deadline, and what follows a failure.
+This was never run on a GPU: its tests run vLLM's classes with stand-ins for NCCL and for CUDA's handles of memory.
 """
 
 from __future__ import annotations
 
+import base64
 import logging
+import pickle
 import socket
-import threading
-import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, TrainerWeightTransferEngine
-from vllm.distributed.weight_transfer.base import WeightSource as VllmSource
+from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from ctpo_megatron.base.addresses import own_address
+from ctpo_megatron.engines.tasks import EngineError
 from ctpo_megatron.engines.weights.checksums import Checksums, Sums
-from ctpo_megatron.engines.weights.client import WeightClient
-from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
+from ctpo_megatron.engines.weights.transport import EngineFacts, Manifest, TransportSettings, WeightTransport
 
 if TYPE_CHECKING:
-    from ctpo_megatron.engines.updates import PendingUpdate
-
-_ABORT_POLL_S = 0.25
-"""How often a transfer by NCCL checks whether an engine has failed."""
+    from ctpo_megatron.engines.pool import EnginePool
+    from ctpo_megatron.policy import Layout
 
 log = logging.getLogger(__name__)
 
@@ -40,181 +37,170 @@ _LARGER_THAN_BUCKET = r"Tensor '.*' has size \d+ bytes, which exceeds buffer_siz
 """vLLM's warning of a tensor that it sends in a bucket of its size."""
 
 
-class TrainerWeights(VllmSource):
-    """The policy as vLLM's trainer side reads it; sums the tensors up on rank zero as they pass."""
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self._declared = [ParamMeta(name, dtype, shape) for name, shape, dtype in source.weight_shapes()]
-        self._running: Iterator[tuple[str, torch.Tensor]] | None = None
-        self.checksums: Checksums | None = None
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of all tensors."""
-        return frozenset(meta.name for meta in self._declared)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(map(_bytes, self._declared))
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest tensor."""
-        return max(map(_bytes, self._declared))
-
-    def metadata(self) -> list[ParamMeta]:
-        """Of the whole model, in the order of iteration."""
-        return self._declared
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        tensors = self._source.weights()
-        self._running = tensors if self.checksums is None else self.checksums.watch(tensors)
-        return self._running
-
-    def drain(self) -> None:
-        """Go to the end of what was begun, or once through all: other ranks wait in the same collectives."""
-        deque(self._running or iter(self), maxlen=0)
-        self._running = None
-
-
-class VllmTransport:
+class VllmTransport(WeightTransport):
     """Rank zero broadcasts to all engines (`nccl`), or every rank shows its GPU's engines its memory (`ipc`).
 
-    The group with the engines is opened in the first update, and again after an engine was replaced.
+    Both lead the engines, call by call. Their group is opened in the first update, and again after an engine was
+    replaced.
     """
 
-    def __init__(self, ranks: Ranks, facts: EngineFacts, settings: TransportSettings) -> None:
-        self.ranks, self.facts, self._settings = ranks, facts, settings
-        self.client = WeightClient(facts.workers, settings.timeout_s)
-        self._trainer: TrainerWeightTransferEngine[Any] | None = None
-        self._weights: TrainerWeights | None = None
+    def __init__(
+        self,
+        ranks: Layout,
+        facts: EngineFacts,
+        settings: TransportSettings,
+        manifest: Manifest,
+        pool: EnginePool | None,
+    ) -> None:
+        self._ranks, self._facts, self._settings, self._manifest = ranks, facts, settings, manifest
+        self._source = TensorSource(manifest)
+        # An engine that fails leaves the others waiting in NCCL, and not where each reads the memory of its own GPU.
+        abort = self.abort if facts.transport == "nccl" else None
+        self._client = None if pool is None else EngineClient(pool, facts.workers, abort)
+        self._group: TrainerWeightTransferEngine[Any] | None = None
         self._members: tuple[object, ...] = ()
-        self._broken = False
+        self._aborted = False
 
-    def offer(self, source: WeightSource, version: int) -> VllmOffer:
-        """See `WeightTransport`."""
-        if self._weights is None:
-            self._weights = TrainerWeights(source)
-        return VllmOffer(version, self, self._weights)
+    def announce(self, version: int) -> None:
+        """See `WeightTransport`: `send` calls the engines."""
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Sums:
+        """See `WeightTransport`: one round of vLLM's trainer side. The pool hears what becomes of each engine."""
+        checksums = Checksums()
+        checked = self._manifest.checked(tensors)
+        self._source.tensors = checksums.watch(checked) if self._ranks.is_rank_zero else checked
+        with _current_stream():
+            group = self._opened()
+            if self._client is not None:
+                self._client.version = version
+            try:
+                group.send_weights()
+            except RuntimeError as error:  # of NCCL, when it was aborted; the pool knows which engine has failed
+                if not self._aborted:
+                    raise
+                log.warning("weights %d: the transfer was aborted: %s", version, error)
+            deque(self._source, maxlen=0)  # the rest of what was aborted: other ranks wait in the same collectives
+        if self._ranks.is_rank_zero:
+            self._manifest.check_complete(checksums.sums())
+        return checksums.sums()
 
     def close(self) -> None:
         """Leave the group; it is opened again in the next update."""
-        trainer, self._trainer = self._trainer, None
-        if trainer is not None:
-            trainer.shutdown()
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
 
-    def group(self, offer: VllmOffer) -> TrainerWeightTransferEngine[Any]:
+    def abort(self) -> None:
+        """End what waits in NCCL, and make the rest of the transfer do nothing; from any thread."""
+        self._aborted = True
+        communicator = getattr(self._group, "model_update_group", None)
+        if communicator is not None:
+            communicator.destroy()
+
+    def _opened(self) -> TrainerWeightTransferEngine[Any]:
         """The group with the engines as they are now; collective. Raises EngineError when an engine does not join."""
-        if self.ranks.on_rank_zero(lambda: self._broken or self.client.members != self._members):
+        if self._ranks.on_rank_zero(self._has_changed):
             self.close()
-        if self._trainer is None:
-            info = self.ranks.on_rank_zero(lambda: self._open(offer))
-            if self._trainer is None:
-                self._trainer = self._join(offer, info)
-        return self._trainer
+        if self._group is None:
+            info = self._ranks.on_rank_zero(self._open)
+            if self._group is None:
+                info.rank = self._ranks.rank
+                no_client: Any = None  # vLLM's other ranks never call the engines
+                self._group = WeightTransferTrainerFactory.trainer_init(info, client=no_client, source=self._source)
+        return self._group
 
-    def _open(self, offer: VllmOffer) -> TrainerInitInfo:
+    def _has_changed(self) -> bool:
+        assert self._client is not None
+        return self._aborted or self._client.members != self._members
+
+    def _open(self) -> TrainerInitInfo:
         """Rank zero's side, whose failure all ranks raise."""
-        info = self._init_info(offer)
-        opened: Any = WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=offer.weights)
-        self._trainer, self._members, self._broken = opened, self.client.members, False
+        assert self._client is not None
+        info, self._aborted = self._init_info(len(self._client.members)), False
+        opened: Any = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
+        self._group, self._members = opened, self._client.members
         return info
 
-    def _join(self, offer: VllmOffer, info: TrainerInitInfo) -> TrainerWeightTransferEngine[Any]:
-        info.rank = self.ranks.rank
-        no_client: Any = None  # vLLM's other ranks never call the engines
-        return WeightTransferTrainerFactory.trainer_init(info, client=no_client, source=offer.weights)
-
-    def _init_info(self, offer: VllmOffer) -> TrainerInitInfo:
+    def _init_info(self, engines: int) -> TrainerInitInfo:
         size = self._settings.bucket_bytes
-        if self.facts.transport == "ipc":
+        if self._facts.transport == "ipc":
             # Of one buffer, which has to hold any tensor.
-            size = max(size, offer.weights.largest)
+            size = max(size, *self._manifest.sizes)
             return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=0)
         warnings.filterwarnings("ignore", _LARGER_THAN_BUCKET, UserWarning)
-        host = own_address(self._settings.address, self.facts.address)
+        host = own_address(self._settings.address, self._facts.address)
         with socket.create_server((host, 0)) as free:
             port = free.getsockname()[1]
         return NCCLTrainerInitInfo(
             master_address=host,
             master_port=port,
-            world_size=1 + self.client.workers,
+            world_size=1 + engines * self._facts.workers,
             packed=True,
             packed_buffer_size_bytes=size,
             rank=0,
         )
 
-    def abort(self) -> None:
-        """End what waits in NCCL, and make the rest of the transfer do nothing; from any thread."""
-        self._broken = True
-        group = getattr(self._trainer, "model_update_group", None)
-        if group is not None:
-            group.destroy()
+
+class TensorSource(WeightSource):
+    """The policy as vLLM's trainer side reads it: once for each update, from what `tensors` has been set to."""
+
+    tensors: Iterator[tuple[str, torch.Tensor]]
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._listed = [ParamMeta(name, dtype, shape) for name, (shape, dtype) in manifest.tensors.items()]
+
+    def metadata(self) -> list[ParamMeta]:
+        """Of the whole model, in the order of iteration."""
+        return self._listed
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.tensors
 
 
-class VllmOffer:
-    """A `WeightOffer` that vLLM's trainer side sends; no copy of it is kept."""
+class EngineClient:
+    """vLLM's `VLLMWeightSyncClient`: calls all engines of the pool's update at once; rank zero's.
 
-    kept = False
+    Methods but the first do not raise: rank zero would leave a collective in which the other ranks wait for it. The
+    pool leaves an engine that fails or is late out of the rest of the update, and replaces it.
+    """
 
-    def __init__(self, version: int, transport: VllmTransport, weights: TrainerWeights) -> None:
-        self.version, self.names, self.size = version, weights.names, weights.size
-        self.weights, self.began = weights, time.monotonic()
-        self._transport = transport
-        self._checksums = Checksums(version, transport.facts.dtype)
+    version: int
+    """Set for each update."""
+
+    def __init__(self, pool: EnginePool, workers_each: int, abort: Any) -> None:
+        """workers_each: GPUs of one engine. abort: is called when an engine has failed; the other engines fail then."""
+        self._pool, self._workers_each, self._abort = pool, workers_each, abort
 
     @property
-    def sums(self) -> Sums:
-        """See `WeightOffer`."""
-        return self._checksums.sums
+    def members(self) -> tuple[object, ...]:
+        """The engines' processes: changes when an engine is replaced."""
+        return self._pool.members
 
-    def begin(self, update: PendingUpdate) -> None:
-        """See `WeightOffer`; the engines are met in `transfer`."""
-        self._transport.client.begin(update)
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Tell every engine the first rank of its workers in the group, where there is one. Raises EngineError."""
+        first = init_info.get("rank_offset")
 
-    def transfer(self) -> None:
-        """One round of vLLM's trainer side; the update hears what became of each engine."""
-        with _current_stream():
-            group = self._transport.group(self)
-            if self._transport.ranks.is_rank_zero:
-                self.weights.checksums = self._checksums = Checksums(self.version, self._transport.facts.dtype)
-                self._lead(group)
-            else:
-                group.send_weights()
+        def own(number: int) -> dict[str, Any]:
+            return init_info if first is None else init_info | {"rank_offset": first + number * self._workers_each}
 
-    def _lead(self, group: TrainerWeightTransferEngine[Any]) -> None:
-        with self._aborted_on_failure():
-            try:
-                group.send_weights()
-            except RuntimeError as error:  # of NCCL, when it was aborted; the update knows which engines failed
-                log.warning("weights %d: the transfer was aborted: %s", self.version, error)
-                self.weights.drain()
+        if failed := self._pool.lead("init_weight_transfer", own):
+            raise EngineError(f"did not join the weight transport: {', '.join(failed)}")
 
-    @contextmanager
-    def _aborted_on_failure(self) -> Iterator[None]:
-        """NCCL would wait for a dead engine for ever: within, the transfer is aborted once an engine has failed."""
-        over, client = threading.Event(), self._transport.client
+    def start_weight_update(self) -> None:
+        """All engines freeze their requests."""
+        self._pool.lead("start_weight_update")
 
-        def watch() -> None:
-            while not over.wait(_ABORT_POLL_S):
-                if client.failed or client.is_late:
-                    return self._transport.abort()
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """All engines take what is announced; returns when they have it."""
+        if (handles := update_info.get("ipc_handles")) is not None:
+            # Tuples with classes in them, which the engines' own serialization refuses.
+            pickled = base64.b64encode(pickle.dumps(handles)).decode()
+            update_info = {**update_info, "ipc_handles": None, "ipc_handles_pickled": pickled}
+        self._pool.lead("receive_weights", lambda _: update_info, self._abort)
 
-        watcher = threading.Thread(target=watch, name="weight transfer", daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            over.set()
-            watcher.join()
-
-    def end(self) -> None:
-        """Nothing is kept."""
-
-    def close(self) -> None:
-        """Nothing is kept."""
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """All engines compute with the new weights and report them."""
+        self._pool.lead("finish_weight_update", lambda _: self.version)
 
 
 def _current_stream() -> AbstractContextManager[Any]:
@@ -224,7 +210,3 @@ def _current_stream() -> AbstractContextManager[Any]:
     so that torch would synchronize the two in every backward pass.
     """
     return torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_available() else nullcontext()
-
-
-def _bytes(meta: ParamMeta) -> int:
-    return int(meta.dtype.itemsize * torch.Size(meta.shape).numel())
