@@ -41,9 +41,8 @@ _ALIGNED = 64
 """Every tensor begins at a multiple of this many bytes of its bucket."""
 _PORTION = 1 << 20
 """SO_RCVLOWAT: wake the receiver once per MiB, not per packet."""
-_CONNECTIONS = 256
 _UNAUTHENTICATED = 64
-"""Connections that have not sent the secret yet; an engine sends it at once."""
+"""Connections that have not sent the secret yet, at most; an engine sends it at once."""
 _SECRET_TIMEOUT_S = 10.0
 """For a connection to send the secret."""
 _REFUSALS_S = 60.0
@@ -116,14 +115,14 @@ class _Copy:
         self._changed = threading.Condition()
         self._listed: Listed = []
         self._used = 0
-        self._lists: list[bytes] = []
+        self._complete: list[tuple[bytes, memoryview]] = []
         self._version = -1
 
     def begin(self, version: int) -> None:
         """Forget what is here; -1: nothing comes."""
         self._listed, self._used = [], 0
         with self._changed:
-            self._version, self._lists = version, []
+            self._version, self._complete = version, []
             self._changed.notify_all()
 
     def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +133,7 @@ class _Copy:
             start = 0
         self._listed.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
         self._used = start + tensor.nbytes
-        pages = self._pages(len(self._lists), self._used)
+        pages = self._pages(len(self._complete), self._used)
         if not tensor.nbytes:
             return tensor
         copy = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
@@ -144,24 +143,23 @@ class _Copy:
         """The version has no more tensors."""
         if self._listed:
             self._publish()
-        with self._changed:
-            self._lists.append(b"")
-            self._changed.notify_all()
+        self._append(b"", memoryview(b""))
 
     def bucket(self, version: int, number: int, timeout_s: float) -> tuple[bytes, memoryview] | None:
         """Wait for a bucket: its list, which is empty after the last one, and its bytes. None: it does not come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._version != version or len(self._lists) > number, timeout_s)
-            if self._version != version or len(self._lists) <= number:
-                return None
-            listed = self._lists[number]
-        return listed, memoryview(self._maps[number] if listed else b"")[: _sizes(json.loads(listed or "[]"))[1]]
+            self._changed.wait_for(lambda: self._version != version or len(self._complete) > number, timeout_s)
+            return self._complete[number] if self._version == version and len(self._complete) > number else None
 
     def _publish(self) -> None:
-        with self._changed:
-            self._lists.append(json.dumps(self._listed).encode())
-            self._changed.notify_all()
+        pages = self._maps[len(self._complete)]
+        self._append(json.dumps(self._listed).encode(), memoryview(pages)[: self._used])
         self._listed, self._used = [], 0
+
+    def _append(self, listed: bytes, content: memoryview) -> None:
+        with self._changed:
+            self._complete.append((listed, content))
+            self._changed.notify_all()
 
     def _pages(self, number: int, size: int) -> mmap.mmap:
         size = max(size, self._bucket_bytes)
@@ -198,14 +196,13 @@ class WeightServer:
 
     def __init__(self, host: str, secret: bytes, bucket_bytes: int, timeout_s: float) -> None:
         family = socket.getaddrinfo(host, None)[0][0]
-        self._socket = socket.create_server((host, 0), backlog=_CONNECTIONS, family=family)
+        self._socket = socket.create_server((host, 0), backlog=256, family=family)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._secret, self._timeout_s = secret, timeout_s
         self._copy = _Copy(bucket_bytes)
         self.begin, self.copy, self.complete = self._copy.begin, self._copy.add, self._copy.complete
         self._unauthenticated: dict[socket.socket, str] = {}  # with their addresses, in the order in which they came
-        self._lock, self._free = threading.Lock(), threading.BoundedSemaphore(_CONNECTIONS)
-        self._refused, self._told_at = 0, -_REFUSALS_S
+        self._lock, self._refused, self._told_at = threading.Lock(), 0, -_REFUSALS_S
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="weight server", daemon=True).start()
 
@@ -246,20 +243,14 @@ class WeightServer:
         try:
             with peer:
                 peer.settimeout(min(_SECRET_TIMEOUT_S, self._timeout_s))
-                if not self._authenticate(peer, address):
-                    return
-                serving = self._free.acquire(blocking=False)
-                if not serving:
-                    return self._refuse(address, f"{_CONNECTIONS} connections are open")
-                peer.settimeout(self._timeout_s)
-                self._serve(peer)
+                if serving := self._authenticate(peer, address):
+                    peer.settimeout(self._timeout_s)
+                    self._serve(peer)
         except OSError as error:  # rank zero names the engine that is late or gone
             log.log(logging.INFO if serving else logging.DEBUG, "weights: connection of %s ended: %s", address, error)
         finally:
             with self._lock:
                 self._unauthenticated.pop(peer, None)
-            if serving:
-                self._free.release()
 
     def _authenticate(self, peer: socket.socket, address: str) -> bool:
         """Whether it sends the secret."""
