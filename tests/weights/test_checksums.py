@@ -25,6 +25,9 @@ def changed(what: str) -> torch.Tensor:
             matrix[:, [5, 6]] = matrix[:, [6, 5]]
         case "two shards":
             matrix = torch.cat([matrix[200:], matrix[:200]])
+        case "two rows of words":
+            flat, width = matrix.view(-1), 2 * 1024
+            flat[: 2 * width] = MATRIX.view(-1)[: 2 * width].view(2, width).flip(0).flatten()
         case "two numbers":
             matrix[3, 4], matrix[8, 9] = MATRIX[8, 9], MATRIX[3, 4]
         case "a sign of zero":
@@ -32,9 +35,10 @@ def changed(what: str) -> torch.Tensor:
     return matrix
 
 
-@pytest.mark.parametrize(
-    "what", ["a bit", "the last bit", "two rows", "two columns", "two shards", "two numbers", "a sign of zero"]
-)
+CHANGES = ("a bit", "the last bit", "two rows", "two rows of words", "two columns", "two shards", "two numbers")
+
+
+@pytest.mark.parametrize("what", [*CHANGES, "a sign of zero"])
 def test_what_is_seen(what: str) -> None:
     assert int(checksum(changed(what))) != int(checksum(MATRIX))
 
