@@ -13,7 +13,7 @@ from ctpo_megatron.engines import GroupLost, GroupTask, pool_stats
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines import EnginePool
-    from ctpo_megatron.engines.weights import OffersWeights
+    from ctpo_megatron.engines.weights import SendsWeights
 
 _SHOWN = 5
 
@@ -104,7 +104,7 @@ class Replay:
 
     check_prompt = note_load = wait_ready
 
-    def send(self, trainer: OffersWeights, version: int) -> None:
+    def send(self, trainer: SendsWeights, version: int) -> None:
         """Hand the weights on to the engines that evaluate, as `EnginePool.send`; a recording takes none."""
         if self._evaluating is not None:
             self._evaluating.send(trainer, version)
