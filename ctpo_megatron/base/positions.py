@@ -120,13 +120,16 @@ class PositionStats:
 
     def unlike(self, expected: PositionStats, tolerance: float) -> str:
         """The first that differs: the histogram, a count, or a sum by more than `tolerance` of the largest in its
-        column; "" for nothing. Entropy is left out where `expected` does not know it, `sampler` and `ages` always."""
+        column; "" for nothing. Entropy, and the sampler, are left out where `expected` does not know them."""
         if not np.array_equal(self.histogram, expected.histogram):
             return "another histogram of log r"
         known = expected.column("n_entropy").any()
-        for name in COLUMNS:
-            ours, theirs = self.column(name), expected.column(name)
-            allowed = 0.0 if name in COUNTS else tolerance * float(np.abs(theirs).max())
+        columns = [(name, self.column(name), expected.column(name)) for name in COLUMNS]
+        for part, names in (("sampler", SAMPLER_COLUMNS), ("ages", AGE_COLUMNS)) if expected.sampler.any() else ():
+            pairs = zip(names, getattr(self, part).T, getattr(expected, part).T, strict=True)
+            columns += [(f"{name} of {part}", ours, theirs) for name, ours, theirs in pairs]
+        for name, ours, theirs in columns:
+            allowed = 0.0 if name in COUNTS or name.startswith("n") else tolerance * float(np.abs(theirs).max())
             worst = float(np.abs(ours - theirs).max())
             if not worst <= allowed and (known or "entropy" not in name):  # NaN differs from everything
                 return f"{name} differs by {worst:.3g}"

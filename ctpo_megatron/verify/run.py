@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from ctpo_megatron.config import ConfigError, PolicyConfig, check_parallel, read_spec, stored_tensors
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.models import ModelFamily, ModelSpec
-from ctpo_megatron.objective import Advantage, PolicyObjective, PositionStats, position_stats
+from ctpo_megatron.objective import Advantage, PolicyObjective, PositionStats, SamplerTokens, position_stats
 from ctpo_megatron.verify import batch
 from ctpo_megatron.verify.layouts import LAYOUTS, OBJECTIVES, LayoutCase, is_by_turn
 from ctpo_megatron.verify.oracle import Oracle, Reference, SampleKey
@@ -255,8 +255,9 @@ def _expected_positions(
         return torch.from_numpy(np.concatenate([trajectory.tokens[name] for trajectory in trajectories]))
 
     lengths = [len(trajectory) for trajectory in trajectories]
+    of_tokens = torch.cat([log_probs[each.prompt_id, each.sample_index] for each in trajectories])
     return position_stats(
-        torch.cat([log_probs[each.prompt_id, each.sample_index] for each in trajectories]),
+        of_tokens,
         column("rollout_log_probs"),
         torch.from_numpy(batch.of_tokens(trajectories, advantages)),
         column("response_mask"),
@@ -264,6 +265,7 @@ def _expected_positions(
         objective,
         torch.tensor(np.cumsum([0, *lengths])),
         turn=column("turn"),
+        sampler=SamplerTokens(column("rollout_log_probs"), column("weight_version"), None, trainer=of_tokens),
     )
 
 
