@@ -203,6 +203,8 @@ PLANTED = {
     "a tensor": lambda found: found["gradient"]["ctpo"]["model.embed_tokens.weight"].mul_(1.001),
     "a token": move_one_token,
     "the loss": lambda found: found["loss"].update(ctpo=found["loss"]["ctpo"] * 1.0001),
+    "the sampler by position": lambda found: found["positions"]["ctpo"].sampler.__imul__(1.0001),
+    "the age of a token": lambda found: found["positions"]["ctpo"].ages[0].__isub__(1.0),
 }
 
 
