@@ -46,7 +46,7 @@ SAMPLED = ("data.eval=[]", "eval.every=0", "eval.before_training=false", "tracki
 """Of runs whose own samples are the endpoint."""
 HELD_OUT = ("eval.before_training=false", f"eval.every={EVAL_EVERY}", "eval.temperature=1.0")
 """Of runs on a recording: the samples are another's, so held-out prompts are sampled as in training."""
-UNCERTAIN = re.compile(r"pg_update/clip/total/rate_of_\w*positive\w*_uncertain")
+CUT, UNCERTAIN = "pg_update/clip/total/rate", "pg_update/clip/high/rate_of_positive_uncertain"
 
 
 class RunFailedError(Exception):
@@ -167,12 +167,11 @@ def result_of(regime: Regime, run: RunData) -> dict[str, Any]:
     if series is None:
         raise RunFailedError(f"{run.directory} has no {'evaluation' if regime.frozen else 'reward'}")
     value = fmean(series.values) if regime.frozen else mean_sampled_reward(run)
-    uncertain = [name for name in run.names if UNCERTAIN.fullmatch(name)]
     return {
         "value": value,
         "curve": {f"{step:g}": round(value, 5) for step, value in zip(series.steps, series.values, strict=True)},
-        "cut": _mean(run, "pg_update/clip/total/rate"),
-        "uncertain": _mean(run, uncertain[0]) if uncertain else None,
+        "cut": _mean(run, CUT),
+        "uncertain": _mean(run, UNCERTAIN),
         "seconds": summarize(run).wall_s,
     }
 
