@@ -2,9 +2,9 @@
 
     python -m benchmarks.intervals --out benchmarks/results/intervals.md
 
-makes the page in about five minutes on one core. The exit status is 1 where an endpoint's intervals cover less than
-.93, or those of the mean reward, paired by seed, more than .98. `--comparisons 100` is a try. Everything is drawn from
-fixed seeds. tests/report/test_confidence.py and test_sampled_rewards.py repeat a part of it.
+makes the page in about four minutes on one core. The exit status is 1 where an endpoint's intervals cover less than
+.93, or those of the mean reward, paired by seed, more than .98, by more than chance. `--comparisons 100` is a try.
+Everything is drawn from fixed seeds. tests/report/test_confidence.py and test_sampled_rewards.py repeat a part of it.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Rewards:
         return found.differences[0].estimate
 
     def true(self) -> float:
-        """Return the difference over 50,000 seeds."""
-        return _true_reward(self.threshold, self.slower, self.lift)[0]
+        """Return the difference over 50,000 seeds; 0 where nothing differs."""
+        return _true_reward(self.threshold, self.slower, self.lift)[0] if self.slower or self.lift else 0.0
 
     def never(self) -> float:
         """Return the share of runs of the first objective that never reach the threshold."""
@@ -128,7 +128,8 @@ class Rewards:
         """Return the case with this true difference; None: no effect makes one."""
         if self.threshold is None:
             return replace(self, lift=wanted)
-        return _solved(lambda slower: replace(self, slower=slower), wanted, 3.0)
+        sign = 1 if wanted > 0 else -1
+        return _solved(lambda by: replace(self, slower=sign * by), wanted, 3.0)
 
 
 @cache
@@ -157,11 +158,11 @@ C = TypeVar("C", Accuracies, Rewards)
 
 def _solved(case: Callable[[float], C], wanted: float, most: float) -> C | None:
     low, high = 0.0, most
-    if case(high).true() < wanted:
+    if abs(case(high).true()) < abs(wanted):
         return None
     for _ in range(12):
         middle = (low + high) / 2
-        low, high = (middle, high) if case(middle).true() < wanted else (low, middle)
+        low, high = (middle, high) if abs(case(middle).true()) < abs(wanted) else (low, middle)
     return case((low + high) / 2)
 
 
@@ -180,18 +181,21 @@ def covered(case: Case, comparisons: int, resamples: int = RESAMPLES, seed: int 
 
 @dataclass(frozen=True)
 class Row:
-    """What a case showed. power: share told apart where the true difference is `visible`; None: it cannot be."""
+    """What a case showed. seen: shares told apart where the true difference is `visible`, then minus `visible`.
+
+    None stands for a difference that no effect makes.
+    """
 
     coverage: float
     visible: float
-    power: float | None
+    seen: Sequence[float | None]
 
 
-def row(case: Case, comparisons: int, *, power: bool = True) -> Row:
-    """Simulate a case, and the same one with the difference that it calls visible."""
+def row(case: Case, comparisons: int, signs: Sequence[int] = (1,)) -> Row:
+    """Simulate a case, and the same one with the difference that it calls visible, times each of `signs`."""
     coverage, _, visible = covered(case, comparisons)
-    larger = case.with_difference(visible) if power else None
-    return Row(coverage, visible, None if larger is None else covered(larger, comparisons, seed=6)[1])
+    larger = [case.with_difference(sign * visible) for sign in signs]
+    return Row(coverage, visible, [each and covered(each, comparisons, seed=6)[1] for each in larger])
 
 
 def own_problems(chance: float, seeds: int, comparisons: int) -> float:
@@ -211,9 +215,10 @@ HEAD = """\
 # Intervals of `ctpo compare`
 
 Made by `python -m benchmarks.intervals` in commit {commit}, {day}: {count:,} simulated comparisons a cell, standard
-error at most {error:.3f}. *Coverage* is the share of 95 % intervals that hold the true difference. *Visible* is the
-median of the differences that the comparisons say could have been seen with 80 % power. *Seen* is the share of
-comparisons that tell groups apart whose true difference is just that; a dash: no effect makes one so large.
+error at most {error:.3f}, and {narrow:.3f} of a coverage. *Coverage* is the share of 95 % intervals that hold the true
+difference. *Visible* is the median of the differences that the comparisons say could have been seen with 80 % power.
+*Seen* is the share of comparisons that tell groups apart whose true difference is just that; a dash: no effect makes
+one so large.
 """
 OF_ACCURACY = """
 ## Accuracy after the last step
@@ -243,7 +248,8 @@ step.\
 """
 OF_STEPS = """
 ## Steps to a threshold
-The same curves. A run that never reaches the threshold counts as 13 steps.
+The same curves. A run that never reaches the threshold counts as 13 steps. *Seen* where the second is slower, and where
+it is faster: a slower one has more spread.
 
 | seeds | paired by seed | threshold | never reached | second slower by | true difference | coverage | visible | seen |
 |---|---|---|---|---|---|---|---|---|
@@ -269,11 +275,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def simulated(count: int) -> tuple[str, list[str]]:
     """Return the page, and what is out of bounds."""
     wrong: list[str] = []
-    page = HEAD.format(commit=_commit(), day=date.today(), count=count, error=(0.25 / count) ** 0.5)
+    page = HEAD.format(
+        commit=_commit(),
+        day=date.today(),
+        count=count,
+        error=(0.25 / count) ** 0.5,
+        narrow=(0.05 * 0.95 / count) ** 0.5,
+    )
     page += OF_ACCURACY + "".join(_accuracy_lines(count, wrong)) + OF_OWN
     for chance in (0.6, 0.95, 0.99):
         for seeds in (2, 3):
-            page += _line(f"{chance:g}", seeds, _bounded(own_problems(chance, seeds, count), wrong, "own problems"))
+            page += _line(
+                f"{chance:g}", seeds, _bounded(own_problems(chance, seeds, count), wrong, count, "own problems")
+            )
     page += OF_REWARD.format(model=MODEL) + "".join(_reward_lines(count, wrong))
     return page + OF_STEPS + "".join(_step_lines(count, wrong)), wrong
 
@@ -286,7 +300,8 @@ def _accuracy_lines(count: int, wrong: list[str]) -> list[str]:
                 case = Accuracies(seeds, problems, samples, of_seed, 0.0)
                 found = row(case, count)
                 name = f"accuracy, {case}"
-                lines.append(_line(seeds, f"{of_seed:g}", f"{problems}, avg@{samples}", *_cells(found, wrong, name)))
+                cells = _cells(found, wrong, count, name)
+                lines.append(_line(seeds, f"{of_seed:g}", f"{problems}, avg@{samples}", *cells))
     return lines
 
 
@@ -296,8 +311,8 @@ def _reward_lines(count: int, wrong: list[str]) -> list[str]:
         for seeds in counts:
             for slower in (0.0, 0.3):
                 case = Rewards(seeds, None, slower, paired=paired)
-                found = row(case, count, power=slower == 0)
-                cells = _cells(found, wrong, f"mean reward, {case}", MOST if paired else 1.0)
+                found = row(case, count, () if slower else (1,))
+                cells = _cells(found, wrong, count, f"mean reward, {case}", MOST if paired else 1.0)
                 said = "yes" if paired else "no"
                 lines.append(_line(seeds, said, f"{slower:g}", f"{case.true():+.3f}", *cells))
     return lines
@@ -310,20 +325,24 @@ def _step_lines(count: int, wrong: list[str]) -> list[str]:
             for threshold in THRESHOLDS:
                 for slower in (0.0, 0.3):
                     case = Rewards(seeds, threshold, slower, paired=paired)
-                    found = row(case, count, power=slower == 0)
-                    cells = _cells(found, wrong, f"steps, {case}", digits=1)
+                    found = row(case, count, () if slower else (1, -1))
+                    cells = _cells(found, wrong, count, f"steps, {case}", digits=1)
                     said = ("yes" if paired else "no", f"{threshold:g}", f"{case.never():.0%}", f"{slower:g}")
                     lines.append(_line(seeds, *said, f"{case.true():+.2f}", *cells))
     return lines
 
 
-def _cells(found: Row, wrong: list[str], name: str, most: float = 1.0, digits: int = 3) -> tuple[str, str, str]:
-    coverage = _bounded(found.coverage, wrong, name, most)
-    return coverage, f"{found.visible:.{digits}f}", "–" if found.power is None else f"{found.power:.2f}"
+def _cells(
+    found: Row, wrong: list[str], count: int, name: str, most: float = 1.0, digits: int = 3
+) -> tuple[str, str, str]:
+    seen = ", ".join("–" if share is None else f"{share:.2f}" for share in found.seen)
+    return _bounded(found.coverage, wrong, count, name, most), f"{found.visible:.{digits}f}", seen
 
 
-def _bounded(coverage: float, wrong: list[str], name: str, most: float = 1.0) -> str:
-    if not LEAST <= coverage <= most:
+def _bounded(coverage: float, wrong: list[str], count: int, name: str, most: float = 1.0) -> str:
+    """Format a coverage; one that is out of bounds by more than two standard errors is wrong."""
+    chance = 2 * (0.95 * 0.05 / count) ** 0.5
+    if not LEAST - chance <= coverage <= most + chance:
         wrong.append(f"{name}: coverage {coverage:.3f} is not between {LEAST} and {most}")
     return f"{coverage:.3f}"
 
