@@ -41,10 +41,11 @@ class _RewardMeasure:
 def compare_rewards(groups: Sequence[RunGroup], threshold: float | None) -> list[EndpointComparison]:
     """Compare the mean reward and the steps to a threshold, over the steps that all runs have; empty without rewards.
 
-    threshold: a mean reward of a step; None: halfway up (`halfway`).
+    Groups with a replay are left out: its rewards are another policy's. threshold: a mean reward of a step;
+    None: halfway up (`halfway`).
     """
     steps = common_step(groups)
-    groups = [group for group in groups if all(_rewards(run, steps) for run in group.runs)]
+    groups = [group for group in groups if all(_rewards(run, steps) and not is_replay(run) for run in group.runs)]
     if not groups:
         return []
     mean = _RewardMeasure(Endpoint("mean reward"), lambda run: (fmean(_rewards(run, steps).values()), False))
@@ -53,6 +54,11 @@ def compare_rewards(groups: Sequence[RunGroup], threshold: float | None) -> list
     if threshold is not None:
         found.append(_compared(_steps_to(threshold, steps), groups))
     return found
+
+
+def is_replay(run: RunData) -> bool:
+    """Whether a run was trained on another run's samples."""
+    return run.setting("rollout.replay") is not None
 
 
 def mean_sampled_reward(run: RunData) -> float | None:
@@ -182,5 +188,7 @@ def notes_of_rewards(found: Sequence[EndpointComparison], groups: Sequence[RunGr
                  if difference.estimate.notes and difference.estimate.notes[0] != ONE_SEED}  # fmt: skip
         for note, difference in notes.items():
             yield f"{difference.group} against {difference.other}, {each.endpoint.name}: {note}."
+    if replays := [run_name(run) for run in runs_of(groups) if is_replay(run)]:
+        yield f"Rewards of a replay are the recording's and say nothing of the run: {', '.join(replays)}."
     if found and (without := [run_name(run) for run in runs_of(groups) if not run.series(METRIC)]):
         yield f"Without a sampled reward: {', '.join(without)}."

@@ -123,6 +123,18 @@ def test_the_threshold_is_halfway_up_unless_it_is_given() -> None:
     assert compare_rewards([group("ctpo", {"0": [None]})], None) == []
 
 
+def test_rewards_of_a_recording_are_not_compared() -> None:
+    """They are the same for every objective that is trained on it."""
+    sampled, replayed = group("ctpo", CTPO), group("grpo", CTPO)
+    for runs in replayed.by_seed.values():
+        runs[0].config["rollout"] = {"replay": "runs/recording"}
+    assert compare_rewards([replayed], 0.5) == []
+    (mean, _) = compare_rewards([sampled, replayed], 0.5)
+    assert [value.group for value in mean.values] == ["ctpo"] and mean.differences == []
+    (note, *_) = notes_of_rewards([], [sampled, replayed])
+    assert note == "Rewards of a replay are the recording's and say nothing of the run: grpo-0, grpo-1, grpo-2."
+
+
 def test_the_visible_difference_is_seen_in_four_of_five() -> None:
     """Known variance: the sum of the quantiles. Few degrees: the power of Student's t, by its own distribution."""
     assert visible_difference([(1.0, 1e7)], (-1.96, 1.96)) == pytest.approx(1.96 + 0.8416, abs=1e-3)
