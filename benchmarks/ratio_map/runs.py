@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.ratio_map.cells import (
     EVAL_EVERY,
     RATES,
+    REGIMES,
     SEEDS,
     TASKS,
     TUNING_SEED,
@@ -114,7 +115,7 @@ class Measuring:
 
     def recording(self, task: MapTask, seed: int) -> Path:
         """Return a run whose samples are all of the start model: its rate moves no weight."""
-        regime = next(cell.regime for cell in cells() if cell.regime.frozen)
+        regime = next(regime for regime in REGIMES if regime.frozen)
         settings = [*self._files(task), f"model.path={self.start(task)}", "policy.optimizer.lr=1e-12", *SAMPLED[:-1]]
         settings += [f"run.steps={regime.steps}", f"run.seed={seed}"]
         return self._run(task, f"recording-seed{seed}", settings)
@@ -218,13 +219,21 @@ def machine() -> str:
     return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
 
 
-SECONDS = {"sft": 240.0, "recording": 75.0, "on-policy": 85.0, "passes": 190.0, "lag": 85.0, "frozen": 85.0}
-"""Of a run, start and end included, where no result says more: from one cell of each kind on two cores."""
+START_S, STEP_S, UPDATE_S, EVALUATION_S, SFT_S = 40.0, 3.0, 1.5, 3.0, 160.0
+"""Estimates on two cores, where nothing is measured yet. A step: results/trl-quickstart-epyc.md, half of it updates. A
+try of two small steps took 32 CPU-seconds, nearly all of them the start."""
+
+
+def seconds_of(regime: Regime) -> float:
+    """Return the estimate of one run."""
+    if regime.frozen:
+        return START_S + regime.steps * UPDATE_S + regime.steps / EVAL_EVERY * EVALUATION_S
+    return START_S + regime.steps * (STEP_S + (regime.passes - 1) * UPDATE_S)
 
 
 def cost(chosen: Sequence[Cell], results: Path = RESULTS) -> tuple[int, float]:
     """Return the runs of the cells without a result, and their hours on two cores, by measured seconds if any are."""
-    seconds = dict(SECONDS)
+    seconds = {regime.name: seconds_of(regime) for regime in REGIMES}
     for cell in cells():
         if (results / cell.file).exists():
             stored = json.loads((results / cell.file).read_text(encoding="utf-8"))["seeds"]
@@ -235,9 +244,10 @@ def cost(chosen: Sequence[Cell], results: Path = RESULTS) -> tuple[int, float]:
         tuned = Cell(TASKS[0], cell.regime, cell.objective)
         runs |= {(tuned.name, f"{TUNING_SEED} at {rate}"): seconds[cell.regime.name] for rate in RATES}
         for task in {cell.task, TASKS[0]}:
-            runs["sft", task.name] = seconds["sft"]
+            runs["sft", task.name] = SFT_S
             if cell.regime.frozen:
                 seeds = SEEDS if task == cell.task else ()
                 more = (TUNING_SEED,) if task == TASKS[0] else ()
-                runs |= {("recording", f"{task.name} {seed}"): seconds["recording"] for seed in (*seeds, *more)}
+                recording_s = START_S + cell.regime.steps * STEP_S
+                runs |= {("recording", f"{task.name} {seed}"): recording_s for seed in (*seeds, *more)}
     return len(runs), sum(runs.values()) / 3600
