@@ -41,8 +41,7 @@ from ctpo_megatron.data import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import GroupTask, Sampling, open_engines
-from ctpo_megatron.environments.episode import Episode
-from ctpo_megatron.environments.protocol import Message, Schema, ToolCallRequest, ToolResult, ToolUnavailable
+from ctpo_megatron.environments import Episode, Message, Schema, ToolCallRequest, ToolResult, ToolUnavailable
 from ctpo_megatron.evaluate import find_target, read_config
 from ctpo_megatron.rollouts import GroupSampler
 from examples.toolmath import Task, TinyModel, write_task

@@ -9,8 +9,7 @@ from random import Random
 from typing import Any
 
 from ctpo_megatron.config import SandboxConfig
-from ctpo_megatron.environments.protocol import ToolResult
-from ctpo_megatron.environments.python_tool import PythonTool
+from ctpo_megatron.environments import PythonTool, ToolResult
 
 SHORTEST_S, LONGEST_S = 0.5, 5.0
 _MEDIAN = math.sqrt(SHORTEST_S * LONGEST_S)

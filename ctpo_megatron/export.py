@@ -24,12 +24,7 @@ from ctpo_megatron.config import (
     read_spec,
     world_size,
 )
-from ctpo_megatron.environments.tokenizer import (
-    TokenizerError,
-    exported_chat_template,
-    read_tokenizer,
-    use_chat_template,
-)
+from ctpo_megatron.environments import TokenizerError, exported_chat_template, read_tokenizer, use_chat_template
 from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, latest_checkpoint
 from ctpo_megatron.verify import Finding, check_exported

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ctpo_megatron.config import SftConfig
 from ctpo_megatron.data import batch_order, batches
-from ctpo_megatron.environments.prompts import say
+from ctpo_megatron.environments import log_left_out
 from ctpo_megatron.preflight import Admission
 from ctpo_megatron.run import Controller, Persistence, Reporter, Run, TrainerGroup
 
@@ -31,7 +31,7 @@ def fine_tune(
     """
     config, every = run.config, run.config.checkpoint.sft_every
     found = Admission.of(config, config.run.directory).conversations()
-    say(found)
+    log_left_out(found)
     conversations = found.conversations
     trainer.use_optimizer(sft.optimizer, sft.steps)
     stopping = False

@@ -59,12 +59,11 @@ SIDE_DOORS = (
     "ctpo_megatron.config.extension",
     "ctpo_megatron.config.schema",
     "ctpo_megatron.engines.weights",
-    "ctpo_megatron.environments",
     "ctpo_megatron.report.run_data",
     "ctpo_megatron.run.directory",
 )
 # Packages whose own tests import the front door only.
-BY_THE_DOOR = ("data", "rollouts", "rewards", "tracking")
+BY_THE_DOOR = ("data", "environments", "rollouts", "rewards", "tracking")
 # Heavy packages that a package must not import anywhere, not even lazily.
 NEVER_IMPORT = {
     "ctpo_megatron.models": ("transformers", "ray", "vllm", "megatron"),  # torch where a tensor is, never at import

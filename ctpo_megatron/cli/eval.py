@@ -105,7 +105,7 @@ def _check(config: Config, sources: Sources) -> None:
 
 def _evaluate(config: Config, output: Path, args: argparse.Namespace, target: Target) -> Outcome:
     """target: a model that a run has trained is taught, whatever its prompts show."""
-    from ctpo_megatron.environments.prompts import usable
+    from ctpo_megatron.environments import usable
     from ctpo_megatron.evaluate import evaluate
     from ctpo_megatron.tracking import Display
 

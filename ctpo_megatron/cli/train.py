@@ -38,7 +38,7 @@ from ctpo_megatron.config import (
     resolved_objective,
     spec_for,
 )
-from ctpo_megatron.environments.factory import system_prompt
+from ctpo_megatron.environments import system_prompt
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight import (
     ROWS,

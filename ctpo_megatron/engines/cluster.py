@@ -25,7 +25,7 @@ from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.config import ClusterConfig, Problem
 from ctpo_megatron.engines.engine_log import mark, unmark
 from ctpo_megatron.engines.tasks import EngineError, EngineSpec
-from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
+from ctpo_megatron.environments import node_sandbox_problem
 
 NODE_POLL_S = 0.5
 """How often a missing Ray head or node is looked for."""

@@ -38,15 +38,21 @@ from ctpo_megatron.engines.tasks import (
 )
 from ctpo_megatron.engines.turns import TurnScheduler
 from ctpo_megatron.engines.weights import EngineFacts, init_request, update_request
-from ctpo_megatron.environments.episode import Episode, ModelTurn, play
-from ctpo_megatron.environments.factory import episode_limits, make_environment, make_toolbox
-from ctpo_megatron.environments.protocol import ToolUnavailable
-from ctpo_megatron.environments.seeds import trajectory_seed
-from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
-from ctpo_megatron.environments.tokenizer import (
+from ctpo_megatron.environments import (
+    Episode,
+    MessageTemplate,
+    ModelTurn,
+    TokenizerCodec,
     TokenizerError,
+    ToolUnavailable,
     different_ids,
+    episode_limits,
+    make_environment,
+    make_toolbox,
+    play,
     read_tokenizer,
+    stop_token_ids,
+    trajectory_seed,
     use_chat_template,
 )
 

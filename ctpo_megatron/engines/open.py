@@ -14,8 +14,7 @@ from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.base.stop import StopRequest
 from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, SandboxConfig
 from ctpo_megatron.engines.pool import EnginePool
-from ctpo_megatron.environments import node_sandbox
-from ctpo_megatron.environments.factory import needs_sandbox
+from ctpo_megatron.environments import lacking, names_a_server, needs_sandbox, node_sandbox_url, not_installed
 from ctpo_sandbox import start_configured_server
 
 log = logging.getLogger(__name__)
@@ -61,9 +60,9 @@ def _sandbox(sandbox: SandboxConfig, nodes: int, logs: Path) -> Iterator[str | N
             _warn_of_missing(url)
         yield sandbox.url
         return
-    if nodes > 1 or node_sandbox.names_a_server():
-        if node_sandbox.names_a_server():
-            _warn_of_missing(node_sandbox.node_sandbox_url())
+    if nodes > 1 or names_a_server():
+        if names_a_server():
+            _warn_of_missing(node_sandbox_url())
         yield None
         return
     with start_configured_server(sandbox, LogPaths(logs).sandbox) as server:
@@ -73,7 +72,7 @@ def _sandbox(sandbox: SandboxConfig, nodes: int, logs: Path) -> Iterator[str | N
 
 def _warn_of_missing(url: str) -> None:
     try:
-        problems = list(node_sandbox.lacking(node_sandbox.not_installed(url), f"the sandbox {url}"))
+        problems = list(lacking(not_installed(url), f"the sandbox {url}"))
     except OSError as error:  # its clients try for longer
         log.warning("warning: %s", error)
         return

@@ -13,7 +13,7 @@ from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.environments.episode import Sampling as Sampling
+from ctpo_megatron.environments import Sampling as Sampling
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines.weights.checksums import Sums

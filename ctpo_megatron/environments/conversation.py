@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctpo_megatron.data import ChatMessage, ToolCall, plain_tools
-from ctpo_megatron.environments.episode import Episode, EpisodeOver, Turn
-from ctpo_megatron.environments.live_sequence import LiveSequence
+from ctpo_megatron.environments.episode import Episode, EpisodeOver, LiveSequence, Turn
 from ctpo_megatron.environments.protocol import Message, ParseError, Schema, ToolCallRequest, ToolUnavailable
 from ctpo_megatron.environments.tokenizer import TokenizerError
 

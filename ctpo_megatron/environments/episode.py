@@ -1,8 +1,12 @@
-"""One episode as an environment sees it: model turns, messages, tool calls, budgets, and the token record."""
+"""One episode as an environment sees it: model turns, messages, tool calls, budgets, the token record and its seeds.
+
+Seeds are a stable function of prompt, step and sample, so that a run can be repeated token for token.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,10 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from ctpo_megatron.base.extensions import called
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.environments.live_sequence import LiveSequence
 from ctpo_megatron.environments.parsers.thinking import left_open
 from ctpo_megatron.environments.protocol import Environment, Message, ToolCallRequest, ToolUnavailable
-from ctpo_megatron.environments.seeds import turn_seed
 from ctpo_megatron.environments.toolbox import Toolbox, well_formed
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 _TAG_TOKENS = 16
 """Last tokens of a prompt that are decoded: more than any tokenizer needs for `<think>` and the newlines after it."""
+
+
+_BITS = 53  # exact as a JSON number in every reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,39 @@ class EpisodeOver(Exception):
     def __init__(self, reason: FinishReason) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclass(slots=True)
+class LiveSequence:
+    """record: its tokens. end: how many it may have. busy: a call is extending it. turn: of its last model turn."""
+
+    record: Trajectory
+    end: int
+    busy: bool = False
+    turn: int = 0
+    computed: int = 0
+
+    async def sample(
+        self, engine: GenerateTurn, number: int, max_tokens: int, seed: int, stop: Sequence[str] = ()
+    ) -> Sequence[int]:
+        """Have the engine continue turn `number`; record and return the tokens. Raises what the engine raises."""
+        record, start = self.record, self.computed
+        ids = record.token_ids.copy()
+        if stop:
+            sampled = await engine(ids, max_tokens=max_tokens, seed=seed, start=start, stop=stop)
+        else:
+            sampled = await engine(ids, max_tokens=max_tokens, seed=seed, start=start)
+        who = f"prompt {record.prompt_id!r} sample {record.sample_index}: the engine returned"
+        if not 1 <= len(sampled.token_ids) <= max_tokens:
+            raise RuntimeError(f"{who} {len(sampled.token_ids)} tokens, asked for 1 to {max_tokens}")
+        record.append_model(sampled.token_ids, sampled.rollout_log_probs, sampled.weight_version, number, sampled.more)
+        self.computed = len(record) - 1  # the model has not read the last token
+        for name, values in sampled.computed.items():
+            if len(values) != self.computed - start:
+                read = self.computed - start
+                raise RuntimeError(f"{who} {name} of {len(values)} tokens, and read {read} since the last call")
+        record.fill(start, sampled.computed)
+        return sampled.token_ids
 
 
 class Episode:
@@ -358,3 +396,22 @@ async def play(environment: Environment, episode: Episode) -> Trajectory:
         trajectory = episode._trajectory
         raise ToolUnavailable(f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: {error}") from error
     return episode.result()
+
+
+def trajectory_seed(run_seed: int, step: int, prompt_id: str, sample_index: int, occurrence: int = 0) -> int:
+    """Seed of one trajectory: the top 53 bits of blake2b-64 over the fields joined by the unit separator (0x1f).
+
+    occurrence: how often the step has drawn the prompt before; 0 is no field, so a prompt that is drawn once has the
+    same seed as ever. A retried group gets the same seeds, so a fault does not change what is sampled.
+    """
+    return _hash("trajectory", run_seed, step, prompt_id, sample_index, *([occurrence] if occurrence else []))
+
+
+def turn_seed(seed: int, turn: int, tokens: int = 0) -> int:
+    """Seed of model turn `turn` (from 1) of the trajectory with `seed`, after the first `tokens` tokens of the turn."""
+    return _hash("turn", seed, turn, *([tokens] if tokens else []))
+
+
+def _hash(*parts: object) -> int:
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big") >> (64 - _BITS)

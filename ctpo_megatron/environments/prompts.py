@@ -75,7 +75,7 @@ def held_out_prompts(
 
 def usable(found: PromptSet) -> list[Prompt]:
     """The prompts of a set without problems; doubts and rows left out go to the log. Raises DataError with all."""
-    say(found)
+    log_left_out(found)
     return found.prompts
 
 
@@ -84,7 +84,7 @@ def write_record(found: PromptSet, directory: Path) -> None:
     write_json(RunPaths(directory).data, _record(found))
 
 
-def say(found: RowSet) -> None:
+def log_left_out(found: RowSet) -> None:
     """Log the doubts of a set, and the rows that were left out. Raises DataError with all problems."""
     total = len(found.places) + len(found.left_out)
     for rule, count in Counter(each.rule for each in found.left_out).items():

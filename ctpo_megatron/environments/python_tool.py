@@ -56,22 +56,24 @@ class PythonTool:
             execution = await self._client.run(arguments["code"], run_timeout_s=self._run_timeout_s)
         except SandboxUnavailable as error:
             raise ToolUnavailable(str(error)) from error
-        return shown(execution, self._run_timeout_s)
+        return self.shown(execution, self._run_timeout_s)
 
+    @staticmethod
+    def shown(execution: ExecutionResult, run_timeout_s: float) -> ToolResult:
+        """What the model is shown: stdout on success, else status, the end of stderr and any stdout; the limit it hit.
 
-def shown(execution: ExecutionResult, run_timeout_s: float) -> ToolResult:
-    """What the model is shown: stdout on success, else status, the end of stderr and any stdout; the limit it hit.
-
-    Trailing newlines are dropped, as the chat template writes its own.
-    """
-    stdout = execution.stdout.rstrip("\n")
-    if execution.status == "success":
-        return ToolResult(stdout, exec_s=execution.wall_s)
-    stderr = execution.stderr.strip("\n")
-    if len(stderr) > _STDERR_CHARS:
-        stderr = f"[... {len(stderr) - _STDERR_CHARS} characters cut ...]\n{stderr[-_STDERR_CHARS:]}"
-    status = f"[{execution.status}]"
-    if execution.status == "timeout":
-        status += f" A program may compute for {run_timeout_s:g} s, and end after {WALL_FACTOR * run_timeout_s:g} s."
-    parts = [status, stderr, f"[stdout before the error]\n{stdout}" if stdout else ""]
-    return ToolResult("\n".join(part for part in parts if part), execution.status, execution.wall_s)
+        Trailing newlines are dropped, as the chat template writes its own.
+        """
+        stdout = execution.stdout.rstrip("\n")
+        if execution.status == "success":
+            return ToolResult(stdout, exec_s=execution.wall_s)
+        stderr = execution.stderr.strip("\n")
+        if len(stderr) > _STDERR_CHARS:
+            stderr = f"[... {len(stderr) - _STDERR_CHARS} characters cut ...]\n{stderr[-_STDERR_CHARS:]}"
+        status = f"[{execution.status}]"
+        if execution.status == "timeout":
+            status += (
+                f" A program may compute for {run_timeout_s:g} s, and end after {WALL_FACTOR * run_timeout_s:g} s."
+            )
+        parts = [status, stderr, f"[stdout before the error]\n{stdout}" if stdout else ""]
+        return ToolResult("\n".join(part for part in parts if part), execution.status, execution.wall_s)

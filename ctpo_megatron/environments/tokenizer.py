@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +17,8 @@ if TYPE_CHECKING:
 
 _PROBE = 'Find  x:\n  f(12, 3.5) != "a b", x_1 = -7 \\frac{1}{2} <tool_call>\n{"n": 1}\n\tend.'
 """Digits, blanks, line ends and signs, by which readers of a tokenizer differ."""
-_GENERIC = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes that read tokenizer.json as it is."""
-_FIX = 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'
-_OTHER_READER_S = 120.0
-"""For a process that imports transformers and reads a tokenizer; it takes a few seconds."""
-_ASK = """
-import json, sys
-sys.modules["torch"] = None
-from transformers import AutoTokenizer
-model, text, ids = json.load(sys.stdin)
-tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-print(json.dumps([tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.decode(ids)]))
-"""
+READER_FIX = 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'
+"""What has every program read a tokenizer as we do."""
 
 
 class TokenizerError(ValueError):
@@ -50,7 +36,9 @@ def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
 
     try:
         if not (Path(model) / "tokenizer.json").is_file() and Path(model).is_dir():
-            return automatic_tokenizer(model)
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(str(model), local_files_only=True)
         return PreTrainedTokenizerFast.from_pretrained(str(model), local_files_only=True)
     except Exception as error:  # tokenizers raises plain Exception for a file that it cannot parse
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -58,62 +46,25 @@ def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
         raise TokenizerError(f"{model}: the tokenizer cannot be read: {reason}; {fix}") from error
 
 
-def automatic_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer as transformers reads it for any other program, vLLM included. Raises what it raises."""
-    from transformers import AutoTokenizer
-
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
-    return tokenizer
-
-
 def different_ids(ours: PreTrainedTokenizerBase, other: Any) -> str:
     """Where another reader of the same directory gives other ids or another text than ours, with advice, or ""."""
-    ids = ours(_PROBE, add_special_tokens=False)["input_ids"]
-    theirs, text = other(_PROBE, add_special_tokens=False)["input_ids"], other.decode(ids)
-    return _difference(ours, type(other).__name__, theirs, text)
+
+    def read(text: str, ids: list[int]) -> tuple[list[int], str]:
+        return other(text, add_special_tokens=False)["input_ids"], other.decode(ids)
+
+    return difference_of(ours, type(other).__name__, read)
 
 
-def different_to_others(ours: PreTrainedTokenizerBase, model: str | Path) -> str:
-    """`different_ids` to transformers' choice by the class that the directory names, made without torch."""
-    file = Path(model) / "tokenizer_config.json"
-    if not (Path(model) / "tokenizer.json").is_file() or not file.is_file():
-        return ""
-    named = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class")
-    if named in _GENERIC:
-        return ""
-    ids = tuple(ours(_PROBE, add_special_tokens=False)["input_ids"])
-    failure, theirs, text = _as_named(str(Path(model).resolve()), str(named), ids)
-    if failure:
-        return f"transformers cannot read it as {named}, which tokenizer_config.json names ({failure}); {_FIX}"
-    return _difference(ours, str(named), theirs, text)
-
-
-@cache
-def _as_named(model: str, named: str, ids: tuple[int, ...]) -> tuple[str, list[int], str]:
-    """Why a process of its own cannot read the tokenizer, or the ids that it gives the probe and the text of `ids`.
-
-    named: the class, of which there may be another at the next call.
-    """
-    question = json.dumps([model, _PROBE, ids])
-    command = [sys.executable, "-c", _ASK]
-    try:
-        done = subprocess.run(
-            command, input=question, capture_output=True, text=True, timeout=_OTHER_READER_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {_OTHER_READER_S:g} s", [], ""
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["no message"])[-1], [], ""
-    theirs, text = json.loads(done.stdout)
-    return "", theirs, text
-
-
-def _difference(ours: PreTrainedTokenizerBase, named: str, theirs: list[int], text: str) -> str:
-    ids = ours(_PROBE, add_special_tokens=False)["input_ids"]
+def difference_of(
+    ours: PreTrainedTokenizerBase, name: str, read: Callable[[str, list[int]], tuple[list[int], str]]
+) -> str:
+    """`different_ids` of a reader by its name and what it answers: the ids of a text, and the text of other ids."""
+    ids: list[int] = ours(_PROBE, add_special_tokens=False)["input_ids"]
+    theirs, text = read(_PROBE, ids)
     if theirs != ids:
-        return f"as {named} it gives other ids than its tokenizer.json, {theirs[:8]}, not {ids[:8]}; {_FIX}"
+        return f"as {name} it gives other ids than its tokenizer.json, {theirs[:8]}, not {ids[:8]}; {READER_FIX}"
     if text != ours.decode(ids):
-        return f"as {named} it decodes another text than its tokenizer.json; {_FIX}"
+        return f"as {name} it decodes another text than its tokenizer.json; {READER_FIX}"
     return ""
 
 

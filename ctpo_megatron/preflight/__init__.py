@@ -33,4 +33,5 @@ from ctpo_megatron.preflight.nodes import NodeNeeds
 from ctpo_megatron.preflight.placement import GpuMemory
 from ctpo_megatron.preflight.plan import memory_table, plan_tables
 from ctpo_megatron.preflight.ranks import BETWEEN, RankCheck
+from ctpo_megatron.preflight.rollout_parts import check_agent, check_environment, check_tool, check_tool_parser
 from ctpo_megatron.preflight.template import check_template

@@ -25,10 +25,19 @@ from ctpo_megatron.config import (
     read_spec,
     spec_for,
 )
-from ctpo_megatron.environments.factory import make_parser, needs_sandbox, offered_schemas, system_prompt
-from ctpo_megatron.environments.template import MessageTemplate, end_tokens, stop_token_ids
-from ctpo_megatron.environments.tokenizer import TokenizerError, different_to_others, read_tokenizer
+from ctpo_megatron.environments import (
+    MessageTemplate,
+    TokenizerError,
+    end_tokens,
+    make_parser,
+    needs_sandbox,
+    offered_schemas,
+    read_tokenizer,
+    stop_token_ids,
+    system_prompt,
+)
 from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.preflight.tokenizer_reader import different_to_others
 from ctpo_sandbox.libraries import absent
 
 if TYPE_CHECKING:
@@ -97,7 +106,7 @@ class Admission:
     def _of(
         cls, config: Config, directory: Path | None, *, taught: bool, limit: int | None = None, writes: bool = True
     ) -> Admission:
-        from ctpo_megatron.environments.prompts import chat_tokenizer
+        from ctpo_megatron.environments import chat_tokenizer
         from ctpo_megatron.preflight.rendering import Rendering
 
         tokenizer = chat_tokenizer(config.model, offered_schemas(config.data, config.rollout))
@@ -106,13 +115,13 @@ class Admission:
 
     def training(self) -> PromptSet:
         """The prompts of `data.train`."""
-        from ctpo_megatron.environments.prompts import training_prompts
+        from ctpo_megatron.environments import training_prompts
 
         return self._prompts("train", training_prompts)
 
     def held_out(self, training: PromptSet | None = None) -> PromptSet:
         """The prompts of `data.eval`. training: of `data.train`, to compare them with."""
-        from ctpo_megatron.environments.prompts import held_out_prompts
+        from ctpo_megatron.environments import held_out_prompts
         from ctpo_megatron.preflight import row_checks
 
         found = self._prompts("eval", held_out_prompts)

@@ -30,11 +30,12 @@ from ctpo_megatron.config import (
     spec_for,
     tokenizer_problems,
 )
-from ctpo_megatron.environments.factory import needs_sandbox, offered_schemas
-from ctpo_megatron.environments.node_sandbox import names_a_server
-from ctpo_megatron.environments.tokenizer import (
+from ctpo_megatron.environments import (
     TokenizerError,
     check_chat_template,
+    names_a_server,
+    needs_sandbox,
+    offered_schemas,
     read_tokenizer,
     use_chat_template,
 )

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from ctpo_megatron.base.extensions import ExtensionError, activate, load
 from ctpo_megatron.config import Config, ConfigError, Extension, Problem, Sources, load_family, named_extensions
-from ctpo_megatron.environments.factory import (
+from ctpo_megatron.preflight.check import Check, RunContext, run_checks, warnings_of
+from ctpo_megatron.preflight.rollout_parts import (
     check_agent,
     check_environment,
     check_parser_fits,
     check_tool,
     check_tool_parser,
 )
-from ctpo_megatron.preflight.check import Check, RunContext, run_checks, warnings_of
 
 
 @dataclass(frozen=True)

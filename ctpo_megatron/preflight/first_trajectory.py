@@ -17,15 +17,24 @@ from ctpo_megatron.base.extensions import ExtensionError, activate, load
 from ctpo_megatron.config import Config, Extension, Problem, flattened
 from ctpo_megatron.data import Group, Prompt, ToolCall
 from ctpo_megatron.data.verdict import NoVerdict, Unreachable
-from ctpo_megatron.environments.episode import Episode, ModelTurn, play
-from ctpo_megatron.environments.factory import episode_limits, make_parser, needs_sandbox
-from ctpo_megatron.environments.multi_turn import ToolEnvironment
-from ctpo_megatron.environments.parsers.thinking import left_open
-from ctpo_megatron.environments.protocol import ToolUnavailable
-from ctpo_megatron.environments.python_tool import PythonTool
-from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
-from ctpo_megatron.environments.tokenizer import TokenizerError
-from ctpo_megatron.environments.toolbox import Toolbox, example_call
+from ctpo_megatron.environments import (
+    Episode,
+    MessageTemplate,
+    ModelTurn,
+    PythonTool,
+    TokenizerCodec,
+    TokenizerError,
+    Toolbox,
+    ToolEnvironment,
+    ToolUnavailable,
+    episode_limits,
+    example_call,
+    left_open,
+    make_parser,
+    needs_sandbox,
+    play,
+    stop_token_ids,
+)
 from ctpo_megatron.preflight.machine import trial_sandbox
 from ctpo_megatron.preflight.timeouts import FIRST_CALL_TIMEOUT_S
 

@@ -19,7 +19,7 @@ from ctpo_megatron.config import (
     peak_memory,
     shares_gpus,
 )
-from ctpo_megatron.environments.factory import needs_sandbox
+from ctpo_megatron.environments import needs_sandbox
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.plan import TableRow
 

@@ -25,10 +25,10 @@ from ctpo_megatron.config import (
     available_cores,
     passed,
 )
-from ctpo_megatron.environments.factory import needs_sandbox
-from ctpo_megatron.environments.node_sandbox import (
+from ctpo_megatron.environments import (
     lacking,
     names_a_server,
+    needs_sandbox,
     node_sandbox_problem,
     node_sandbox_url,
     not_installed,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ctpo_megatron.config import Config, Job, Placement, Problem, engine_count, needs_engines, passed
-from ctpo_megatron.environments.factory import needs_sandbox
+from ctpo_megatron.environments import needs_sandbox
 from ctpo_megatron.preflight.devices import has_cuda_device
 from ctpo_megatron.preflight.packages import PACKAGES
 

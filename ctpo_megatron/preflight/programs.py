@@ -6,7 +6,7 @@ import glob
 from collections.abc import Iterable, Iterator
 
 from ctpo_megatron.config import Problem, needs_engines
-from ctpo_megatron.environments.factory import needs_sandbox
+from ctpo_megatron.environments import needs_sandbox
 from ctpo_megatron.preflight.check import RunContext
 from ctpo_sandbox.readable import readable_above
 from ctpo_sandbox.records import Limits

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ctpo_megatron.base.files import DamagedFileError, write_json
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config
-from ctpo_megatron.environments.factory import offered_schemas, system_prompt
+from ctpo_megatron.environments import offered_schemas, system_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

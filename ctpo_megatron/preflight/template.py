@@ -19,16 +19,20 @@ from ctpo_megatron.config import (
     task_command,
     tokenizer_problems,
 )
-from ctpo_megatron.environments.factory import make_parser, offered_schemas, system_prompt, tool_schemas
-from ctpo_megatron.environments.protocol import Message
-from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
-from ctpo_megatron.environments.tokenizer import (
+from ctpo_megatron.environments import (
+    Message,
+    MessageTemplate,
     TokenizerError,
     check_chat_template,
+    example_call,
+    make_parser,
+    offered_schemas,
     read_tokenizer,
+    stop_token_ids,
+    system_prompt,
+    tool_schemas,
     use_chat_template,
 )
-from ctpo_megatron.environments.toolbox import example_call
 from ctpo_megatron.preflight.check import RunContext, failed
 
 if TYPE_CHECKING:

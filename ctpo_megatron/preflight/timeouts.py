@@ -9,3 +9,4 @@ MEET_TIMEOUT_S = 120.0  # for ranks to connect and exchange tensors
 FINDINGS_TIMEOUT_S = IMPORT_TIMEOUT_S + MEET_TIMEOUT_S  # for the findings of another node of a job
 FIRST_CALL_TIMEOUT_S = 15.0  # for the sandbox to run an example call of the parser
 LEAVE_TIMEOUT_S = 20.0  # for the other ranks of a job to read the verdict from rank 0
+TOKENIZER_TIMEOUT_S = 120.0  # for a process to import transformers and read a tokenizer; it takes a few seconds

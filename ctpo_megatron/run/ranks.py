@@ -33,7 +33,7 @@ from ctpo_megatron.engines.weights import (
     WeightTransport,
     open_transport,
 )
-from ctpo_megatron.environments.tokenizer import exported_chat_template
+from ctpo_megatron.environments import exported_chat_template
 from ctpo_megatron.policy import (
     CheckpointWriteError,
     Layout,

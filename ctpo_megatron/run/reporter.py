@@ -15,7 +15,7 @@ from ctpo_megatron.base.printable import ranges
 from ctpo_megatron.base.run_paths import EVALUATION, SFT_METRICS, TRAJECTORIES, RunPaths
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
-from ctpo_megatron.environments.tokenizer import read_tokenizer
+from ctpo_megatron.environments import read_tokenizer
 from ctpo_megatron.policy import TrainResult, peak_flops
 from ctpo_megatron.report import (
     FALLEN,

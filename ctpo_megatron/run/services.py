@@ -23,7 +23,7 @@ from ctpo_megatron.config import (
     world_size,
 )
 from ctpo_megatron.data import Curriculum, MixedFile, PromptMix, PromptSampler, PromptSet, PromptStream
-from ctpo_megatron.environments.prompts import usable, write_record
+from ctpo_megatron.environments import usable, write_record
 from ctpo_megatron.policy import capabilities
 from ctpo_megatron.preflight import Admission
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool

@@ -1,6 +1,6 @@
 """An environment of one's own: a user, in place of tools, answers the model between its turns."""
 
-from ctpo_megatron.environments.protocol import Message
+from ctpo_megatron.environments import Message
 
 
 class GuessTheNumber:

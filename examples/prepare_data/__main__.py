@@ -16,7 +16,7 @@ from ctpo_megatron.base.chat_template import TemplateTimeout, apply_chat_templat
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.config import RewardConfig
 from ctpo_megatron.data import DataError, Prompt
-from ctpo_megatron.environments.tokenizer import TokenizerError, read_tokenizer, template_problem
+from ctpo_megatron.environments import TokenizerError, read_tokenizer, template_problem
 from ctpo_megatron.preflight import check_prompt_file, failed
 from ctpo_megatron.rewards import in_words, shown_words, unverifiable
 from examples.prepare_data.pipeline import Settings, refine, report_json, report_rows

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar
 
-from ctpo_megatron.environments.protocol import ToolResult
+from ctpo_megatron.environments import ToolResult
 
 
 class Dictionary:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ctpo_megatron.environments.episode import Episode
-from ctpo_megatron.environments.multi_turn import ToolEnvironment
-from ctpo_megatron.environments.protocol import ToolUnavailable
+from ctpo_megatron.environments import Episode, ToolEnvironment, ToolUnavailable
 
 
 def always_fails(prompt_id: str) -> bool:

@@ -14,10 +14,13 @@ from transformers import AutoTokenizer
 from ctpo_megatron import cli
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.data import RowSet
-from ctpo_megatron.environments import tokenizer
-from ctpo_megatron.environments.prompts import chat_tokenizer
-from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
-from ctpo_megatron.environments.tokenizer import TokenizerError, read_tokenizer
+from ctpo_megatron.environments import (
+    MessageTemplate,
+    TokenizerError,
+    chat_tokenizer,
+    read_tokenizer,
+    stop_token_ids,
+)
 from ctpo_megatron.preflight import Admission
 from ctpo_megatron.preflight.own_words import tool_output
 from examples.prepare_data.__main__ import main as prepare_data
@@ -74,8 +77,8 @@ def test_training_has_the_ids_of_tokenizer_json_whatever_class_is_named(own: Pat
 
 
 def test_another_reader_that_does_not_come_back_is_a_doubt(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "_ASK", "import time; time.sleep(600)")
-    monkeypatch.setattr(tokenizer, "_OTHER_READER_S", 0.5)
+    monkeypatch.setattr("ctpo_megatron.preflight.tokenizer_reader._ASK", "import time; time.sleep(600)")
+    monkeypatch.setattr("ctpo_megatron.preflight.tokenizer_reader.TOKENIZER_TIMEOUT_S", 0.5)
     edit(own / "model" / "tokenizer_config.json", tokenizer_class="SlowTokenizer")
     (doubt,) = admit(own, "train").doubts.lines
     assert "transformers cannot read it as SlowTokenizer" in doubt and "(no answer within 0.5 s)" in doubt

@@ -187,8 +187,7 @@ def test_evaluation_prompts_are_never_left_out(own: Path, capsys: pytest.Capture
 
 def test_what_is_left_out_is_written_down(own: Path, caplog) -> None:
     from ctpo_megatron.config import load_config
-    from ctpo_megatron.environments.factory import offered_schemas
-    from ctpo_megatron.environments.prompts import chat_tokenizer, training_prompts, usable, write_record
+    from ctpo_megatron.environments import chat_tokenizer, offered_schemas, training_prompts, usable, write_record
 
     write(own / "train.jsonl", row("a"), row("b", "#### 72"), row("7 " * 400), row("c", id="mine"))
     config = load_config(own / "own.yaml", ["data.overlong=drop", "data.unverifiable=drop"])

@@ -10,7 +10,7 @@ import pytest
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import load_config
 from ctpo_megatron.config.problems import Problem
-from ctpo_megatron.environments.prompts import chat_tokenizer, training_prompts
+from ctpo_megatron.environments import chat_tokenizer, training_prompts
 from ctpo_megatron.preflight.first_trajectory import FirstTrajectory, play_first
 from tests.data.rows import row, write
 from tests.data.test_data_check import own  # noqa: F401 - a fixture

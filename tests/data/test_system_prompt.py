@@ -9,8 +9,7 @@ import pytest
 
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data import DataError, PromptRules
-from ctpo_megatron.environments.factory import offered_schemas, system_prompt
-from ctpo_megatron.environments.parsers.fenced import SYSTEM_PROMPT
+from ctpo_megatron.environments import FencedParser, offered_schemas, system_prompt
 from tests.data.rows import row, write
 from tests.data.test_conversations import TALK
 from tests.support.minimal import minimal
@@ -62,7 +61,7 @@ def test_it_is_what_the_model_sees(tmp_path: Path, tokenizer: Any) -> None:
 def test_each_protocol_has_its_own() -> None:
     hermes, fenced = (minimal(rollout={"tool_parser": parser}) for parser in ("hermes", "fenced"))
     assert system_prompt(hermes.data, hermes.rollout) == SystemPrompt()
-    assert system_prompt(fenced.data, fenced.rollout) == SystemPrompt(SYSTEM_PROMPT)
+    assert system_prompt(fenced.data, fenced.rollout) == SystemPrompt(FencedParser.system_prompt)
     offered = offered_schemas(hermes.data, hermes.rollout)
     assert [schema["function"]["name"] for schema in offered] == ["code_interpreter"]
     silent = minimal(rollout={"tool_parser": "hermes"}, data={"tool_in_prompt": False})

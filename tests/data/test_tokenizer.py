@@ -7,7 +7,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from ctpo_megatron.environments.tokenizer import read_tokenizer
+from ctpo_megatron.environments import read_tokenizer
 
 SCHEMA = {"type": "function", "function": {"name": "code_interpreter", "parameters": {"a": "<&'\u00e9"}}}
 TALK = [

@@ -10,8 +10,9 @@ from random import Random
 
 import pytest
 
+from ctpo_megatron.config import Extension, RolloutConfig
 from ctpo_megatron.data import ToolCall
-from ctpo_megatron.environments.factory import PARSERS
+from ctpo_megatron.environments import make_parser
 from examples.toolmath import Corruption
 from examples.toolmath.conversations import PROTOCOLS, conversation
 from examples.toolmath.families import FAMILIES, draw_problem, run
@@ -114,10 +115,11 @@ QUICKSTART = {"hermes": {"empty_output": ""}}
 
 
 @pytest.mark.parametrize("output", ["42", "", "a\nb"])
-@pytest.mark.parametrize("tool_parser", PARSERS)
+@pytest.mark.parametrize("tool_parser", ["hermes", "fenced"])
 def test_a_call_is_written_as_the_parser_reads_it_and_answered_as_it_answers(tool_parser: str, output: str) -> None:
     said, answered = PROTOCOLS[tool_parser]("import math\nprint(math.gcd(12, 8))", output)
-    parser = PARSERS[tool_parser](**QUICKSTART.get(tool_parser, {}))
+    part = Extension(name=tool_parser, arguments=QUICKSTART.get(tool_parser, {}))
+    parser = make_parser(RolloutConfig(tool_parser=part))
     (request,) = parser.parse(said["content"])
     assert request.arguments == {"code": "import math\nprint(math.gcd(12, 8))"}
     (shown,) = parser.render([ToolCall(1, request.name, request.arguments, "success", output, 0.0)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ctpo_megatron.environments.protocol import Message
+from ctpo_megatron.environments import Message
 
 
 class EndlessUser:

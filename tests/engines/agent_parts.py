@@ -7,9 +7,7 @@ from typing import Any
 import openai
 
 from ctpo_megatron.config import EndpointConfig, Extension
-from ctpo_megatron.environments.endpoint import AgentTask, EndpointEnvironment
-from ctpo_megatron.environments.episode import Episode
-from ctpo_megatron.environments.multi_turn import ToolEnvironment
+from ctpo_megatron.environments import AgentTask, EndpointEnvironment, Episode, ToolEnvironment
 
 
 class Solver:

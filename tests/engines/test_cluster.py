@@ -16,8 +16,7 @@ from ctpo_megatron.engines.engine_log import mark, path_here, unmark
 from ctpo_megatron.engines.open import cluster_of
 from ctpo_megatron.engines.ray_runtime import await_head, check_address, check_token
 from ctpo_megatron.engines.tasks import EngineSpec
-from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
-from ctpo_megatron.environments.python_tool import PythonTool
+from ctpo_megatron.environments import PythonTool, node_sandbox_problem
 from tests.engines.pool_helpers import make_config
 
 

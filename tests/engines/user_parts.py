@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.environments.episode import Episode
-from ctpo_megatron.environments.multi_turn import ToolEnvironment
-from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest, ToolResult, ToolUnavailable
-from ctpo_megatron.environments.python_tool import PythonTool
+from ctpo_megatron.environments import (
+    Episode,
+    Message,
+    ParseError,
+    PythonTool,
+    ToolCallRequest,
+    ToolEnvironment,
+    ToolResult,
+    ToolUnavailable,
+)
 
 
 class OwnError(Exception):

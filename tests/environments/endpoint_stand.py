@@ -11,14 +11,20 @@ import openai
 
 from ctpo_megatron.config import EndpointConfig, Extension
 from ctpo_megatron.data import Prompt, Trajectory
-from ctpo_megatron.environments import endpoint
-from ctpo_megatron.environments.endpoint import AgentTask, EndpointEnvironment
-from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
-from ctpo_megatron.environments.parsers.hermes import HermesParser
-from ctpo_megatron.environments.protocol import ToolResult
-from ctpo_megatron.environments.python_tool import PythonTool
-from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec
-from ctpo_megatron.environments.toolbox import Toolbox
+from ctpo_megatron.environments import (
+    AgentTask,
+    EndpointEnvironment,
+    Episode,
+    EpisodeLimits,
+    HermesParser,
+    MessageTemplate,
+    ModelTurn,
+    PythonTool,
+    TokenizerCodec,
+    Toolbox,
+    ToolResult,
+    play,
+)
 from tests.engines.tiny_model import tiny_tokenizer
 from tests.support.deadlines import scaled
 
@@ -102,17 +108,23 @@ class Stand:
     """An environment with a scripted model, and the last trajectory that it gave."""
 
     def __init__(
-        self, engine: Engine, agent: Agent, timeout_s: float = 60.0, tool: Any = None, shown: bool = True
+        self,
+        engine: Engine,
+        agent: Agent,
+        timeout_s: float = 60.0,
+        tool: Any = None,
+        shown: bool = True,
+        codec: Any = TokenizerCodec,
     ) -> None:
-        self.engine, self.tool, self.shown = engine, tool or Tool(), TOOLS if shown else []
-        endpoint.tried = agent  # type: ignore[attr-defined] # a function that no module has
-        config = EndpointConfig(agent=Extension(name="ctpo_megatron.environments.endpoint:tried"), timeout_s=timeout_s)
+        self.engine, self.tool, self.shown, self.codec = engine, tool or Tool(), TOOLS if shown else [], codec
+        globals()["tried"] = agent  # as a configuration names it
+        config = EndpointConfig(agent=Extension(name=f"{__name__}:tried"), timeout_s=timeout_s)
         self.environment = EndpointEnvironment(config, TOOLS if shown else [])
 
     async def trajectory(self, environment: Any = None, **limits: Any) -> Trajectory:
         settings = {"max_turns": 8, "max_turn_tokens": None, "max_response_tokens": 2000, "max_model_len": 4000}
         stops = frozenset({END})
-        codec = TokenizerCodec(TOKENIZER, MessageTemplate(TOKENIZER, {}, [END], TOOLS), stops)
+        codec = self.codec(TOKENIZER, MessageTemplate(TOKENIZER, {}, [END], TOOLS), stops)
         prompt = Prompt("p", "source", tuple(QUESTION), "1", tuple(codec.render(QUESTION, self.shown)), {"level": 3})
         episode = Episode(
             prompt,
@@ -126,12 +138,19 @@ class Stand:
 
 
 def played(
-    engine: Engine, agent: Agent, *, timeout_s: float = 60.0, tool: Any = None, shown: bool = True, **limits: Any
+    engine: Engine,
+    agent: Agent,
+    *,
+    timeout_s: float = 60.0,
+    tool: Any = None,
+    shown: bool = True,
+    codec: Any = TokenizerCodec,
+    **limits: Any,
 ) -> Trajectory:
     """The trajectory of an episode in which `agent` talks to a model that is scripted."""
 
     async def run() -> Trajectory:
-        stand = Stand(engine, agent, timeout_s, tool, shown)
+        stand = Stand(engine, agent, timeout_s, tool, shown, codec)
         try:
             return await stand.trajectory(**limits)
         finally:

@@ -13,8 +13,7 @@ import httpx
 import openai
 import pytest
 
-from ctpo_megatron.environments.endpoint import AgentTask
-from ctpo_megatron.environments.episode import Sampling
+from ctpo_megatron.environments import AgentTask, Sampling
 from tests.environments.endpoint_stand import QUESTION, Engine, Stand, asked, client_of, played, sequences
 from tests.support.deadlines import scaled
 

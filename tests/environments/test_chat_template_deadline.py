@@ -16,9 +16,7 @@ from ctpo_megatron.base import chat_template
 from ctpo_megatron.base.chat_template import TemplateTimeout, apply_chat_template
 from ctpo_megatron.cli.errors import report_error
 from ctpo_megatron.data.rows import render
-from ctpo_megatron.environments.protocol import Message
-from ctpo_megatron.environments.template import MessageTemplate
-from ctpo_megatron.environments.tokenizer import TokenizerError, template_problem
+from ctpo_megatron.environments import Message, MessageTemplate, TokenizerError, template_problem
 from tests.engines.tiny_model import tiny_tokenizer
 from tests.support.deadlines import scaled
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.config import Config, chat_template_text
-from ctpo_megatron.environments.factory import offered_schemas
-from ctpo_megatron.environments.tokenizer import TokenizerError, check_chat_template, use_chat_template
+from ctpo_megatron.environments import TokenizerError, check_chat_template, offered_schemas, use_chat_template
 from tests.data.test_conversations import write
 from tests.engines.tiny_model import CHATML, tiny_tokenizer
 from tests.optional.qwen_formats import ANSWER, CASES, LONG, TEXTS, TOOL, TRL, USER, rendered, texts

@@ -18,9 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.config import SystemPrompt, chat_template_text
 from ctpo_megatron.data import ConversationRules, PromptRules, read_conversations, read_prompts
-from ctpo_megatron.environments.endpoint import AgentTask
-from ctpo_megatron.environments.protocol import Message
-from ctpo_megatron.environments.template import MessageTemplate
+from ctpo_megatron.environments import AgentTask, Message, MessageTemplate
 from tests.engines.tiny_model import CHATML
 from tests.environments.endpoint_stand import TEMPLATE, TOKENIZER, Engine, asked, played
 from tests.environments.test_template import LLAMA3_LIKE, QWEN3_LIKE

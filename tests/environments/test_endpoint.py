@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import time
@@ -15,13 +16,14 @@ import pytest
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.config import Extension
 from ctpo_megatron.data import Trajectory
-from ctpo_megatron.environments import endpoint_server
-from ctpo_megatron.environments.endpoint import AgentTask
-from ctpo_megatron.environments.endpoint_server import _without_proxy
-from ctpo_megatron.environments.episode import EpisodeLimits, ModelTurn
-from ctpo_megatron.environments.factory import check_agent
-from ctpo_megatron.environments.multi_turn import ToolEnvironment
-from ctpo_megatron.environments.protocol import ToolUnavailable
+from ctpo_megatron.environments import (
+    AgentTask,
+    EpisodeLimits,
+    ModelTurn,
+    ToolEnvironment,
+    ToolUnavailable,
+)
+from ctpo_megatron.preflight import check_agent
 from tests.engines.tiny_model import CALL
 from tests.environments.endpoint_stand import (
     QUESTION,
@@ -294,6 +296,11 @@ def test_what_an_agent_raises_fails_the_episode(
         played(Engine("one"), make(error))
 
 
+def test_a_cancelled_future_in_a_plain_agent_is_no_cancellation_of_ours() -> None:
+    with pytest.raises(ExtensionError, match="the agent raised CancelledError"):
+        played(Engine("one"), failing_in_a_thread(concurrent.futures.CancelledError()))
+
+
 def test_an_agent_that_is_late_or_does_nothing_is_named() -> None:
     async def late(task: AgentTask) -> None:
         await asyncio.sleep(60)
@@ -309,11 +316,15 @@ def test_an_agent_that_is_late_or_does_nothing_is_named() -> None:
         return 5
 
     for agent in (late, late_in_a_thread):
-        with pytest.raises(TimeoutError, match=r"endpoint:tried has not ended after 0\.2 s \(rollout\.endpoint\.time"):
+        with pytest.raises(
+            TimeoutError, match=r"endpoint_stand:tried has not ended after 0\.2 s \(rollout\.endpoint\.time"
+        ):
             played(Engine(), agent, timeout_s=0.2)
-    with pytest.raises(RuntimeError, match="endpoint:tried ended without an answer of the model"):
+    with pytest.raises(RuntimeError, match="endpoint_stand:tried ended without an answer of the model"):
         played(Engine(), silent)
-    with pytest.raises(TypeError, match="endpoint:tried returned a int; return the final answer as a text, or None"):
+    with pytest.raises(
+        TypeError, match="endpoint_stand:tried returned a int; return the final answer as a text, or None"
+    ):
         played(Engine("one"), wrong)
 
 
@@ -417,8 +428,14 @@ def test_hosts_without_a_proxy_stay(given: dict[str, str], wanted: tuple[str, st
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    _without_proxy()
-    assert (os.environ["no_proxy"], os.environ["NO_PROXY"]) == wanted
+    seen = []
+
+    async def agent(task: AgentTask) -> None:
+        seen.append((os.environ["no_proxy"], os.environ["NO_PROXY"]))
+        await asked(task, task.messages)
+
+    played(Engine("one"), agent)
+    assert seen == [wanted]
 
 
 class Stubborn(Engine):
@@ -439,7 +456,7 @@ class Stubborn(Engine):
 def test_a_late_call_does_not_hide_what_ended_the_agent(
     fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(endpoint_server, "_CLOSING_S", 0.2)
+    monkeypatch.setattr("ctpo_megatron.environments.endpoint._CLOSING_S", 0.2)
 
     engine = Stubborn("one")
 

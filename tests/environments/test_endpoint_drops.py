@@ -16,13 +16,15 @@ import openai
 import pytest
 
 from ctpo_megatron.data import Trajectory
-from ctpo_megatron.environments import endpoint_server
-from ctpo_megatron.environments.chat_api import completion
-from ctpo_megatron.environments.conversation import Answer
-from ctpo_megatron.environments.endpoint import AgentTask
-from ctpo_megatron.environments.episode import Episode, EpisodeOver, ModelTurn
-from ctpo_megatron.environments.protocol import ToolResult
-from ctpo_megatron.environments.python_tool import PythonTool
+from ctpo_megatron.environments import (
+    AgentTask,
+    Episode,
+    EpisodeOver,
+    ModelTurn,
+    PythonTool,
+    TokenizerCodec,
+    ToolResult,
+)
 from tests.environments.endpoint_stand import (
     END,
     QUESTION,
@@ -152,19 +154,21 @@ def loop(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("loop")
 @pytest.mark.parametrize("size", [10, 30_000_000], ids=["short", "more than the connection holds"])
-def test_an_answer_that_cannot_be_written_does_not_count(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_cannot_be_written_does_not_count(size: int) -> None:
     """The client is gone, and the event loop does not know before it writes; or it leaves amid the answer."""
     ready, gone = threading.Event(), threading.Event()
 
-    def long(answer: Answer) -> dict[str, Any]:
-        if answer.turn.number > 1:
-            return completion(answer)
-        ready.set()
-        if size < 1000 and not gone.wait(scaled(20)):  # blocks the loop, as other work of the engine does
-            raise TimeoutError
-        return {"choices": "x" * size}
+    class Long(TokenizerCodec):
+        """Makes a long text of the first answer, which takes until the client is gone."""
 
-    monkeypatch.setattr(endpoint_server, "completion", long)
+        def decode(self, token_ids: Sequence[int]) -> str:
+            text = super().decode(token_ids)
+            if text != "never read":
+                return text
+            ready.set()
+            if size < 1000 and not gone.wait(scaled(20)):  # blocks the loop, as other work of the engine does
+                raise TimeoutError
+            return "x" * size
 
     def leaves(task: AgentTask) -> None:
         host, port = task.base_url.removeprefix("http://").removesuffix("/v1").split(":")
@@ -179,7 +183,7 @@ def test_an_answer_that_cannot_be_written_does_not_count(size: int, monkeypatch:
             said = stock.chat.completions.create(model=task.model, messages=QUESTION)  # type: ignore[arg-type]
         assert said.choices[0].message.content == "one"
 
-    trajectory = played(Engine("never read", "one"), leaves, max_turns=1)
+    trajectory = played(Engine("never read", "one"), leaves, codec=Long, max_turns=1)
     assert (sampled(trajectory), trajectory.final_text) == (["one<|im_end|>"], "one")
 
 

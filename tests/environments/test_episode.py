@@ -12,13 +12,20 @@ import pytest
 
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeOver, ModelTurn
-from ctpo_megatron.environments.episode import play as play_episode
-from ctpo_megatron.environments.multi_turn import ToolEnvironment
-from ctpo_megatron.environments.parsers.hermes import HermesParser
-from ctpo_megatron.environments.protocol import Message, ToolResult, ToolUnavailable
-from ctpo_megatron.environments.seeds import turn_seed
-from ctpo_megatron.environments.toolbox import Toolbox
+from ctpo_megatron.environments import (
+    Episode,
+    EpisodeLimits,
+    EpisodeOver,
+    HermesParser,
+    Message,
+    ModelTurn,
+    Toolbox,
+    ToolEnvironment,
+    ToolResult,
+    ToolUnavailable,
+    turn_seed,
+)
+from ctpo_megatron.environments import play as play_episode
 from tests.environments.endpoint_stand import Tool as Tool
 
 STOP = 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.config import ModelConfig, chat_template_text
-from ctpo_megatron.environments.tokenizer import exported_chat_template, read_tokenizer
+from ctpo_megatron.environments import exported_chat_template, read_tokenizer
 from tests.engines.tiny_model import tiny_tokenizer
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 3?"}]

@@ -13,14 +13,21 @@ import yaml
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
-from ctpo_megatron.environments.multi_turn import ToolEnvironment
-from ctpo_megatron.environments.parsers.fenced import FencedParser
-from ctpo_megatron.environments.parsers.hermes import HermesParser
-from ctpo_megatron.environments.protocol import Message, ToolParser, ToolResult
-from ctpo_megatron.environments.python_tool import PythonTool
-from ctpo_megatron.environments.seeds import turn_seed
-from ctpo_megatron.environments.toolbox import Toolbox
+from ctpo_megatron.environments import (
+    Episode,
+    EpisodeLimits,
+    FencedParser,
+    HermesParser,
+    Message,
+    ModelTurn,
+    PythonTool,
+    Toolbox,
+    ToolEnvironment,
+    ToolParser,
+    ToolResult,
+    play,
+    turn_seed,
+)
 from tests.extend.scripted import Codec
 
 CORPUS = yaml.safe_load((Path(__file__).parent / "model_outputs.yaml").read_text(encoding="utf-8"))

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.environments.protocol import Message
-from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
-from ctpo_megatron.environments.tokenizer import TokenizerError
+from ctpo_megatron.environments import Message, MessageTemplate, TokenizerError, stop_token_ids
 from tests.engines.tiny_model import CHATML, tiny_tokenizer
 
 QWEN3_LIKE = (

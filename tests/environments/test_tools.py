@@ -12,11 +12,15 @@ import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.environments.parsers.fenced import FencedParser
-from ctpo_megatron.environments.parsers.hermes import HermesParser
-from ctpo_megatron.environments.protocol import Message, ParseError, ToolResult, ToolUnavailable
-from ctpo_megatron.environments.python_tool import PythonTool, shown
-from ctpo_megatron.environments.toolbox import Toolbox, check_arguments, cut_middle
+from ctpo_megatron.environments import (
+    FencedParser,
+    HermesParser,
+    Message,
+    PythonTool,
+    Toolbox,
+    ToolResult,
+    ToolUnavailable,
+)
 
 
 class Interpreter:
@@ -107,8 +111,8 @@ def test_plain_text_is_no_call() -> None:
     assert not Toolbox([], HermesParser(), 100).mentions_call(call(good()))  # there is nothing to call
 
 
-def observation_text(execution: Any, max_chars: int) -> str:
-    return cut_middle(shown(execution, 4.0).text, max_chars)
+def observation_text(execution: Any) -> str:
+    return PythonTool.shown(execution, 4.0).text
 
 
 def result(status: str = "success", stdout: str = "", stderr: str = "") -> SimpleNamespace:
@@ -119,32 +123,32 @@ def test_the_record_of_a_call_has_how_long_it_waited_and_ran() -> None:
     class Queued(Interpreter):
         async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
             await asyncio.sleep(0.05)
-            return shown(result("runtime_error"), 4.0)
+            return PythonTool.shown(result("runtime_error"), 4.0)
 
     before = time.time()
     ([record], _), ([unknown], _) = run(call(good()), Queued()), run(call(good()))
     assert record.began_at is not None and before <= record.began_at <= time.time() - record.wall_s + 0.01
-    assert record.exec_s == shown(result(), 4.0).exec_s == 0.01
+    assert record.exec_s == PythonTool.shown(result(), 4.0).exec_s == 0.01
     assert record.queue_s == record.wall_s - 0.01 >= 0.04
     assert unknown.exec_s is None and unknown.queue_s is None
 
 
 def test_success_shows_stdout_only() -> None:
-    assert observation_text(result(stdout="2\n", stderr="warning"), 100) == "2"
-    assert observation_text(result(), 100) == ""
+    assert observation_text(result(stdout="2\n", stderr="warning")) == "2"
+    assert observation_text(result()) == ""
 
 
 def test_errors_show_status_and_stderr() -> None:
-    text = observation_text(result("runtime_error", "partial\n", "Traceback\nNameError: x\n"), 1000)
+    text = observation_text(result("runtime_error", "partial\n", "Traceback\nNameError: x\n"))
     assert text == "[runtime_error]\nTraceback\nNameError: x\n[stdout before the error]\npartial"
     told = "[timeout] A program may compute for 4 s, and end after 8 s."
-    assert observation_text(result("timeout"), 1000) == told
-    began = observation_text(result("timeout", "start\n"), 1000)
+    assert observation_text(result("timeout")) == told
+    began = observation_text(result("timeout", "start\n"))
     assert began == f"{told}\n[stdout before the error]\nstart"
 
 
 def test_long_stderr_keeps_its_tail() -> None:
-    text = observation_text(result("runtime_error", "", "a" * 5000 + "ValueError: end"), 10_000)
+    text = observation_text(result("runtime_error", "", "a" * 5000 + "ValueError: end"))
     assert text.endswith("ValueError: end")
     assert "3015 characters cut" in text
 
@@ -152,12 +156,12 @@ def test_long_stderr_keeps_its_tail() -> None:
 @pytest.mark.parametrize("limit", [1, 2, 7, 100])
 def test_cut_keeps_head_and_tail_and_counts(limit: int) -> None:
     text = "".join(chr(97 + i % 26) for i in range(1000))
-    shown = cut_middle(text, limit)
-    head, note, tail = shown.split("\n")
+    ([record], _), ([whole], _) = run(call(good(text)), max_chars=limit), run(call(good(text[:limit])), max_chars=limit)
+    head, note, tail = record.output.split("\n")
     assert note == f"[... {1000 - limit} characters cut ...]"
     assert len(head) + len(tail) == limit
     assert text.startswith(head) and text.endswith(tail)
-    assert cut_middle(text[:limit], limit) == text[:limit]
+    assert whole.output == text[:limit]
 
 
 def search(**arguments: Any) -> str:
@@ -222,17 +226,23 @@ def test_answers_are_cut() -> None:
     ],
 )
 def test_arguments_are_held_to_the_schema(arguments: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ParseError) as caught:
-        check_arguments(Search.schema, arguments)
-    assert str(caught.value).startswith(reason)
-    assert check_arguments(Search.schema, {"query": "q", "limit": 3}) == {"query": "q", "limit": 3}
+    ([refused], _), ([done], _) = run(search(**arguments), Search()), run(search(query="q", limit=3), Search())
+    assert refused.status == "parse_error" and refused.output.startswith(f"[parse_error] {reason}")
+    assert done.output == "found {'query': 'q', 'limit': 3}"
 
 
 def test_a_tool_without_required_arguments() -> None:
-    schema: dict[str, Any] = {"function": {"name": "now"}}
-    assert check_arguments(schema, {}) == {}
-    with pytest.raises(ParseError, match="an object without keys"):
-        check_arguments(schema, {"zone": "UTC"})
+    class Now:
+        schema = {"function": {"name": "now"}}  # noqa: RUF012
+
+        async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
+            return ToolResult(f"noon, {arguments}")
+
+    ([told], _), ([refused], _) = (
+        run(call(json.dumps({"name": "now", "arguments": arguments})), Now()) for arguments in ({}, {"zone": "UTC"})
+    )
+    assert (told.output, refused.status) == ("noon, {}", "parse_error")
+    assert "an object without keys" in refused.output
 
 
 def test_two_tools_of_one_name_are_refused() -> None:

@@ -27,8 +27,7 @@ from ctpo_megatron import cli
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Prompt, Trajectory
 from ctpo_megatron.engines import GroupLost, GroupTask
-from ctpo_megatron.environments.prompts import held_out_prompts
-from ctpo_megatron.environments.seeds import trajectory_seed
+from ctpo_megatron.environments import held_out_prompts, trajectory_seed
 from ctpo_megatron.evaluate import Outcome, answering, evaluate, find_target, read_config
 from ctpo_megatron.tracking import Display
 from tests.end_to_end.small_run import ROOT, Ctpo

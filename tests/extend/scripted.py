@@ -13,9 +13,7 @@ from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
-from ctpo_megatron.environments.factory import make_environment, make_toolbox
-from ctpo_megatron.environments.protocol import Message
+from ctpo_megatron.environments import Episode, EpisodeLimits, Message, ModelTurn, make_environment, make_toolbox, play
 from tests.end_to_end.small_run import Ctpo
 from tests.extend.document_examples import example
 from tests.support import children

@@ -9,7 +9,8 @@ import pytest
 from ctpo_megatron.base.extensions import ExtensionError, activate, load
 from ctpo_megatron.config import Config, Extension
 from ctpo_megatron.data import Prompt, Trajectory
-from ctpo_megatron.environments.factory import check_environment, needs_sandbox, tool_schemas
+from ctpo_megatron.environments import needs_sandbox, tool_schemas
+from ctpo_megatron.preflight import check_environment
 from tests.extend.scripted import played, project
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.config import Config, Extension
-from ctpo_megatron.environments.factory import check_tool_parser
+from ctpo_megatron.preflight import check_tool_parser
 from tests.extend.scripted import played, saved_example
 
 

@@ -15,7 +15,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.engines import GroupLost, GroupTask, pool_stats
-from ctpo_megatron.environments.seeds import trajectory_seed
+from ctpo_megatron.environments import trajectory_seed
 from ctpo_megatron.rewards import ScoreReport
 from ctpo_megatron.rollouts import Quarantined, Rollouts
 from ctpo_megatron.tracking import Phases

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
-from ctpo_megatron.environments.seeds import trajectory_seed
+from ctpo_megatron.environments import trajectory_seed
 from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
 from tests.rollouts.test_rollouts import Run
 

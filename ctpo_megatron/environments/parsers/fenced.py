@@ -12,7 +12,6 @@ from ctpo_megatron.environments.parsers.thinking import without_thinking
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest
 
 LANGUAGES = ("python", "python3", "py")
-TOOL = "code_interpreter"
 
 SYSTEM_PROMPT = """\
 Work on the task step by step. You can have Python programs run for you.
@@ -74,9 +73,11 @@ def _opened(line: str) -> tuple[str, str]:
 class FencedParser:
     """The first block of Python runs, regardless of the rest of the turn; other blocks are text.
 
-    Sampling stops where a block may have closed, and continues if it was not a program.
+    Sampling stops where a block may have closed, and continues if it was not a program. tool: the one that runs
+    programs.
     """
 
+    tool = "code_interpreter"
     system_prompt = SYSTEM_PROMPT
     example = "```python\nprint(6 * 7)\n```"
     schemas_in_prompt = False
@@ -98,7 +99,7 @@ class FencedParser:
             raise ParseError("the ```python block has no end: close it with a line that holds nothing but ```")
         if not block.content.strip():
             raise ParseError("the ```python block is empty")
-        return [ToolCallRequest(TOOL, {"code": dedent(block.content)})]
+        return [ToolCallRequest(self.tool, {"code": dedent(block.content)})]
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
         """One user message per call, which chat templates without tools support."""
