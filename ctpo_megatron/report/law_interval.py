@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.base.position_law import PositionLaw, fit_law, points_of_sums
 from ctpo_megatron.base.positions import BINS, bin_of
+from ctpo_megatron.report.position_law import PositionLaw, fit_law, points_of_sums
 from ctpo_megatron.tracking import read_heads, records_at, trajectory_files
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.tracking import read_positions
 
 if TYPE_CHECKING:
-    from ctpo_megatron.base.position_law import PositionLaw
     from ctpo_megatron.base.positions import PositionStats
     from ctpo_megatron.report.law_interval import LawInterval
+    from ctpo_megatron.report.position_law import PositionLaw
     from ctpo_megatron.report.run_data import RunData
 
 LEAST = 30
@@ -93,8 +93,8 @@ def chosen_steps(group: RunGroup) -> list[PositionSums]:
 
 def growth(sums: PositionSums) -> Growth:
     """Points and their fits, as the paper makes them."""
-    from ctpo_megatron.base.position_law import fit_law, points_of_bins
     from ctpo_megatron.report.law_interval import law_interval
+    from ctpo_megatron.report.position_law import fit_law, points_of_bins
 
     points = points_of_bins(sums.stats)
     law = fit_law(points)

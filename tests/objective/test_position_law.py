@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ctpo_megatron.base.position_law import Points, fit_law, points_of_bins
 from ctpo_megatron.objective import PolicyObjective, PositionStats, position_stats
+from ctpo_megatron.report.position_law import Points, fit_law, points_of_bins
 
 SIGMA = 0.0387
 

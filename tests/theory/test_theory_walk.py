@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctpo_megatron.base.position_law import Points, fit_law
 from ctpo_megatron.objective.positions import FIXED_WINDOW, WIDENING_WINDOW
+from ctpo_megatron.report.position_law import Points, fit_law
 from theory_walk import (
     Autoregressive,
     TokenPairs,
