@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.base.exports import checkpoint_steps, exports
 from ctpo_megatron.base.printable import ranges
 from ctpo_megatron.base.run_paths import MARKER, RunPaths, step_name
@@ -217,6 +216,6 @@ def _check_prompt(directory: Path, trained: ModelConfig) -> Finding:
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], keywords: Mapping[str, Any]) -> Any:
     """The text; or why the template refuses the conversation, as one may refuse a system prompt."""
     try:
-        return apply_chat_template(tokenizer, messages, add_generation_prompt=True, **keywords)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **keywords)
     except Exception as error:  # a template may raise anything
         return error

@@ -20,7 +20,6 @@ _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.config": ("ConfigError",),
     "ctpo_megatron.data": ("DataError",),
     "ctpo_megatron.environments": ("TokenizerError",),
-    "ctpo_megatron.base.chat_template": ("TemplateTimeout",),
     "ctpo_megatron.base.extensions": ("ExtensionError",),
     "ctpo_megatron.run.directory": ("RunDirectoryError",),
     "ctpo_megatron.run.verdicts": ("TooManyFailed",),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.curriculum import Curriculum, sampler_problem
     from ctpo_megatron.data.data_files import data_stem, find_files, resolved_files
     from ctpo_megatron.data.forest import Forest, PrefixOrder, PrefixSegment
+    from ctpo_megatron.data.marks import marked, marked_messages, rfind_token, special_tokens, token_ids, unmarked
     from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, plain_messages, plain_tools
     from ctpo_megatron.data.numbers import number_doubt, number_text
     from ctpo_megatron.data.packing import (
@@ -48,6 +49,7 @@ _MODULES = {
     "curriculum": ("Curriculum", "sampler_problem"),
     "data_files": ("data_stem", "find_files", "resolved_files"),
     "forest": ("Forest", "PrefixOrder", "PrefixSegment"),
+    "marks": ("marked", "marked_messages", "rfind_token", "special_tokens", "token_ids", "unmarked"),
     "messages": ("ChatMessage", "check_messages", "check_tools", "plain_messages", "plain_tools"),
     "numbers": ("number_doubt", "number_text"),
     "packing": (
@@ -107,6 +109,8 @@ __all__ = [
     "count_all_rows",
     "data_stem",
     "find_files",
+    "marked",
+    "marked_messages",
     "micro_batch_count",
     "number_doubt",
     "number_text",
@@ -118,8 +122,12 @@ __all__ = [
     "read_prompts",
     "read_rows",
     "resolved_files",
+    "rfind_token",
     "sampler_problem",
+    "special_tokens",
     "split_evenly",
+    "token_ids",
     "token_sequences",
+    "unmarked",
     "with_turns",
 ]

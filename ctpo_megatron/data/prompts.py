@@ -9,9 +9,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.base.chat_template import unmarked
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.data.data_files import data_stem, find_files
+from ctpo_megatron.data.marks import unmarked
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools
 from ctpo_megatron.data.numbers import FloatType, number_doubt, number_text
 from ctpo_megatron.data.problems import Problems

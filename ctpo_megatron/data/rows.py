@@ -12,9 +12,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ctpo_megatron.base.chat_template import apply_chat_template, marked, marked_messages, token_ids, unmarked
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.data_files import find_files
+from ctpo_megatron.data.marks import marked, marked_messages, token_ids, unmarked
 from ctpo_megatron.data.messages import ChatMessage, dropped_calls, plain_messages, plain_tools
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.tables import Table, read_rows
@@ -202,11 +202,11 @@ def render(
         offered = marked(tokenizer, tools[indices[0]])
         alike = [marked_messages(tokenizer, conversations[index]) for index in indices]
         try:
-            rendered = apply_chat_template(tokenizer, alike, tools=offered, **options)
+            rendered = tokenizer.apply_chat_template(alike, tools=offered, tokenize=False, **options)
         except (jinja2.TemplateError, TypeError):
             for index, alone in zip(indices, alike, strict=True):
                 try:
-                    texts[index] = apply_chat_template(tokenizer, alone, tools=offered, **options)
+                    texts[index] = tokenizer.apply_chat_template(alone, tools=offered, tokenize=False, **options)
                 except (jinja2.TemplateError, TypeError) as error:
                     refused[index] = f"the chat template refuses it: {error}"
             continue

@@ -48,7 +48,7 @@ from ctpo_megatron.environments.node_sandbox import (
 )
 from ctpo_megatron.environments.parsers.fenced import FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
-from ctpo_megatron.environments.parsers.thinking import left_open
+from ctpo_megatron.environments.parsers.thinking import THINK_CLOSE, left_open
 from ctpo_megatron.environments.protocol import (
     Environment,
     Message,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base.chat_template import apply_chat_template, marked, marked_messages, special_tokens, token_ids
-from ctpo_megatron.data import ChatMessage
+from ctpo_megatron.data import ChatMessage, marked, marked_messages, special_tokens, token_ids
 from ctpo_megatron.environments.protocol import Message, Schema
 from ctpo_megatron.environments.tokenizer import TokenizerError
 from ctpo_megatron.environments.toolbox import well_formed
@@ -136,8 +135,8 @@ class MessageTemplate:
         for tools in self._offers:
             offered = marked(self._tokenizer, tools)
             try:
-                text = apply_chat_template(
-                    self._tokenizer, shown, tools=offered, add_generation_prompt=True, **self._kwargs
+                text = self._tokenizer.apply_chat_template(
+                    shown, tools=offered, tokenize=False, add_generation_prompt=True, **self._kwargs
                 )
             except Exception as error:  # jinja has its own exceptions, and templates may raise any
                 last = error

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.config import ModelConfig, chat_template_names, run_chat_template
 from ctpo_megatron.environments.protocol import Schema
 
@@ -78,7 +77,7 @@ def template_problem(tokenizer: PreTrainedTokenizerBase) -> str:
     except ValueError:
         return "the tokenizer has no chat template"
     try:
-        apply_chat_template(tokenizer, conversation, add_generation_prompt=True)
+        tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateSyntaxError as error:
         return f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
     except Exception as error:  # templates may raise anything
@@ -148,10 +147,10 @@ def hidden_tools(
     tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], chat_template_kwargs: Mapping[str, Any]
 ) -> list[str]:
     """Names of the tools that the chat template receives but does not render."""
-    text = apply_chat_template(
-        tokenizer,
+    text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Q"}],
         tools=[dict(schema) for schema in schemas] or None,
+        tokenize=False,
         add_generation_prompt=True,
         **chat_template_kwargs,
     )

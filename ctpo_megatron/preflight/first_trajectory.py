@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.base.chat_template import CLOSE
 from ctpo_megatron.base.extensions import ExtensionError, activate, load
 from ctpo_megatron.config import Config, Extension, Problem, flattened
 from ctpo_megatron.data import Group, Prompt, ToolCall
 from ctpo_megatron.data.verdict import NoVerdict, Unreachable
 from ctpo_megatron.environments import (
+    THINK_CLOSE,
     Episode,
     MessageTemplate,
     ModelTurn,
@@ -140,7 +140,7 @@ def _play(
     template = MessageTemplate(tokenizer, config.model.chat_template_kwargs, sorted(stops), tools.schemas)
     codec = TokenizerCodec(tokenizer, template, stops)
     calls = bool(tools.schemas) and rollout.max_turns > 1
-    close = f"{CLOSE}\n\n" if left_open(codec.decode(prompt.token_ids[-8:])) else ""
+    close = f"{THINK_CLOSE}\n\n" if left_open(codec.decode(prompt.token_ids[-8:])) else ""
     texts = [f"The answer is \\boxed{{{prompt.answer}}}."]
     if calls:
         texts.insert(0, example_call(make_parser(rollout))[0])

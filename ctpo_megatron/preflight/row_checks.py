@@ -11,9 +11,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.base.chat_template import special_tokens
 from ctpo_megatron.config import Config, PolicyConfig, RewardConfig, RolloutConfig, sequence_multiple
-from ctpo_megatron.data import Cell, ConversationSet, Prompt, PromptSet, RowSet
+from ctpo_megatron.data import Cell, ConversationSet, Prompt, PromptSet, RowSet, special_tokens
 from ctpo_megatron.environments import ParseError, example_call, make_parser
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.own_words import tool_output

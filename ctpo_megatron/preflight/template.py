@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.base.extensions import ExtensionError, activate
 from ctpo_megatron.config import (
     Config,
@@ -140,7 +139,9 @@ def _sample(config: Config, tokenizer: PreTrainedTokenizerBase, begin: str) -> S
     def rendered(conversation: Sequence[dict[str, Any]]) -> str:
         offer = {"tools": [dict(tool) for tool in tools] or None, **kwargs}
         try:
-            return str(apply_chat_template(tokenizer, list(conversation), add_generation_prompt=True, **offer))
+            return str(
+                tokenizer.apply_chat_template(list(conversation), tokenize=False, add_generation_prompt=True, **offer)
+            )
         except Exception as error:  # templates raise what they like
             raise TokenizerError(f"the chat template refuses a {conversation[-1]['role']} message: {error}") from error
 

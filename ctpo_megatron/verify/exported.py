@@ -13,7 +13,6 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.config import tokenizer_problems
 from ctpo_megatron.policy import Layout, Trainer
 
@@ -62,7 +61,7 @@ def _files(directory: Path) -> Iterator[Finding]:
     else:
         yield Finding("tokenizer", True, f"{type(tokenizer).__name__}, {len(tokenizer)} tokens")
         try:
-            text = apply_chat_template(tokenizer, _MESSAGES, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(_MESSAGES, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program and may raise anything
             yield Finding("chat template", False, f"does not render ({_first_line(error)}); {fix}")
         else:

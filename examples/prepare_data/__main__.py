@@ -12,10 +12,9 @@ from pathlib import Path
 
 import yaml
 
-from ctpo_megatron.base.chat_template import TemplateTimeout, apply_chat_template, marked_messages, token_ids
 from ctpo_megatron.base.printable import say
 from ctpo_megatron.config import RewardConfig
-from ctpo_megatron.data import DataError, Prompt
+from ctpo_megatron.data import DataError, Prompt, marked_messages, token_ids
 from ctpo_megatron.environments import TokenizerError, read_tokenizer, template_problem
 from ctpo_megatron.preflight import check_prompt_file, failed
 from ctpo_megatron.rewards import in_words, shown_words, unverifiable
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return _run(args)
-    except (_UsageError, DataError, TokenizerError, TemplateTimeout, OSError) as error:
+    except (_UsageError, DataError, TokenizerError, OSError) as error:
         say(f"{_PROGRAM}: {error}", error=True)
         return 2
 
@@ -164,7 +163,7 @@ def _token_counter(model: Path) -> Callable[[Sequence[str]], list[int]]:
 
     def count(texts: Sequence[str]) -> list[int]:
         talks = [marked_messages(tokenizer, [{"role": "user", "content": text}]) for text in texts]
-        rendered = apply_chat_template(tokenizer, talks, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(talks, tokenize=False, add_generation_prompt=True)
         return [*map(len, token_ids(tokenizer, rendered))] if texts else []
 
     return count

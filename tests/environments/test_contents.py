@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ctpo_megatron.base.chat_template import apply_chat_template
 from ctpo_megatron.config import SystemPrompt, chat_template_text
 from ctpo_megatron.data import ConversationRules, PromptRules, read_conversations, read_prompts
 from ctpo_megatron.environments import AgentTask, Message, MessageTemplate
@@ -115,8 +114,8 @@ def test_a_rendered_conversation(name: str, data: Any) -> None:
     template = MessageTemplate(tokenizer)
     ids, other = template.conversation(talk, tools), template.conversation(harmless(talk), harmless(tools))
     assert_text(tokenizer, ids, other)
-    assert tokenizer.decode(ids) == apply_chat_template(
-        tokenizer, talk, tools=tools or None, add_generation_prompt=True
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+        talk, tools=tools or None, tokenize=False, add_generation_prompt=True
     )
 
 
@@ -139,7 +138,7 @@ def test_messages_after_a_turn(name: str, first: str, second: str, tool: str) ->
 def test_ordinary_contents_have_the_tokens_that_the_whole_text_has(text: str, name: str) -> None:
     tokenizer = tokenizer_of(name)
     talk = [{"role": "user", "content": text}, {"role": "assistant", "content": text}, {"role": "user", "content": "?"}]
-    whole = apply_chat_template(tokenizer, talk, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     assert MessageTemplate(tokenizer).conversation(talk, []) == tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ctpo_megatron.base.chat_template import CLOSE, OPEN
+OPEN, THINK_CLOSE = "<think>", "</think>"
+"""The tags around a model's thinking."""
 
 
 def left_open(context: str) -> str:
@@ -15,4 +16,4 @@ def without_thinking(text: str) -> str:
 
     Unfinished thinking is the whole turn.
     """
-    return text.partition(CLOSE)[2] if text.lstrip().startswith(OPEN) else text
+    return text.partition(THINK_CLOSE)[2] if text.lstrip().startswith(OPEN) else text

@@ -1,82 +1,21 @@
-"""Applies chat templates, which are programs of the people who made a model: in jinja2's sandbox, with a deadline.
+"""Contents of messages and tools are text: a special token inside them is never parsed as that token.
 
-Contents of messages and tools are text: a special token inside them is never parsed as that token (`marked`).
+They are `marked` before a chat template, which is a program of the people who made a model, writes around them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import re
 import secrets
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-OPEN, CLOSE = "<think>", "</think>"
-"""The tags around a model's thinking."""
-RENDER_S = 10.0
-"""For a template to render one conversation; an ordinary one takes a millisecond."""
-EACH_S = 0.05
-"""For each further conversation of the same call."""
 _MARK = secrets.token_hex(12)
 """Stands before every special token of a content until the content is tokenized: letters and digits, which templates
 leave as they are. It is drawn at random, so no content holds it."""
 
 _T = TypeVar("_T")
-
-
-class TemplateTimeout(ValueError):
-    """A chat template did not end in time; the message says what to do."""
-
-
-class _Late(BaseException):
-    """Raised where the template is: no handler of an Exception takes it."""
-
-
-def apply_chat_template(tokenizer: Any, conversations: Sequence[Any], **options: Any) -> Any:
-    """The text of a conversation, or the texts of several: see `apply_chat_template` of transformers' tokenizers.
-
-    Raises TemplateTimeout, jinja2's TemplateError, and what a template raises.
-    """
-    several = len(conversations) if conversations and isinstance(conversations[0], Sequence) else 1
-    limit_s = RENDER_S + EACH_S * (several - 1)
-    try:
-        with _ended_after(limit_s):
-            return tokenizer.apply_chat_template(conversations, tokenize=False, **options)
-    except _Late:
-        raise TemplateTimeout(
-            f"the chat template has not ended after {limit_s:g} s, does it loop? Take the chat_template.jinja that the "
-            "model came with, or set model.chat_template to one of ours"
-        ) from None
-
-
-@contextmanager
-def _ended_after(seconds: float) -> Iterator[None]:
-    """Raise _Late in this thread, whichever it is, between two instructions of Python after this time."""
-    thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), threading.Event()
-    raise_in, raised = ctypes.pythonapi.PyThreadState_SetAsyncExc, False
-
-    def end() -> None:
-        nonlocal raised
-        if not over.wait(seconds):
-            with lock:
-                if not over.is_set():
-                    raised = True
-                    raise_in(thread, ctypes.py_object(_Late))
-
-    threading.Thread(target=end, name="chat template", daemon=True).start()
-    try:
-        yield
-    except _Late:
-        raised = False  # it has arrived
-        raise
-    finally:
-        with lock:
-            over.set()
-        if raised:  # only then: after this call Python 3.11 checks for interrupts for ever, and hangs under a profiler
-            raise_in(thread, None)
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
