@@ -42,7 +42,6 @@ from ctpo_megatron.environments import (
     Episode,
     MessageTemplate,
     ModelTurn,
-    TokenizerCodec,
     TokenizerError,
     ToolUnavailable,
     different_ids,
@@ -222,7 +221,7 @@ class RolloutEngine:
         """Stop the engine core."""
         self._llm.shutdown(timeout=CORE_SHUTDOWN_S)
 
-    def _make_codec(self, of_vllm: Any) -> TokenizerCodec:
+    def _make_codec(self, of_vllm: Any) -> MessageTemplate:
         tokenizer = read_tokenizer(self._spec.model_path)
         if self._tools.stop and (difference := different_ids(tokenizer, of_vllm)):  # vLLM looks for stop strings
             raise TokenizerError(f"{self._spec.model_path}: {difference}")
@@ -233,7 +232,7 @@ class RolloutEngine:
         if self._tools.schemas:  # a chat template without tool messages is refused now, not at the first call
             template.frame(self._tools.render([ToolCall(1, "", {}, "success", "", 0.0)]))
         template.check_end()
-        return TokenizerCodec(tokenizer, template, stops)
+        return template
 
     def _turn_generator(self, sampling: Sampling, step: int) -> Callable[..., Awaitable[ModelTurn]]:
         from vllm.inputs import tokens_input

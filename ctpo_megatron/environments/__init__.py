@@ -5,7 +5,7 @@
 - `ToolEnvironment`, `EndpointEnvironment`, `PythonTool`, `HermesParser`, `FencedParser`: ours; `AgentTask`: an agent's.
 - `Episode`, `play`: one episode, within `EpisodeLimits`, of an engine that answers with a `ModelTurn`.
 - `make_environment`, `make_toolbox`, `make_parser`, `episode_limits`: from section `rollout`.
-- `MessageTemplate`, `TokenizerCodec`, `read_tokenizer`: messages as tokens, token in and token out.
+- `MessageTemplate`, `read_tokenizer`: messages as tokens, token in and token out.
 - `training_prompts`, `held_out_prompts`: the prompts of a run.
 - `trajectory_seed`, `turn_seed`: seeds of what is sampled.
 """
@@ -62,7 +62,7 @@ from ctpo_megatron.environments.protocol import (
     ToolUnavailable,
 )
 from ctpo_megatron.environments.python_tool import PythonTool
-from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, end_tokens, stop_token_ids
+from ctpo_megatron.environments.template import MessageTemplate, end_tokens, stop_token_ids
 from ctpo_megatron.environments.tokenizer import (
     READER_FIX,
     TokenizerError,

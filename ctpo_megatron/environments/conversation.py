@@ -167,7 +167,7 @@ class Conversation:
                     )
                 except TokenizerError:  # of these roles in this place; the whole may be rendered all the same
                     pass
-        return self.episode.codec.render(messages, tools)
+        return self.episode.codec.conversation(messages, tools)
 
     def _name_of(self, message: ChatMessage, messages: Sequence[ChatMessage]) -> str:
         """The name of the tool that answers; clients give the id of its call."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ctpo_megatron.data.tool_call import ToolCall
     from ctpo_megatron.data.trajectory import FinishReason, Trajectory
-    from ctpo_megatron.environments.template import TokenizerCodec
+    from ctpo_megatron.environments.template import MessageTemplate
 
 _TAG_TOKENS = 16
 """Last tokens of a prompt that are decoded: more than any tokenizer needs for `<think>` and the newlines after it."""
@@ -162,7 +162,7 @@ class Episode:
         trajectory: Trajectory,
         *,
         engine: GenerateTurn,
-        codec: TokenizerCodec,
+        codec: MessageTemplate,
         tools: Toolbox,
         limits: EpisodeLimits,
     ) -> None:

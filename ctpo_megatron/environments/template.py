@@ -1,4 +1,4 @@
-"""Encodes messages as tokens with the tokenizer's own chat template, and finds the ids that end a turn."""
+"""Encodes messages as tokens with the tokenizer's own chat template, decodes turns, and finds the ids that end them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MessageTemplate:
 
     Derived once for each sequence of roles from a rendered conversation [user, assistant, *messages]: the text after
     the assistant's end token, with placeholders for the contents. The earlier conversation is never rendered again.
-    schemas: of the tools offered to the model.
+    schemas: of the tools offered to the model. stop_ids: end a model turn.
     """
 
     def __init__(
@@ -72,9 +72,14 @@ class MessageTemplate:
         # Some templates render a tool answer only with the schemas.
         self._offers = [[dict(schema) for schema in schemas], None] if schemas else [None]
         self._any_tool = str(schemas[0]["function"]["name"]) if schemas else ""
-        stops = set(stop_ids) | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
+        self.stop_ids = frozenset(stop_ids)
+        stops = self.stop_ids | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
         self._stop_texts = [tokenizer.convert_ids_to_tokens(int(i)) for i in sorted(stops)]
         self._frames: dict[tuple[tuple[str, str], ...], Frame] = {}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled tokens, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
         """Token ids of the messages, without the end token before them or with it; the template's special tokens are
@@ -191,24 +196,3 @@ def _split(
         )
     position, stop = min(ends)
     return Frame((texts[0][position + len(stop) :], *texts[1:], rest), tuple(escaped), stop)
-
-
-class TokenizerCodec:
-    """The tokenizer interface of an episode: decodes model turns, and encodes the messages between two of them."""
-
-    def __init__(self, tokenizer: Any, template: MessageTemplate, stop_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._template = template
-        self.stop_ids = stop_ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, special tokens included."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Schema]) -> list[int]:
-        """See MessageTemplate.conversation."""
-        return self._template.conversation(messages, tools)
-
-    def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
-        """See MessageTemplate.encode."""
-        return self._template.encode(messages, end_turn=end_turn)

@@ -102,10 +102,7 @@ class Toolbox:
             for request in requests:
                 if not isinstance(request.name, str) or not isinstance(request.arguments, dict):
                     raise ParseError("the name of a call must be a text, and its arguments an object")
-                try:
-                    json.dumps([request.name, request.arguments], ensure_ascii=False).encode()
-                except UnicodeEncodeError:
-                    raise ParseError("a call contains an unpaired surrogate and cannot be encoded") from None
+                _check_encodable([request.name, request.arguments], "a call")
             said = getattr(self._parser, "said", None)
             return "" if said is None else str(said(text)), requests
 
@@ -139,7 +136,8 @@ class Toolbox:
     async def run(self, requests: Sequence[ToolCallRequest], turn: int) -> tuple[list[ToolCall], str]:
         """Run calls as `call` does."""
         try:
-            requests = [self._checked(request) for request in requests]
+            for request in requests:
+                self._check(request)
         except ParseError as error:
             return [self.unread(error, turn)], ""
         # An exception is raised once all calls have ended: none may still use the tool when the group is discarded.
@@ -151,14 +149,14 @@ class Toolbox:
             done.append(result)
         return [call for call, _ in done], next((failure for _, failure in done if failure), "")
 
-    def _checked(self, request: ToolCallRequest) -> ToolCallRequest:
+    def _check(self, request: ToolCallRequest) -> None:
+        """Raises ParseError, with a message for the model, for another tool or arguments than there are."""
         name = request.name
         if not isinstance(name, str) or name not in self._tools:
             ours = [repr(tool) for tool in self._tools]
             offered = f"the only tool is {ours[0]}" if len(ours) == 1 else f"the tools are {', '.join(ours)}"
             raise ParseError(f"unknown tool {name!r}; {offered}")
-        check_arguments(self._tools[name].schema, request.arguments)
-        return request
+        _check_arguments(self._tools[name].schema, request.arguments)
 
     async def _run(self, request: ToolCallRequest, turn: int) -> tuple[ToolCall, str]:
         began_at, started = clock.now(), time.monotonic()
@@ -204,11 +202,8 @@ def _name(tool: Tool) -> str:
     return str(tool.schema["function"]["name"])
 
 
-def check_arguments(schema: Schema, arguments: Any) -> dict[str, Any]:
-    """Return `arguments` if they are an object that fits `schema`; unknown properties are refused.
-
-    Raises ParseError with a message for the model.
-    """
+def _check_arguments(schema: Schema, arguments: Any) -> None:
+    """Raises ParseError unless `arguments` are an object that fits `schema`, without unknown properties."""
     from jsonschema import Draft202012Validator
 
     parameters = schema["function"].get("parameters", {})
@@ -222,11 +217,15 @@ def check_arguments(schema: Schema, arguments: Any) -> dict[str, Any]:
             raise ParseError(f'"{where}" must be {wanted}, found {type(error.instance).__name__}')
         raise ParseError(f'"{where}": {error.message}')
     for key, value in arguments.items():
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise ParseError(f'"{key}" contains an unpaired surrogate and cannot be encoded') from None
-    return arguments
+        _check_encodable(value, f'"{key}"')
+
+
+def _check_encodable(value: Any, name: str) -> None:
+    """Raises ParseError for a value of JSON whose texts hold half a character; name: of the value, for the model."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ParseError(f"{name} contains an unpaired surrogate and cannot be encoded") from None
 
 
 def _wanted(required: set[str], optional: set[str]) -> str:

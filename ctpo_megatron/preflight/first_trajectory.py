@@ -22,7 +22,6 @@ from ctpo_megatron.environments import (
     MessageTemplate,
     ModelTurn,
     PythonTool,
-    TokenizerCodec,
     TokenizerError,
     Toolbox,
     ToolEnvironment,
@@ -137,8 +136,7 @@ def _play(
 ) -> Trajectory:
     rollout = config.rollout
     stops = stop_token_ids(tokenizer, config.model.path)
-    template = MessageTemplate(tokenizer, config.model.chat_template_kwargs, sorted(stops), tools.schemas)
-    codec = TokenizerCodec(tokenizer, template, stops)
+    codec = MessageTemplate(tokenizer, config.model.chat_template_kwargs, sorted(stops), tools.schemas)
     calls = bool(tools.schemas) and rollout.max_turns > 1
     close = f"{THINK_CLOSE}\n\n" if left_open(codec.decode(prompt.token_ids[-8:])) else ""
     texts = [f"The answer is \\boxed{{{prompt.answer}}}."]
@@ -162,7 +160,7 @@ def _play(
     return trajectory
 
 
-def _texts(trajectory: Trajectory, codec: TokenizerCodec) -> Iterator[tuple[str, str]]:
+def _texts(trajectory: Trajectory, codec: MessageTemplate) -> Iterator[tuple[str, str]]:
     """What the model said and was shown, in the order of the tokens."""
     tokens = zip(trajectory.token_ids, trajectory.turn, trajectory.response_mask, strict=True)
     for (turn, sampled), part in groupby(tokens, key=lambda each: each[1:]):

@@ -20,7 +20,6 @@ from ctpo_megatron.environments import (
     MessageTemplate,
     ModelTurn,
     PythonTool,
-    TokenizerCodec,
     Toolbox,
     ToolResult,
     play,
@@ -114,7 +113,7 @@ class Stand:
         timeout_s: float = 60.0,
         tool: Any = None,
         shown: bool = True,
-        codec: Any = TokenizerCodec,
+        codec: type[MessageTemplate] = MessageTemplate,
     ) -> None:
         self.engine, self.tool, self.shown, self.codec = engine, tool or Tool(), TOOLS if shown else [], codec
         globals()["tried"] = agent  # as a configuration names it
@@ -123,9 +122,10 @@ class Stand:
 
     async def trajectory(self, environment: Any = None, **limits: Any) -> Trajectory:
         settings = {"max_turns": 8, "max_turn_tokens": None, "max_response_tokens": 2000, "max_model_len": 4000}
-        stops = frozenset({END})
-        codec = self.codec(TOKENIZER, MessageTemplate(TOKENIZER, {}, [END], TOOLS), stops)
-        prompt = Prompt("p", "source", tuple(QUESTION), "1", tuple(codec.render(QUESTION, self.shown)), {"level": 3})
+        codec = self.codec(TOKENIZER, {}, [END], TOOLS)
+        prompt = Prompt(
+            "p", "source", tuple(QUESTION), "1", tuple(codec.conversation(QUESTION, self.shown)), {"level": 3}
+        )
         episode = Episode(
             prompt,
             Trajectory("p", 0, 1234),
@@ -144,7 +144,7 @@ def played(
     timeout_s: float = 60.0,
     tool: Any = None,
     shown: bool = True,
-    codec: Any = TokenizerCodec,
+    codec: type[MessageTemplate] = MessageTemplate,
     **limits: Any,
 ) -> Trajectory:
     """The trajectory of an episode in which `agent` talks to a model that is scripted."""

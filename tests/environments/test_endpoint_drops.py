@@ -20,9 +20,9 @@ from ctpo_megatron.environments import (
     AgentTask,
     Episode,
     EpisodeOver,
+    MessageTemplate,
     ModelTurn,
     PythonTool,
-    TokenizerCodec,
     ToolResult,
 )
 from tests.environments.endpoint_stand import (
@@ -158,7 +158,7 @@ def test_an_answer_that_cannot_be_written_does_not_count(size: int) -> None:
     """The client is gone, and the event loop does not know before it writes; or it leaves amid the answer."""
     ready, gone = threading.Event(), threading.Event()
 
-    class Long(TokenizerCodec):
+    class Long(MessageTemplate):
         """Makes a long text of the first answer, which takes until the client is gone."""
 
         def decode(self, token_ids: Sequence[int]) -> str:
