@@ -15,6 +15,7 @@ from ctpo_megatron.rewards.protocol import (
     adapter_for,
     reward_problem,
 )
+from ctpo_megatron.rewards.scorer import Scorer
 from ctpo_megatron.rewards.validation import as_products, in_words, shown_words, unverifiable
 from ctpo_megatron.rewards.workers import RewardWorkersLost
 
@@ -37,6 +38,7 @@ __all__ = [
     "RewardPool",
     "RewardWorkersLost",
     "ScoreReport",
+    "Scorer",
     "adapter_for",
     "as_products",
     "ground_truth_problem",

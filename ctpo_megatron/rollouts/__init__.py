@@ -9,12 +9,10 @@ from __future__ import annotations
 from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.rollouts.evaluation import Evaluated, Evaluation
 from ctpo_megatron.rollouts.filters import Filters, filter_problem
-from ctpo_megatron.rollouts.group_sampler import GroupSampler
+from ctpo_megatron.rollouts.group_sampler import GroupSampler, Quarantined, TooManyQuarantined
 from ctpo_megatron.rollouts.metrics import rollout_metrics
-from ctpo_megatron.rollouts.quarantine import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollouts.replay import Replay, ReplayError
 from ctpo_megatron.rollouts.rollouts import AccountingError, Rollouts, RolloutSettings
-from ctpo_megatron.rollouts.scoring import Scorer
 
 __all__ = [
     "AccountingError",
@@ -28,7 +26,6 @@ __all__ = [
     "ReplayError",
     "RolloutSettings",
     "Rollouts",
-    "Scorer",
     "TooManyQuarantined",
     "filter_problem",
     "rollout_metrics",

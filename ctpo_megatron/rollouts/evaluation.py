@@ -14,9 +14,9 @@ from ctpo_megatron.base.stop import Cancelled, Stop
 from ctpo_megatron.config.schema import EvalConfig
 from ctpo_megatron.data import Group, Prompt
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
+from ctpo_megatron.rewards import Scorer
 from ctpo_megatron.rollouts.group_sampler import GroupSampler
 from ctpo_megatron.rollouts.metrics import validation_metrics
-from ctpo_megatron.rollouts.scoring import Scorer
 from ctpo_megatron.tracking import Phases
 
 _BEHIND = "time/eval_behind"

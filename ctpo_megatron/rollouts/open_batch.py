@@ -15,10 +15,9 @@ import numpy as np
 
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Group, Prompt
-from ctpo_megatron.rewards import ScoreReport
+from ctpo_megatron.rewards import Scorer, ScoreReport
 from ctpo_megatron.rollouts.filters import Filters
 from ctpo_megatron.rollouts.metrics import rollout_metrics
-from ctpo_megatron.rollouts.scoring import Scorer, report_of
 
 
 @dataclass(eq=False, slots=True)
@@ -141,4 +140,4 @@ class OpenBatch:
             draw = Draw(prompts[record["prompt"]], record["occurrence"])
             self.draws.append(draw)
             if "trajectories" in record:
-                self.add(draw, Group(draw.prompt, list(record["trajectories"])), report_of(record["report"]))
+                self.add(draw, Group(draw.prompt, list(record["trajectories"])), ScoreReport(**record["report"]))

@@ -19,12 +19,11 @@ from ctpo_megatron.config import Config, RolloutConfig
 from ctpo_megatron.data import Batch, Group, Prompt, PromptStream
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
 from ctpo_megatron.engines.weights import SendsWeights
+from ctpo_megatron.rewards import Scorer
 from ctpo_megatron.rollouts.filters import Filters
-from ctpo_megatron.rollouts.group_sampler import GroupSampler
+from ctpo_megatron.rollouts.group_sampler import GroupSampler, Quarantined
 from ctpo_megatron.rollouts.metrics import staleness_metrics
 from ctpo_megatron.rollouts.open_batch import Draw, OpenBatch
-from ctpo_megatron.rollouts.quarantine import Quarantined
-from ctpo_megatron.rollouts.scoring import Scorer
 from ctpo_megatron.tracking import Phases
 
 log = logging.getLogger(__name__)

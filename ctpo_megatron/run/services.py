@@ -26,8 +26,8 @@ from ctpo_megatron.data import Curriculum, MixedFile, PromptMix, PromptSampler, 
 from ctpo_megatron.environments import usable, write_record
 from ctpo_megatron.policy import capabilities
 from ctpo_megatron.preflight import Admission
-from ctpo_megatron.rewards import OverlongPenalty, RewardPool
-from ctpo_megatron.rollouts import Evaluation, EventLoop, GroupSampler, Replay, Rollouts, RolloutSettings, Scorer
+from ctpo_megatron.rewards import OverlongPenalty, RewardPool, Scorer
+from ctpo_megatron.rollouts import Evaluation, EventLoop, GroupSampler, Replay, Rollouts, RolloutSettings
 from ctpo_megatron.tracking import Phases, recorded_trajectories, trajectory_files
 
 if TYPE_CHECKING:

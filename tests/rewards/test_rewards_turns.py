@@ -13,8 +13,7 @@ import pytest
 
 from ctpo_megatron.config import RewardConfig
 from ctpo_megatron.data import Group, Prompt, Trajectory
-from ctpo_megatron.rewards import OverlongPenalty, Reward, RewardPool
-from ctpo_megatron.rollouts.scoring import Scorer, _say_without_turns
+from ctpo_megatron.rewards import OverlongPenalty, Reward, RewardPool, Scorer
 from tests.support.recorded import through_a_file
 
 FUNCTION = """
@@ -127,10 +126,10 @@ def test_who_ends_early_differs_from_who_earns_nothing_later() -> None:
 
 
 def test_missing_turns_are_said_once(pool: RewardPool, caplog: pytest.LogCaptureFixture) -> None:
-    _say_without_turns.cache_clear()
+    without, by_turn = Scorer(pool), Scorer(pool, by_turn=True)
     with caplog.at_level(logging.WARNING):
-        for by_turn in (False, True, True):
-            asyncio.run(Scorer(pool, by_turn=by_turn).score([answers(1.0, {"turns": [1.0, 2.0]})]))
+        for scorer in (without, by_turn, by_turn):
+            asyncio.run(scorer.score([answers(1.0, {"turns": [1.0, 2.0]})]))
     said = [record.message for record in caplog.records]
     assert len(said) == 1 and "the reward function of 'mine' gives no rewards of turns" in said[0]
 
