@@ -36,7 +36,6 @@ from ctpo_megatron.engines.tasks import (
     Sampling,
     UpdateReport,
 )
-from ctpo_megatron.engines.turns import TurnScheduler
 from ctpo_megatron.engines.weights import EngineFacts, init_request, update_request
 from ctpo_megatron.environments import (
     Episode,
@@ -73,7 +72,6 @@ class RolloutEngine:
         self._spec, self._config, self._address = spec, spec.config, address
         self._requests = 0
         self._version, self._updated = INITIAL_VERSION, asyncio.Condition()
-        self._turns = TurnScheduler(self._setup.concurrent_turns(spec.config.rollout.engine))
         self._asleep = False
 
     async def seat(self) -> EngineSeat:
@@ -131,10 +129,6 @@ class RolloutEngine:
             for i in task.samples
         ]
 
-        async def play_one(episode: Episode) -> None:
-            with self._turns.trajectory(task.step):
-                await play(self._environment, episode)
-
         generate = self._turn_generator(task.sampling, task.step)
         limits = replace(self._limits, sampling=task.sampling)
         parts: dict[str, Any] = {"codec": self._codec, "tools": self._tools, "limits": limits}
@@ -142,7 +136,7 @@ class RolloutEngine:
         try:
             async with asyncio.TaskGroup() as group:
                 for episode in episodes:
-                    group.create_task(play_one(episode))
+                    group.create_task(play(self._environment, episode))
         except BaseExceptionGroup as errors:
             failures = [error for error in errors.exceptions if isinstance(error, ToolUnavailable)]
             if len(failures) != len(errors.exceptions):
@@ -263,14 +257,11 @@ class RolloutEngine:
                 skip_clone=True,
                 routed_experts_prompt_start=start if replay else 0,
             )
-            await self._turns.begin(step)
-            try:
-                self._requests += 1
-                last = None
-                async for output in self._llm.generate(tokens_input(list(token_ids)), params, f"r{self._requests}"):
-                    last = output
-            finally:
-                self._turns.end()
+            self._requests += 1
+            request, last = tokens_input(list(token_ids)), None
+            # The trainer waits for the earliest step: its turns come first.
+            async for output in self._llm.generate(request, params, f"r{self._requests}", priority=step):
+                last = output
             if last is None or last.outputs[0].finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"the engine ended a request with {last and last.outputs[0].finish_reason!r}")
             made = _model_turn(last.outputs[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import Device, EngineConfig
+from ctpo_megatron.config import Device, EngineConfig, RolloutConfig
 from ctpo_megatron.config.schema import Config, RunConfig
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class EngineSetup:
             "dtype": config.engine_dtype,  # never vLLM's `auto`, which makes float32 models bfloat16
             "seed": config.run.seed,
             "max_model_len": engine.max_model_len,
-            "max_num_seqs": engine.max_num_seqs,
+            "max_num_seqs": self.sequences(config.rollout),
+            "scheduling_policy": "priority",  # by step: the trainer waits for the earliest one
             "tensor_parallel_size": engine.tensor_parallel_size,
             "distributed_executor_backend": "uni" if engine.tensor_parallel_size == 1 else "mp",
             "enforce_eager": engine.enforce_eager,
@@ -90,9 +91,9 @@ class EngineSetup:
         """Arguments by which outputs have `routed_experts`. vLLM's model runner v2 alone has them."""
         return {"enable_return_routed_experts": True}
 
-    def concurrent_turns(self, engine: EngineConfig) -> int:
-        """Turns that are sampled at once while an earlier batch is in flight (`TurnScheduler`)."""
-        return engine.max_num_seqs
+    def sequences(self, rollout: RolloutConfig) -> int:
+        """Return how many sequences an engine decodes at once."""
+        return rollout.engine.max_num_seqs
 
     def make(self, arguments: AsyncEngineArgs, engine: EngineConfig, *, router_choices: bool = False) -> AsyncLLMEngine:
         """The engine; it loads the model. Raises what vLLM raises.

@@ -86,6 +86,7 @@ def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Co
     config, sources = load_with_sources(target.config, [*given, *overrides])
     cluster = config.cluster if os.environ.get(ADDRESS) else ClusterConfig()
     without_trainer: dict[str, Any] = {"replay": None, "mismatch_limit": None, "weights": WeightsConfig()}
+    without_trainer |= {"max_staleness": 0, "lag": 0}
     if config.rollout.engines == "auto":
         of_node = max(1, gpus // config.rollout.engine.tensor_parallel_size)
         without_trainer["engines"] = cluster.nodes * of_node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ctpo_megatron.base.stop import NeverStop
 from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines.tasks import GroupTask, Sampling
 from tests.engines.pool_helpers import Stage, largest_log_prob_error, tokens, trajectories, versions
 from tests.support.deadlines import scaled
@@ -85,6 +87,28 @@ def test_groups_that_somebody_waits_for_are_played_among_others(stage: Stage) ->
     assert stage.sampler.in_flight  # other groups are still sampled
     assert (tokens(groups), tokens(turns.wait(NeverStop()))) == (alone, others)
     assert not stage.sampler.in_flight
+
+
+def test_turns_of_an_earlier_step_come_first_in_an_engine(stage: Stage) -> None:
+    """Many wait, as it decodes 64 at once. The earlier ones have the tokens that they have alone."""
+    [engine], order = stage.fleet.engines, list[int]()
+    later, earlier = stage.prompts(144), stage.prompts(8)
+
+    async def play(prompt: Prompt, step: int) -> Group:
+        outcome = await engine.sample(GroupTask(prompt, step, (0, 1, 2, 3), Sampling()))
+        order.append(step)
+        return Group(prompt, outcome.trajectories or [])
+
+    async def both() -> list[Group]:
+        tasks = [asyncio.create_task(play(prompt, 41)) for prompt in later]
+        await asyncio.sleep(0.05)  # they have begun
+        groups = await asyncio.gather(*(play(prompt, 40) for prompt in earlier))
+        await asyncio.gather(*tasks)
+        return groups
+
+    alone = tokens(stage.generate(earlier, step=40))
+    assert tokens(stage.loop.call(both())) == alone
+    assert order.count(41) == len(later) and order[: len(order) // 2].count(40) == len(earlier), order
 
 
 def test_groups_that_are_not_needed_any_more_are_discarded(stage: Stage) -> None:

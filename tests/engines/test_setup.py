@@ -6,11 +6,14 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from ctpo_megatron import engines
-from ctpo_megatron.config import EngineConfig
 from ctpo_megatron.engines.cpu import CpuSetup
 from ctpo_megatron.engines.setup import EngineSetup, engine_setup
+from tests.engines.pool_helpers import make_config
 from tests.support.deadlines import scaled
 
 ENGINES = Path(engines.__file__).parent
@@ -96,10 +99,14 @@ def test_the_switch() -> None:
     assert type(engine_setup("cpu")) is CpuSetup and type(engine_setup("cuda")) is EngineSetup
 
 
-def test_fewer_turns_at_once_on_a_cpu() -> None:
-    for most, on_cpu in ((256, 64), (64, 16), (5, 1), (1, 1)):
-        engine = EngineConfig(max_num_seqs=most)
-        assert (engine_setup("cuda").concurrent_turns(engine), engine_setup("cpu").concurrent_turns(engine)) == (
-            most,
-            on_cpu,
-        )
+@pytest.mark.parametrize(("rollout", "on_cpu"), [({}, (64, 1)), ({"max_staleness": 1}, (32, 1)), ({"lag": 1}, (32, 1))])
+def test_an_engine_that_samples_ahead_samples_the_earliest_step_first(
+    tmp_path: Path, rollout: dict[str, Any], on_cpu: tuple[int, int]
+) -> None:
+    """On a CPU, fewer sequences at once: a step of the engine takes longer the more are in it."""
+    for most, fewer in zip((64, 1), on_cpu, strict=True):
+        engine = {"max_num_seqs": most, "max_model_len": 320, "kv_cache_mb": 32}
+        config = make_config(tmp_path, tmp_path, engine=engine, **rollout)
+        for device, count in (("cuda", most), ("cpu", fewer)):
+            arguments = engine_setup(device).arguments(config, "m")  # type: ignore[arg-type]
+            assert (arguments["max_num_seqs"], arguments["scheduling_policy"]) == (count, "priority")
