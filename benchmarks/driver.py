@@ -36,7 +36,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
-from ctpo_megatron.engines.tasks import GroupOutcome
+from ctpo_megatron.engines import GroupOutcome
 from ctpo_megatron.models import FAMILIES, ModelSpec
 from ctpo_megatron.objective import batch_advantages
 from ctpo_megatron.policy.minibatch import checked_sequences, make_mini_batches, share_of

@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -43,6 +44,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import GroupTask, Sampling, open_engines
 from ctpo_megatron.environments import Episode, Message, Schema, ToolCallRequest, ToolResult, ToolUnavailable
 from ctpo_megatron.evaluate import find_target, read_config
+from ctpo_megatron.preflight import NodeComparison
 from ctpo_megatron.rollouts import GroupSampler
 from examples.toolmath import Task, TinyModel, write_task
 
@@ -164,7 +166,8 @@ def measure(groups: int, rounds: int, latency_s: float) -> Figures:
     with tempfile.TemporaryDirectory() as name:
         config = configuration(Path(name) / "task", latency_s)
         prompts = batch(config, groups)
-        with EventLoop() as loop, open_engines(config, Path(name) / "logs", loop, placement=None) as pool:
+        check = partial(NodeComparison.of, config)
+        with EventLoop() as loop, open_engines(config, Path(name) / "logs", loop, placement=None, check=check) as pool:
             sampler = GroupSampler(pool, config.rollout)
             pool.wait_ready()
             play(sampler, prompts, 0, LONGEST)  # what is known in the first round

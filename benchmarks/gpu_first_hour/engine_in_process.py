@@ -26,9 +26,7 @@ import torch
 from benchmarks.gpu_first_hour import reference
 from ctpo_megatron.config import Config, choose_transport
 from ctpo_megatron.data import Prompt, Trajectory
-from ctpo_megatron.engines import GroupTask, Sampling
-from ctpo_megatron.engines.engine import RolloutEngine
-from ctpo_megatron.engines.tasks import EngineSpec
+from ctpo_megatron.engines import EngineSpec, GroupTask, RolloutEngine, Sampling
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, open_transport
 from ctpo_megatron.engines.weights.checksums import different
 
@@ -82,7 +80,7 @@ async def measure(config: Config, device: str, logs: Path) -> dict[str, Any]:
         figures[f"tokens_per_s_{version}"] = reference.sampled_tokens(trajectories) / figures[f"sample_{version}_s"]
         figures.update(reference.accuracy(model, trajectories, version))
 
-    _, facts = await timed("start", engine.start())
+    facts = await timed("start", engine.start())
     await sample(0)
     with _second_process(config, facts, device) as pipe:
         if device == "cuda":

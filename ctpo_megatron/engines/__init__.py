@@ -1,6 +1,8 @@
 """Engines: all vLLM engines of a run as one pool, the Ray that they run in, and how weights reach them.
 
-`EnginePool` runs the engines; `Sampling` is the distribution to sample from. Importing this loads neither Ray nor vLLM.
+`open_engines` opens an `EnginePool` as configured. A `RolloutEngine` is one engine, which also runs outside of Ray;
+`engine_setup` has what it gives vLLM. `Sampling` is the distribution to sample from. Importing this loads neither Ray
+nor vLLM.
 """
 
 from __future__ import annotations
@@ -8,31 +10,56 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.engines.setup import engine_setup
 from ctpo_megatron.engines.stats import pool_stats
-from ctpo_megatron.engines.tasks import EngineError, GroupFailed, GroupLost, GroupTask, Sampling
+from ctpo_megatron.engines.tasks import (
+    EngineDied,
+    EngineError,
+    EngineSpec,
+    GroupFailed,
+    GroupLost,
+    GroupOutcome,
+    GroupTask,
+    Sampling,
+    UpdateReport,
+)
 
 if TYPE_CHECKING:
+    from ctpo_megatron.engines.cluster import RayCluster
+    from ctpo_megatron.engines.engine import RolloutEngine
     from ctpo_megatron.engines.handle import EngineHandle
-    from ctpo_megatron.engines.open import cluster_of, open_engines
+    from ctpo_megatron.engines.open import open_engines
     from ctpo_megatron.engines.pool import EnginePool
+    from ctpo_megatron.engines.ray_runtime import RayRuntime, join_ray
 
-_NEED_RAY = {
+_LATER = {
+    "RayCluster": "cluster",
     "EngineHandle": "handle",
     "EnginePool": "pool",
-    "cluster_of": "open",
+    "RayRuntime": "ray_runtime",
+    "RolloutEngine": "engine",
+    "join_ray": "ray_runtime",
     "open_engines": "open",
 }
 
 __all__ = [
+    "EngineDied",
     "EngineError",
     "EngineHandle",
     "EnginePool",
+    "EngineSpec",
     "GroupFailed",
     "GroupLost",
+    "GroupOutcome",
     "GroupTask",
+    "RayCluster",
+    "RayRuntime",
+    "RolloutEngine",
     "Sampling",
-    "cluster_of",
+    "UpdateReport",
+    "engine_setup",
     "give_way_to_engines",
+    "join_ray",
     "open_engines",
     "pool_stats",
 ]
@@ -46,7 +73,7 @@ def give_way_to_engines() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import lazily what most callers do not need."""
-    if name not in _NEED_RAY:
+    """Import what loads Ray or an engine when it is first used: most callers do not need it."""
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_NEED_RAY[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -22,11 +25,11 @@ from ctpo_megatron.config import engine_count
 from ctpo_megatron.data.tokens import ROUTER_CHOICES
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines.engine_log import path_here, redirect_output
 from ctpo_megatron.engines.setup import engine_setup, leave_out_expected
 from ctpo_megatron.engines.tasks import (
     CORE_SHUTDOWN_S,
     INITIAL_VERSION,
+    LOG_MARK,
     EngineDied,
     EngineSeat,
     EngineSpec,
@@ -60,8 +63,8 @@ class RolloutEngine:
 
     def __init__(self, index: int, spec: EngineSpec, address: str | None = None) -> None:
         """address: of this node, where the engine is no actor; None: Ray tells it."""
-        self._log = path_here(spec, index)
-        redirect_output(self._log)
+        self._log = _log_path_here(spec, index)
+        _redirect_output(self._log)
         leave_out_expected()
         if spec.driver is not None:  # Ray ends its workers by a raylet that may be gone
             end_with(spec.driver)
@@ -78,8 +81,8 @@ class RolloutEngine:
         """Where this engine is; answers before the model loads."""
         return EngineSeat(_node_address(), str(self._log))
 
-    async def start(self) -> tuple[int, EngineFacts]:
-        """Load users' extensions, the model and the tokenizer. Returns the process id and what a transport needs."""
+    async def start(self) -> EngineFacts:
+        """Load users' extensions, the model and the tokenizer. Returns what a transport needs."""
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -108,8 +111,7 @@ class RolloutEngine:
         gc.freeze()  # imported modules are many and permanent: full collections would cost more than the episodes
         workers = self._config.rollout.engine.tensor_parallel_size
         address = self._address or _node_address()
-        facts = EngineFacts(self._llm.model_config.dtype, address, self._spec.transport, workers)
-        return os.getpid(), facts
+        return EngineFacts(self._llm.model_config.dtype, address, self._spec.transport, workers)
 
     async def ping(self) -> str:
         """The current weight version, as the engine core reports it."""
@@ -268,6 +270,28 @@ class RolloutEngine:
             return replace(made, computed=_router_choices(last.outputs[0])) if replay else made
 
         return generate
+
+
+def _log_path_here(spec: EngineSpec, index: int) -> Path:
+    """Where engine `index` writes on this node: the run directory, if this node sees it, or a file of the node."""
+    path = spec.log_path(index)
+    try:
+        if not spec.log_mark or (spec.log_dir / LOG_MARK).read_text(encoding="utf-8") == spec.log_mark:
+            return path
+    except OSError:
+        pass
+    return Path(tempfile.gettempdir()) / f"ctpo-logs-{spec.log_mark}" / f"{path.stem}.{os.getpid()}.log"
+
+
+def _redirect_output(path: Path) -> None:
+    """Send this process's and its children's stdout and stderr to `path`. Raises OSError that names it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class EngineHandle:
             try:
                 self._launch()
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                    _, self.facts = await self.ready_ref
+                    self.facts = await self.ready_ref
             except TimeoutError:
                 limit = f"{limit_s:g} s (rollout.start_timeout_s)"
                 raise EngineError(f"{self.name} is not up after {limit}; {self._waits_for()}") from None

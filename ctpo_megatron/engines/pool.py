@@ -19,7 +19,6 @@ from ctpo_megatron.base.event_loop import EventLoop, Work, end
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import Cancelled, NeverStop, StopRequest
 from ctpo_megatron.config import (
-    ClusterConfig,
     Config,
     Device,
     Placement,
@@ -28,7 +27,7 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines.cluster import EngineGroup
+from ctpo_megatron.engines.cluster import EngineGroup, RayCluster
 from ctpo_megatron.engines.handle import EngineHandle, engine_died
 from ctpo_megatron.engines.ray_runtime import RayRuntime
 from ctpo_megatron.engines.stats import PoolStats
@@ -85,7 +84,7 @@ class EnginePool:
         *,
         log_dir: Path | None = None,
         placement: Placement | None = None,
-        cluster: ClusterConfig | None = None,
+        cluster: RayCluster | None = None,
         stop: StopRequest | None = None,
     ) -> None:
         log_dir = (log_dir or RunPaths(config.run.directory).logs.root).resolve()

@@ -13,7 +13,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -26,11 +27,11 @@ from ctpo_megatron.base.addresses import is_own
 from ctpo_megatron.base.cuda_environment import of_this_rank
 from ctpo_megatron.base.processes import end_all, runs
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN, TOKEN_FILE
-from ctpo_megatron.base.ray_orphans import PARENT, PREFIX
+from ctpo_megatron.base.ray_orphans import PARENT, PREFIX, end_orphans
 from ctpo_megatron.base.signals import action_kept, children_spared
 from ctpo_megatron.base.stop import STOP_POLL_S
 from ctpo_megatron.config import ClusterConfig
-from ctpo_megatron.engines.cluster import NODE_POLL_S
+from ctpo_megatron.engines.cluster import NODE_POLL_S, RayCluster
 from ctpo_megatron.engines.tasks import EngineError
 from ctpo_sandbox import temporary
 
@@ -99,36 +100,45 @@ def _token(directory: Path) -> dict[str, str | None]:
     return {AUTH_MODE: None, TOKEN_FILE: str(file)}
 
 
-def _shut_down() -> None:
-    """Shut Ray down by SIGKILL. Ray itself sends SIGTERM to one process after another, and waits a second for each.
+def join_ray(cluster: ClusterConfig, deadline: float) -> None:
+    """Connect this process to the cluster of RAY_ADDRESS.
 
-    Processes that started within `children_spared` ignore SIGTERM.
+    Raises EngineError at `deadline` (monotonic seconds) when its head does not answer. It raises at once when the head
+    refuses, when several nodes have no token, and when `cluster.node_address` is not this machine's.
     """
-    node = ray._private.worker._global_node
-    assert node is not None  # a Ray of this process
-    for kind in node.all_processes.values():
-        for each in kind:
-            each.process.terminate = each.process.kill
-    ray.shutdown()
+    _check_token(cluster.nodes)
+    if cluster.node_address is not None and not is_own(cluster.node_address):  # Ray would look for it for minutes
+        raise EngineError(f"cluster.node_address={cluster.node_address} is no address of this machine")
+    address = os.environ[ADDRESS]
+    _await_head(address, deadline)
+    try:
+        with _variables(_RECONNECT):
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=cluster.node_address,
+            )
+    except (ConnectionError, RuntimeError, RayError) as error:
+        where = cluster.node_address or "any of this machine's addresses"
+        raise EngineError(
+            f"cannot join the Ray cluster at {address} through a Ray node of this machine at {where} "
+            f"(cluster.node_address): {error.__cause__ or error}"
+        ) from error
 
 
-def _end(processes: Iterable[psutil.Process]) -> None:
-    if left := end_all(processes, _KILLED_S):  # most end by themselves
-        log.warning("still running %g s after SIGKILL, as Ray ended: %s", _KILLED_S, ", ".join(map(str, left)))
-
-
-def check_token(nodes: int, environment: Mapping[str, str]) -> None:
-    """Raises EngineError when several nodes would run code of any process that reaches them."""
+def _check_token(nodes: int) -> None:
+    """Refuse several nodes that would run code of any process that reaches them."""
     if nodes == 1:
         return
-    path = environment.get(TOKEN_FILE)
+    mode, path = os.environ.get(AUTH_MODE), os.environ.get(TOKEN_FILE)
     advice = (
         f"{nodes} Ray nodes (cluster.nodes) run code for anyone who can connect. On every node, before `ray start`: "
         f"export {AUTH_MODE}=token {TOKEN_FILE}=FILE, with the same secret in FILE, of mode 0600"
     )
-    if environment.get(AUTH_MODE, "").lower() != "token" or not path:
-        raise EngineError(f"{AUTH_MODE}={environment.get(AUTH_MODE)}, {TOKEN_FILE}={path}: {advice}")
-    if environment.get(TOKEN):
+    if mode is None or mode.lower() != "token" or not path:
+        raise EngineError(f"{AUTH_MODE}={mode}, {TOKEN_FILE}={path}: {advice}")
+    if os.environ.get(TOKEN):
         raise EngineError(f"{TOKEN} is set, which every program of the node inherits: unset it. {advice}")
     if not Path(path).is_file():
         raise EngineError(f"{TOKEN_FILE}={path} is no file: {advice}")
@@ -136,11 +146,8 @@ def check_token(nodes: int, environment: Mapping[str, str]) -> None:
         raise EngineError(f"{TOKEN_FILE}={path} can be read or written by other users; type chmod 600 {path}")
 
 
-def await_head(address: str, deadline: float) -> None:
-    """Wait until Ray's head accepts a connection; the first failure is logged as a warning.
-
-    Raises EngineError at `deadline` (monotonic seconds).
-    """
+def _await_head(address: str, deadline: float) -> None:
+    """Wait until Ray's head accepts a connection. The first failure is logged: the address may be an old one."""
     if "://" in address:
         raise EngineError(f"{ADDRESS}={address}: Ray Client is not supported; give HOST:PORT of Ray's head")
     host, separator, port = address.rpartition(":")
@@ -150,10 +157,9 @@ def await_head(address: str, deadline: float) -> None:
         raise EngineError(f"{ADDRESS}={address}: {port!r} is no port; give HOST:PORT of Ray's head")
     warned = False
     while True:
+        left_s = max(1.0, deadline - time.monotonic())
         try:
-            left_s = max(1.0, deadline - time.monotonic())
-            socket.create_connection((host.strip("[]"), int(port)), timeout=min(left_s, _HEAD_CONNECT_S)).close()
-            return
+            return socket.create_connection((host.strip("[]"), int(port)), min(left_s, _HEAD_CONNECT_S)).close()
         except OSError as error:
             if time.monotonic() + NODE_POLL_S > deadline:
                 raise EngineError(f"{ADDRESS}={address}: Ray's head does not answer: {error}") from error
@@ -165,35 +171,6 @@ def await_head(address: str, deadline: float) -> None:
                     *(ADDRESS, address, error, left_s, ADDRESS),
                 )
         time.sleep(NODE_POLL_S)
-
-
-def check_address(address: str | None) -> None:
-    """Raises EngineError when `cluster.node_address` is not this machine's: Ray would look for it for minutes."""
-    if address is not None and not is_own(address):
-        raise EngineError(f"cluster.node_address={address} is no address of this machine")
-
-
-def join(cluster: ClusterConfig, deadline: float) -> None:
-    """Connect this process to the cluster of RAY_ADDRESS. Raises EngineError, by `deadline` (monotonic)."""
-    check_token(cluster.nodes, os.environ)
-    check_address(cluster.node_address)
-    address = os.environ[ADDRESS]
-    await_head(address, deadline)
-    try:
-        with _variables(_RECONNECT):
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _node_ip_address=cluster.node_address,
-            )
-    except (ConnectionError, RuntimeError, RayError) as error:
-        cause = error.__cause__ or error
-        where = cluster.node_address or "any of this machine's addresses"
-        raise EngineError(
-            f"cannot join the Ray cluster at {address} through a Ray node of this machine at {where} "
-            f"(cluster.node_address): {cause}"
-        ) from error
 
 
 class RayRuntime:
@@ -209,7 +186,7 @@ class RayRuntime:
         cpus: int,
         then: Callable[[float], None],
         gpus: str | None = None,
-        cluster: ClusterConfig | None = None,
+        cluster: RayCluster | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         """gpus: what a private Ray sees, as in `CUDA_VISIBLE_DEVICES`; None: all GPUs of this process.
@@ -218,12 +195,10 @@ class RayRuntime:
         """
         self._cpus, self._then, self._gpus = cpus, then, gpus
         self._cluster, self._deadline = cluster, time.monotonic() + timeout_s
-        self._temp: Path | None = None
-        self._error: BaseException | None = None
+        self._folder: Path | None = None
         self._ours = not ray.is_initialized()
         self._daemons: dict[str, psutil.Process] = {}
-        self._agents: list[psutil.Process] = []
-        self._up, self._closing = threading.Event(), threading.Event()
+        self._up, self._closing = Future[None](), threading.Event()
         self._keeper = threading.Thread(target=self._run, name="ray-keeper", daemon=True)
         self._keeper.start()
 
@@ -233,15 +208,14 @@ class RayRuntime:
         Raises what Ray or `then` raised, TimeoutError after `deadline` (monotonic), EngineError when Ray's processes
         have died.
         """
-        if self._up.is_set():
-            if self._error is not None:
-                raise self._error
+        if self._up.done():
+            self._up.result()
             return True
         if lost := self.lost:
             raise EngineError(lost)
         if time.monotonic() < deadline:
             return False
-        where = f"its logs: {self._temp}"
+        where = f"its logs: {self._folder}"
         if self._cluster is not None:
             where = f"is there a Ray node of RAY_ADDRESS={os.environ.get(ADDRESS)} on this machine?"
         raise TimeoutError(f"Ray is not up in time; {where}")
@@ -250,7 +224,7 @@ class RayRuntime:
         """Return once `then` has run; raises as `is_up`."""
         deadline = time.monotonic() + timeout_s
         while not self.is_up(deadline):
-            self._up.wait(min(STOP_POLL_S, max(0.0, deadline - time.monotonic())))
+            wait([self._up], min(STOP_POLL_S, max(0.0, deadline - time.monotonic())))
 
     @property
     def lost(self) -> str:
@@ -269,7 +243,7 @@ class RayRuntime:
 
     def _find_daemons(self) -> None:
         """Note the GCS and the raylet as Ray starts them; it waits for ever for one that dies meanwhile."""
-        if self._ours and self._cluster is None and not self._up.is_set():
+        if self._ours and self._cluster is None and not self._up.done():
             for child in psutil.Process().children():
                 with suppress(psutil.NoSuchProcess):
                     if (name := child.name()) in _DAEMONS:
@@ -278,9 +252,8 @@ class RayRuntime:
     def close(self) -> None:
         """Shut Ray down if this object started or joined it. Idempotent."""
         self._closing.set()
-        if self.lost and not self._up.is_set():  # the thread may wait for Ray's processes for ever
-            _end([*self._daemons.values(), *self._below()])
-            self._remove_folder()
+        if self.lost and not self._up.done():  # the thread may wait for Ray's processes for ever
+            self._end_processes(self._below())
         else:
             self._keeper.join(_CLOSE_S)
 
@@ -289,67 +262,68 @@ class RayRuntime:
             with action_kept(signal.SIGTERM):  # Ray would print a trace of C++ before the run's own message
                 self._connect()
             self._find_daemons()
-            self._agents = self._below()
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             self._then(float(resources.get("GPU", 0.0)))
-        except BaseException as error:  # raised by `wait` and `is_up`
-            self._error = error
-        self._up.set()
+        except BaseException as error:
+            self._up.set_exception(error)
+        else:
+            self._up.set_result(None)
         self._closing.wait()
-        self._disconnect()
+        below = self._below()
+        if self._ours and ray.is_initialized():
+            if self._cluster is None:
+                # Ray itself sends SIGTERM to one process after another, and waits a second for each. Processes that
+                # started within `children_spared` ignore SIGTERM.
+                node = ray._private.worker._global_node
+                assert node is not None  # a Ray of this process
+                for process in [each.process for kind in node.all_processes.values() for each in kind]:
+                    process.terminate = process.kill
+            ray.shutdown()
+        self._end_processes(below)
 
     def _connect(self) -> None:
-        defaults = _OF_CLUSTER if self._cluster else _OF_PRIVATE
-        for name, value in defaults.items():
+        for name, value in (_OF_CLUSTER if self._cluster else _OF_PRIVATE).items():
             os.environ.setdefault(name, value)
         logging.getLogger("ray").setLevel(logging.ERROR)
         if not self._ours:
             return
         if self._cluster is not None:
-            join(self._cluster, self._deadline)
-            return
+            return join_ray(self._cluster.settings, self._deadline)
         # Unix socket paths are limited to about 100 characters, so TMPDIR is not used.
-        self._temp = temporary.new_folder(PREFIX, PARENT)
-        count = None if self._gpus is None else len(self._gpus.split(","))
+        self._folder = temporary.new_folder(PREFIX, PARENT)
         # Only Ray's processes see the change: this one read CUDA_VISIBLE_DEVICES when it initialized CUDA.
-        changes = {_VISIBLE: self._gpus, **_token(self._temp), **_RECONNECT}
+        changes = {_VISIBLE: self._gpus, **_token(self._folder), **_RECONNECT}
         # A signal to the process group must spare Ray's head: the trainer needs it until it has saved its state.
         with _variables(changes, without=of_this_rank()), children_spared():
             ray.init(
                 address="local",
                 num_cpus=self._cpus,
-                num_gpus=count,
+                num_gpus=None if self._gpus is None else len(self._gpus.split(",")),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=str(self._temp / "ray"),  # all users may write there, so it lies in a private folder
+                _temp_dir=str(self._folder / "ray"),  # all users may write there, so it lies in a private folder
             )
 
-    def _disconnect(self) -> None:
-        if self._ours and ray.is_initialized():
-            if self._temp is None:  # the processes of a cluster are not ours to stop
-                ray.shutdown()
-            else:
-                below = self._below()
-                _shut_down()
-                _end(below)
-        self._remove_folder()
-
     def _below(self) -> list[psutil.Process]:
-        """What Ray's processes have started, also where they are gone. Nothing else ends it for over a minute."""
-        found = {*self._agents}
+        """What Ray's processes have started. Nothing else ends it for over a minute."""
+        below: list[psutil.Process] = []
         for process in self._daemons.values():
             with suppress(psutil.NoSuchProcess):
-                found |= {*process.children(recursive=True)}
-        return [*found]
+                below += process.children(recursive=True)
+        return below
 
-    def _remove_folder(self) -> None:
+    def _end_processes(self, below: list[psutil.Process]) -> None:
+        """End what is left of a private Ray, and remove its folder."""
+        if left := end_all([*self._daemons.values(), *below], _KILLED_S):  # most end by themselves
+            log.warning("still running %g s after SIGKILL, as Ray ended: %s", _KILLED_S, ", ".join(map(str, left)))
+        if self._folder is None:
+            return
         for _ in range(20):  # for a second: Ray's last processes may still write to it
-            if self._temp is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if not self._folder.exists():
+                temporary.forget(self._folder)
+                end_orphans()  # what a raylet that died has left
                 break
-            if not self._temp.exists():
-                temporary.forget(self._temp)
-                break
-            shutil.rmtree(self._temp, ignore_errors=True)
             time.sleep(0.05)

@@ -1,10 +1,11 @@
-"""How an engine is made: variables, log, arguments and the call of vLLM. `engine_setup` alone tells CPUs from GPUs."""
+"""How an engine is made: variables, log, arguments and the call of vLLM. Only `engine_setup` tells CPUs from GPUs."""
 
 from __future__ import annotations
 
 import json
 import logging
 import logging.config
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,23 +18,7 @@ if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
 
 LOGGING_CONFIG = Path(__file__).with_name("vllm_logging.json")
-"""`VLLM_LOGGING_CONFIG_PATH` of engines: the filter below, in each process of vLLM."""
-
-EXPECTED = {
-    "RotaryEmbedding: Failed to load weights": "it has no weights: its table follows from the configuration",
-    "ParallelLMHead: Failed to load weights": "it has them: see tests/weights/readback.py",
-    "The global random seed is set to": "every request has a seed of its own",
-    "This model does not officially support disabling chunked prefill": "needed on a CPU: see engines/cpu/setup.py",
-    "Enforce eager set": "rollout.engine.enforce_eager, or a CPU",
-    "Inductor compilation was disabled by user settings": "rollout.engine.enforce_eager, or a CPU",
-    "Triton is not installed. triton-cpu is expected": "no kernel of a CPU engine needs it",
-    "Triton is installed, but doesn't include CPU backend": "no kernel of a CPU engine needs it",
-    "Reset SSM cache type to float32": "of layers that no supported model has",
-    "[shutdown] Process manager: force killing remaining process": "an engine has nothing to save",
-}
-"""How a message begins -> why it is expected. In an engine's log it would look like a failure, so it is left out."""
-
-
+"""`VLLM_LOGGING_CONFIG_PATH` of engines: the filter below, and what it leaves out, in each process of vLLM."""
 TRACED_STEPS = 256
 """Steps of an engine in a trace, the first since its beginning: a whole rollout has thousands."""
 
@@ -127,13 +112,22 @@ def engine_setup(device: Device) -> EngineSetup:
 
 
 class Expected(logging.Filter):
-    """Passes every record but the expected ones."""
+    """Passes every record but those that begin as one of `messages`, whose values say why each is expected."""
+
+    def __init__(self, messages: Mapping[str, str]) -> None:
+        super().__init__()
+        self._beginnings = tuple(messages)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(tuple(EXPECTED))
+        return not record.getMessage().startswith(self._beginnings)
 
 
 def leave_out_expected() -> None:
-    """In this process, before vLLM is imported: it reads `LOGGING_CONFIG` only when an engine is made."""
-    print(f"# {len(EXPECTED)} kinds of messages are expected and left out: ctpo_megatron/engines/{Path(__file__).name}")
-    logging.config.dictConfig(json.loads(LOGGING_CONFIG.read_text(encoding="utf-8")))
+    """Keep messages that would look like failures out of this process's log, before vLLM is imported.
+
+    vLLM itself reads `LOGGING_CONFIG` only when an engine is made.
+    """
+    settings = json.loads(LOGGING_CONFIG.read_text(encoding="utf-8"))
+    messages = settings["filters"]["expected"]["messages"]
+    print(f"# {len(messages)} kinds of messages are expected and left out: ctpo_megatron/engines/{LOGGING_CONFIG.name}")
+    logging.config.dictConfig(settings)

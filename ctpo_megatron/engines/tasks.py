@@ -24,15 +24,16 @@ CORE_SHUTDOWN_S = 2.0
 """For the current step of an engine core and the release of its model."""
 INITIAL_VERSION = 0
 """Version of the weights an engine loads from its model directory, before the first update."""
+LOG_MARK = ".engines"
+"""Name of a file in the folder of logs: a node that reads the mark of the run in it sees that folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """What every engine of a pool is made from.
 
-    sandbox_url: None: the sandbox of the engine's own node. log_mark: tells an engine on a cluster whether its node
-    sees `log_dir` (`rollout.logs`). driver: the process that engines of a private Ray end with; None: Ray is a
-    cluster's.
+    sandbox_url: None: the sandbox of the engine's own node. log_mark: text of `LOG_MARK` in `log_dir` on a cluster.
+    driver: the process that engines of a private Ray end with; None: Ray is a cluster's.
     """
 
     config: Config

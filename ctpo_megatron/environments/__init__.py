@@ -45,6 +45,7 @@ from ctpo_megatron.environments.node_sandbox import (
     node_sandbox_problem,
     node_sandbox_url,
     not_installed,
+    open_sandbox,
 )
 from ctpo_megatron.environments.parsers.fenced import FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser

@@ -1,11 +1,17 @@
-"""The sandbox of a cluster node, whose program passes its address on, and what a server that runs already lacks."""
+"""The sandbox of a run: one that it starts, one that the user names, or one of each node, whose program names it."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
-from ctpo_megatron.config import Problem
+from ctpo_megatron.base.run_paths import LogPaths
+from ctpo_megatron.config import Problem, SandboxConfig
+
+log = logging.getLogger(__name__)
 
 _VARIABLES = ("CTPO_SANDBOX_URL", "CTPO_SANDBOX_URL_FILE")
 
@@ -68,3 +74,35 @@ def node_sandbox_problem() -> Problem | None:
     except (LookupError, ValueError) as error:
         return Problem("sandbox", str(error.args[0]))
     return None
+
+
+@contextmanager
+def open_sandbox(sandbox: SandboxConfig, nodes: int, logs: Path) -> Iterator[str | None]:
+    """Yield the URL of the sandbox of all engines, or None if every node has its own; a server of ours ends after.
+
+    logs: folder for its output. Logs what a server lacks. Raises SandboxStartError, and as `node_sandbox_url`.
+    """
+    if sandbox.url is not None:
+        for url in sandbox.url.split(","):
+            _warn_of_missing(url)
+        yield sandbox.url
+    elif names_a_server() or nodes > 1:
+        if names_a_server():
+            _warn_of_missing(node_sandbox_url())
+        yield None
+    else:
+        from ctpo_sandbox import start_configured_server
+
+        with start_configured_server(sandbox, LogPaths(logs).sandbox) as server:
+            _warn_of_missing(server.url)
+            yield server.url
+
+
+def _warn_of_missing(url: str) -> None:
+    try:
+        problems = list(lacking(not_installed(url), f"the sandbox {url}"))
+    except OSError as error:  # its clients try for longer
+        log.warning("warning: %s", error)
+        return
+    for problem in problems:
+        log.warning("warning: %s", problem)

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling, open_engines
 from ctpo_megatron.evaluate.samples import Sample
 from ctpo_megatron.evaluate.store import SampleStore
+from ctpo_megatron.preflight import NodeComparison
 from ctpo_megatron.rewards import REFERENCE, RewardPool
 from ctpo_megatron.rollouts import GroupSampler
 from ctpo_megatron.tracking import Display
@@ -106,7 +108,8 @@ def answer(
     with ExitStack() as stack:
         # The engines load in the background while the scorers start.
         loop = stack.enter_context(EventLoop())
-        engines = stack.enter_context(open_engines(config, logs, loop, placement=None))
+        check = partial(NodeComparison.of, config)
+        engines = stack.enter_context(open_engines(config, logs, loop, placement=None, check=check))
         pool = stack.enter_context(RewardPool(config.reward, config.extensions.path, LogPaths(logs).rewards))
         engines.wait_ready()
         display.stage("evaluation")

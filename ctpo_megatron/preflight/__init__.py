@@ -3,7 +3,8 @@
 `check_start` checks a configuration and users' parts before a start, `check_dry` the data, too. `Admission` is the pass
 over all rows of data, and `check_data` what a dry run says of them.
 `diagnose`, `diagnose_run` and `diagnose_nodes` are `ctpo doctor`; `diagnose_node` and `RankCheck` are the same in the
-ranks of a job, `ctpo launch --check`. `NodeNeeds` is what a node program starts.
+ranks of a job, `ctpo launch --check`. `NodeNeeds` is what a node program starts,
+`NodeComparison` what the nodes of engines have to share with the trainer's.
 """
 
 from ctpo_megatron.preflight.admission import Admission, DataCheck, check_data, check_prompt_file
@@ -29,7 +30,7 @@ from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.preflight.first_trajectory import play_first
 from ctpo_megatron.preflight.host_memory import host_table
 from ctpo_megatron.preflight.machine import START_CHECKS, check_libraries, weight_bytes
-from ctpo_megatron.preflight.nodes import NodeNeeds
+from ctpo_megatron.preflight.nodes import NodeComparison, NodeNeeds
 from ctpo_megatron.preflight.placement import GpuMemory
 from ctpo_megatron.preflight.plan import memory_table, plan_tables
 from ctpo_megatron.preflight.ranks import BETWEEN, RankCheck

@@ -1,4 +1,4 @@
-"""Groups on engines: which one begins first and where, what is tried again, and which prompts are given up."""
+"""Groups on engines: which one begins first and where, what is tried again, and which prompts are abandoned."""
 
 from __future__ import annotations
 

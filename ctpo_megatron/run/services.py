@@ -25,7 +25,7 @@ from ctpo_megatron.config import (
 from ctpo_megatron.data import Curriculum, MixedFile, PromptMix, PromptSampler, PromptSet, PromptStream
 from ctpo_megatron.environments import usable, write_record
 from ctpo_megatron.policy import capabilities
-from ctpo_megatron.preflight import Admission
+from ctpo_megatron.preflight import Admission, NodeComparison
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool, Scorer
 from ctpo_megatron.rollouts import Evaluation, EventLoop, GroupSampler, Replay, Rollouts, RolloutSettings
 from ctpo_megatron.tracking import Phases, recorded_trajectories, trajectory_files
@@ -63,7 +63,9 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
             from ctpo_megatron.engines import open_engines  # only here: a replay alone needs no Ray
 
             placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
-            pool = stack.enter_context(open_engines(config, logs.root, loop, placement=placement, stop=stop))
+            check = partial(NodeComparison.of, config)
+            opened = open_engines(config, logs.root, loop, placement=placement, check=check, stop=stop)
+            pool = stack.enter_context(opened)
         train = admission.training()
         usable(train)
         held_out = usable(admission.held_out(train)) if evaluates(config) else []

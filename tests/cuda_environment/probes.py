@@ -83,7 +83,7 @@ def engine(config_path: str, model: str, mode: str, *overrides: str) -> dict[str
     """vLLM's whole configuration of the arguments that our engines get on an H100."""
     pretend_h100()
     from ctpo_megatron.config import choose_transport, load_config
-    from ctpo_megatron.engines.setup import engine_setup
+    from ctpo_megatron.engines import engine_setup
 
     config = load_config(
         Path(config_path),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.engines.ray_runtime import RayRuntime
+from ctpo_megatron.engines import RayRuntime
 from tests.engines.pool_helpers import Stage
 from tests.support.deadlines import scaled
 

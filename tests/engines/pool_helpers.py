@@ -20,9 +20,9 @@ from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import EngineHandle, EnginePool, GroupFailed, GroupTask, Sampling
-from ctpo_megatron.engines.weights import TransportSettings, WeightTransport, open_transport
-from ctpo_megatron.engines.weights.checksums import Sums
+from ctpo_megatron.engines import EngineHandle, EnginePool, GroupFailed, GroupTask, RayCluster, Sampling
+from ctpo_megatron.engines.weights import TransportSettings, WeightTransport, checksums, open_transport
+from ctpo_megatron.preflight import NodeComparison
 from ctpo_megatron.rollouts import GroupSampler
 from tests.engines.tiny_model import CALL, build_tiny_model
 from tests.weights.sides import ONE_RANK, manifest_of
@@ -62,18 +62,23 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
     )
 
 
+def cluster_of(config: Config) -> RayCluster | None:
+    """The Ray cluster that this process joins, as a run does; None where Ray is private."""
+    return RayCluster(config.cluster, NodeComparison.of(config)) if os.environ.get("RAY_ADDRESS") else None
+
+
 class Sender:
     """A trainer of one rank, as the engine pool calls it. received: makes the sums that engines are to report."""
 
     def __init__(self, transport: WeightTransport) -> None:
         self.transport = transport
-        self.received: Callable[[Sums], Sums] = lambda sums: sums
+        self.received: Callable[[checksums.Sums], checksums.Sums] = lambda sums: sums
         self.state: dict[str, torch.Tensor] = {}
 
     def announce(self, version: int) -> dict[str, Any] | None:
         return self.transport.announce(version)
 
-    def send(self, version: int) -> Sums:
+    def send(self, version: int) -> checksums.Sums:
         return self.received(self.transport.send(self.state.items(), version))
 
 
@@ -91,9 +96,8 @@ class Stage:
         self.tokenizer, self.model = build_tiny_model(self.path, favour=favour, **(model or {}))
         self.version = 0
         self.config = make_config(self.path, root, **rollout)
-        cluster = self.config.cluster if os.environ.get("RAY_ADDRESS") else None
         self.loop = EventLoop()
-        self.fleet = EnginePool(self.config, sandbox_url, self.loop, cluster=cluster)
+        self.fleet = EnginePool(self.config, sandbox_url, self.loop, cluster=cluster_of(self.config))
         self.sampler = GroupSampler(self.fleet, self.config.rollout)
         self.fleet.start()
         self._sender: Sender | None = None
@@ -182,16 +186,21 @@ def tokens(groups: Sequence[Group]) -> list[list[int]]:
     return [trajectory.token_ids for trajectory in trajectories(groups)]
 
 
-def largest_log_prob_error(model: PreTrainedModel, groups: Sequence[Group], temperature: float = 1.0) -> float:
+def largest_log_prob_error(
+    model: PreTrainedModel | dict[int, PreTrainedModel], groups: Sequence[Group], temperature: float = 1.0
+) -> float:
+    """Of all sampled tokens. model: by version: a token is compared with the one that it is stamped with."""
+    models = model if isinstance(model, dict) else dict.fromkeys(versions(groups), model)
     worst = 0.0
-    for trajectory in trajectories(groups):
-        ids = torch.tensor([trajectory.token_ids])
-        with torch.no_grad():
-            log_probs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
-        want = log_probs.gather(1, ids[0, 1:, None])[:, 0]
-        have = torch.tensor(trajectory.rollout_log_probs[1:])
-        mask = torch.tensor(trajectory.response_mask[1:], dtype=torch.bool)
-        worst = max(worst, float((want - have)[mask].abs().max()))
+    for sequence in (each.tokens[part] for each in trajectories(groups) for part in each.sequences):
+        ids = torch.tensor(sequence["token_ids"].tolist())
+        have = torch.tensor(sequence["rollout_log_probs"][1:].tolist())
+        for version, of_version in models.items():
+            with torch.no_grad():
+                log_probs = (of_version(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+            want = log_probs.gather(1, ids[1:, None])[:, 0]
+            mine = torch.tensor((sequence["weight_version"][1:] == version).tolist())
+            worst = max([worst, *(want - have)[mine].abs().tolist()])
     return worst
 
 
@@ -214,4 +223,4 @@ def engine_processes(stage: Stage, name: str) -> list[psutil.Process]:
 
 def process_of(engine: EngineHandle) -> psutil.Process:
     """The actor of an engine that is up."""
-    return psutil.Process(ray.get(engine.ready_ref)[0])
+    return psutil.Process(ray.get(engine.call("__ray_call__", lambda _: os.getpid())))

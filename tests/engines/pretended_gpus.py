@@ -12,7 +12,7 @@ import ray
 
 from ctpo_megatron.base.cuda_environment import MAX_CONNECTIONS, order_kernels
 from ctpo_megatron.config import Job, Placement
-from ctpo_megatron.engines.ray_runtime import RayRuntime
+from ctpo_megatron.engines import RayRuntime
 from tests.config.test_placement import readme
 
 VISIBLE = "8,9,10,11,12,13,14,15"

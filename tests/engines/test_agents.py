@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ctpo_megatron.base.stop import NeverStop
-from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.rollouts import rollout_metrics
-from tests.engines.pool_helpers import Stage, trajectories, versions
+from tests.engines.pool_helpers import Stage, largest_log_prob_error, trajectories, versions
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,25 +25,6 @@ def prompts(stage: Stage, count: int, source: str, **extra: Any) -> list[Prompt]
         ids = stage.tokenizer(text, add_special_tokens=False)["input_ids"]
         made.append(Prompt(f"q{number}", source, messages, "", tuple(ids), extra))
     return made
-
-
-def alone(trajectory: Trajectory) -> list[Trajectory]:
-    """Each sequence as a trajectory."""
-    return [replace(trajectory, tokens=trajectory.tokens[part], sequence_starts=[]) for part in trajectory.sequences]
-
-
-def largest_error(models: dict[int, Any], groups: list[Group]) -> float:
-    """Of all sampled tokens, against the model of the version that each is stamped with."""
-    worst = 0.0
-    for sequence in (each for trajectory in trajectories(groups) for each in alone(trajectory)):
-        ids = torch.tensor([sequence.token_ids.copy()])
-        for version, model in models.items():
-            with torch.no_grad():
-                expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-            mine = torch.tensor(sequence.weight_version[1:]) == version
-            difference = (torch.tensor(sequence.rollout_log_probs[1:]) - expected)[mine]
-            worst = max(worst, float(difference.abs().max()) if mine.any() else 0.0)
-    return worst
 
 
 def test_an_agent_of_one_conversation_has_the_tokens_of_the_built_in_environment(stage: Stage) -> None:
@@ -74,7 +51,7 @@ def test_a_helper_has_a_sequence_of_its_own_in_the_same_trajectory(stage: Stage)
     assert all(len(trajectory.sequences) == 2 for trajectory in trajectories(groups))
     assert [len(group.trajectories) for group in groups] == [4, 4, 4]
     assert rollout_metrics(groups)["rollout/sequences_mean"] == 2.0
-    assert largest_error({stage.version: stage.model}, groups) <= 1e-4
+    assert largest_log_prob_error(stage.model, groups) <= 1e-4
     for trajectory in trajectories(groups):
         asked, helper = (stage.tokenizer.decode(trajectory.token_ids[part]) for part in trajectory.sequences)
         assert helper.startswith("<|im_start|>user\nHelp.<|im_end|>") and "Question" in asked and "Help" not in asked
@@ -93,5 +70,5 @@ def test_a_call_in_flight_during_an_update_takes_longer(stage: Stage) -> None:
     stage.model.load_state_dict(original)
     stage.sync(0.0)
     assert len(versions(groups)) > 1 and versions(groups) <= set(models)
-    assert largest_error(models, groups) <= 1e-4
+    assert largest_log_prob_error(models, groups) <= 1e-4
     assert stage.fleet.stats()["group_retries"] == 0

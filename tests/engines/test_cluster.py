@@ -1,23 +1,46 @@
-"""What a Ray cluster must be like: the refusals, without a Ray. Real nodes are in tests/cluster."""
+"""What a Ray cluster must be like: every refusal but those of real nodes, which are in tests/cluster."""
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ctpo_megatron.config import ConfigError
-from ctpo_megatron.engines import EngineError
-from ctpo_megatron.engines.cluster import Needs, Node, differences, node_facts
-from ctpo_megatron.engines.engine_log import mark, path_here, unmark
-from ctpo_megatron.engines.open import cluster_of
-from ctpo_megatron.engines.ray_runtime import await_head, check_address, check_token
-from ctpo_megatron.engines.tasks import EngineSpec
-from ctpo_megatron.environments import PythonTool, node_sandbox_problem
+from ctpo_megatron.base.event_loop import EventLoop
+from ctpo_megatron.config import ClusterConfig, ConfigError
+from ctpo_megatron.engines import EngineError, EnginePool, RayCluster, join_ray, open_engines
+from ctpo_megatron.environments import PythonTool
 from tests.engines.pool_helpers import make_config
+from tests.support.deadlines import scaled
+
+VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Why a cluster with these settings is not joined, given variables of Ray; without one its head is not there."""
+
+    def refuse(seconds: float = 0.0, address: str = "", variables: dict[str, str] | None = None, **cluster: Any) -> str:
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"RAY_ADDRESS": address or nowhere(), **(variables or {})}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(EngineError) as error:
+            join_ray(ClusterConfig(**cluster), time.monotonic() + seconds)
+        return str(error.value)
+
+    return refuse
+
+
+def nowhere() -> str:
+    """An address where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def token_file(path: Path, mode: int = 0o600) -> dict[str, str]:
@@ -26,9 +49,8 @@ def token_file(path: Path, mode: int = 0o600) -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
 
 
-def test_several_nodes_need_a_token_that_only_its_owner_reads(tmp_path: Path) -> None:
-    check_token(1, {})
-    check_token(2, token_file(tmp_path / "token"))
+def test_several_nodes_need_a_token_that_only_its_owner_reads(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "does not answer" in refused(variables=token_file(tmp_path / "token"), nodes=2)
     environments = {
         "export RAY_AUTH_MODE=token": {"RAY_AUTH_MODE": "disabled"},
         "RAY_AUTH_TOKEN_PATH=None": {"RAY_AUTH_MODE": "token"},
@@ -36,95 +58,67 @@ def test_several_nodes_need_a_token_that_only_its_owner_reads(tmp_path: Path) ->
         "chmod 600": token_file(tmp_path / "open", 0o640),
         "unset it": token_file(tmp_path / "token") | {"RAY_AUTH_TOKEN": "secret"},
     }
-    for said, environment in environments.items():
-        with pytest.raises(EngineError, match=said):
-            check_token(2, environment)
+    for text, environment in environments.items():
+        assert text in refused(variables=environment, nodes=2)
+        assert "does not answer" in refused(variables=environment)  # one node needs none
 
 
-def test_a_head_that_does_not_answer_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        await_head(address, time.monotonic())
-    with pytest.raises(EngineError, match=rf"RAY_ADDRESS={address}: Ray's head does not answer: .*refused"):
-        await_head(address, time.monotonic())
-    with pytest.raises(EngineError, match="Ray Client is not supported"):
-        await_head("ray://host:10001", time.monotonic())
+def test_a_head_that_does_not_answer_is_named(refused: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
+    """At once as well: RAY_ADDRESS may be left from another project, and the deadline is minutes away."""
+    address = nowhere()
+    text = refused(seconds=1.4, address=address)
+    assert text.startswith(f"RAY_ADDRESS={address}: Ray's head does not answer: ") and "refused" in text
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"RAY_ADDRESS={address}: Ray's head does not answer (")
+    assert "waiting for it, 1 s at most (rollout.start_timeout_s). Type unset RAY_ADDRESS" in warning
+    assert "Ray Client is not supported" in refused(address="ray://host:10001")
     for port in ("redis", "", "65536"):
-        with pytest.raises(EngineError, match=f"'{port}' is no port; give HOST:PORT"):
-            await_head(f"127.0.0.1:{port}", time.monotonic())
+        assert f"'{port}' is no port; give HOST:PORT" in refused(address=f"127.0.0.1:{port}")
 
 
-def test_a_head_that_is_waited_for_is_named_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """RAY_ADDRESS may be left from another project; the deadline is minutes away."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(EngineError):
-        await_head(address, time.monotonic() + 1.4)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(f"RAY_ADDRESS={address}: Ray's head does not answer (")
-    assert "waiting for it, 1 s at most (rollout.start_timeout_s). Type unset RAY_ADDRESS" in said
-
-
-def test_an_address_of_another_machine_is_refused() -> None:
-    for own in (None, "127.0.0.1"):
-        check_address(own)
-    with pytest.raises(EngineError, match=r"cluster.node_address=192.0.2.1 is no address of this machine"):
-        check_address("192.0.2.1")
+def test_an_address_of_another_machine_is_refused(refused: Callable[..., str]) -> None:
+    assert "does not answer" in refused(node_address="127.0.0.1")
+    assert "cluster.node_address=192.0.2.1 is no address of this machine" in refused(node_address="192.0.2.1")
 
 
 def test_several_nodes_without_a_cluster_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    config = make_config(tmp_path, tmp_path)
-    assert cluster_of(config.cluster) is None
-    two = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 2})})
-    with pytest.raises(ConfigError, match=r"cluster.nodes = 2: but RAY_ADDRESS names no Ray cluster; start the run"):
-        cluster_of(two.cluster)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert cluster_of(two.cluster) is two.cluster
+    two = make_config(tmp_path, tmp_path, sections={"cluster": {"nodes": 2}})
+    text = r"cluster.nodes = 2: but RAY_ADDRESS names no Ray cluster; start the run"
+    with EventLoop() as loop, pytest.raises(ConfigError, match=text):
+        open_engines(two, tmp_path, loop, placement=None, check=lambda: FITS).__enter__()
 
 
-def test_engines_of_a_node_are_counted_by_what_is_scarce() -> None:
-    node = Node("id", "10.0.0.1", cpus=5, gpus=4)
-    assert [node.holds(needs) for needs in ({"CPU": 1, "GPU": 2}, {"CPU": 2, "GPU": 0}, {"CPU": 6, "GPU": 0})] == [
-        2,
-        2,
-        0,
-    ]
+FITS = lambda *_: []  # noqa: E731 - Ray sends it by value
 
 
-def test_all_that_differs_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for model in (here, there):
-        model.mkdir()
-        (model / "config.json").write_text("{}")
-        (model / "tokenizer.json").write_text(model.name)
-    monkeypatch.delenv("CTPO_SANDBOX_URL", raising=False)
-    needs = Needs(str(here), [str(tmp_path), "/nowhere"], sandbox=True)
-    mine = node_facts(replace(needs, sandbox=False))
-    other = node_facts(replace(needs, model_path=str(there)))
-    other["versions"]["vllm"] = "0.1"
-    other["versions"].pop("python")
-    python = mine["versions"]["python"]
-    assert [str(problem) for problem in differences(mine, other, needs)] == [
-        f"python is missing, and {python} where the trainer runs",
-        f"vllm is 0.1, and {mine['versions'].get('vllm', 'missing')} where the trainer runs",
-        f"tokenizer.json in {here} (model.path): not the same files as where the trainer runs",
-        "has no folder /nowhere (extensions.path)",
-        "this node has no sandbox: CTPO_SANDBOX_URL is not set for its Ray processes. Start the node with "
-        "`python -m ctpo_launchers.node`, or set sandbox.url",
-    ]
-    gone = node_facts(replace(needs, model_path=str(tmp_path / "gone"), sandbox=False))
-    assert any(p.message.startswith(f"has no model at {here} (model.path)") for p in differences(mine, gone, needs))
-    assert "torch" in mine["versions"] and len(mine["versions"]["code of ctpo-megatron"]) == 12
-
-
-def test_a_nodes_sandbox_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    monkeypatch.setenv("CTPO_SANDBOX_URL", url)
-    assert f"its sandbox {url} (CTPO_SANDBOX_URL) does not answer" in str(node_sandbox_problem())
-    monkeypatch.setenv("SANDBOX_TOKEN_FILE", token_file(tmp_path / "token", 0o644)["RAY_AUTH_TOKEN_PATH"])
-    assert "can be read or written by other users" in str(node_sandbox_problem())
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("check", "settings", "text"),
+    [
+        (
+            FITS,
+            {"engines": 3},
+            r"no place for 3 engines of 3 CPU and 0 GPU each \(.*\); the cluster has\n  [^\n]+ CPU, ",
+        ),
+        (FITS, {"sections": {"cluster": {"nodes": 2}}}, r"1 of 2 Ray nodes \(cluster.nodes\) are there: .* \(4 CPU, "),
+        (lambda *needs: [f"needs {needs}"], {}, r"1 problems of the Ray nodes:\n  [\d.]+: needs \(True, True\)$"),
+        (lambda *_: [f"here is {1 / 0}"], {}, r"1 problems of the Ray nodes:\n  [\d.]+: could not be asked: Zero"),
+        (lambda *_: time.sleep(60), {"start_timeout_s": 3}, r"[\d.]+: did not answer in time \(rollout.start_timeout"),
+    ],
+    ids=["no place", "a node is missing", "a node differs", "a check that fails", "a node that is silent"],
+)
+def test_engines_start_only_on_nodes_that_are_there_and_alike(
+    shared_ray: None, tmp_path: Path, check: Any, settings: dict[str, Any], text: str
+) -> None:
+    """On a cluster of one node, which this process has joined: the tests' own Ray, of four processors."""
+    engine = {"max_model_len": 320, "kv_cache_mb": 32, "threads": 3}
+    config = make_config(tmp_path, tmp_path, **{"engine": engine, "start_timeout_s": scaled(20)} | settings)
+    with EventLoop() as loop, EnginePool(config, None, loop, cluster=RayCluster(config.cluster, check)) as fleet:
+        fleet.start()
+        with pytest.raises(EngineError, match=text):
+            fleet.wait_ready()
+    assert not list(tmp_path.glob("**/.engines")) and "RAY_ADDRESS" not in os.environ
 
 
 def test_engines_share_the_sandbox_of_their_node_only(tmp_path: Path) -> None:
@@ -135,14 +129,3 @@ def test_engines_share_the_sandbox_of_their_node_only(tmp_path: Path) -> None:
         return PythonTool(sandbox, "http://127.0.0.1:1", engines, nodes)._client._max_concurrency
 
     assert [concurrency(1, 1), concurrency(8, 1), concurrency(64, 8), concurrency(64, 1)] == [16, 2, 2, 1]
-
-
-def test_a_log_is_where_the_run_directory_is_seen(tmp_path: Path) -> None:
-    spec = EngineSpec(make_config(tmp_path, tmp_path), None, tmp_path / "logs")
-    assert path_here(spec, 3) == tmp_path / "logs" / "rollout_engine_3.log"  # a private Ray asks for nothing
-    marked = replace(spec, log_mark=mark(spec.log_dir))
-    assert path_here(marked, 3) == path_here(spec, 3)
-    unmark(spec.log_dir)
-    elsewhere = path_here(marked, 3)
-    assert elsewhere.parent.name == f"ctpo-logs-{marked.log_mark}"
-    assert not list((tmp_path / "logs").iterdir())

@@ -69,11 +69,11 @@ async def _take_steps(root: Path) -> None:
     from vllm.inputs import tokens_input
     from vllm.sampling_params import SamplingParams
 
-    from ctpo_megatron.engines.cpu.core_client import in_process_engine
+    from ctpo_megatron.engines.cpu import core_client
 
     path, draw = root / "model", random.Random(0)
     settings = AsyncEngineArgs(**CpuSetup().arguments(make_config(path, root), str(path)))
-    llm = in_process_engine(settings, threads=1)  # not patched: every number of tokens is compiled
+    llm = core_client.in_process_engine(settings, threads=1)  # not patched: every number of tokens is compiled
 
     async def generate(name: str) -> None:
         prompt, length = draw.choices(range(5, 50), k=draw.randrange(1, 120)), draw.randrange(1, 40)
@@ -143,13 +143,13 @@ async def _play(root: Path) -> None:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from ctpo_megatron.engines.cpu.core_client import InProcessCore
+    from ctpo_megatron.engines.cpu import core_client
 
     path = root / "model"
     llm = patched_engine(AsyncEngineArgs(**CpuSetup().arguments(make_config(path, root), str(path))))
     assert torch.get_num_threads() == 1
     core: Any = llm.engine_core
-    assert isinstance(core, InProcessCore)
+    assert isinstance(core, core_client.InProcessCore)
 
     async def generate(number: int) -> list[int]:
         params = SamplingParams(max_tokens=20, seed=number, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.config import Config
-from ctpo_megatron.engines.engine import RolloutEngine
-from ctpo_megatron.engines.setup import engine_setup
+from ctpo_megatron.engines import RolloutEngine, engine_setup
 from tests.engines.pool_helpers import Stage, largest_log_prob_error, tokens, versions
 
 

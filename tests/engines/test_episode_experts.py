@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tokens import ROUTER_CHOICES, recorded
-from ctpo_megatron.engines.engine import RolloutEngine
-from ctpo_megatron.engines.tasks import EngineSpec, GroupTask, Sampling
+from ctpo_megatron.engines import EngineSpec, GroupTask, RolloutEngine, Sampling
 from tests.engines.conftest import EXPERTS
 from tests.engines.pool_helpers import make_config
 from tests.engines.tiny_model import CALL, build_tiny_model

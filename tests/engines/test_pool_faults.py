@@ -11,9 +11,8 @@ import pytest
 from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.base.stop import BEGUN, TRY_AGAIN
 from ctpo_megatron.cli.errors import report_error
-from ctpo_megatron.engines import EngineError, EnginePool
-from ctpo_megatron.engines.tasks import EngineDied, UpdateReport
-from ctpo_megatron.engines.weights.checksums import Sums
+from ctpo_megatron.engines import EngineDied, EngineError, EnginePool, UpdateReport
+from ctpo_megatron.engines.weights import checksums
 from tests.engines.pool_helpers import make_config
 
 CALL, SUMS = "finish_weight_update", {"weight": (8, 1)}
@@ -80,7 +79,7 @@ class Trainer:
     def announce(self, version: int) -> None:
         """The engines are led."""
 
-    def send(self, version: int) -> Sums:
+    def send(self, version: int) -> checksums.Sums:
         self.attempts += 1
         for index in self.failing.pop(0) if self.failing else ():
             self.pool.engines[index].dies.add(CALL)  # type: ignore[attr-defined]

@@ -9,32 +9,16 @@ from pathlib import Path
 
 import pytest
 import ray
-import torch
 from ray.exceptions import RayError
-from transformers import PreTrainedModel
 
 from ctpo_megatron.base.stop import NeverStop
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.engines.tasks import GroupTask, Sampling
-from tests.engines.pool_helpers import Stage, largest_log_prob_error, tokens, trajectories, versions
+from ctpo_megatron.engines import GroupTask, Sampling
+from tests.engines.pool_helpers import Stage, largest_log_prob_error, tokens, versions
 from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def largest_error(models: dict[int, PreTrainedModel], groups: list[Group]) -> float:
-    """Of all sampled tokens, against the model of the version that each is stamped with."""
-    worst = 0.0
-    for trajectory in trajectories(groups):
-        ids = torch.tensor([trajectory.token_ids])
-        for version, model in models.items():
-            with torch.no_grad():
-                expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-            mine = torch.tensor(trajectory.weight_version[1:]) == version
-            difference = (torch.tensor(trajectory.rollout_log_probs[1:]) - expected)[mine]
-            worst = max(worst, float(difference.abs().max()) if mine.any() else 0.0)
-    return worst
 
 
 def test_every_token_has_the_log_prob_of_the_version_that_it_is_stamped_with(stage: Stage) -> None:
@@ -55,8 +39,8 @@ def test_every_token_has_the_log_prob_of_the_version_that_it_is_stamped_with(sta
     stage.model.load_state_dict(original)  # which calls the tool, as other tests need it
     stage.sync(0.0)
     assert len(groups) == 4 and len(versions(groups)) > 1 and versions(groups) <= set(models)
-    assert largest_error(models, groups) <= 1e-4
-    assert largest_error(dict.fromkeys(models, stage.model), groups) > 0.01
+    assert largest_log_prob_error(models, groups) <= 1e-4
+    assert largest_log_prob_error(dict.fromkeys(models, stage.model), groups) > 0.01
 
 
 def test_what_is_asked_for_during_an_update_is_of_the_new_weights(stage: Stage) -> None:

@@ -16,7 +16,7 @@ import pytest
 from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.base.stop import Cancelled, NeverStop
 from ctpo_megatron.engines import EngineError
-from ctpo_megatron.engines.weights.checksums import Sums
+from ctpo_megatron.engines.weights import checksums
 from tests.engines.pool_helpers import Stage, engine_processes, largest_log_prob_error, process_of, tokens, versions
 from tests.support.deadlines import scaled
 
@@ -47,7 +47,7 @@ def test_other_values_than_were_sent_are_seen(stage: Stage) -> None:
     state = stage.state()
     name = "model.layers.1.self_attn.o_proj.weight"
 
-    def changed(sums: Sums) -> Sums:
+    def changed(sums: checksums.Sums) -> checksums.Sums:
         size, total = sums[name]
         return sums | {name: (size, total + 1)}
 

@@ -44,7 +44,7 @@ def test_it_answers_nobody_without_its_secret(
 DRIVER = """
 import os, signal, sys
 from ctpo_megatron.base.stop import StopSignal
-from ctpo_megatron.engines.ray_runtime import RayRuntime
+from ctpo_megatron.engines import RayRuntime
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 stop = StopSignal(grace_s=60)
 runtime = RayRuntime(1, lambda gpus: None)

@@ -1,4 +1,4 @@
-"""Ray's own processes die: the driver's process continues and finds out."""
+"""A private Ray ends at once and leaves nothing; when its own processes die, the driver continues and finds out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DRIVER = """
 import json, logging, os, signal, sys, time
 import psutil, ray
 from ctpo_megatron.base.processes import wait_for
-from ctpo_megatron.engines.ray_runtime import RayRuntime
+from ctpo_megatron.engines import RayRuntime
 logging.basicConfig(format="%(message)s")
 killed, seconds = sys.argv[1], float(sys.argv[2])
 runtime = RayRuntime(1, lambda gpus: None)
@@ -43,24 +43,24 @@ print(json.dumps([pid, noticed_s, lost, head_lost, answers, len(named), left]))
 """
 
 
+def said(program: str, *arguments: object) -> str:
+    """What a program writes that starts a private Ray, in a process of its own."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(240), check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def _killed(kind: str, seconds: float) -> list[object]:
     """What the driver of a private Ray says `seconds` after one of its processes was killed."""
-    done = subprocess.run(
-        [sys.executable, "-c", _DRIVER, kind, str(seconds), str(scaled(60))],
-        capture_output=True,
-        text=True,
-        timeout=seconds + scaled(120),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[object] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    answer: list[object] = json.loads(said(_DRIVER, kind, seconds, scaled(60)).splitlines()[-1])
+    return answer
 
 
 _STARTED = """
 import json, os, sys, threading, time
 import psutil
-from ctpo_megatron.engines.ray_runtime import RayRuntime
+from ctpo_megatron.engines import RayRuntime
 killed, later_s, limit_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
 pids, told = [], []
 def kill():
@@ -82,7 +82,7 @@ alive = {child for child in psutil.Process().children(recursive=True) if child.n
 runtime.close()
 closed_s = time.monotonic() - told[0] - noticed_s
 left = [child.name() for child in alive if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-print(json.dumps([pids[0], noticed_s, closed_s, said, left, os.path.exists(runtime._temp)]))
+print(json.dumps([pids[0], noticed_s, closed_s, said, left, os.path.exists(runtime._folder)]))
 """
 
 
@@ -94,12 +94,10 @@ print(json.dumps([pids[0], noticed_s, closed_s, said, left, os.path.exists(runti
     ],
 )
 def test_a_daemon_that_dies_while_ray_starts_ends_the_start(killed: str, later_s: float) -> None:
-    command = [sys.executable, "-c", _STARTED, killed, str(later_s), str(scaled(60))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
-    assert done.returncode == 0, done.stderr
-    pid, noticed_s, closed_s, said, left, folder = json.loads(done.stdout.splitlines()[-1])
+    answer = json.loads(said(_STARTED, killed, later_s, scaled(60)).splitlines()[-1])
+    pid, noticed_s, closed_s, text, left, folder = answer
     name = {"gcs_server": "GCS", "raylet": "raylet"}[killed]
-    assert said == f"Ray's {name} (process {pid}) died"
+    assert text == f"Ray's {name} (process {pid}) died"
     assert noticed_s < scaled(2) and closed_s < scaled(5)
     assert left == [] and not folder
 
@@ -124,14 +122,9 @@ stage.close()
 
 @pytest.mark.slow
 def test_an_engine_that_has_no_process_yet_does_not_wait_for_a_dead_raylet(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _UNPLACED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(240), check=False)
-    assert done.returncode == 0, done.stderr
-    # Ray prints pages of its own.
-    said = re.search(
-        r"^([\d.]+) rollout engine 0 cannot start, as Ray's raylet \(process \d+\) died$", done.stdout, re.M
-    )
-    assert said and float(said[1]) < scaled(10), done.stdout
+    written = said(_UNPLACED, tmp_path)  # Ray prints pages of its own
+    line = re.search(r"^([\d.]+) rollout engine 0 cannot start, as Ray's raylet \(process \d+\) died$", written, re.M)
+    assert line and float(line[1]) < scaled(10), written
 
 
 PROCESSES = 4
@@ -155,3 +148,27 @@ def test_engines_answer_without_a_raylet(seconds: float) -> None:
     assert lost == f"Ray's raylet (process {pid}) died" and head_lost == ""
     assert isinstance(noticed_s, float) and noticed_s < scaled(1)
     assert answers and processes == PROCESSES and left == []
+
+
+_UP_AND_DOWN = """
+import multiprocessing.resource_tracker as tracker, time
+import psutil, ray
+from ctpo_megatron.engines import RayRuntime
+runtime = RayRuntime(1, lambda gpus: None)
+runtime.wait(120)
+ray.get(ray.remote(lambda: None).remote())
+family = [each for each in psutil.Process().children(recursive=True) if each.pid != tracker._resource_tracker._pid]
+head = len(ray._private.worker._global_node.all_processes)
+began = time.monotonic()
+runtime.close()
+took_s = time.monotonic() - began
+left = [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+print(head, len(family), len(left), took_s)
+"""
+
+
+def test_ray_ends_at_once_and_leaves_nothing() -> None:
+    head, family, left, took_s = said(_UP_AND_DOWN).split()
+    assert int(family) >= int(head) >= 4  # a second for each was lost
+    assert int(left) == 0
+    assert float(took_s) < scaled(3)

@@ -21,11 +21,11 @@ from tests.support.deadlines import scaled
 _RUN = """
 import sys, time
 import psutil
-from ctpo_megatron.engines.ray_runtime import RayRuntime
+from ctpo_megatron.engines import RayRuntime
 runtime = RayRuntime(1, lambda gpus: None)
 runtime.wait(float(sys.argv[1]))
 below = psutil.Process().children(recursive=True)
-print(runtime._temp, *(process.pid for process in below if process.name().endswith("Agent")), flush=True)
+print(runtime._folder, *(process.pid for process in below if process.name().endswith("Agent")), flush=True)
 time.sleep(3600)
 """
 _OTHER = """

@@ -12,8 +12,7 @@ import pytest
 from ctpo_megatron.config import Device
 from ctpo_megatron.config.rollout_schema import EngineConfig
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.engines import weights
-from ctpo_megatron.engines.setup import engine_setup
+from ctpo_megatron.engines import engine_setup, weights
 from tests.optional.signatures import Sources, parsed
 from tests.weights import readback
 

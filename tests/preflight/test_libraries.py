@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.config import RolloutConfig, SandboxConfig
-from ctpo_megatron.engines.open import _sandbox
+from ctpo_megatron.environments import open_sandbox
 from ctpo_megatron.preflight import check_libraries
 from ctpo_megatron.preflight.check import MachineContext, Wanted
 from ctpo_megatron.preflight.machine import NODE, check_sandbox
@@ -70,7 +70,7 @@ def test_a_server_that_does_not_answer_is_named(url: str) -> None:
 def test_the_start_of_a_run_names_them(bare: str, own: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """From its /health: a server of ours here has everything."""
     config = SandboxConfig(require="none", slots=1, start_timeout_s=scaled(240)) if own else SandboxConfig(url=bare)
-    with caplog.at_level(logging.WARNING), _sandbox(config, 1, tmp_path) as url:
+    with caplog.at_level(logging.WARNING), open_sandbox(config, 1, tmp_path) as url:
         assert url == bare or own
     said = [record.message for record in caplog.records if "lacks" in record.message]
     assert len(said) == (0 if own else 1) and all(f"{bare} lacks pandas, scipy" in text for text in said)

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 from vllm.utils.torch_utils import current_stream, set_default_torch_dtype
 
-from ctpo_megatron.engines.tasks import UpdateReport
+from ctpo_megatron.engines import UpdateReport
 from ctpo_megatron.engines.weights.receiver import BACKENDS
 from tests.rehearsal.claims import launch, unchecked
 from tests.rehearsal.pretend import pretending

@@ -16,7 +16,7 @@ import torch
 from ctpo_megatron.base.stop import NeverStop
 from ctpo_megatron.config import Config, OptimizerConfig, shares_gpus
 from ctpo_megatron.data import Batch
-from ctpo_megatron.engines.tasks import UpdateReport
+from ctpo_megatron.engines import UpdateReport
 from ctpo_megatron.engines.weights import EngineFacts, SendsWeights, checksums
 from ctpo_megatron.policy import destroy_distributed, init_distributed
 from ctpo_megatron.run import Controller, Services, TrainerGroup

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ctpo_megatron.engines.engine import RolloutEngine
-from ctpo_megatron.engines.tasks import EngineSpec
+from ctpo_megatron.engines import EngineSpec, RolloutEngine
 from ctpo_megatron.engines.weights import TransportSettings, open_transport
 from ctpo_megatron.engines.weights.checksums import different
 from tests.engines.pool_helpers import make_config
@@ -55,7 +54,7 @@ async def read_back(folder: Path, settings: dict[str, Any], planted: dict[str, P
     config = make_config(folder / "model", folder, tools=[])
     engine = RolloutEngine(0, EngineSpec(config, "unused", folder / "logs"), ADDRESS)
     try:
-        _, facts = await engine.start()
+        facts = await engine.start()
         transport = open_transport(ONE_RANK, facts, TransportSettings(1 << 16, 60.0), manifest_of(tensors), None)
         with ThreadPoolExecutor(1) as pool:
             for version in (1, 2):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ctpo_megatron.engines.tasks import UpdateReport
+from ctpo_megatron.engines import UpdateReport
 from ctpo_megatron.engines.weights import EngineFacts, Manifest, TransportSettings, open_transport
 from ctpo_megatron.engines.weights.checksums import Checksums, Sums
 from ctpo_megatron.engines.weights.tcp import FetchMessage, fetched
