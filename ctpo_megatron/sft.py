@@ -9,7 +9,7 @@ from ctpo_megatron.config import SftConfig
 from ctpo_megatron.data import batch_order, batches
 from ctpo_megatron.environments import log_left_out
 from ctpo_megatron.preflight import Admission
-from ctpo_megatron.run import Controller, Persistence, Reporter, Run, TrainerGroup
+from ctpo_megatron.run import Checkpoints, Reporter, Run, TrainerGroup
 
 _CHECKED_EVERY = 10
 
@@ -18,8 +18,7 @@ def fine_tune(
     sft: SftConfig,
     run: Run,
     trainer: TrainerGroup,
-    controller: Controller,
-    persistence: Persistence,
+    checkpoints: Checkpoints,
     report: Reporter,
     checkpoint: Path | None,
 ) -> None:
@@ -37,21 +36,21 @@ def fine_tune(
     stopping = False
     with trainer.stop_deferred():
         order = batch_order(conversations, sft.conversations_per_step, config.run.seed)
-        done = persistence.restore_sft(sft.steps, checkpoint, order)
+        done = checkpoints.restore_sft(sft.steps, checkpoint, order)
         stream = islice(batches(conversations, sft.conversations_per_step, config.run.seed), done, sft.steps)
         for step, batch in enumerate(stream, start=done + 1):
             if step % _CHECKED_EVERY == 0:
-                controller.check_start()
+                run.check_start()
             with report.phase("sft"):
                 metrics = trainer.fine_tune(batch, sft.conversations_per_step)
             epoch = step * sft.conversations_per_step / len(conversations)
             report.log_sft(step, sft.steps, metrics | {"sft/epoch": epoch})
             stopping = trainer.stop_agreed()
             if stopping or (every and step % every == 0):
-                persistence.save_sft(step, order)
+                checkpoints.save_sft(step, order)
             if (failed := trainer.finish_save(wait=stopping or step == sft.steps)) is not None:
                 raise failed
             if stopping:
                 break
         if not stopping:
-            persistence.finish_sft()
+            checkpoints.finish_sft()

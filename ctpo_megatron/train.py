@@ -14,15 +14,15 @@ if __name__ == "__main__":
     runpy.run_module("ctpo_megatron.cli", run_name="__main__")
 
 from ctpo_megatron.base.extensions import activate
+from ctpo_megatron.base.scheduler import stop_signal
 from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.config import Config
 from ctpo_megatron.policy import capabilities, destroy_distributed, init_distributed
 from ctpo_megatron.run import (
-    Controller,
-    Persistence,
+    Checkpoints,
     Reporter,
     Run,
-    StopOrLostRank,
+    StopOrGone,
     TrainerGroup,
     check_there,
     former_choice,
@@ -31,7 +31,6 @@ from ctpo_megatron.run import (
     open_run_directory,
     record_finish,
     start_services,
-    stop_signal,
 )
 from ctpo_megatron.sft import fine_tune
 
@@ -57,22 +56,21 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
     directory = open_run_directory(config)
     with needed(directory), ExitStack() as stack:
         report = stack.enter_context(Reporter.of(config, directory, trainer.layout.world_size))
-        stack.enter_context(trainer.watched(directory, report.phases))
+        trainer.dump_stacks(directory, report.phases)
         log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
         with report.stage("start"):
-            waits = StopOrLostRank(stop, trainer.layout, directory)
+            waits = StopOrGone(stop, directory)
             services = stack.enter_context(start_services(config, directory, report.phases, waits))
-            controller = stack.enter_context(Controller(config, trainer, services, report))
-            persistence = Persistence(config, trainer, directory, services.rollouts, report)
-            checkpoint = persistence.find()
-            trainer.build(persistence.start_weights(checkpoint))
+            checkpoints = Checkpoints(config, trainer, directory, services.rollouts, report)
+            run = stack.enter_context(Run(config, trainer, services, checkpoints, report, stop))
+            checkpoint = checkpoints.find()
+            trainer.build(checkpoints.start_weights(checkpoint))
         if capabilities().cuda:
             with report.stage("kernels"):
                 trainer.compile_kernels()
-        run = Run(config, trainer, controller, persistence, report, stop)
-        if (sft := persistence.sft_to_do(checkpoint)) is not None:
+        if (sft := checkpoints.sft_to_do(checkpoint)) is not None:
             with report.stage("sft"):
-                fine_tune(sft, run, trainer, controller, persistence, report, checkpoint)
+                fine_tune(sft, run, trainer, checkpoints, report, checkpoint)
             if run.stopped:
                 return stop.leave()
             checkpoint = None
@@ -81,7 +79,7 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
             run.restore(checkpoint)
             services.record_data()
             with run.saved_at_least():
-                reinforce(run, trainer, controller)
+                reinforce(run, trainer)
             if not run.end():
                 return stop.leave()
         if config.export.enabled:
@@ -93,19 +91,18 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
     return 0
 
 
-def reinforce(run: Run, trainer: TrainerGroup, controller: Controller) -> None:
+def reinforce(run: Run, trainer: TrainerGroup) -> None:
     """CTPO: sample groups with the current weights, score, update against them, publish the new weights.
 
-    What `trainer` does, and `run.agree_to_stop`, happens on all ranks; the rest on rank zero.
+    What `trainer` does happens on all ranks; the rest on rank zero.
     """
-    controller.publish(run.version)
+    run.publish()
     run.begin()
     for step in run.steps():
-        batch = controller.next_batch(step)
+        batch = run.next_batch(step)
         if batch is None:  # stopped while sampling
             break
-        run.begin_updates()
         result = trainer.train(batch)
-        if not run.agree_to_stop():
-            controller.publish(run.version)
+        if not trainer.stop_agreed():
+            run.publish()
         run.finish_step(step, batch, result)

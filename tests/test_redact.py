@@ -15,7 +15,7 @@ from ctpo_megatron.base.redact import concealed, conceals, hidden, redacted, red
 from ctpo_megatron.config import Config, ConfigError, Problem, dump, dump_differences, load_config
 from ctpo_megatron.preflight.check import RunContext
 from ctpo_megatron.preflight.configuration import check_concealed
-from ctpo_megatron.run.directory import open_run_directory, take_over
+from ctpo_megatron.run import open_run_directory, take_over
 from tests.tracking.synthetic_run import make_config
 
 CANARY = "canary0815unseen"

@@ -10,12 +10,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.installed import SEPARATE
 from ctpo_megatron.base.printable import printable
+
+_NOT_USERS = {"__main__", "__mp_main__", "ctpo_megatron", *SEPARATE, "ctpo_sandbox", "ctpo_launchers"}
 
 
 class ExtensionError(Exception):
@@ -59,6 +63,39 @@ def load(name: str) -> Any:
             raise ExtensionError(f"{name}: {module_name} has no {attribute!r}; {meant}")
         found = getattr(found, part)
     return found
+
+
+def loaded_files(search_path: Iterable[str | Path], paths: Collection[str]) -> dict[str, Path]:
+    """Import the users' parts of these import paths; returns their source files by name in the search path.
+
+    Raises ExtensionError when a part cannot be imported.
+    """
+    folders = [Path(folder).resolve() for folder in search_path]
+    activate(folders)
+    for path in paths:
+        load(path)
+    installed = {Path(entry).resolve() for entry in (*sys.path, sys.prefix, sys.base_prefix) if entry}
+    inside, directory = tuple(os.path.join(folder, "") for folder in folders), cache(os.path.realpath)
+    files = {}
+    # Not only the named modules: what they import from these folders is users' code, too.
+    for name, module in sorted(sys.modules.items()) if paths else ():
+        if name.split(".")[0] in _NOT_USERS or not (claimed := getattr(module, "__file__", None)):
+            continue
+        parent, base = os.path.split(claimed)
+        path = os.path.join(directory(parent), base)  # modules are thousands, their directories are few
+        file = Path(os.path.realpath(path) if os.path.islink(path) else path)
+        if not str(file).startswith(inside):
+            continue
+        folder = _folder_of(file, folders, installed)
+        if folder and file.is_file():  # torch has modules that claim files which are nowhere
+            files[str(file.relative_to(folder))] = file
+    return files
+
+
+def _folder_of(file: Path, folders: Collection[Path], installed: Collection[Path]) -> Path | None:
+    """The folder of `extensions.path` that a module comes from; None if it is installed, even somewhere below."""
+    nearest = next((parent for parent in file.parents if parent in folders or parent in installed), None)
+    return nearest if nearest in folders else None
 
 
 @contextmanager

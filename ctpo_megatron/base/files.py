@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -159,3 +161,25 @@ def read_note(path: Path, read: Callable[[Any], T], without: T, loss: str) -> T:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         log.warning("%s is damaged (%s: %s): %s", path, type(error).__name__, error, loss)
         return without
+
+
+def claim(path: Path) -> int:
+    """Lock a file, whose content then names this process; returns the descriptor, which releases the lock when closed.
+
+    Else the kernel releases it when the process ends, however it ends. Raises BlockingIOError, whose message is the
+    owner as the file names it, when another process holds it. A file system without locks is a warning.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        # Not flock: forked children would share that lock, and one that outlives the run would keep it.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        owner = os.read(descriptor, 1000).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise BlockingIOError(owner or "an unidentified process") from error
+    except OSError as error:
+        log.warning("%s cannot be locked (%s): a second job in that folder would go unnoticed", path, error)
+    os.ftruncate(descriptor, 0)
+    started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {started}\n".encode())
+    return descriptor

@@ -126,9 +126,9 @@ class RunPaths:
     extensions = _Entry("extensions")
     """Copies of the source files of users' parts."""
     previous_extensions = _Entry("extensions.previous")
-    """The copies before the latest change that `run.accept_changed_code` allowed."""
+    """The copies before the latest resume with changed code."""
     extensions_record = _Entry("extensions.json")
-    """Digests of the copies, and which changes were accepted."""
+    """Digests of the copies, and what each resume with changed code has changed."""
     metrics = _Entry(METRICS)
     """One object an RL step."""
     discarded_metrics = _Entry(f"{_DISCARDED}{METRICS}")
@@ -146,9 +146,7 @@ class RunPaths:
     heartbeat = _Entry("heartbeat.json")
     """Whether the run lives, and where it is."""
     stalls = _Entry("stalls")
-    """Python stacks of a run without progress."""
-    stall_report = _Entry("stalls", "report.txt")
-    """What was reported of each stall."""
+    """Python stacks of ranks that stood still."""
     trajectories = _Entry(TRAJECTORIES)
     """Dumps of training steps."""
     evaluation = _Entry(EVALUATION)

@@ -22,7 +22,7 @@ _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.environments": ("TokenizerError",),
     "ctpo_megatron.base.extensions": ("ExtensionError",),
     "ctpo_megatron.run.directory": ("RunDirectoryError",),
-    "ctpo_megatron.run.verdicts": ("TooManyFailed",),
+    "ctpo_megatron.run.run": ("TooManyFailed",),
     "ctpo_megatron.base.files": ("DamagedFileError",),
     "ctpo_megatron.policy": ("CheckpointError", "MismatchError"),
     "ctpo_megatron.rollouts": ("ReplayError", "TooManyQuarantined"),

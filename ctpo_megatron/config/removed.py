@@ -12,6 +12,9 @@ from ctpo_megatron.base.run_paths import RunPaths
 
 KEYS: dict[str, str] = {
     "prepare": "`python -m examples.toolmath DIRECTORY` writes the task: name its files in model, data and sft",
+    "run.accept_changed_code": "a resume with changed code warns, and names the files: remove the key",
+    "run.end_on_stall": "policy.timeout_minutes ends a run in which a rank stands still: remove the key",
+    "run.stall_timeout_s": "stacks are written before policy.timeout_minutes ends a run: remove the key",
     "sft.export": "every run with SFT keeps the model in sft_model/: remove the key",
     "sft.from": "give model.path=RUN/sft_model and sft=null",
     "tracking.python": "trackers share the trainer's environment: `pip install -e '.[mlflow]'`, and remove the key",

@@ -67,19 +67,11 @@ class RunConfig(Section):
         description="end of this job in seconds since the epoch: the trainer saves and leaves in time; null: as Slurm "
         "says (SLURM_JOB_END_TIME), if there is one",
     )
-    stall_timeout_s: Seconds | None = Field(
-        default=900.0,
-        description="seconds without progress of any rank, after which all ranks dump their stacks; null: never",
-    )
-    end_on_stall: bool = Field(default=False, description="end the run after such a dump, with exit status 75")
     profile_steps: tuple[PositiveInt, ...] = Field(
         default=(),
         max_length=16,
         description="steps of which every rank and engine writes a trace of torch's profiler, for Perfetto "
         "(docs/profiling.md)",
-    )
-    accept_changed_code: bool = Field(
-        default=False, description="resume although users' own parts (`extensions`) are not the code it was begun with"
     )
 
     @property
@@ -241,7 +233,9 @@ class PolicyConfig(Section):
     threads: PositiveInt = Field(
         default=1, description="CPU threads of each trainer rank; fewer where the node has not a core for each"
     )
-    timeout_minutes: PositiveFloat = Field(default=30.0, le=1e7, description="deadline of every collective operation")
+    timeout_minutes: PositiveFloat = Field(
+        default=30.0, le=1e7, description="deadline of every collective, and of a rank that rank 0 waits for"
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     _auto: Chosen = PrivateAttr(default=Chosen())
 

@@ -68,6 +68,7 @@ from ctpo_megatron.environments.tokenizer import (
     READER_FIX,
     TokenizerError,
     check_chat_template,
+    decoder,
     difference_of,
     different_ids,
     exported_chat_template,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,20 @@ def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         fix = "download or copy the model again, with its tokenizer files"
         raise TokenizerError(f"{model}: the tokenizer cannot be read: {reason}; {fix}") from error
+
+
+def decoder(model_path: str) -> Callable[[Sequence[int]], str]:
+    """Return what makes text of token ids, special tokens kept; the tokenizer is read when it is first needed."""
+
+    @cache
+    def read() -> Callable[[Sequence[int]], str]:
+        tokenizer = read_tokenizer(model_path)
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        if fast is None or tokenizer.clean_up_tokenization_spaces:
+            return tokenizer.decode  # type: ignore[no-any-return]
+        return partial(fast.decode, skip_special_tokens=False)  # the same without a look at every id
+
+    return lambda token_ids: read()(token_ids)
 
 
 def different_ids(ours: PreTrainedTokenizerBase, other: Any) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from torch._C import _distributed_c10d
 from torch.distributed import HashStore
 
 from ctpo_megatron.config import PolicyConfig, available_cores, node_ranks
@@ -84,10 +83,9 @@ class Layout:
         """Every rank returns the list of all ranks' values, in rank order; collective."""
         return [value] if self.world_size == 1 else gather_objects(value)
 
-    def check_ranks(self) -> None:
-        """Raises RankLost when another rank is lost; for long work on rank zero."""
-        if self.rank_zero is not None:
-            self.rank_zero.check()
+    def lost_ranks_named(self) -> AbstractContextManager[None]:
+        """Within, a collective that fails because a rank is lost raises RankLost; see `RankZero.lost_ranks_named`."""
+        return nullcontext() if self.rank_zero is None else self.rank_zero.lost_ranks_named()
 
 
 def usable_threads(wanted: int) -> int:
@@ -140,7 +138,7 @@ def init_distributed(config: PolicyConfig, seed: int) -> Layout:
         dp_size=mpu.get_data_parallel_world_size(),
         device=here,
         dp_ranks=tuple(gather_objects(mpu.get_data_parallel_rank())),
-        rank_zero=_open_rank_zero(),
+        rank_zero=RankZero(timeout) if dist.get_world_size() > 1 else None,
     )
 
 
@@ -162,47 +160,8 @@ def gather_on_rank_zero(value: Any) -> list[Any] | None:
     return values
 
 
-_rank_zero: RankZero | None = None
-"""One per process, like megatron's parallel state."""
-
-
-def _open_rank_zero() -> RankZero | None:
-    global _rank_zero
-    _close_rank_zero()
-    _rank_zero = RankZero() if dist.get_world_size() > 1 else None
-    return _rank_zero
-
-
-def _close_rank_zero() -> None:
-    if _rank_zero is not None:
-        _rank_zero.close()
-
-
 def destroy_distributed() -> None:
     """Destroy the groups; safe to call when nothing was initialized."""
-    _close_rank_zero()
     if dist.is_initialized():
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-_RECORDS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""Dump functions of gloo, and of NCCL, which a CPU build of torch lacks."""
-
-
-def pending_collectives() -> list[str]:
-    """Collectives that this rank has started but not finished, oldest first; empty when torch keeps no record of them.
-
-    An item reads `all_reduce, number 17 of TENSOR_MODEL_PARALLEL_GROUP, Float [4]`. The number counts the collectives
-    of a group: ranks whose numbers or names differ wait for each other in vain.
-    """
-    records = [getattr(_distributed_c10d, name)() for name in _RECORDS if hasattr(_distributed_c10d, name)]
-    entries = [entry for record in records for entry in json.loads(record).get("entries", ())]
-    return [_line(entry) for entry in entries if not entry["retired"]]
-
-
-def _line(entry: dict[str, Any]) -> str:
-    name = entry["profiling_name"].partition(":")[2]
-    number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-    tensors = [f"{dtype} {sizes}" for dtype, sizes in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)]
-    return ", ".join([name, f"number {number} of {entry['process_group'][1]}", *tensors[:1]])

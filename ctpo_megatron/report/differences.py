@@ -13,8 +13,7 @@ from ctpo_megatron.config import known_keys, with_defaults
 from ctpo_megatron.report.run_data import RunData
 
 NOT_COMPARED = (
-    *("run.name", "run.root", "run.overwrite", "run.resume", "run.deadline", "run.accept_changed_code"),
-    *("run.stall_timeout_s", "run.end_on_stall", "data.rerender", "extensions.path"),
+    *("run.name", "run.root", "run.overwrite", "run.resume", "run.deadline", "data.rerender", "extensions.path"),
     *("eval.before_training", "eval.every", "sandbox.url", "cluster.node_address"),
     *("checkpoint", "export", "tracking"),
 )

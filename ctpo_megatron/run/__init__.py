@@ -1,6 +1,6 @@
 """Run: where a run stands, and what it owns: directory, reporter, checkpoints, the ranks of the trainer.
 
-`TrainerGroup` is the trainer on all ranks, `Controller` what rank zero owns, `Run` the steps.
+`TrainerGroup` is the trainer on all ranks. `Run` is what rank zero does: it samples, publishes, evaluates and saves.
 """
 
 from __future__ import annotations
@@ -9,37 +9,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctpo_megatron.run.controller import Controller, StopOrLostRank
+    from ctpo_megatron.run.checkpoints import Checkpoints
     from ctpo_megatron.run.directory import (
+        RunDirectoryError,
         check_there,
         former_choice,
         is_finished,
         needed,
         open_run_directory,
         record_finish,
+        take_over,
     )
-    from ctpo_megatron.run.persistence import Persistence
-    from ctpo_megatron.run.provenance import commit_of_code
+    from ctpo_megatron.run.provenance import commit_of_code, describe_environment
     from ctpo_megatron.run.ranks import TrainerGroup
     from ctpo_megatron.run.reporter import Reporter
-    from ctpo_megatron.run.run import Run
-    from ctpo_megatron.run.scheduler import stop_signal
-    from ctpo_megatron.run.services import Services, start_services
-    from ctpo_megatron.run.verdicts import TooManyFailed
+    from ctpo_megatron.run.run import Run, Services, StopOrGone, TooManyFailed, start_services
 
 _MODULES = {
-    "controller": ("Controller", "StopOrLostRank"),
-    "directory": ("check_there", "former_choice", "is_finished", "needed", "open_run_directory", "record_finish"),
-    "persistence": ("Persistence",),
-    "provenance": ("commit_of_code",),
+    "checkpoints": ("Checkpoints",),
+    "directory": (
+        *("RunDirectoryError", "check_there", "former_choice", "is_finished", "needed", "open_run_directory"),
+        *("record_finish", "take_over"),
+    ),
+    "provenance": ("commit_of_code", "describe_environment"),
     "ranks": ("TrainerGroup",),
     "reporter": ("Reporter",),
-    "run": ("Run",),
-    "scheduler": ("stop_signal",),
-    "services": ("Services", "start_services"),
-    "verdicts": ("TooManyFailed",),
+    "run": ("Run", "Services", "StopOrGone", "TooManyFailed", "start_services"),
 }
-"""Module -> the names that it has."""
+"""Module -> the names that it has. Imported when first used: `ctpo sweep` needs no torch to see that a run is done."""
 
 
 def __getattr__(name: str) -> Any:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
-import socket
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,18 +14,20 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ctpo_megatron import __version__
-from ctpo_megatron.base.files import DamagedFileError, read_mapping, read_note, write_json, write_text
+from ctpo_megatron.base.extensions import loaded_files
+from ctpo_megatron.base.files import DamagedFileError, claim, read_mapping, read_note, write_json, write_text
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import Chosen, flattened, resolved_objective, stored_settings
-from ctpo_megatron.run.provenance import (
-    changed_code,
-    describe,
-    describe_environment,
-    loaded_files,
-    record_extensions,
+from ctpo_megatron.config import (
+    Chosen,
+    flattened,
+    named_extensions,
+    resolved_objective,
+    stored_settings,
+    without_removed,
 )
+from ctpo_megatron.run.provenance import describe_environment, record_extensions
 
 if TYPE_CHECKING:
     from ctpo_megatron.config.schema import Config, RunConfig
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Of one start, not of the run, and what they are without it.
-_ONE_TIME = {"overwrite": False, "resume": False, "accept_changed_code": False, "deadline": None}
+_ONE_TIME = {"overwrite": False, "resume": False, "deadline": None}
 
 
 class RunDirectoryError(Exception):
@@ -69,8 +68,6 @@ def _open(config: Config) -> Path:
     if resumed:
         _check_resumable(directory)
         _own(directory)
-        if not run.accept_changed_code:
-            _check_code(directory, loaded_files(config), run.resume)
         for key, (was, now) in (_changes(directory, stored_settings(config)) or {}).items():
             log.warning("resuming with another value: %s = %s (was %s)", key, redacted(now, key), redacted(was, key))
     elif exists:
@@ -93,7 +90,7 @@ def _open(config: Config) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         _own(directory)
         _describe(config)
-    record_extensions(loaded_files(config), directory)
+    record_extensions(_users_files(config), directory)
     return directory
 
 
@@ -178,7 +175,7 @@ def written_by_another_version(place: Path, directory: Path) -> str:
 
 def _own(directory: Path) -> int:
     try:
-        return claim(directory)
+        return claim(RunPaths(directory).owner)
     except BlockingIOError as error:
         raise RunDirectoryError(
             f"{directory} is being written by {error}. Wait until it has ended, end it, or type run.name=other"
@@ -195,15 +192,6 @@ def _check_resumable(directory: Path) -> None:
     facts = _facts(directory)
     if facts and "version" not in facts:
         raise RunDirectoryError(written_by_another_version(directory, directory))
-
-
-def _check_code(directory: Path, files: Mapping[str, Path], resume: bool | str) -> None:
-    if changes := changed_code(files, directory):
-        raise RunDirectoryError(
-            f"run.resume={str(resume).lower()}, but users' own code is not what {directory} was begun with "
-            f"(copies are in {RunPaths(directory).extensions}):\n{describe(changes)}\n"
-            f"Restore it, or type run.accept_changed_code=true to continue with the code as it is now"
-        )
 
 
 def _is_occupied(directory: Path) -> bool:
@@ -234,7 +222,13 @@ def _delete(directory: Path, inputs: Iterable[Path]) -> None:
 
 def _inputs(config: Config) -> list[Path]:
     """Files that the run reads."""
-    return [*(path for _, path in config.inputs()), *loaded_files(config).values()]
+    return [*(path for _, path in config.inputs()), *_users_files(config).values()]
+
+
+def _users_files(config: Config) -> dict[str, Path]:
+    """Source files of the configured users' parts, by name; imports them."""
+    paths = [extension.name for _, extension in named_extensions(config) if extension.is_path]
+    return loaded_files(config.extensions.path or (), paths)
 
 
 def _describe(config: Config) -> None:
@@ -259,7 +253,7 @@ def _describe(config: Config) -> None:
 def _changes(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]] | None:
     """Every key whose value differs from the run being continued: what it was and is; None: unknown."""
     try:
-        former = dict(flattened(read_mapping(RunPaths(directory).config)))
+        former = dict(flattened(without_removed(read_mapping(RunPaths(directory).config))))
     except DamagedFileError as error:
         log.warning("%s: which values differ from the run's is unknown", error)
         return None
@@ -270,25 +264,3 @@ def _changes(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[An
         for key in sorted(former.keys() | current.keys())
         if former.get(key) != current.get(key) and key not in not_compared
     }
-
-
-def claim(directory: Path) -> int:
-    """Lock `directory` for this process and return the descriptor that holds the lock; closing it releases the lock.
-
-    Else the kernel releases it when the process ends, however it ends. Raises BlockingIOError, whose
-    message is the owner as the file names it, when another process holds it. A file system without locks is a warning.
-    """
-    descriptor = os.open(RunPaths(directory).owner, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        # Not flock: forked children would share that lock, and one that outlives the run would keep it.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        owner = os.read(descriptor, 1000).decode(errors="replace").strip()
-        os.close(descriptor)
-        raise BlockingIOError(owner or "an unidentified process") from error
-    except OSError as error:
-        log.warning("%s cannot be locked (%s): a second job in it would go unnoticed", directory, error)
-    os.ftruncate(descriptor, 0)
-    started = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {started}\n".encode())
-    return descriptor

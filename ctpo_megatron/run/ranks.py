@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,7 @@ from ctpo_megatron.environments import exported_chat_template
 from ctpo_megatron.policy import (
     CheckpointWriteError,
     Layout,
+    RankLost,
     RankZeroError,
     Trainer,
     TrainResult,
@@ -46,13 +48,12 @@ from ctpo_megatron.policy import (
     supervised,
 )
 from ctpo_megatron.preflight import settled_as_before
-from ctpo_megatron.run.watchdog import Watchdog
+from ctpo_megatron.run.trace import StackDump, StepTrace
 from ctpo_megatron.tracking import Phases
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines import EnginePool
     from ctpo_megatron.engines.weights.checksums import Sums
-    from ctpo_megatron.run.step_trace import StepTrace
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +68,10 @@ _END = "end"  # the command after which a rank serves no longer
 def _on_all_ranks(
     *, gpus: bool = False, others: Callable[..., tuple[Any, ...]] | None = None
 ) -> Callable[[Callable[Concatenate[TrainerGroup, P], R]], Callable[Concatenate[TrainerGroup, P], R]]:
-    """Makes a method of `TrainerGroup` that rank zero calls one that every rank runs; rank zero's result is returned.
+    """Have every rank run a method of `TrainerGroup` that rank zero calls; rank zero's result is returned.
 
-    gpus: engines on the trainer's GPUs sleep first. others: makes what the other ranks are given of rank zero's
-    positional arguments, where only rank zero needs them all: they are pickled and go through the job's store.
+    gpus: engines on the trainer's GPUs sleep first. others: reduces the positional arguments before they are broadcast
+    to the other ranks, where only rank zero needs them all.
     """
 
     def decorate(body: Callable[Concatenate[TrainerGroup, P], R]) -> Callable[Concatenate[TrainerGroup, P], R]:
@@ -79,7 +80,8 @@ def _on_all_ranks(
             if gpus:
                 group._use_gpus()
             group._announce(body.__name__, *(others(*arguments) if others else arguments), **named)
-            return body(group, *arguments, **named)
+            with group.layout.lost_ranks_named():
+                return body(group, *arguments, **named)
 
         return call
 
@@ -94,11 +96,11 @@ class TrainerGroup:
     """
 
     trainer: Trainer
-    """The model of this rank; there after `build`."""
+    """Set by `build`."""
     transport: WeightTransport
-    """There after `connect`."""
+    """Set by `connect`."""
     _trace: StepTrace
-    """There after `begin_trace`."""
+    """Set by `begin_trace`."""
 
     def __init__(self, config: Config, layout: Layout, stop: StopSignal) -> None:
         self._config, self.layout, self._stop = config, layout, stop
@@ -110,14 +112,15 @@ class TrainerGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # A SystemExit ends rank zero alone: the other ranks have theirs, or lose rank zero.
-        if self.layout.is_rank_zero and (error is None or isinstance(error, Exception)):
+        # After a SystemExit the other ranks have theirs, or lose rank zero, as after a lost rank.
+        ends = error is None or (isinstance(error, Exception) and not isinstance(error, RankLost))
+        if self.layout.is_rank_zero and ends:
             self._end(error)
         self._deferred.close()
         self._connection.close()
         self._open.__exit__(kind, error, at)
 
-    def _end(self, error: Exception | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
         """Let the other ranks end, or fail with rank zero's error."""
 
         def end() -> Command:
@@ -128,10 +131,8 @@ class TrainerGroup:
         try:
             self.layout.on_rank_zero(end)
         except Exception as raised:
-            if error is None:
+            if raised is not error:
                 raise
-            if raised is not error:  # such as a lost rank; the caller raises the error that came first
-                log.warning("the other ranks do not know of the failure: %s", raised)
 
     def serve(self) -> int:
         """Run on this rank what rank zero calls, until it leaves; returns the exit status.
@@ -143,9 +144,10 @@ class TrainerGroup:
             if name == _END:
                 return self._stop.leave() if self._stop.is_set() else 0
             method = getattr(type(self), name)
-            with self.phases.progress.within(phase):
+            with self.phases.progress.within(phase), self.layout.lost_ranks_named():
                 # The body alone: the method itself would announce it again.
                 getattr(method, "__wrapped__", method)(self, *arguments, **named)
+            faulthandler.cancel_dump_traceback_later()  # waiting for rank zero may take as long as that likes
 
     def _announce(self, name: str, *arguments: Any, **named: Any) -> None:
         """Have the other ranks run a method."""
@@ -161,20 +163,18 @@ class TrainerGroup:
         """From now on these engines sleep before the trainer uses a GPU."""
         self._pool = pool
 
-    def watched(self, directory: Path, phases: Phases) -> Watchdog:
-        """Have a watchdog on every rank; rank zero's is returned. phases: of the run, which the trainer times on rank
-        zero."""
+    def dump_stacks(self, directory: Path, phases: Phases) -> None:
+        """Have every rank write its stacks into the run directory before a time-out ends the run; see `StackDump`.
+
+        phases: of the run, which the trainer times on rank zero.
+        """
         self.phases = phases
-        self._announce("_watch", directory)
-        return self._watchdog(directory)
+        self._open_stacks(directory)
 
-    def _watch(self, directory: Path) -> None:
-        self._open.enter_context(self._watchdog(directory))
-
-    def _watchdog(self, directory: Path) -> Watchdog:
-        run, progress = self._config.run, self.phases.progress
-        timeout_s, end = run.stall_timeout_s, run.end_on_stall
-        return Watchdog(progress, self.layout.rank_zero, directory, timeout_s=timeout_s, end=end)
+    @_on_all_ranks()
+    def _open_stacks(self, directory: Path) -> None:
+        path, timeout_s = RunPaths(directory).stacks(self.layout.rank), 60 * self._config.policy.timeout_minutes
+        self._open.enter_context(StackDump(path, timeout_s, self.phases.progress))
 
     @contextmanager
     def stop_deferred(self) -> Iterator[None]:
@@ -264,8 +264,6 @@ class TrainerGroup:
     @_on_all_ranks()
     def begin_trace(self, step: int) -> None:
         """Record what every rank does, until `end_trace`."""
-        from ctpo_megatron.run.step_trace import StepTrace  # torch's profiler, which most runs never need
-
         self._trace = StepTrace(self.phases, step)
 
     @_on_all_ranks()

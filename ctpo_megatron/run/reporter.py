@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import logging
+import os
+import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from types import TracebackType
+from typing import Any, Literal, Self
 
+from ctpo_megatron.base import clock
 from ctpo_megatron.base.printable import ranges
 from ctpo_megatron.base.run_paths import EVALUATION, SFT_METRICS, TRAJECTORIES, RunPaths
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
-from ctpo_megatron.environments import read_tokenizer
+from ctpo_megatron.environments import decoder
 from ctpo_megatron.policy import TrainResult, peak_flops
 from ctpo_megatron.report import (
     FALLEN,
@@ -31,12 +34,15 @@ from ctpo_megatron.tracking import (
     Decode,
     Display,
     DumpWriter,
+    Heartbeat,
     MetricsWriter,
     Phases,
     PhaseTimer,
     PositionsWriter,
+    Progress,
     TrainLog,
     discard_dumps,
+    groups_to_dump,
     open_trackers,
     phase_peaks,
     read_metrics,
@@ -48,6 +54,7 @@ from ctpo_megatron.tracking import (
 
 log = logging.getLogger(__name__)
 
+_HEARTBEAT_S = 5.0  # between two writes of the heartbeat
 _SAMPLE = 8
 """Prompts of a step whose trajectories `tracking.trajectories: sample` writes."""
 _SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/epoch", "sft/tokens_per_s")
@@ -65,6 +72,7 @@ class Reporter:
         engines = engine_count(config) * config.rollout.engine.tensor_parallel_size if sampling else 0
         self._peaks = phase_peaks(config.tracking.peak_flops or peak, trainers=trainers, engines=engines)
         self._exit = ExitStack()
+        self._heartbeat = _HeartbeatFile(directory, self.progress, trainers)
         title = f"{config.run.name}, {config.objective.preset}"
         self._trackers = self._exit.enter_context(open_trackers(config, directory))
         self._metrics = self._exit.enter_context(MetricsWriter(directory, self._trackers))
@@ -85,10 +93,12 @@ class Reporter:
         return cls(config, directory, decoder(config.model.path), trainers=trainers, peak=peak)
 
     def __enter__(self) -> Self:
+        self._heartbeat.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._exit.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._heartbeat.end("failed" if kind is not None and issubclass(kind, Exception) else "ended")
+        self._exit.__exit__(kind, error, at)
 
     @property
     def latest(self) -> Mapping[str, Any]:
@@ -146,7 +156,7 @@ class Reporter:
         self._display.step(step, record)
         if self._config.trajectories != "none":  # last: the thread that writes it would slow down what is above
             most = _SAMPLE if self._config.trajectories == "sample" else None
-            self._dump(step, *_dumped(batch, result.diagnostics, most))
+            self._dump(step, *groups_to_dump(batch, result.diagnostics, most))
         if self._is_first_batch:
             self._is_first_batch = False
             self._warn(step, record)
@@ -245,36 +255,37 @@ class Reporter:
         return found | throughput_metrics(found, self._peaks)
 
 
-def _dumped(
-    batch: Batch, diagnostics: Mapping[int, Mapping[str, Any]], most: int | None
-) -> tuple[list[Group], dict[int, Mapping[str, Any]]]:
-    """The groups to write, and what is known of their trajectories by place among them; of dropped ones `dropped`.
+class _HeartbeatFile:
+    """Writes `heartbeat.json` every few seconds, from a thread of its own, and at the end how the run ended."""
 
-    diagnostics: by place among the trajectories that are trained on. most: groups; the last ones, which the diagnostics
-    are of.
-    """
-    extra: list[list[Mapping[str, Any]]] = []
-    trained = 0
-    for group in batch.groups:
-        count = len(group.trajectories)
-        if group.dropped:
-            extra.append([{"dropped": True}] * count)
-        else:
-            extra.append([diagnostics.get(place, {}) for place in range(trained, trained + count)])
-            trained += count
-    start = 0 if most is None else max(0, len(extra) - most)
-    return batch.groups[start:], dict(enumerate(itertools.chain.from_iterable(extra[start:])))
+    def __init__(self, directory: Path, progress: Progress, ranks: int) -> None:
+        self._directory, self._progress, self._ranks = directory, progress, ranks
+        self._over, self._fails = threading.Event(), False
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
+    def start(self) -> None:
+        """Write from now on."""
+        self._thread.start()
 
-def decoder(model_path: str) -> Decode:
-    """Token ids to text by the tokenizer of a model, which is read when it is first needed."""
+    def end(self, state: Literal["ended", "failed"]) -> None:
+        """Write for the last time."""
+        self._over.set()
+        self._thread.join()
+        self._write(state)
 
-    @functools.cache
-    def read() -> Decode:
-        tokenizer = read_tokenizer(model_path)
-        fast = getattr(tokenizer, "backend_tokenizer", None)
-        if fast is None or tokenizer.clean_up_tokenization_spaces:
-            return tokenizer.decode  # type: ignore[no-any-return]
-        return partial(fast.decode, skip_special_tokens=False)  # the same without a look at every id
+    def _beat(self) -> None:
+        self._write("running")
+        while not self._over.wait(_HEARTBEAT_S):
+            self._write("running")
 
-    return lambda token_ids: read()(token_ids)
+    def _write(self, state: Literal["running", "ended", "failed"]) -> None:
+        now, progress, host = clock.now(), self._progress, socket.gethostname()
+        moved = now - (progress.idle_s if state == "running" else 0.0)
+        try:
+            Heartbeat(state, progress.step, progress.phase, now, moved, self._ranks, os.getpid(), host).write(
+                self._directory
+            )
+        except OSError as error:
+            if not self._fails:
+                log.warning("the heartbeat of the run could not be written: %s", error)
+            self._fails = True

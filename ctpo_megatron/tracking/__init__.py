@@ -37,6 +37,7 @@ from ctpo_megatron.tracking.train_log import TrainLog
 if TYPE_CHECKING:
     from ctpo_megatron.tracking.trajectories import (
         discard_dumps,
+        groups_to_dump,
         read_heads,
         read_scores,
         read_texts,
@@ -67,6 +68,7 @@ __all__ = [
     "TrainLog",
     "discard_dumps",
     "duration",
+    "groups_to_dump",
     "open_trackers",
     "phase_peaks",
     "read_heads",

@@ -1,4 +1,4 @@
-"""Wall and CPU seconds of phases and stages, and the progress of a run: for the watchdog, and in the heartbeat file."""
+"""Wall and CPU seconds of phases and stages, and the progress of a run, which the heartbeat file has."""
 
 from __future__ import annotations
 
@@ -90,13 +90,14 @@ class PhaseTimer:
 
 
 class Progress:
-    """Progress of one rank; its main thread writes, the watchdog's thread reads.
+    """Progress of one rank; any thread reads it.
 
-    step: the latest logged step, RL or supervised; 0 before the first.
+    step: the latest logged step, RL or supervised; 0 before the first. on_advance: called at every progress.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.on_advance: Callable[[], None] = lambda: None
         self._within: list[str] = []
         self._advanced = time.monotonic()
 
@@ -114,6 +115,7 @@ class Progress:
     def advance(self) -> None:
         """Note that a part of a long phase is done."""
         self._advanced = time.monotonic()
+        self.on_advance()
 
     @property
     def phase(self) -> str:
@@ -129,7 +131,7 @@ class Progress:
 class Phases:
     """Times the phases of a rank and records its progress.
 
-    mark: a context that names a phase in a trace, while one is recorded (`run/step_trace.py`).
+    mark: a context that names a phase in a trace, while one is recorded (`run/trace.py`).
     """
 
     def __init__(self, timer: PhaseTimer | None = None) -> None:
@@ -189,8 +191,8 @@ class Heartbeat:
     """Content of the file, written by rank zero every few seconds.
 
     state: `running`, or at the end `ended` or `failed`; a killed run stays `running`. phase: of rank zero, e.g.
-    `rl/step/update`. time, progress: seconds since the epoch by rank zero's clock, of this write and of the latest
-    begin or end of a phase on any rank. stalls: how often the stacks were dumped since the start.
+    `rl/step/update`. time, progress: seconds since the epoch by rank zero's clock, of this write and of its latest
+    progress. Progress is a phase that begins or ends, or a group of trajectories that is complete.
     """
 
     state: Literal["running", "ended", "failed"]
@@ -198,7 +200,6 @@ class Heartbeat:
     phase: str
     time: float
     progress: float
-    stalls: int
     ranks: int
     pid: int
     host: str

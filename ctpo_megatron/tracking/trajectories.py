@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from ctpo_megatron.base.files import DamagedFileError, aside
 from ctpo_megatron.base.run_paths import EVALUATION, TRAJECTORIES, RunPaths, discarded, step_in
-from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.data.trajectory_file import SCHEMA, read_table, records_in, row_of, trajectories_in, write_table
 from ctpo_megatron.tracking.records import TRACES, Decode, GiveWay, Head, Record
@@ -61,6 +62,27 @@ def write_trajectories(
     with aside(path) as written:
         write_table(written, rows, _ADDED, after=GiveWay().after)
     return path
+
+
+def groups_to_dump(
+    batch: Batch, diagnostics: Mapping[int, Mapping[str, Any]], most: int | None
+) -> tuple[list[Group], dict[int, Mapping[str, Any]]]:
+    """Return the groups to write, and what is known of their trajectories by index among them: `dropped` or this.
+
+    diagnostics: by index among the trajectories that are trained on. most: groups; the last ones, which the diagnostics
+    are of.
+    """
+    extra: list[list[Mapping[str, Any]]] = []
+    trained = 0
+    for group in batch.groups:
+        count = len(group.trajectories)
+        if group.dropped:
+            extra.append([{"dropped": True}] * count)
+        else:
+            extra.append([diagnostics.get(index, {}) for index in range(trained, trained + count)])
+            trained += count
+    start = 0 if most is None else max(0, len(extra) - most)
+    return batch.groups[start:], dict(enumerate(itertools.chain.from_iterable(extra[start:])))
 
 
 def _rows(groups: Iterable[Group], decode: Decode, extra: Mapping[int, Mapping[str, Any]]) -> Iterator[Record]:

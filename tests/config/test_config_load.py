@@ -193,7 +193,7 @@ WRONG_VALUES = {
     "rollout.engines=true": "rollout.engines = true: must be an integer, or auto",
     "run.overwrite=1": "run.overwrite = 1: must be a boolean",
     "run.resume=yes_please": 'run.resume = "yes_please": must be one of true, false, auto',
-    "run.stall_timeout_s=1e12": "run.stall_timeout_s = 1000000000000.0: must be less than or equal to 1000000000",
+    "checkpoint.grace_s=1e12": "checkpoint.grace_s = 1000000000000.0: must be less than or equal to 1000000000",
     "policy.optimizer.lr=.nan": "policy.optimizer.lr = NaN: must be a finite number",
     "policy.optimizer.lr=fast": 'policy.optimizer.lr = "fast": must be a number',
     "policy.optimizer.betas=[0.9]": "policy.optimizer.betas.1: wrong number of items; give 2 numbers",

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from ctpo_megatron.config import Config, dump, load_config
 from ctpo_megatron.config.reads import Reads
-from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
+from ctpo_megatron.run import RunDirectoryError, open_run_directory
 
 TEXT_WITHOUT_PATH = {
     "run.name",

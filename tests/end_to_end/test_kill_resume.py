@@ -32,7 +32,7 @@ from ctpo_megatron.data import (
     Trajectory,
 )
 from ctpo_megatron.rollouts.open_batch import OpenBatch
-from ctpo_megatron.run.directory import open_run_directory
+from ctpo_megatron.run import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
 from tests import compare_runs
 from tests.end_to_end import killed_train

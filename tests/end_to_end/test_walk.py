@@ -19,7 +19,7 @@ OF_A_ROW = {
     "ctpo_megatron/policy/trainer.py",
     "ctpo_megatron/rewards/worker.py",
     "ctpo_megatron/rollouts/rollouts.py",
-    "ctpo_megatron/run/controller.py",
+    "ctpo_megatron/run/run.py",
     "ctpo_megatron/run/ranks.py",
     "ctpo_megatron/train.py",
     "kernels/ctpo_kernels/loss_torch.py",
@@ -36,7 +36,7 @@ OF_NEITHER = {
     "ctpo_megatron/config/load.py",
     "ctpo_megatron/policy/checkpoint.py",
     "ctpo_megatron/report/page.py",
-    "ctpo_megatron/run/watchdog.py",
+    "ctpo_megatron/run/checkpoints.py",
     "ctpo_megatron/sft.py",
 }
 

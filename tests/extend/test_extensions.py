@@ -14,7 +14,7 @@ import pytest
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import Config, ConfigError, load_config
 from ctpo_megatron.preflight import check_extensions
-from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
+from ctpo_megatron.run import RunDirectoryError, open_run_directory
 from tests.support import ranks
 from tests.support.task import SMALL_TASK, task_folder
 
@@ -135,7 +135,7 @@ def resume(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return start(folder, "run.resume=true", *overrides)
 
 
-def test_changed_code_is_refused_and_may_be_accepted(folder: Path) -> None:
+def test_a_resume_with_changed_code_warns_and_keeps_both(folder: Path) -> None:
     write_parts(folder)
     assert start(folder).returncode == 0
     run = folder / "runs" / "mine"
@@ -146,24 +146,18 @@ def test_changed_code_is_refused_and_may_be_accepted(folder: Path) -> None:
     (folder / "pack" / "judge.py").write_text("import helper\nGOOD = 1\ndef f(trajectory, prompt): ...\n")
     now = {name: sha256((folder / name).read_bytes()).hexdigest() for name in FILES - {"pack/words.py"}}
 
-    refused = resume(folder).stderr
-    assert "RunDirectoryError: run.resume=true, but users' own code is not what" in refused
-    assert f"helper.py: {before['files']['helper.py']} -> {now['helper.py']}" in refused
-    assert f"pack/words.py: {before['files']['pack/words.py']} -> absent" in refused
-    assert "pack/__init__.py:" not in refused
-    assert refused.strip().endswith("type run.accept_changed_code=true to continue with the code as it is now")
-    assert json.loads((run / "extensions.json").read_text()) == before
-
-    accepted = resume(folder, "run.accept_changed_code=true")
-    assert accepted.returncode == 0 and "continuing with changed code" in accepted.stderr
+    resumed = resume(folder)
+    changed = "helper.py, pack/judge.py, pack/words.py"
+    assert resumed.returncode == 0
+    assert f"users' code is not what the run was begun with: {changed}. Its steps from now on" in resumed.stderr
     record = json.loads((run / "extensions.json").read_text())
     assert record["files"] == now
     (change,) = record["accepted"]
     assert change["helper.py"] == {"was": before["files"]["helper.py"], "is": now["helper.py"]}
     assert (run / "extensions" / "helper.py").read_text() == "import json, re\n"
     assert (run / "extensions.previous" / "helper.py").read_text() == "import json\n"
-    assert "accept_changed_code: false" in (run / "config.yaml").read_text()
-    assert resume(folder).returncode == 0  # it is the run's code now
+    again = resume(folder)  # it is the run's code now
+    assert again.returncode == 0 and "users' code" not in again.stderr
 
 
 def test_overwriting_does_not_delete_the_code_it_needs(folder: Path) -> None:

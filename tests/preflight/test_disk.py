@@ -17,7 +17,7 @@ from ctpo_megatron import cli
 from ctpo_megatron.config import GIB, Config, load_config, read_shapes
 from ctpo_megatron.preflight import RunContext, check_disk, crash_line, disk_table, disk_use
 from ctpo_megatron.preflight.disk import DiskUse
-from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
+from ctpo_megatron.run import RunDirectoryError, open_run_directory
 from tests.engines.tiny_model import build_tiny_model
 from tests.support.prefork import ROOT
 

@@ -1,6 +1,6 @@
 """Publish, wake, sample and train on pretended GPUs, over vLLM's own producer, consumer and layerwise reload.
 
-Rank zero's GPU is looked at, which holds most. Real are the trainer on all ranks, the order of `Controller`, the
+Rank zero's GPU is looked at, which holds most. Real are the trainer on all ranks, the order of `Run`, the
 transports, and what vLLM does at both ends. An engine's cache is a number of bytes, and nothing is sampled.
 """
 
@@ -19,7 +19,7 @@ from ctpo_megatron.data import Batch
 from ctpo_megatron.engines import UpdateReport
 from ctpo_megatron.engines.weights import EngineFacts, SendsWeights, checksums
 from ctpo_megatron.policy import destroy_distributed, init_distributed
-from ctpo_megatron.run import Controller, Services, TrainerGroup
+from ctpo_megatron.run import Run, Services, TrainerGroup
 from tests.policy import models
 from tests.rehearsal import fused_adam, streams
 from tests.rehearsal.allocator import Allocator, Gpu
@@ -164,15 +164,16 @@ def _lead(case: TransferCase, config: Config, group: TrainerGroup, gpu: Gpu) -> 
     pool: Any = Pool(config, engine, memory, moments)
     rollouts: Any = Rollouts(pool)
     report: Any = Report()
-    with Controller(config, group, Services(rollouts, rollouts, pool), report) as controller:
+    nothing: Any = None
+    with Run(config, group, Services(rollouts, rollouts, pool), nothing, report, nothing) as run:
         group.build()
         group.use_optimizer(OptimizerConfig(lr=1e-3), STEPS)
-        controller.publish(0)
+        run.publish()
         for step in range(STEPS):
-            assert controller.next_batch(step) is not None
+            assert run.next_batch(step) is not None
             moments.enter(UPDATE)
             group.fine_tune(models.trajectories(8, seed=step), 8)
-            controller.publish(step + 1)
+            run.publish()
         moments.enter("")
     assert streams.current() is streams.default(), "a transfer has left the trainer on another stream"
     return moments.peaks

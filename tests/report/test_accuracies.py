@@ -20,7 +20,7 @@ from ctpo_megatron.report.endpoints import UNDECIDED, Endpoint, GroupDifference
 from ctpo_megatron.report.estimates import ONE_SEED, ScoredProblem, ScoredSet, difference, mean_score
 from ctpo_megatron.report.groups import groups_of
 from ctpo_megatron.report.run_data import RunData
-from ctpo_megatron.run.directory import open_run_directory
+from ctpo_megatron.run import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, write_trajectories
 from tests.tracking.synthetic_run import decode, make_config, make_groups
 

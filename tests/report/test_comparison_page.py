@@ -12,7 +12,7 @@ import pytest
 
 from ctpo_megatron.cli import main
 from ctpo_megatron.report import Comparison, save_figures, write_comparison
-from ctpo_megatron.run.directory import open_run_directory
+from ctpo_megatron.run import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter
 from tests.tracking.synthetic_run import make_config, step_metrics
 

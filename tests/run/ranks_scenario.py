@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from ctpo_megatron.base.stop import StopSignal
-from ctpo_megatron.policy import destroy_distributed, init_distributed
-from ctpo_megatron.policy.rank_zero import RankZeroError
-from ctpo_megatron.run import TrainerGroup, ranks
+from ctpo_megatron.policy import RankZeroError, destroy_distributed, init_distributed
+from ctpo_megatron.run import TrainerGroup
 from ctpo_megatron.tracking import Phases
 from tests.tracking.synthetic_run import make_config
 
@@ -50,7 +50,7 @@ def main(root: Path, how: str) -> dict[str, Any]:
     layout = init_distributed(config.policy, seed=0)
     group = TrainerGroup(config, layout, stop)
     seen: list[Any] = []
-    ranks.gpu_bytes = lambda: (48 - 24 * layout.rank) << 30  # of pretended GPUs
+    patch("ctpo_megatron.run.ranks.gpu_bytes", lambda: (48 - 24 * layout.rank) << 30).start()  # of pretended GPUs
     trainer: Any = SavingTrainer(group, seen)
     group.trainer = trainer
     status: Any = None
@@ -71,7 +71,8 @@ def _of_rank_zero(group: TrainerGroup, root: Path, how: str) -> int:
     if how == "settles":
         group.settle(None)
         return 7
-    with group.watched(root, phases), phases.stage("rl"):
+    group.dump_stacks(root, phases)
+    with phases.stage("rl"):
         if how == "traced":
             group.begin_trace(2)
         group.finish_save(wait=False)

@@ -24,8 +24,7 @@ from ctpo_megatron.data import Batch, Prompt, PromptSampler
 from ctpo_megatron.policy import Layout, TrainResult, checkpoint_files
 from ctpo_megatron.policy.hf_directory import write_directory
 from ctpo_megatron.rollouts import Evaluation, EventLoop, GroupSampler, Rollouts, RolloutSettings
-from ctpo_megatron.run import controller
-from ctpo_megatron.run.services import Services
+from ctpo_megatron.run import Services
 from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
 from tests.tracking.synthetic_run import make_config
 
@@ -62,8 +61,8 @@ class ScriptedTrainer:
     def settle(self, _before: object) -> Config:
         return self.config
 
-    def watched(self, *_: object) -> Any:
-        return nullcontext()
+    def dump_stacks(self, *_: object) -> None:
+        """Nothing stands still."""
 
     def stop_deferred(self) -> Any:
         return nullcontext()
@@ -114,7 +113,9 @@ class ScriptedRuns:
     def __init__(self, root: Path, model: Path, patch: Any) -> None:
         self.root, self._model = root, model
         patch.setattr(train, "start_services", self._services)
-        patch.setattr(controller, "give_way_to_engines", lambda: None)  # it would slow down what tests come after
+        patch.setattr(
+            "ctpo_megatron.run.run.give_way_to_engines", lambda: None
+        )  # it would slow down what tests come after
         patch.setattr(export, "Trainer", ScriptedExporter)
         patch.setattr(export, "init_distributed", lambda *_, **__: ONE_RANK)
         patch.setattr(export, "destroy_distributed", lambda: None)

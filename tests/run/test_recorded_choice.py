@@ -13,8 +13,7 @@ import yaml
 from ctpo_megatron.base.stop import NeverStop
 from ctpo_megatron.config import Config, ConfigError
 from ctpo_megatron.policy import Layout
-from ctpo_megatron.run import TrainerGroup, former_choice, open_run_directory, ranks
-from ctpo_megatron.run.directory import take_over
+from ctpo_megatron.run import TrainerGroup, former_choice, open_run_directory, take_over
 from tests.run.scripted_run import ONE_RANK, ScriptedRuns
 from tests.support.prefork import ROOT
 from tests.tracking.synthetic_run import make_config
@@ -45,7 +44,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             rollout={"engine": {"max_model_len": 9216}},
             placement={"mode": "colocated", "trainer_gpus": 1, "engine_gpus": 1},
         )
-        monkeypatch.setattr(ranks, "gpu_bytes", lambda: int(gpu_gib * 2**30))
+        monkeypatch.setattr("ctpo_megatron.run.ranks.gpu_bytes", lambda: int(gpu_gib * 2**30))
         chosen = TrainerGroup(config, ONE_RANK, NeverStop()).settle(former_choice(config.run))
         open_run_directory(chosen)
         if config.run.resume:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,8 @@ from ctpo_megatron.objective import PositionStats
 from ctpo_megatron.policy import StepPositions, TrainResult
 from ctpo_megatron.report.page import checks
 from ctpo_megatron.report.run_data import RunData
-from ctpo_megatron.run import Reporter, TrainerGroup, check_there, needed, open_run_directory
-from ctpo_megatron.run.directory import RunDirectoryError
-from ctpo_megatron.tracking import read_heartbeat, read_positions, read_trajectories
-from tests.run.scripted_run import ONE_RANK
+from ctpo_megatron.run import Reporter, RunDirectoryError, check_there, needed, open_run_directory
+from ctpo_megatron.tracking import Heartbeat, read_heartbeat, read_positions, read_trajectories
 from tests.tracking.synthetic_run import make_config
 
 
@@ -31,6 +32,12 @@ def batch(reward: float = 1.0) -> Batch:
     trajectory.append_context([1, 2], turn=0)
     trajectory.append_model([3, 4], [-0.5, -0.5], [1, 1], turn=1)
     return Batch([Group(prompt, [trajectory])], {"reward/mean": reward, "tokens/total": 4.0})
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heartbeat is written soon."""
+    monkeypatch.setattr("ctpo_megatron.run.reporter._HEARTBEAT_S", 0.01)
 
 
 @pytest.fixture
@@ -221,19 +228,33 @@ def test_supervised_steps_are_written_apart(report: Reporter, tmp_path: Path) ->
     assert not lines(tmp_path)
 
 
-def test_a_run_has_a_heartbeat_from_beginning_to_end(tmp_path: Path) -> None:
+def test_the_heartbeat_says_where_a_run_is_and_how_it_ended(tmp_path: Path) -> None:
     config = make_config(tmp_path, tracking={"live": "off", "trackers": []})
-    stop: Any = None
-    trainer = TrainerGroup(config, ONE_RANK, stop)
-    with Reporter.of(config, tmp_path, 1) as reporter, trainer, trainer.watched(tmp_path, reporter.phases):
-        reporter.log(5, {"reward/mean": 0.5})
-        with reporter.stage("rl"), reporter.phase("update"):
-            assert reporter.progress.phase == "rl/update"
-        assert reporter.progress.idle_s < reporter.timer.stages["rl"].wall + 60
-        first = read_heartbeat(tmp_path)
-    last = read_heartbeat(tmp_path)
-    assert first is not None and last is not None
-    assert (first.state, first.ranks) == ("running", 1) and (last.state, last.step, last.stalls) == ("ended", 5, 0)
+
+    def run(error: type[BaseException] | None) -> tuple[Heartbeat, Heartbeat]:
+        """Its heartbeat in an update, and the last one; error: what ends it."""
+        with (
+            pytest.raises(error) if error else nullcontext(),
+            Reporter(config, tmp_path, str, trainers=2, peak=None) as reporter,
+            reporter.stage("rl"),
+            reporter.phase("update"),
+        ):
+            reporter.log(5, {"reward/mean": 0.5})
+            while (living := read_heartbeat(tmp_path)) is None or living.step != 5:
+                time.sleep(0.01)
+            if error:
+                raise error
+        last = read_heartbeat(tmp_path)
+        assert last is not None
+        return living, last
+
+    for error, state in ((None, "ended"), (ZeroDivisionError, "failed"), (SystemExit, "ended")):
+        living, last = run(error)
+        assert (living.state, living.phase, living.ranks) == ("running", "rl/update", 2)
+        assert (living.pid, living.host) == (os.getpid(), socket.gethostname())
+        assert living.progress <= living.time <= last.time <= time.time()
+        assert (last.state, last.step, last.phase) == (state, 5, "")
+        (tmp_path / "heartbeat.json").unlink()
 
 
 @pytest.mark.parametrize(

@@ -6,42 +6,60 @@ import errno
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ctpo_megatron.base.signals import ENDING
 from ctpo_megatron.base.stop import BEGUN, Cancelled, StopSignal
+from ctpo_megatron.config import Config
 from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
 from ctpo_megatron.data.verdict import NoVerdict
+from ctpo_megatron.engines.weights import EngineFacts
 from ctpo_megatron.policy import TrainResult
-from ctpo_megatron.run import Run, TooManyFailed
+from ctpo_megatron.rollouts import Evaluated
+from ctpo_megatron.run import Run, Services, TooManyFailed
 from ctpo_megatron.tracking import Progress
 from ctpo_megatron.train import reinforce
 from tests.tracking.synthetic_run import make_config
 
 
 class Recorder:
-    """Stands for trainer, controller, checkpoints and reporter, and writes down what they are asked.
+    """Stands for trainer, rollouts, evaluation, checkpoints and reporter, and writes down what they are asked.
 
     fails: a call that finds the run to be stopped.
     """
 
     def __init__(self, stop: StopSignal, fails: str = "") -> None:
         self.calls: list[str] = []
-        self.progress, self.version, self.write_s = Progress(), 1, 0.0
+        self.progress, self.version, self.write_s, self.latest = Progress(), 1, 0.0, {"step": 0}
         self.restored: int | None = None
         self._stop, self._fails = stop, fails
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            self.calls.append(" ".join([name, *map(str, [*arguments, *keywords.values()])]))
-            if name == self._fails:
-                os.kill(os.getpid(), signal.SIGTERM)
-                raise Cancelled("stop requested")
+            self._called(name, *arguments, *keywords.values())
 
         return call
+
+    def _called(self, name: str, *arguments: Any) -> None:
+        self.calls.append(" ".join([name, *map(str, arguments)]))
+        if name == self._fails:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise Cancelled("stop requested")
+
+    def phase(self, name: str) -> Any:
+        return nullcontext()
+
+    def note(self, text: str) -> None:
+        """Nothing is shown."""
+
+    def release(self) -> None:
+        """On GPUs of its own."""
 
     def stop_agreed(self) -> bool:
         return self._stop.is_set()
@@ -49,7 +67,18 @@ class Recorder:
     def restore(self, checkpoint: Any) -> int | None:
         return self.restored
 
-    def lacks_evaluation(self) -> bool:
+    def publish(self, trainer: Any, version: int) -> bool:
+        self._called("publish", version)
+        return True
+
+    def run(self, step: int) -> Evaluated:
+        self._called("evaluate", step)
+        return Evaluated(step)
+
+    def end(self) -> None:
+        """No evaluation is under way."""
+
+    def lacks(self, latest: Any) -> bool:
         return False
 
     def next_batch(self, step: int) -> Batch | None:
@@ -67,11 +96,20 @@ class Recorder:
     def log(self, step: int, metrics: Any) -> None:
         """A line for the state before the first step."""
 
-    def end_evaluation(self) -> None:
-        """None is under way."""
-
     def finish_save(self, *, wait: bool = True) -> None:
         """None is under way."""
+
+
+class Engines:
+    """Stands for the pool. recorder: has `finish_update` written down."""
+
+    settings = SimpleNamespace(weights=SimpleNamespace(transport="auto"))
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.finish_update = recorder.finish_update
+
+    def wait_ready(self) -> EngineFacts:
+        return EngineFacts(torch.float32, "127.0.0.1", "tcp")
 
 
 @pytest.fixture
@@ -93,21 +131,27 @@ def a_run(tmp_path: Path, stop: StopSignal, fails: str = "", **sections: Any) ->
     }
     recorder: Any = Recorder(stop, fails)
     config = make_config(tmp_path, **(settings | sections))
-    return Run(config, recorder, recorder, recorder, recorder, stop), recorder
+    return of_recorder(config, recorder, stop), recorder
+
+
+def of_recorder(config: Config, recorder: Any, stop: StopSignal, **clock: Any) -> Run:
+    recorder.connect = lambda facts, pool: None
+    engines: Any = Engines(recorder)
+    return Run(config, recorder, Services(recorder, recorder, engines), recorder, recorder, stop, **clock)
 
 
 def test_the_loop_is_algorithm_1(tmp_path: Path, stop: StopSignal) -> None:
     run, recorder = a_run(tmp_path, stop)
-    reinforce(run, recorder, recorder)
+    reinforce(run, recorder)
     assert run.end() and run.done == 5
     assert recorder.calls == [
-        *("publish 1", "evaluate 0 False", "save 0"),
+        *("publish 1", "evaluate 0", "save 0"),
         *("sample 1", "train 1", "publish 2", "log 1"),
-        *("sample 2", "train 2", "publish 3", "log 2", "evaluate 2 False"),
+        *("sample 2", "train 2", "publish 3", "log 2", "evaluate 2"),
         *("sample 3", "train 3", "publish 4", "log 3", "save 3"),
-        *("sample 4", "train 4", "publish 5", "log 4", "evaluate 4 False"),
-        *("sample 5", "train 5", "publish 6", "log 5", "evaluate 5 True", "save 5"),
-        "wait_for_updates",
+        *("sample 4", "train 4", "publish 5", "log 4", "evaluate 4"),
+        *("sample 5", "train 5", "publish 6", "log 5", "evaluate 5", "save 5"),
+        "finish_update",
     ]
 
 
@@ -115,7 +159,7 @@ def test_a_resumed_run_does_the_steps_that_are_left(tmp_path: Path, stop: StopSi
     run, recorder = a_run(tmp_path, stop)
     recorder.restored, recorder.version = 3, 4
     run.restore(None)
-    reinforce(run, recorder, recorder)
+    reinforce(run, recorder)
     assert [call for call in recorder.calls if call.startswith(("publish", "sample", "save"))] == [
         *("publish 4", "sample 4", "publish 5", "sample 5", "publish 6", "save 5")
     ]
@@ -140,8 +184,8 @@ def saves(tmp_path: Path, stop: StopSignal, every: int | str, steps: int, step_s
 
     recorder.train, recorder.save = train, save
     config = make_config(tmp_path, **settings)
-    run = Run(config, recorder, recorder, recorder, recorder, stop, clock=lambda: now)
-    reinforce(run, recorder, recorder)
+    run = of_recorder(config, recorder, stop, clock=lambda: now)
+    reinforce(run, recorder)
     assert run.end()
     return [int(call.removeprefix("save ")) for call in recorder.calls if call.startswith("save ")]
 
@@ -185,7 +229,7 @@ def test_sigterm_ends_the_loop_in_its_step(tmp_path: Path, stop: StopSignal, fai
         return function(first, *rest)
 
     setattr(recorder, original, signalled)
-    reinforce(run, recorder, recorder)
+    reinforce(run, recorder)
     assert not run.end() and run.done == (1 if fails == "sample" else 2)
     assert recorder.calls[-len(last) - 1 :] == [*last, f"ensure_saved {run.done}"]
 
@@ -193,15 +237,15 @@ def test_sigterm_ends_the_loop_in_its_step(tmp_path: Path, stop: StopSignal, fai
 def test_a_stop_before_the_first_evaluation_is_reported_by_it(tmp_path: Path, stop: StopSignal) -> None:
     run, recorder = a_run(tmp_path, stop)
     os.kill(os.getpid(), signal.SIGTERM)
-    reinforce(run, recorder, recorder)
+    reinforce(run, recorder)
     assert not run.end()
-    assert recorder.calls == ["publish 1", "evaluate 0 False", "save 0", "ensure_saved 0"]
+    assert recorder.calls == ["publish 1", "evaluate 0", "save 0", "ensure_saved 0"]
 
 
 def test_a_stop_while_the_last_update_is_awaited_saves_too(tmp_path: Path, stop: StopSignal) -> None:
-    run, recorder = a_run(tmp_path, stop, fails="wait_for_updates")
-    reinforce(run, recorder, recorder)
-    assert not run.end() and recorder.calls[-2:] == ["wait_for_updates", "ensure_saved 5"]
+    run, recorder = a_run(tmp_path, stop, fails="finish_update")
+    reinforce(run, recorder)
+    assert not run.end() and recorder.calls[-2:] == ["finish_update", "ensure_saved 5"]
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -232,7 +276,7 @@ def test_a_run_that_cannot_write_saves_the_state_after_its_last_step(
 
     setattr(recorder, where, failing)
     with pytest.raises(type(error)) as raised, run.saved_at_least():
-        reinforce(run, recorder, recorder)
+        reinforce(run, recorder)
     assert raised.value is error and error.__notes__ == [f"{BEGUN} 2"]
     assert [call for call in recorder.calls if call.startswith("ensure")] == ["ensure_saved 2"] * saved
     assert ("the state after step 2 could not be saved: stop requested" in caplog.text) == (saved and fails != "")
@@ -288,11 +332,11 @@ def test_too_few_verdicts_end_the_run_with_its_state_saved(
     run, recorder = a_run(tmp_path, stop, reward={"max_failed": limit})
     recorder.next_batch = lambda step: verdicts(missing[step - 1])
     if ends is None:
-        reinforce(run, recorder, recorder)
+        reinforce(run, recorder)
         assert run.end() and run.done == 5
         return
     with pytest.raises(TooManyFailed) as raised:
-        reinforce(run, recorder, recorder)
+        reinforce(run, recorder)
     first = next(step for step in range(ends - 2, ends + 1) if missing[step - 1])
     said = str(raised.value)
     assert f"steps {ends - 2} to {ends} have no verdict, more than reward.max_failed = {limit:g} allows; the" in said
@@ -310,7 +354,7 @@ def test_a_first_batch_without_any_verdict_ends_the_run_with_the_most_frequent_c
     batch.groups[0].trajectories[0].no_verdict = NoVerdict("timeout", "the scorer was killed after 5 s")
     recorder.next_batch = lambda step: batch
     with pytest.raises(TooManyFailed) as raised:
-        reinforce(run, recorder, recorder)
+        reinforce(run, recorder)
     said = str(raised.value)
     assert "no sample of step 1 has a verdict: 3 of 4 times the scorer failed (OSError('judge 7 is away'))" in said
     assert "run.resume=auto" in said and "set reward.max_failed=1" in said
@@ -323,5 +367,5 @@ def test_a_resumed_run_counts_anew(tmp_path: Path, stop: StopSignal) -> None:
     recorder.restored, recorder.version = 3, 4
     recorder.next_batch = lambda step: verdicts(4)
     run.restore(None)
-    reinforce(run, recorder, recorder)
+    reinforce(run, recorder)
     assert run.end() and run.done == 5

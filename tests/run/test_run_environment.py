@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.run import provenance
+from ctpo_megatron.run import describe_environment
 
 
 def test_it_names_code_command_host_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["ctpo", "train", "a.yaml", "tracking.api_key=secret1", "run.seed=1"])
-    facts = provenance.describe_environment()
+    facts = describe_environment()
     assert facts["command"] == "ctpo train a.yaml 'tracking.api_key=***' run.seed=1"
     assert facts["host"] == socket.gethostname()
     assert facts["devices"] and all(facts["devices"])
@@ -30,8 +30,8 @@ def test_the_commit_is_that_of_this_code_alone(tmp_path: Path, monkeypatch: pyte
     file.write_text("x = 1\n")
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "of another project"], check=True)
-    monkeypatch.setattr(provenance, "__file__", str(file))
-    facts = provenance.describe_environment
+    monkeypatch.setattr("ctpo_megatron.run.provenance.__file__", str(file))
+    facts = describe_environment
     assert facts()["commit"] is None  # installed into a project's checkout
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "ours"], check=True)

@@ -19,7 +19,7 @@ from ctpo_megatron.data import Batch
 from ctpo_megatron.evaluate import find_target
 from ctpo_megatron.policy import CheckpointError
 from ctpo_megatron.report import write_report
-from ctpo_megatron.run.directory import RunDirectoryError
+from ctpo_megatron.run import RunDirectoryError
 from tests.compare_runs import repeatable
 from tests.engines.tiny_model import build_tiny_model
 from tests.run.scripted_run import ScriptedRuns, steps_of, write_model

@@ -13,7 +13,6 @@ WAITING = (
     "engines/test_private_ray.py",
     "engines/test_ray_",
     "launchers/",
-    "policy/test_rank_zero.py",
     "rewards/test_rewards_pool.py",
     "run/",
     "sandbox/",

@@ -6,7 +6,7 @@ import atexit
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -97,6 +97,32 @@ def run(
             raise RanksFailed(_report(function.__qualname__, children, statuses, deadline_s))
         del store  # kept until here: rank 0 does not hold it
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def endings(
+    function: Callable[..., Any], *arguments: Any, ranks: int, deadline_s: float, lasting: Collection[int] = ()
+) -> list[tuple[int | None, int]]:
+    """The same for ranks that may fail: exit status and process id of each, when all but those `lasting` have ended.
+
+    function: returns the exit status. A rank that had not ended in time, or was not waited for, has None.
+    """
+    store, environments = _rendezvous(ranks)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        children = [
+            prefork().start(function, *arguments, output=Path(name) / f"{rank}", environment=environment)
+            for rank, environment in enumerate(environments)
+        ]
+        end = time.monotonic() + scaled(deadline_s)
+        try:
+            statuses = [
+                None if rank in lasting else child.wait(max(0.0, end - time.monotonic()))
+                for rank, child in enumerate(children)
+            ]
+        finally:
+            for child in children:
+                child.end()
+    del store
+    return [(status, child.pid) for status, child in zip(statuses, children, strict=True)]
 
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...], result: Path, pretend: bool) -> int:

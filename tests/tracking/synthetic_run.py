@@ -15,7 +15,7 @@ from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.run.directory import open_run_directory
+from ctpo_megatron.run import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, write_trajectories
 
 HOSTILE = "<script>alert('x')</script>"

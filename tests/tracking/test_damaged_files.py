@@ -16,7 +16,7 @@ from ctpo_megatron.cli import main
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.report.trajectories.sample import sample_of_run
-from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish, take_over
+from ctpo_megatron.run import is_finished, open_run_directory, record_finish, take_over
 from ctpo_megatron.tracking import (
     MetricsWriter,
     PhaseTimer,
@@ -63,7 +63,7 @@ def test_a_resume_says_that_it_cannot_compare_configurations(config_in, caplog, 
     assert not (directory / "config.previous.yaml").exists()
 
 
-def test_without_its_record_users_code_has_to_be_accepted(config_in, tmp_path, monkeypatch):
+def test_without_its_record_users_code_counts_as_changed(config_in, tmp_path, monkeypatch, caplog):
     name = tmp_path.name  # a module is imported once a process
     (tmp_path / f"{name}.py").write_text("def f(trajectory, prompt): ...\n")
     monkeypatch.chdir(tmp_path)
@@ -71,9 +71,9 @@ def test_without_its_record_users_code_has_to_be_accepted(config_in, tmp_path, m
     directory = open_run_directory(config_in(**given))
     for left in LEFT.values():
         (directory / "extensions.json").write_bytes(left)
-        with pytest.raises(RunDirectoryError, match=rf"{name}\.py: absent -> (?s:.*)accept_changed_code=true"):
-            open_run_directory(config_in(run={"resume": True}, **given))
-        open_run_directory(config_in(run={"resume": True, "accept_changed_code": True}, **given))
+        caplog.clear()
+        open_run_directory(config_in(run={"resume": True}, **given))
+        assert f"users' code is not what the run was begun with: {name}.py. " in caplog.text
         record = json.loads((directory / "extensions.json").read_text())
         assert list(record["files"]) == [f"{name}.py"] and len(record["accepted"]) == 1
     open_run_directory(config_in(run={"resume": True}, **given))

@@ -52,7 +52,7 @@ def test_a_scrape_has_figures_faults_and_whether_the_run_moves(tmp_path: Path) -
         trackers.log(1, {"sft/loss": 0.5})
         trackers.log(6, figures | {"rollout/engine_restarts": 1.0, "reward/mean": 0.125})
         trackers.log(7, figures | {"rollout/engine_restarts": 2.0})
-        Heartbeat("running", 7, "rl/step/rollout", now - 3, now - 100, 1, 2, 77, "host").write(tmp_path)
+        Heartbeat("running", 7, "rl/step/rollout", now - 3, now - 100, 2, 77, "host").write(tmp_path)
         found = scrape(tmp_path, "ctpo_phase_seconds_total")
         assert trackers.take_failures() == 0
     assert found["ctpo_step", "rl"] == 7 and found["ctpo_step", "sft"] == 1
@@ -63,7 +63,7 @@ def test_a_scrape_has_figures_faults_and_whether_the_run_moves(tmp_path: Path) -
     assert found["ctpo_faults_total", "rollout/quarantined"] == 0
     assert 100 <= found["ctpo_stall_seconds", ""] < 100 + scaled(60)
     assert 3 <= found["ctpo_heartbeat_age_seconds", ""] < 3 + scaled(60)
-    assert found["ctpo_stalls_total", ""] == 1 and ("ctpo_phase_info", "rl/step/rollout") in found
+    assert ("ctpo_phase_info", "rl/step/rollout") in found
     assert found["ctpo_run_info", "demo"] == 1
 
 

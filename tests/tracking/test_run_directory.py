@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from ctpo_megatron import __version__
+from ctpo_megatron.base.files import claim
 from ctpo_megatron.config import ObjectiveConfig, load_config, resolved_objective
-from ctpo_megatron.run.directory import (
+from ctpo_megatron.run import (
     RunDirectoryError,
-    claim,
     is_finished,
     open_run_directory,
     record_finish,
@@ -178,8 +178,8 @@ def test_resume_needs_a_run_and_names_what_changed(config_in, caplog):
 LIVE = """
 import os, sys
 from pathlib import Path
-from ctpo_megatron.run.directory import claim
-claim(Path(sys.argv[1]))
+from ctpo_megatron.base.files import claim
+claim(Path(sys.argv[1]) / 'owner.lock')
 if os.fork() == 0:  # like a process that goes on writing a checkpoint
     sys.stdin.read()
     os._exit(0)
@@ -192,7 +192,7 @@ sys.stdin.read()
 def live(config_in):
     """A process that lives in the run directory, with a child that outlives it; and its process id."""
     directory = open_run_directory(config_in())
-    os.close(claim(directory))  # this process is not the owner
+    os.close(claim(directory / "owner.lock"))  # this process is not the owner
     command = [sys.executable, "-c", LIVE, str(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"

@@ -112,10 +112,8 @@ class Prometheus:
         if (heartbeat := read_heartbeat(self._run_dir)) is not None:
             now = clock.now()
             yield GaugeMetricFamily("ctpo_heartbeat_age_seconds", "age of the heartbeat", value=now - heartbeat.time)
-            text = "seconds since any rank began or ended a phase"
+            text = "seconds since the last progress on rank zero"
             yield GaugeMetricFamily("ctpo_stall_seconds", text, value=now - heartbeat.progress)
-            text = "how often the stacks of a run without progress were dumped"
-            yield CounterMetricFamily("ctpo_stalls", text, value=heartbeat.stalls)
             yield InfoMetricFamily("ctpo_phase", "where rank zero is", {"phase": heartbeat.phase})
 
 

@@ -9,9 +9,11 @@ import subprocess
 
 from ctpo_megatron.base import clock
 from ctpo_megatron.base.stop import StopSignal
-from ctpo_megatron.run.timeouts import SCONTROL_TIMEOUT_S, TORCHRUN_GRACE_S
 
 log = logging.getLogger(__name__)
+
+_SCONTROL_TIMEOUT_S = 10.0  # one question to Slurm
+_TORCHRUN_GRACE_S = 30.0  # torchrun's default, from the signal that ends its ranks to SIGKILL
 
 _EARLIER = "ask for an earlier signal, which is treated alike: #SBATCH --signal=USR1@{seconds:.0f}"
 
@@ -47,7 +49,7 @@ def warn_of_short_grace(grace_s: float, job_end: float | None) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_GRACE_S))
+        limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_GRACE_S))
         remedy = "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT with more (or give --shutdown-timeout, unless you did)"
         _warn(grace_s, limit, "torchrun kills its ranks", remedy)
     if job_end is None and "SLURM_JOB_ID" in os.environ and (wait := kill_wait()) is not None:
@@ -58,7 +60,7 @@ def kill_wait() -> float | None:
     """Seconds between SIGTERM and SIGKILL as this cluster's Slurm has them; None if it does not say."""
     command = ["scontrol", "show", "config"]
     try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S)
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         log.info("KillWait of Slurm is not known: %s", error)
         return None

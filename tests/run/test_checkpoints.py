@@ -10,9 +10,7 @@ import pytest
 from ctpo_megatron import __version__
 from ctpo_megatron.config import Config
 from ctpo_megatron.policy import CheckpointError, CheckpointWriteError, checkpoint_files
-from ctpo_megatron.run import Persistence
-from ctpo_megatron.run import persistence as module
-from ctpo_megatron.run.sft_model import record_sft_model
+from ctpo_megatron.run import Checkpoints
 from tests.tracking.synthetic_run import make_config
 
 
@@ -34,9 +32,9 @@ class Nothing:
         """Nothing is shown."""
 
 
-def persistence(config: Config, trainer: Any = None) -> Persistence:
+def checkpoints_of(config: Config, trainer: Any = None) -> Checkpoints:
     nothing: Any = Nothing()
-    return Persistence(config, trainer, config.run.directory, nothing, nothing)
+    return Checkpoints(config, trainer, config.run.directory, nothing, nothing)
 
 
 def test_the_newest_of_rl_comes_before_those_of_sft_and_another_run(tmp_path: Path) -> None:
@@ -45,7 +43,7 @@ def test_the_newest_of_rl_comes_before_those_of_sft_and_another_run(tmp_path: Pa
     def found(resume: bool | str, load: Path | None = None) -> Path | None:
         checkpoint = {"load": None if load is None else str(load)}
         config = make_config(tmp_path, run={"resume": resume}, checkpoint=checkpoint)
-        return persistence(config).find()
+        return checkpoints_of(config).find()
 
     ours = tmp_path / "demo" / "checkpoints"
     assert found(True) is found("auto") is None
@@ -63,25 +61,31 @@ def test_sft_goes_before_rl_and_from_its_own_checkpoints(tmp_path: Path) -> None
     with_sft, without = make_config(tmp_path, sft=sft), make_config(tmp_path)
     checkpoints = tmp_path / "demo" / "checkpoints"
     of_sft, of_rl = write(checkpoints / "sft", 3), write(checkpoints, 3, rollouts={})
-    assert persistence(with_sft).sft_to_do(None) == with_sft.sft
-    assert persistence(with_sft).sft_to_do(of_sft) == with_sft.sft
-    assert persistence(with_sft).sft_to_do(of_rl) is None
-    assert persistence(without).sft_to_do(None) is persistence(without).sft_to_do(of_rl) is None
+    assert checkpoints_of(with_sft).sft_to_do(None) == with_sft.sft
+    assert checkpoints_of(with_sft).sft_to_do(of_sft) == with_sft.sft
+    assert checkpoints_of(with_sft).sft_to_do(of_rl) is None
+    assert checkpoints_of(without).sft_to_do(None) is checkpoints_of(without).sft_to_do(of_rl) is None
     with pytest.raises(CheckpointError, match=r"sft/step_000003 is of the SFT stage, which"):
-        persistence(without).sft_to_do(of_sft)
+        checkpoints_of(without).sft_to_do(of_sft)
+
+
+class Exporting:
+    """Of a trainer what the end of SFT needs."""
+
+    def export(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
 
 
 def test_a_finished_sft_is_not_done_again(tmp_path: Path) -> None:
     config = make_config(tmp_path, run={"resume": True}, sft={"data": ["sft.parquet"], "steps": 9})
     run, of_sft = tmp_path / "demo", write(tmp_path / "demo" / "checkpoints" / "sft", 9)
-    assert persistence(config).find() == of_sft and persistence(config).start_weights(None) is None
-    (run / "sft_model").mkdir()
-    (run / "sft_model" / "config.json").write_text("{}")
-    record_sft_model(run)
-    ours = persistence(config)
+    assert checkpoints_of(config).find() == of_sft and checkpoints_of(config).start_weights(None) is None
+    ours = checkpoints_of(config, Exporting())
+    ours.finish_sft()
     assert ours.find() is None and ours.sft_to_do(None) is None
     assert ours.start_weights(None) == run / "sft_model"
-    assert ours.sft_to_do(of_sft) == config.sft  # checkpoint.load names it
+    assert ours.sft_to_do(write(tmp_path / "saved", 9)) == config.sft  # checkpoint.load names it
     assert ours.start_weights(write(run / "checkpoints", 1, rollouts={})) is None  # that has later weights
     (run / "sft_model" / "config.json").write_text("{ }")
     with pytest.raises(CheckpointError, match=r"damaged or was changed: config\.json"):
@@ -90,8 +94,8 @@ def test_a_finished_sft_is_not_done_again(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_of_the_stage_that_wrote_it_wherever_it_lies(tmp_path: Path) -> None:
     config = make_config(tmp_path, sft={"data": ["sft.parquet"], "steps": 9})
-    assert persistence(config).sft_to_do(write(tmp_path / "saved" / "sft", 3, rollouts={})) is None
-    assert persistence(config).sft_to_do(write(tmp_path / "saved", 3)) == config.sft
+    assert checkpoints_of(config).sft_to_do(write(tmp_path / "saved" / "sft", 3, rollouts={})) is None
+    assert checkpoints_of(config).sft_to_do(write(tmp_path / "saved", 3)) == config.sft
 
 
 class Saved:
@@ -114,7 +118,7 @@ def test_sft_goes_on_with_the_batches_it_was_begun_with(tmp_path: Path, caplog: 
     ours = {"seed": 0, "conversations_per_step": 8, "conversations": "aa"}
 
     def restored(**saved: Any) -> int:
-        return persistence(config, Saved(step=3, **saved)).restore_sft(9, checkpoint, ours)
+        return checkpoints_of(config, Saved(step=3, **saved)).restore_sft(9, checkpoint, ours)
 
     assert restored(order=dict(ours)) == 3 and not caplog.records
     with pytest.raises(CheckpointError) as refused:
@@ -129,7 +133,7 @@ def test_a_checkpoint_without_what_this_version_needs_is_of_another_one(tmp_path
     run.mkdir()
 
     def refused(checkpoint: Path) -> str:
-        ours = persistence(config, Saved(step=3))
+        ours = checkpoints_of(config, Saved(step=3))
         with pytest.raises(CheckpointError) as of_rl:
             ours.restore(checkpoint)
         with pytest.raises(CheckpointError) as of_sft:
@@ -167,11 +171,11 @@ def failure(**traits: bool) -> CheckpointWriteError:
 def test_a_save_is_tried_until_the_disk_has_room_and_once_more_where_a_process_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "FULL_PAUSE_S", 0.01)
+    monkeypatch.setattr("ctpo_megatron.run.checkpoints.FULL_PAUSE_S", 0.01)
 
     def saves(*failures: CheckpointWriteError) -> int:
         disk = Disk(*failures)
-        persistence(make_config(tmp_path), disk).save_sft(1, {})
+        checkpoints_of(make_config(tmp_path), disk).save_sft(1, {})
         return disk.saves
 
     assert saves() == 1
@@ -183,6 +187,6 @@ def test_a_save_is_tried_until_the_disk_has_room_and_once_more_where_a_process_d
     for last in ((failure(), failure()), (failure(late=True),)):
         with pytest.raises(CheckpointWriteError):
             saves(*last)
-    monkeypatch.setattr(module, "FULL_S", 0.0)
+    monkeypatch.setattr("ctpo_megatron.run.checkpoints.FULL_S", 0.0)
     with pytest.raises(CheckpointWriteError):
         saves(*(failure(full=True) for _ in range(5)))

@@ -13,16 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from ctpo_megatron.base.stop import Cancelled
+from ctpo_megatron.base.stop import Cancelled, NeverStop
 from ctpo_megatron.config import Config, RolloutConfig
 from ctpo_megatron.data import Batch
 from ctpo_megatron.engines.cpu.setup import BEHIND_ENGINES
 from ctpo_megatron.engines.weights import EngineFacts
 from ctpo_megatron.rollouts import Evaluated
-from ctpo_megatron.run import Controller, Services
+from ctpo_megatron.run import Run, Services
 
 CONFIG = Config.model_validate(
-    {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}, "data": {"train": ["t.parquet"]}}
+    {
+        "run": {"name": "a", "steps": 9},
+        "model": {"path": "m"},
+        "data": {"train": ["t.parquet"]},
+        "eval": {"every": 9},
+        "checkpoint": {"every": 9},
+    }
 )
 
 
@@ -35,6 +41,7 @@ class Recorder:
         self.logged: list[dict[str, float]] = []
         self.batch: Batch | None = Batch([])
         self.is_asleep = self.evaluates = self.stops = False
+        self.version, self.write_s, self.latest = 0, 0.0, {"step": -1}
         self.shared: Any = None
         self.settings = SimpleNamespace(weights=SimpleNamespace(transport="auto"))
 
@@ -77,6 +84,12 @@ class Recorder:
         self.work(f"engines take weights {version}")
         return True
 
+    def stop_agreed(self) -> bool:
+        return False
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """None is under way."""
+
     def finish_update(self) -> None:
         self.calls.append("engines have them")
 
@@ -99,10 +112,19 @@ class Recorder:
         self.calls.append("evaluation ends")
         return Evaluated(0, {"val/acc": 0.5})
 
+    def lacks(self, latest: Any) -> bool:
+        return False
+
+    def save(self, done: int) -> None:
+        """As `Checkpoints` does."""
+        self.work("save")
+        self.release()
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Sooner or later, an evaluation is on the line of its step."""
         assert step == 0
-        self.logged.append(metrics)
+        if metrics:
+            self.logged.append(metrics)
 
     log_evaluation = log
 
@@ -114,41 +136,41 @@ class Recorder:
         """Nothing is shown."""
 
 
-def a_controller(*, shared: bool, ahead: int = 0) -> tuple[Controller, Recorder]:
+def a_run(*, shared: bool, ahead: int = 0, **sections: Any) -> tuple[Run, Recorder]:
     recorder: Any = Recorder()
-    sections: dict[str, Any] = {"rollout": RolloutConfig(max_staleness=ahead)}
+    sections["rollout"] = RolloutConfig(max_staleness=ahead)
     if shared:
         sections["placement"] = CONFIG.placement.model_copy(update={"mode": "colocated"})
     config = CONFIG.model_copy(update=sections)
-    return Controller(config, recorder, Services(recorder, recorder, recorder), recorder), recorder
+    services = Services(recorder, recorder, recorder)
+    return Run(config, recorder, services, recorder, recorder, NeverStop()), recorder  # type: ignore[arg-type]
 
 
-def a_run(controller: Controller, recorder: Any) -> list[str]:
+def played(run: Run, recorder: Any) -> list[str]:
     """In a thread, which gives way to engines for good."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(a_run_in_this_thread, controller, recorder).result()
+        return thread.submit(played_in_this_thread, run, recorder).result()
 
 
-def a_run_in_this_thread(controller: Controller, recorder: Any) -> list[str]:
+def played_in_this_thread(run: Run, recorder: Any) -> list[str]:
     """As `train.py` calls it: start, SFT, publish, evaluation, checkpoint, one step, export."""
-    with controller:
+    with run:
         recorder.work("build the model and SFT")
-        controller.publish(0)
-        controller.evaluate(0, awaited=False)
-        recorder.work("save")
-        recorder.release()
-        assert controller.next_batch(1) is not None
+        run.publish()
+        run.begin()
+        assert run.next_batch(1) is not None
         recorder.work("update")
-        controller.publish(1)
+        recorder.version = 1
+        run.publish()
         recorder.batch = None
-        assert controller.next_batch(2) is None
-        controller.wait_for_updates()
-        recorder.work("save, to end")
+        assert run.next_batch(2) is None
+        assert run.end()
+        recorder.work("export")
     return recorder.calls  # type: ignore[no-any-return]
 
 
 def test_no_gpu_holds_both_sides() -> None:
-    assert a_run(*a_controller(shared=True)) == [
+    assert played(*a_run(shared=True)) == [
         "engines sleep 2",
         "build the model and SFT",
         "connect",
@@ -172,41 +194,41 @@ def test_no_gpu_holds_both_sides() -> None:
         "sample 2",
         "engines have them",
         "engines sleep 1",
-        "save, to end",
+        "export",
         "disconnect",
     ]
 
 
 def test_engines_with_gpus_of_their_own_never_sleep() -> None:
-    calls = a_run(*a_controller(shared=False))
+    calls = played(*a_run(shared=False))
     assert [call for call in calls if "sleep" in call or "wake" in call] == []
     assert calls.count("trainer leaves") == 3
 
 
 def test_sampling_ahead_waits_for_an_evaluation_before_an_update() -> None:
-    controller, recorder = a_controller(shared=False, ahead=1)
-    calls = a_run(controller, recorder)
+    run, recorder = a_run(shared=False, ahead=1)
+    calls = played(run, recorder)
     assert recorder.phases.count("wait_rollout") == 2
     order = ["begin to evaluate 0", "save", "sample 1", "update", "evaluation ends", "engines take weights 1"]
     assert [call for call in calls if call in order] == order and recorder.logged == [{"val/acc": 0.5}]
-    controller, recorder = a_controller(shared=False)
-    a_run(controller, recorder)
-    assert "wait_rollout" not in recorder.phases and recorder.logged == [{}]
+    run, recorder = a_run(shared=False)
+    played(run, recorder)
+    assert "wait_rollout" not in recorder.phases and recorder.logged == []
 
 
 def test_the_log_names_the_transport(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    a_run(*a_controller(shared=False))
+    played(*a_run(shared=False))
     assert "weights go to the engines by tcp (rollout.weights.transport: auto)" in caplog.messages
 
 
 def test_nothing_is_published_when_the_run_is_to_stop() -> None:
     for connected in (False, True):
-        controller, recorder = a_controller(shared=False)
+        run, recorder = a_run(shared=False)
         if connected:
-            controller.publish(0)
+            run.publish()
         recorder.stops, before = True, list(recorder.calls)
-        controller.publish(1)
+        run.publish()
         assert recorder.calls == before  # the trainer keeps its memory, as it is going to save
 
 
@@ -217,7 +239,7 @@ def test_the_trainer_alone_gives_way_to_engines_that_sample_ahead(ahead: int) ->
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     def train() -> int:
-        a_run_in_this_thread(*a_controller(shared=False, ahead=ahead))
+        played_in_this_thread(*a_run(shared=False, ahead=ahead))
         return niceness()
 
     with ThreadPoolExecutor(1) as thread:
@@ -225,21 +247,18 @@ def test_the_trainer_alone_gives_way_to_engines_that_sample_ahead(ahead: int) ->
 
 
 def test_an_evaluation_that_something_needs_is_waited_for_when_sampling_ahead() -> None:
-    controller, recorder = a_controller(shared=False, ahead=1)
-    controller.evaluate(0, awaited=True)
-    controller.wait_for_updates()
-    assert recorder.calls == ["evaluate 0", "engines have them"] and recorder.logged == [{}]
+    run, recorder = a_run(shared=False, ahead=1, run=CONFIG.run.model_copy(update={"steps": 0}))
+    run.begin()
+    assert run.end()
+    assert [call for call in recorder.calls if call.startswith("e")] == ["evaluate 0", "engines have them"]
 
 
 @pytest.mark.parametrize(("trainer", "told"), [("float32", []), ("bfloat16", ["float32", "bfloat16"])])
 def test_engines_that_came_up_in_another_precision_are_named(
     trainer: str, told: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Recorder()
-    anything: Any = recorder
-    policy = CONFIG.policy.model_copy(update={"dtype": trainer})
-    services = Services(anything, anything, anything)
-    with Controller(CONFIG.model_copy(update={"policy": policy}), anything, services, anything) as controller:
-        controller.publish(1)
+    run, _ = a_run(shared=False, policy=CONFIG.policy.model_copy(update={"dtype": trainer}))
+    with run:
+        run.publish()
     said = [record.message for record in caplog.records if "(policy.dtype)" in record.message]
     assert [all(name in text for name in [*told, "rollout.engine.dtype"]) for text in said] == [True] * bool(told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.exports import discard_exports
-from ctpo_megatron.base.files import FULL_PAUSE_S, FULL_S, DamagedFileError
+from ctpo_megatron.base.files import FULL_PAUSE_S, FULL_S, DamagedFileError, read_mapping, write_json
 from ctpo_megatron.base.run_paths import AHEAD, RunPaths, step_in
 from ctpo_megatron.base.run_paths import SFT_CHECKPOINTS as _SFT
 from ctpo_megatron.config import Config, SftConfig, evaluates
@@ -27,7 +28,6 @@ from ctpo_megatron.rollouts import Rollouts
 from ctpo_megatron.run.directory import finished_steps, take_over, written_by_another_version
 from ctpo_megatron.run.ranks import TrainerGroup
 from ctpo_megatron.run.reporter import Reporter
-from ctpo_megatron.run.sft_model import checked_sft_model, has_sft_model, record_sft_model
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _SFT_STATE = {"step", "order"}
 """Keys of what a checkpoint of SFT says of the run; one of RL has others, too."""
 
 
-class Persistence:
+class Checkpoints:
     """Saves and restores a run. Lives on rank zero, whose state a checkpoint keeps.
 
     write_s: seconds that the last checkpoint has kept the run from training; 0: none was written.
@@ -326,3 +326,37 @@ def _check_order(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, 
             f"{checkpoint} is in the middle of other batches: changed {'; '.join(changed)}. Give SFT what it was begun "
             "with, or begin it again in a run of another name; data.rerender=true continues with other tokens"
         )
+
+
+def has_sft_model(run: Path) -> bool:
+    """Return whether the run has finished its supervised stage: the record is written last."""
+    return RunPaths(run).sft_record.is_file()
+
+
+def record_sft_model(run: Path) -> None:
+    """Record the supervised stage as finished, with the blake2b-128 of each file of the model."""
+    folder = RunPaths(run).sft_model
+    files = {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    write_json(RunPaths(run).sft_record, {"files": files}, durable=True)
+
+
+def checked_sft_model(run: Path) -> Path:
+    """Return the folder of the model. Raises CheckpointError unless every file is as it was written."""
+    paths = RunPaths(run)
+    files = read_mapping(paths.sft_record)["files"]
+    broken = [name for name, digest in files.items() if not _is(paths.sft_model / name, digest)]
+    if broken:
+        raise CheckpointError(
+            f"the model after SFT is damaged or was changed: {', '.join(broken)} in {paths.sft_model}; remove "
+            f"{paths.sft_record} to do the SFT again"
+        )
+    return paths.sft_model
+
+
+def _is(path: Path, digest: str) -> bool:
+    return path.is_file() and _digest(path) == digest
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -1,20 +1,25 @@
-"""A trace of one step on one rank, by torch's profiler: `run.profile_steps`. Imported when such a step begins."""
+"""What a rank writes of where it is: its stacks when it stands still, and traces of steps (`run.profile_steps`)."""
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ctpo_megatron.base.run_paths import step_name
-from ctpo_megatron.tracking import Phases
+from ctpo_megatron.tracking import Phases, Progress
 
 log = logging.getLogger(__name__)
 
+_SHARE = 0.9
+"""Of a time-out: the stacks are written before it ends the run."""
 LARGEST = 1 << 28
 """Bytes of a trace, compressed, above which the log says that viewers may not open it."""
 
@@ -55,3 +60,30 @@ class StepTrace:
             return
         if (size := path.stat().st_size) > LARGEST:
             log.warning("%s has %.0f MiB; docs/profiling.md says how to read it", path, size / 2**20)
+
+
+class StackDump:
+    """Within, the stacks of all threads are appended to `path` when this rank makes no progress for most of a time-out.
+
+    faulthandler's thread needs no lock of Python, so that a rank in C code is seen, too.
+    """
+
+    def __init__(self, path: Path, timeout_s: float, progress: Progress) -> None:
+        """timeout_s: seconds that a collective may take. progress: of this rank."""
+        self._path, self._after_s, self._progress = path, _SHARE * timeout_s, progress
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab", buffering=0)
+        self._progress.on_advance = partial(faulthandler.dump_traceback_later, self._after_s, file=self._file)
+        self._progress.on_advance()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.on_advance = lambda: None
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+        with suppress(OSError):  # another rank's file is in the folder, or it was removed
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
+            self._path.parent.rmdir()
