@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,24 +24,35 @@ ON_GPUS: dict[str, Any] = {
 }
 
 
+LATER_S = 0.5
+
+
 class Failed(Exception):
     """Rank zero has failed between two calls."""
 
 
 @dataclass
 class SavingTrainer:
-    """A trainer without a model, which records when a checkpoint is finished. signalled: it then gets SIGTERM."""
+    """A trainer without a model, which records when a checkpoint is finished.
+
+    signalled: seconds after which it then gets SIGTERM.
+    """
 
     group: TrainerGroup
     seen: list[Any]
-    signalled: bool = False
+    signalled: float | None = None
 
     def finish_save(self, *, wait: bool) -> None:
         with self.group.phases.phase("save"):
             pass
         self.seen.append((wait, self.group.phases.progress.phase))
-        if wait and self.signalled:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if wait and self.signalled is not None:
+            pid = os.getpid()
+            if self.signalled == 0 or os.fork() == 0:
+                time.sleep(self.signalled)
+                os.kill(pid, signal.SIGTERM)
+                if os.getpid() != pid:
+                    os._exit(0)
 
 
 def main(root: Path, how: str) -> dict[str, Any]:
@@ -85,11 +97,14 @@ def _of_rank_zero(group: TrainerGroup, root: Path, how: str) -> int:
             # The other rank's signal, which it got after that call.
             while how == "stops" and not group.stop_agreed():
                 pass
+            if how == "stops waiting":  # for a command, when the signal comes
+                time.sleep(3 * LATER_S)
+                assert group.stop_agreed()
     return 7
 
 
 def _signalled(group: TrainerGroup, how: str) -> int:
-    """Serve; with `stops` this rank alone gets SIGTERM once it may save."""
+    """Serve; with `stops` this rank alone gets SIGTERM once it may save, or when it waits for rank zero."""
     trainer: Any = group.trainer
-    trainer.signalled = how == "stops"
+    trainer.signalled = {"stops": 0.0, "stops waiting": LATER_S}.get(how)
     return group.serve()

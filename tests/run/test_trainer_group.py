@@ -36,8 +36,9 @@ def test_every_rank_does_what_rank_zero_calls(tmp_path: Path) -> None:
     ]
 
 
-def test_a_rank_that_is_to_stop_stops_all(tmp_path: Path) -> None:
-    assert run(tmp_path, "stops") == [
+@pytest.mark.parametrize("how", ["stops", "stops waiting"])
+def test_a_rank_that_is_to_stop_stops_all(tmp_path: Path, how: str) -> None:
+    assert run(tmp_path, how) == [
         {"status": 7, "seen": SEEN, "stopped": True},
         {"status": 143, "seen": SEEN, "stopped": True},
     ]
