@@ -48,7 +48,7 @@ def disturbed(directory: Path, arguments: list[str], number: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_rank_that_is_lost_is_named_and_the_run_continues(folder: Path, number: signal.Signals) -> None:
     settings = (*SETTINGS, f"run.name=lost-{number.name}")
     arguments = folder, command(*settings), number
