@@ -19,6 +19,7 @@ from ctpo_megatron.engines.tasks import (
     EngineError,
     EngineSeat,
     EngineSpec,
+    GroupFailed,
     GroupOutcome,
     GroupTask,
     UpdateReport,
@@ -190,6 +191,16 @@ class EngineHandle:
     async def wake(self, tags: list[str], limit_s: float) -> None:
         """Take GPU memory again; see `RolloutEngine.wake_up`. Raises as `ask`."""
         await self.ask(f"wake its {' and '.join(tags)}", limit_s, "wake_up", tags)
+
+    async def why(self, error: RayError) -> str:
+        """Why a call failed, for a message; "" when the engine has died."""
+        if not engine_died(error):
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            what = str(cause) if isinstance(cause, GroupFailed) else repr(cause)
+            return f"{what} on {self.name}; its log: {self.log_path}"
+        if isinstance(error, ActorUnavailableError) and await self.responds():
+            return f"the connection to {self.name} broke"
+        return ""
 
     async def responds(self) -> bool:
         """Whether the engine answers a ping in time."""

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from ctpo_megatron.base.event_loop import EventLoop, Work, end
 from ctpo_megatron.base.run_paths import RunPaths
@@ -28,7 +28,7 @@ from ctpo_megatron.config import (
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.cluster import EngineGroup, RayCluster
-from ctpo_megatron.engines.handle import EngineHandle, engine_died
+from ctpo_megatron.engines.handle import EngineHandle
 from ctpo_megatron.engines.ray_runtime import RayRuntime
 from ctpo_megatron.engines.stats import PoolStats
 from ctpo_megatron.engines.tasks import (
@@ -241,7 +241,7 @@ class EnginePool:
         self._fail(error := EngineError(why))
         return error
 
-    def _lost(self, engine: EngineHandle, why: object = "it died", *, later: bool = False) -> None:
+    def _lost(self, engine: EngineHandle, why: object, *, later: bool = False) -> None:
         """Begin a new process for an engine; later: when the engines wake, as the trainer has the GPUs."""
         engine.kill()
         if self._stop.is_set():
@@ -280,7 +280,10 @@ class EnginePool:
         try:
             outcome = await engine.sample(task)
         except RayError as error:
-            raise GroupFailed(await self._cause(engine, launch, error) or died) from error
+            why = await engine.why(error)
+            if not why:
+                self._replace(engine, launch)
+            raise GroupFailed(why or died) from error
         # A replaced process may still have finished a group, perhaps with half of its new weights.
         if launch != engine.launches:
             raise GroupFailed(died)
@@ -289,24 +292,16 @@ class EnginePool:
             raise GroupFailed(outcome.failure)
         return outcome.trajectories
 
-    async def _cause(self, engine: EngineHandle, launch: int, error: RayError) -> str:
-        """Why a call failed; "" when the engine died, which is replaced then."""
-        if not engine_died(error):
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            what = str(cause) if isinstance(cause, GroupFailed) else repr(cause)
-            return f"{what} on {engine.name}; its log: {engine.log_path}"
-        if isinstance(error, ActorUnavailableError) and await engine.responds():
-            return f"the connection to {engine.name} broke"
-        if engine.up and engine.launches == launch:
-            self._lost(engine)
-            self._check_live()
-        return ""
-
     async def check(self, engine: EngineHandle) -> None:
         """Replace an engine that no longer answers, after a group that was late."""
         launch = engine.launches
-        if not await engine.responds() and engine.up and engine.launches == launch:
-            self._lost(engine, "it does not answer")
+        if not await engine.responds():
+            self._replace(engine, launch, "it does not answer")
+
+    def _replace(self, engine: EngineHandle, launch: int, why: object = "it died") -> None:
+        """Replace a process of an engine, unless that has happened."""
+        if engine.up and engine.launches == launch:
+            self._lost(engine, why)
             self._check_live()
 
     def check_prompt(self, prompt: Prompt) -> None:
