@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -115,10 +116,15 @@ class RankZero:
 
         Raises RankLost, which names all ranks that have not come on rank zero, and rank zero on the others.
         """
+        deadline = time.monotonic() + timeout.total_seconds()
         try:
             dist.monitored_barrier(group, timeout, wait_all_ranks=True)
         except RuntimeError as error:
-            raise RankLost(self._lost(group, str(error), timeout)) from error
+            what = "gone; the cause is in the log of that rank"
+            if time.monotonic() >= deadline:
+                within = f"within {timeout.total_seconds():g} s"
+                what = f"no answer to rank 0 {within}; it is frozen, hangs, or is cut off"
+            raise RankLost(self._lost(group, str(error), what)) from error
 
     def _broadcast(self, box: list[Any]) -> None:
         try:
@@ -126,15 +132,14 @@ class RankZero:
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} stops: a rank was lost in a broadcast ({error})") from error
 
-    def _lost(self, group: dist.ProcessGroup, problem: str, timeout: timedelta) -> str:
+    def _lost(self, group: dist.ProcessGroup, problem: str, what: str) -> str:
         if self.rank != 0:
             return f"rank {self.rank} stops: {self.names[0]} is gone, or has lost another rank"
         if listed := re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", problem):
-            late = ", ".join(self.names[int(rank)] for rank in listed[1].split(","))
-            within = f"within {timeout.total_seconds():g} s"
-            return f"{late}: no answer to rank 0 {within}; it is frozen, hangs, or is cut off"
-        gone = [name for rank, name in enumerate(self.names) if rank and self._is_gone(group, rank)]
-        return f"{', '.join(gone) or 'another rank'}: gone; the cause is in the log of that rank"
+            lost = [self.names[int(rank)] for rank in listed[1].split(",")]
+        else:
+            lost = [name for rank, name in enumerate(self.names) if rank and self._is_gone(group, rank)]
+        return f"{', '.join(lost) or 'another rank'}: {what}"
 
     def _is_gone(self, group: dist.ProcessGroup, rank: int) -> bool:
         """Whether the connection to a rank is closed: gloo refuses at once to receive from it.

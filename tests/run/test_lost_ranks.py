@@ -50,7 +50,7 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path: Path, how: str) -> None:
     told = play(tmp_path, how)
     assert [told.by_rank[rank]["sums"] for rank in range(RANKS)] == [[float(RANKS)] * STEPS] * RANKS
     assert [told.error(rank) for rank in range(RANKS)] == [""] * RANKS
-    assert not (tmp_path / "demo" / "stalls").exists()
+    assert not (tmp_path / "stalls" / "rank_1.txt").exists()  # it only waits
 
 
 @pytest.mark.parametrize("how", ["killed while rank zero acts", "killed in a command"])
