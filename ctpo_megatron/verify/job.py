@@ -35,8 +35,9 @@ def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str,
         by_turn: policy.distribute(trajectories, advantages[by_turn], len(trajectories), by_turn=by_turn)
         for by_turn in sorted(wanted)
     }
+    for step in steps.values():
+        policy.compute_old_log_probs(step)  # to be compared; the anchor is "behaviour"
     (mini_batch,) = steps[min(wanted)]
-    policy.compute_old_log_probs([mini_batch])  # to be compared; the anchor is "behaviour"
     keys = [(trajectory.prompt_id, trajectory.sample_index) for trajectory in trajectories]
     local: dict[tuple[str, int], Tensor] = {}
     for micro in mini_batch.micro_batches if layout.reports else []:
