@@ -40,7 +40,7 @@ def nodes(cable: Cable, count: int) -> dict[str, Any]:
 
 
 def test_a_job_starts_though_the_network_was_gone_during_the_roll_call(tmp_path: Path, cable: Cable) -> None:
-    with running(tmp_path, "run.name=done", REPLAY, **nodes(cable, 3)) as job:
+    with running(tmp_path, "run.name=done", *REPLAY, **nodes(cable, 3)) as job:
         job.until("node 1 (rank 1) has reported")
         cable.unplug()
         job.start(2)
@@ -61,8 +61,8 @@ def test_a_node_that_is_cut_off_for_good_ends_a_job_that_trains_and_one_that_sta
     with ExitStack() as stack:
         for name in ("trains", "starts"):
             (tmp_path / name).mkdir()
-        trains = stack.enter_context(running(tmp_path / "trains", "run.name=wait", REPLAY, **nodes(cable, 2)))
-        starts = stack.enter_context(running(tmp_path / "starts", "run.name=wait", REPLAY, **nodes(cable, 3)))
+        trains = stack.enter_context(running(tmp_path / "trains", "run.name=wait", *REPLAY, **nodes(cable, 2)))
+        starts = stack.enter_context(running(tmp_path / "starts", "run.name=wait", *REPLAY, **nodes(cable, 3)))
         starts.until("node 1 (rank 1) has reported")
         for rank in (0, 1):
             trains.until(f"rank {rank}:", rank)

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.cluster
 
 
 def test_nodes_end_when_the_trainer_has_ended(tmp_path: Path) -> None:
-    with running(tmp_path, "run.name=done", REPLAY) as job:
+    with running(tmp_path, "run.name=done", *REPLAY) as job:
         assert job.statuses() == {0: 0, 1: 0}
 
 
 @pytest.mark.parametrize(("failed", "statuses"), [(0, {0: 7, 1: 4}), (1, {0: 7, 1: 7})])
 def test_a_rank_that_fails_ends_the_job_with_its_status(tmp_path: Path, failed: int, statuses: dict[int, int]) -> None:
-    with running(tmp_path, f"run.name=fail{failed}", REPLAY, options=SOON) as job:
+    with running(tmp_path, f"run.name=fail{failed}", *REPLAY, options=SOON) as job:
         assert job.statuses() == statuses
         assert f"the trainer of node {failed}" in job.output(1 - failed)
         assert "has ended with status 7" in job.output(1 - failed)
@@ -29,7 +29,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_status(tmp_path: Path, failed: 
 
 
 def test_a_rank_that_is_killed_ends_the_job_with_137(tmp_path: Path) -> None:
-    with running(tmp_path, "run.name=wait", REPLAY, options=SOON) as job:
+    with running(tmp_path, "run.name=wait", *REPLAY, options=SOON) as job:
         job.until("rank 0:", 0)
         job.until("rank 1:", 1)
         (rank,) = job.children("-u -m tests.launchers.payload", 1)
@@ -43,7 +43,7 @@ def test_a_rank_that_is_killed_ends_the_job_with_137(tmp_path: Path) -> None:
 def test_a_node_program_that_is_killed_takes_its_ranks_along_and_the_other_node_ends(
     tmp_path: Path, killed: int, left: int
 ) -> None:
-    with running(tmp_path, "run.name=wait", REPLAY, options=SOON) as job:
+    with running(tmp_path, "run.name=wait", *REPLAY, options=SOON) as job:
         job.until("rank 0:", 0)
         job.until("rank 1:", 1)
         job.processes[killed].kill()
