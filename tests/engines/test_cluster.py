@@ -109,9 +109,10 @@ FITS = lambda *_: []  # noqa: E731 - Ray sends it by value
     ids=["no place", "a node is missing", "a node differs", "a check that fails", "a node that is silent"],
 )
 def test_engines_start_only_on_nodes_that_are_there_and_alike(
-    shared_ray: None, tmp_path: Path, check: Any, settings: dict[str, Any], text: str
+    shared_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Any, settings: dict[str, Any], text: str
 ) -> None:
     """On a cluster of one node, which this process has joined: the tests' own Ray, of four processors."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a process that joins a cluster keeps it
     engine = {"max_model_len": 320, "kv_cache_mb": 32, "threads": 3}
     config = make_config(tmp_path, tmp_path, **{"engine": engine, "start_timeout_s": scaled(20)} | settings)
     with EventLoop() as loop, EnginePool(config, None, loop, cluster=RayCluster(config.cluster, check)) as fleet:
