@@ -1,7 +1,7 @@
 """Measures cells: the supervised stage of a task, recordings, the rate of each objective, and three runs a cell.
 
-Everything is below one folder and made once. A command that is repeated goes on where it stopped: finished runs are
-left alone, and so are cells with a stored result.
+Everything is below one folder and made once. A repeated command resumes: it keeps finished runs, and cells with
+a stored result.
 """
 
 from __future__ import annotations

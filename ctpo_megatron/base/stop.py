@@ -46,16 +46,6 @@ class Cancelled(Exception):
     """A wait ended early because the stop signal is set."""
 
 
-def stop_poll(deadline: float, stop: Stop, what: str) -> float:
-    """Seconds to wait before the stop signal is checked again; 0 once `deadline` (monotonic) has passed.
-
-    Raises Cancelled, which names `what` is waited for, when the stop signal is set.
-    """
-    if stop.is_set():
-        raise Cancelled(f"stop requested while waiting for {what}")
-    return min(STOP_POLL_S, max(0.0, deadline - time.monotonic()))
-
-
 EXIT_STATUS = 128 + signal.SIGTERM
 TRY_AGAIN = 75
 """Exit status of a run that a fault has ended which another start may not meet (EX_TEMPFAIL)."""

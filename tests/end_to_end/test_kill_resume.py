@@ -301,7 +301,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
 def both_courses(
     folder: Path, name: str, settings: Sequence[str], kill_at: tuple[str, int], after: str = ""
 ) -> tuple[Path, Path]:
-    """The directories of a run and of the same run that is killed and goes on after a step."""
+    """Return the directories of a run and of the same run, killed after a step and resumed."""
     done = train(folder, *settings, f"run.name={name}")
     assert done.returncode == 0, done.stderr[-4000:]
     killed = train(folder, *settings, f"run.name={name}-killed", kill_at=kill_at)

@@ -38,7 +38,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 def nowhere() -> str:
-    """An address where nobody listens."""
+    """Return an address that refuses connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 

@@ -100,7 +100,7 @@ def test_a_prompt_of_other_tokens_is_refused() -> None:
 
 
 def test_weights_go_to_the_engines_that_evaluate() -> None:
-    """And to nobody without them."""
+    """Without engines they go nowhere."""
     sent: list[tuple[object, int]] = []
 
     class Engines:

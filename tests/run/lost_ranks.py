@@ -31,7 +31,7 @@ STEPS = 3
 
 
 def freeze(seconds: float | None = None) -> None:
-    """Stop this process, for good or until another one lets it go on."""
+    """Stop this process, for good or until another one continues it."""
     pid = os.getpid()
     if seconds is not None and os.fork() == 0:
         time.sleep(seconds)

@@ -168,7 +168,7 @@ def test_an_engine_that_stops_early_leaves_no_thread(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("how", ["dtype", "shape", "name", "twice", "missing"])
 def test_other_tensors_than_were_announced_are_refused(trainer: Trainer, how: str) -> None:
-    """And whoever has begun to fetch them is told so."""
+    """An engine that is fetching them gets an error."""
     name = "model.layers.0.b.weight"
     tensors = list(TENSORS.items())
     given, message = {
@@ -294,7 +294,7 @@ def test_an_engine_that_has_everything_leaves_without_a_word(
     ("address", "host"), [("127.0.0.2", "127.0.0.2"), (ELSEWHERE, "127.0.0.1"), (None, "127.0.0.1")]
 )
 def test_weights_are_served_at_the_nodes_address_only(address: str | None, host: str) -> None:
-    """On other nodes than rank zero's `cluster.node_address` is nobody's: the address toward the engine is taken."""
+    """`cluster.node_address` is rank zero's: ranks on other nodes serve on their address toward the engine."""
     trainer = Trainer(address=address)
     assert trainer.address[0] == host
     with pytest.raises(OSError, match="refused"):
