@@ -1,7 +1,8 @@
-"""Tables and figures of theory.ipynb, of what `theory_tree`, `theory_turns` and `theory_walk` compute."""
+"""Tables and figures of theory.ipynb, of what the other `theory_*` files compute."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ctpo_megatron.report.charts import Axis, Chart, Curve, Spec, curves, for_file, points
+from theory_error import OBJECTIVES, GradientError, clipped_weights, normalized_reward
 from theory_tree import (
     RATIOS,
     BoolArray,
@@ -43,6 +45,8 @@ SHOWN = (100, 1_000, 8_000)
 """Positions of the tables of walks."""
 ROUNDING = 1e-12
 """Below, a number is shown as 0: it is what float64 leaves of one, and differs between machines."""
+BATCHES = (32, 1_024)
+"""Trajectories of a gradient: a mini-batch of the quickstart, and one of a cluster."""
 EQUAL_CHI2 = (0.1, 0.01, 0.0001)
 COLOURS = {"token": "orange", "prefix": "blue", "CTPO, prefix": "blue", "GSPO": "purple", "sequence": "green"}
 KINDS = {NO_DRIFT: "grey", DRIFT: "blue", TOKENS: "orange"}
@@ -168,6 +172,56 @@ def counterexample_table(example: Counterexample) -> Table:
             "second logit": [enumerated[name][1] for name in names],
         }
     )
+
+
+def error_table(trees: Sequence[Tree], rng: np.random.Generator) -> Table:
+    """Mean square error of the gradient by ratio, unclipped, medians over trees with an outcome reward each."""
+    rewarded = [(tree, normalized_reward(tree, rng)) for tree in trees]
+    rows: list[tuple[Cell, ...]] = []
+    of_token: list[GradientError] = []
+    for ratio, name in RATIOS.items():
+        errors = [
+            GradientError.of(tree, np.exp(tree.log_ratios(ratio)) * advantages, advantages)
+            for tree, advantages in rewarded
+        ]
+        of_token = of_token or errors
+        better = [error.better_from(token) for error, token in zip(errors, of_token, strict=True)]
+        first = "" if errors is of_token else _trajectories(float(np.median(better)))
+        rows.append((name, *_error_columns(errors), first))
+    return Table(("ratio", *_ERROR_COLUMNS, "below token from"), tuple(rows))
+
+
+def clipped_error_table(samples: Iterable[Sequence[Tree]], rng: np.random.Generator) -> Table:
+    """The same of whole objectives, with their clips, for several samples of trees.
+
+    rms d: root mean square of a token's log-ratio. cut: share of tokens that a bound acts on.
+    """
+    rows: list[tuple[Cell, ...]] = []
+    for trees in samples:
+        rewarded = [(tree, normalized_reward(tree, rng)) for tree in trees]
+        squares = [(tree.probability @ tree.log_ratios("token") ** 2).mean() for tree in trees]
+        spread = float(np.sqrt(np.median(squares)))
+        for preset, name in OBJECTIVES.items():
+            errors, shares = list[GradientError](), list[float]()
+            for tree, advantages in rewarded:
+                weights, cut = clipped_weights(tree, preset, advantages)
+                errors.append(GradientError.of(tree, weights, advantages))
+                shares.append(float((tree.probability @ cut).mean()))
+            cosine = float(np.median([error.cosine for error in errors]))
+            rows.append((spread, name, float(np.median(shares)), cosine, *_error_columns(errors)))
+    return Table(("rms d", "objective", "cut", "cosine", *_ERROR_COLUMNS), tuple(rows))
+
+
+_ERROR_COLUMNS = ("squared bias", "variance", *(f"error, {count:,} trajectories" for count in BATCHES))
+
+
+def _error_columns(errors: Sequence[GradientError]) -> list[float]:
+    columns = [(error.bias, error.variance, *(error.at(count) for count in BATCHES)) for error in errors]
+    return [float(value) for value in np.median(columns, 0)]
+
+
+def _trajectories(count: float) -> int | str:
+    return math.ceil(count) if math.isfinite(count) else "never"
 
 
 def turn_ratio_table(tasks: Sequence[TwoTurns]) -> Table:

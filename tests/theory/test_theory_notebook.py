@@ -39,7 +39,7 @@ def test_the_stored_outputs_are_what_the_cells_compute(computed: dict[str, Any])
     stored, new = ([output["text/plain"] for output in data(notebook)] for notebook in (STORED, computed))
     assert new == stored, "run: make reference"
     assert [list(output) for output in data(computed)] == [list(output) for output in data(STORED)]
-    assert [cell["execution_count"] for cell in STORED["cells"] if cell["cell_type"] == "code"] == list(range(1, 21))
+    assert [cell["execution_count"] for cell in STORED["cells"] if cell["cell_type"] == "code"] == list(range(1, 24))
 
 
 @pytest.mark.parametrize("made", ["stored", "computed"])
@@ -56,7 +56,7 @@ def test_figures_are_drawn(made: str, computed: dict[str, Any]) -> None:
 def test_the_tables_have_the_numbers() -> None:
     """Of the independent computation in test_theory_walk, and of the paper's propositions."""
     stored = tables(STORED)
-    assert len(stored) == 12  # bias and outcome have one header
+    assert len(stored) == 14  # bias and outcome have one header, and both tables of errors
     rates = {tuple(row[:3]): row[3] for row in stored["window increments t"]}
     assert rates["widening", "no drift", "8,000"] == "0.1787" and rates["widening", "drift", "8,000"] == "0.4311"
     assert rates["fixed", "no drift", "1,000"] == "0.1899" and rates["fixed", "drift", "100"] == "0.0275"
@@ -64,6 +64,8 @@ def test_the_tables_have_the_numbers() -> None:
     assert medians == {"token": "0.6134", "CTPO, prefix": "0.3916", "GSPO": "0.5651", "sequence": "0"}
     biases = {row[0]: row[2] for row in stored["ratio of a turn's reward bias, own turn bias, return to go"]}
     assert [name.partition(":")[0] for name, bias in biases.items() if bias == "0"] == ["turn-end", "sequence"]
+    errors = {tuple(row[:2]): row[4] for row in stored["rms d objective cut"]}
+    assert (errors["0.0361", "CTPO"], errors["0.0361", "CISPO"]) == ("0.5183", "0.0036")
 
 
 def test_the_page_has_every_cell_and_output() -> None:
