@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from benchmarks.ratio_map import lab, page, runs
-from benchmarks.ratio_map.cells import RATES, SEEDS, Cell, cells
+from benchmarks.ratio_map import archive, lab, page, runs
+from benchmarks.ratio_map.cells import RATES, SEEDS, TASKS, Cell, cells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--estimate", action="store_true", help="print runs and hours, start nothing")
     what.add_argument("--predict", action="store_true", help="store the laboratory's predictions of all cells")
     what.add_argument("--page", action="store_true", help="write docs/map.md from what is stored")
+    what.add_argument("--store-start", action="store_true", help="store start models and recordings beside the results")
     options = parser.parse_args(argv)
     tried = options.set or tuple(options.seeds) != SEEDS or tuple(options.rates) != RATES
     if tried and options.results == runs.RESULTS:
@@ -37,11 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         count, hours = runs.cost(chosen, options.results)
         print(f"{len(chosen)} cells: {count} runs to make, about {hours:.1f} hours on two cores")
         return 0
+    if options.store_start:
+        for task in TASKS:
+            if (options.folder / task.name / archive.MODEL).exists():
+                archive.pack(options.folder / task.name, runs.archive_of(task), frozenset(SEEDS))
+        return 0
     if options.predict:
         predict(options.results)
     elif not options.page:
-        measuring = runs.Measuring(options.folder.resolve(), tuple(options.set), options.seeds, options.rates)
-        if failed := runs.measure_missing(measuring, chosen, options.results):
+        starts = None if options.set else runs.RESULTS
+        where = options.folder.resolve(), options.results.resolve(), starts
+        measuring = runs.Measuring(*where, tuple(options.set), options.seeds, options.rates)
+        if failed := runs.measure_missing(measuring, chosen):
             print(f"{len(failed)} cells failed; the same command tries them again", file=sys.stderr)
             return 1
     if options.results == runs.RESULTS:

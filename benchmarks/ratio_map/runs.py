@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.ratio_map import archive
 from benchmarks.ratio_map.cells import (
     EVAL_EVERY,
     RATES,
@@ -35,7 +36,7 @@ from benchmarks.runs import ROOT, environment, train
 from ctpo_megatron.report import RunData, mean_sampled_reward, summarize
 
 RESULTS = ROOT / "benchmarks" / "results" / "ratio_map"
-RATES_FILE, PREDICTIONS_FILE = "rates.json", "predictions.json"
+PREDICTIONS_FILE = "predictions.json"
 BARE = (
     "sft=null",
     "checkpoint.every=0",
@@ -56,12 +57,15 @@ class RunFailedError(Exception):
 
 @dataclass(frozen=True)
 class Measuring:
-    """Where runs are made. folder: of all runs. Of a try: settings over those of every run, other seeds, other rates.
+    """Where runs are made.
 
-    With one rate nothing is tuned.
+    folder: of all runs. results: of cells. starts: where the start of each task is stored; None to make it here.
+    Of a try: settings over those of every run, other seeds, other rates. With one rate nothing is tuned.
     """
 
     folder: Path
+    results: Path
+    starts: Path | None = None
     changed: tuple[str, ...] = ()
     seeds: Sequence[int] = SEEDS
     rates: Sequence[str] = RATES
@@ -86,6 +90,8 @@ class Measuring:
         if len(self.rates) == 1:
             return self.rates[0], {}
         tuned = Cell(TASKS[0], cell.regime, cell.objective)
+        if stored := self._stored(tuned):
+            return stored["rate"], stored["tuned"]
         tried = {rate: self._result(tuned, self._trained(tuned, rate, TUNING_SEED))["value"] for rate in self.rates}
         return max(tried, key=lambda rate: tried[rate]), tried
 
@@ -107,7 +113,9 @@ class Measuring:
         if not data.exists():
             command = [sys.executable, "-m", "examples.toolmath", str(data), *task.options]
             subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, **environment()})
-        model = self.folder / task.name / "sft" / "sft_model"
+        model = self.folder / task.name / archive.MODEL
+        if not model.exists() and self.starts:
+            archive.unpack(archive_of(task, self.starts), model.parents[1])
         if not model.exists():
             sft = [f"model.path={data / 'model'}", f"sft.data=[{data / 'sft.parquet'}]", "run.steps=0", *SAMPLED]
             self._run(task, "sft", [*self._files(task), *sft, "checkpoint.sft_every=200"], bare=BARE[1:])
@@ -119,6 +127,12 @@ class Measuring:
         settings = [*self._files(task), f"model.path={self.start(task)}", "policy.optimizer.lr=1e-12", *SAMPLED[:-1]]
         settings += [f"run.steps={regime.steps}", f"run.seed={seed}"]
         return self._run(task, f"recording-seed{seed}", settings)
+
+    def _stored(self, cell: Cell) -> dict[str, Any] | None:
+        """Return the result of a cell if it is stored, with the same rates."""
+        file = self.results / cell.file
+        stored: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        return stored if stored and stored["tuned"].keys() == set(self.rates) else None
 
     def _data(self, task: MapTask) -> Path:
         return self.folder / "data" / task.name
@@ -182,12 +196,12 @@ def _mean(run: RunData, name: str) -> float | None:
     return fmean(series.values) if series else None
 
 
-def measure_missing(measuring: Measuring, chosen: Iterable[Cell], results: Path = RESULTS) -> list[str]:
+def measure_missing(measuring: Measuring, chosen: Iterable[Cell]) -> list[str]:
     """Measure cells without a stored result and store each; returns what failed."""
-    results.mkdir(parents=True, exist_ok=True)
+    measuring.results.mkdir(parents=True, exist_ok=True)
     failed = []
     for cell in chosen:
-        if (results / cell.file).exists():
+        if (measuring.results / cell.file).exists():
             continue
         print(f"[map] {cell.name}", flush=True)
         try:
@@ -196,8 +210,13 @@ def measure_missing(measuring: Measuring, chosen: Iterable[Cell], results: Path 
             failed.append(str(error))
             print(f"  {error}", file=sys.stderr, flush=True)
             continue
-        write(results / cell.file, found)
+        write(measuring.results / cell.file, found)
     return failed
+
+
+def archive_of(task: MapTask, starts: Path = RESULTS) -> Path:
+    """Return the file with the start of a task."""
+    return starts / f"{task.name}.tar.xz"
 
 
 def write(file: Path, content: Mapping[str, Any]) -> None:

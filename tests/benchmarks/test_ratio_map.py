@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.ratio_map import lab, page, runs
+from benchmarks.ratio_map import archive, lab, page, runs
 from benchmarks.ratio_map.__main__ import main
 from benchmarks.ratio_map.cells import OBJECTIVES, RATES, REGIMES, SEEDS, STEPS, TASKS, Cell, cells
 from ctpo_megatron.config import ObjectiveConfig, load_config, objective_from_config
@@ -158,13 +158,48 @@ def test_a_cell_goes_on_where_it_stopped_and_is_made_once(stand_in: Path, tmp_pa
 
 
 def test_the_rate_with_the_higher_endpoint_is_taken_on_both_tasks(stand_in: Path, tmp_path: Path) -> None:
-    measuring = runs.Measuring(stand_in)
+    measuring = runs.Measuring(stand_in, tmp_path)
     (cell,) = cells(["early-choice/lag/grpo"])
     result = measuring.measure(cell)
     assert result["rate"] == RATES[1] and result["tuned"][RATES[1]] > result["tuned"][RATES[0]]
     assert {name for name in events(stand_in) if "seed10" in name} == {f"toolmath/lag-grpo-lr{r}-seed10" for r in RATES}
     expected = np.mean(np.arange(1, STEPS + 1)) / 100 + 100 * float(RATES[1]) + np.arange(3) / 1000
     assert [run["value"] for run in result["seeds"].values()] == pytest.approx(expected)
+
+
+def test_a_rate_that_is_stored_is_not_tuned_again(stand_in: Path, tmp_path: Path) -> None:
+    command = ["--folder", str(stand_in), "--results", str(tmp_path / "results"), "--cells"]
+    assert main([*command, "toolmath/lag/grpo"]) == 0
+    before = len(events(stand_in))
+    assert main([*command, "early-choice/lag/grpo"]) == 0
+    added = events(stand_in)[before:]
+    assert added == ["early-choice/sft", *(f"early-choice/lag-grpo-lr6e-4-seed{seed}" for seed in SEEDS)]
+    stored = [json.loads((tmp_path / "results" / f"{task.name}-lag-grpo.json").read_text()) for task in TASKS]
+    assert stored[0]["tuned"] == stored[1]["tuned"] and stored[0]["rate"] == stored[1]["rate"] == "6e-4"
+
+
+def test_a_stored_start_is_the_same_on_another_machine(tmp_path: Path) -> None:
+    made, task = tmp_path / "made" / "toolmath", TASKS[0]
+    for file in (
+        archive.MODEL / "model.safetensors",
+        *(
+            Path(f"recording-seed{n}", *parts)
+            for n in (0, 10)
+            for parts in (["trajectories", "a"], ["positions.jsonl"])
+        ),
+        *(Path(f"recording-seed{n}", name) for n in (0, 10) for name in archive.KEPT[:-1]),
+        Path("recording-seed0.log"),
+    ):
+        (made / file).parent.mkdir(parents=True, exist_ok=True)
+        (made / file).write_text(str(file))
+    archive.pack(made, runs.archive_of(task, tmp_path), frozenset(SEEDS))
+    measuring = runs.Measuring(tmp_path / "other", tmp_path, tmp_path)
+    (tmp_path / "other" / "data" / task.name).mkdir(parents=True)
+    assert measuring.start(task).joinpath("model.safetensors").read_text() == "sft/sft_model/model.safetensors"
+    other = tmp_path / "other" / "toolmath"
+    names = {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()}
+    kept = {f"recording-seed0/{name}" for name in (*archive.KEPT[:-1], "trajectories/a")}
+    assert names == {"sft/sft_model/model.safetensors", *kept}
 
 
 @pytest.mark.parametrize("regime", REGIMES, ids=lambda regime: regime.name)
@@ -178,7 +213,7 @@ def test_settings_of_cells_are_known(regime, stand_in: Path, tmp_path: Path, mon
         lambda *settings: commands.append([*settings]) or [sys.executable, shlex.split(program)[0], *settings],
     )
     for objective in OBJECTIVES:
-        runs.Measuring(stand_in, seeds=SEEDS[:1], rates=RATES[:1]).measure(Cell(TASKS[1], regime, objective))
+        runs.Measuring(stand_in, tmp_path, seeds=SEEDS[:1], rates=RATES[:1]).measure(Cell(TASKS[1], regime, objective))
         config = load_config(ROOT / "configs" / "quickstart.yaml", commands[-1])
         assert objective_from_config(config.objective) == objective.numbers
         assert config.run.steps == regime.steps and config.sft is None
