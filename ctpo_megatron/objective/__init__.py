@@ -1,4 +1,4 @@
-"""Objective: CTPO and related objectives in plain torch. This is the specification that the kernels must match.
+"""Objective: CTPO and related objectives, by `ctpo_kernels` where these have them and in plain torch otherwise.
 
     rewards --batch_advantages--> A --+
     log_probs, old_log_probs, masks ---------+--policy_loss(objective, denominators)--> loss, per_token, stats
@@ -30,9 +30,8 @@ from ctpo_megatron.objective.function import (
     load_objective,
     objective_problem,
 )
-from ctpo_megatron.objective.fused import linear_policy_loss, warm_up_kernels
 from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, noise_metrics, weight_mean
-from ctpo_megatron.objective.policy_loss import policy_loss, supervised_loss
+from ctpo_megatron.objective.policy_loss import linear_policy_loss, policy_loss, supervised_loss, warm_up_kernels
 from ctpo_megatron.objective.positions import (
     SamplerTokens,
     position_metrics,

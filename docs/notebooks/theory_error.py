@@ -56,14 +56,14 @@ def normalized_reward(tree: Tree, rng: np.random.Generator) -> FloatArray:
 
 def clipped_weights(tree: Tree, preset: str, advantages: FloatArray) -> tuple[FloatArray, BoolArray]:
     """What the trainer's own loss multiplies grad log target(a_t | s_t) by, and where a bound acts; both `[N, H]`."""
-    objective = PolicyObjective.preset(preset)
+    objective = PolicyObjective.preset(preset, loss_agg_mode="seq-mean-token-sum", loss_scale_factor=1.0)
     log_probs, anchor = (
         torch.from_numpy(policy[tree.paths.nodes, tree.paths.tokens]) for policy in (tree.target, tree.behaviour)
     )
     log_probs.requires_grad_()
     everywhere = torch.ones_like(log_probs)
     loss = policy_loss(log_probs, anchor, torch.from_numpy(advantages), everywhere, objective)
-    (gradient,) = torch.autograd.grad(loss.per_token.sum(), log_probs)
-    weights = -gradient.numpy()
+    (gradient,) = torch.autograd.grad(loss.loss, log_probs)
+    weights = -len(log_probs) * gradient.numpy()
     unbounded = np.exp(tree.log_ratios(objective.ratio_mode)) * advantages
     return weights, ~np.isclose(weights, unbounded, rtol=1e-9)

@@ -14,6 +14,9 @@ from tests.objective.test_objective_loss import run
 T = 9  # position of the token under test: s_t = 3
 INSIDE, HIGH, BETWEEN, LOW = 0.1, 0.2, -0.05, -0.1  # log r; bounds at t = 9: low -.075, high .15, dual .15
 
+SUM = {"loss_agg_mode": "seq-mean-token-sum"}
+"""Of one sequence the sum over its tokens."""
+
 
 def token_gradient(log_r: float, a: float, *, l: int = 1, spread: bool = True, **overrides) -> tuple[float, float]:  # noqa: E741
     """d l_t / d log p_t and l_t of token 9 of a sequence with S_9 = `log_r`; asserts that no other token is reached."""
@@ -23,7 +26,7 @@ def token_gradient(log_r: float, a: float, *, l: int = 1, spread: bool = True, *
     log_probs = (d - 1).requires_grad_()
     loss_mask = torch.zeros(1, T)
     loss_mask[0, -1] = l
-    objective = PolicyObjective.preset("ctpo", **overrides)
+    objective = PolicyObjective.preset("ctpo", **SUM, **overrides)
     out = policy_loss(
         log_probs,
         torch.full_like(log_probs, -1),
@@ -32,7 +35,7 @@ def token_gradient(log_r: float, a: float, *, l: int = 1, spread: bool = True, *
         objective,
         loss_mask=loss_mask,
     )
-    out.per_token.sum().backward()
+    out.loss.backward()
     assert not log_probs.grad[0, :-1].any()
     return log_probs.grad[0, -1].item(), out.per_token[0, -1].item()
 
@@ -74,9 +77,8 @@ def test_cap_at_ten(a):
 def test_limit_of_twenty_changes_the_value_and_not_the_own_gradient(difference):
     """The second token brings the sum back, so that its ratio is inside while a limited d stands before it."""
     log_probs = torch.tensor([[difference, -math.copysign(20.0, difference)]], dtype=torch.float64, requires_grad=True)
-    objective = PolicyObjective.preset("ctpo")
-    out = policy_loss(log_probs, torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2), objective)
-    out.per_token.sum().backward()
+    objective = PolicyObjective.preset("ctpo", **SUM)
+    policy_loss(log_probs, torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2), objective).loss.backward()
     assert log_probs.grad[0, 1].item() == pytest.approx(-1.0)
     assert log_probs.grad[0, 0].item() == pytest.approx(0.0 if difference > 0 else -math.exp(-20.0), rel=1e-9)
 
@@ -101,14 +103,17 @@ def test_the_window_follows_the_drift(log_r, a, slope):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_jacobian_is_diagonal(name):
+def test_the_loss_of_a_token_reaches_its_own_log_prob_alone(name):
     """d l_t / d log_probs_k is exactly 0 for k != t, whole-sequence ratios included."""
     arguments = packed(random_batch(4, [5, 7], 0.05))
-    log_probs = arguments.pop("log_probs")
     objective = PolicyObjective.preset(name)
-    jacobian = torch.autograd.functional.jacobian(
-        lambda x: policy_loss(x, objective=objective, **arguments).per_token, log_probs
-    )
+    rows = []
+    for t in range(12):
+        only = torch.zeros(12)
+        only[t] = arguments["loss_mask"][t]
+        _, gradient = run({**arguments, "loss_mask": only}, objective)
+        rows.append(gradient)
+    jacobian = torch.stack(rows)
     diagonal = jacobian.diagonal()
     assert diagonal.any() and torch.equal(jacobian, torch.diag(diagonal))
 
@@ -139,13 +144,11 @@ def test_nan_surfaces_in_its_own_sequence_from_its_position_on(name, trained, wh
     arguments["response_mask"], arguments["loss_mask"] = torch.ones(18), torch.ones(18)
     arguments["loss_mask"][9] = float(trained)
     arguments[where][9] = math.nan
-    log_probs = arguments.pop("log_probs").requires_grad_()
-    objective = PolicyObjective.preset(name)
-    out = policy_loss(log_probs, objective=objective, **arguments)
-    out.per_token.sum().backward()
+    objective = PolicyObjective.preset(name, **SUM)
+    out, gradient = run(arguments, objective)
     spoiled = {"token": range(9, 10), "sequence": range(6, 14), "sequence-geomean": range(6, 14)}
     expected = torch.zeros(18, dtype=torch.bool)
     expected[list(spoiled.get(objective.ratio_mode, range(9, 14)))] = True
     expected[9] &= trained
     assert torch.equal(out.per_token.isnan(), expected)
-    assert torch.equal(log_probs.grad.isnan(), expected)
+    assert torch.equal(gradient.isnan(), expected)

@@ -151,11 +151,11 @@ def test_the_window_is_that_of_the_diagnostics(name: str, t: int) -> None:
 def test_the_aggregation_is_that_of_the_loss(name: str) -> None:
     """A sequence of one token, one of three, and one without any loss token."""
     resolved, objective = resolved_objective(ObjectiveConfig(preset=name)), PolicyObjective.preset(name)
-    zeros, of_sequence = torch.zeros(6), torch.tensor([0, 1, 4, 6])
+    zeros, of_sequence = torch.zeros(6, dtype=torch.float64), torch.tensor([0, 1, 4, 6])
     mask = torch.tensor([1, 1, 1, 1, 0, 0])
     advantages = torch.tensor([1.0, -1.0, 1.0])
     measured = policy_loss(zeros, zeros, advantages, torch.ones(6), objective, loss_mask=mask, cu_seqlens=of_sequence)
-    token = measured.per_token.double()
+    token = measured.per_token
     one, three = token[0].item(), token[1:4].sum().item()
     sequences = Denominators.of(mask, of_sequence).sequences if resolved["count_masked_sequences"] else 2
     expected = {
