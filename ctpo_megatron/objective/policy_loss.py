@@ -74,7 +74,7 @@ def policy_loss(
     if objective.entropy_coef and entropy is None:
         raise ValueError(f"entropy: entropy_coef is {objective.entropy_coef}; give the entropy of every token")
     bonus = _entropy_bonus(entropy, response_mask, loss_mask, layout, objective, denominators)
-    if objective.on_kernels and (log_probs.is_cuda or split):
+    if objective.on_kernels:
         loss, per_token, stats = _of_kernels(
             log_probs.to(dtype),
             old_log_probs,

@@ -212,8 +212,10 @@ def _factor(
     if not spec.per_sequence:
         return inverse if isinstance(inverse, float) else inverse.to(dtype)
     assert totals is not None  # the caller counts them for this aggregation
-    lengths = _spread(totals, segment)[3].clamp(min=1)
-    return (inverse / lengths.double()).to(dtype)
+    lengths = _spread(totals, segment)[3].clamp(min=1).double()
+    # torch divides a number by a tensor through the reciprocal, which has other bits than the division of two tensors.
+    dividend = inverse if isinstance(inverse, Tensor) else torch.full_like(lengths, inverse)
+    return (dividend / lengths).to(dtype)
 
 
 def _vector(
