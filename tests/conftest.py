@@ -37,7 +37,6 @@ FIRST = (
     "tests/verify/test_verify.py",
     "tests/policy/test_layouts.py",
     "tests/policy/test_checkpoint.py",
-    "tests/policy/test_rank_zero.py",
     "tests/sandbox/test_service.py",
     "sandbox-load",
 )

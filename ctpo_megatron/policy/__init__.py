@@ -41,10 +41,16 @@ from ctpo_megatron.policy.checkpoint_files import read_marker as read_checkpoint
 from ctpo_megatron.policy.device import capabilities, gpu_bytes, max_ranks, peak_flops
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.old_log_probs import MismatchError, OldLogProbs, apply_correction, check_mismatch
-from ctpo_megatron.policy.parallel import Layout, destroy_distributed, gather_objects, init_distributed
+from ctpo_megatron.policy.parallel import (
+    Layout,
+    RankLost,
+    RankZeroError,
+    destroy_distributed,
+    gather_objects,
+    init_distributed,
+)
 from ctpo_megatron.policy.positions import StepPositions, gather_positions
 from ctpo_megatron.policy.predictions import configured_loss, policy_gradient, supervised
-from ctpo_megatron.policy.rank_zero import RankLost, RankZeroError
 from ctpo_megatron.policy.reports import Diagnostics, StepOutcome, Update, summarize_updates
 from ctpo_megatron.policy.settings import TrainResult, TrainSettings
 from ctpo_megatron.policy.trainer import Trainer
