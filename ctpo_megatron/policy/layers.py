@@ -15,9 +15,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ctpo_megatron.data import PackedBatch
-from ctpo_megatron.policy.attention_plan import EXACT, AttentionPlan, AttentionRules
+from ctpo_megatron.policy.attention_plan import EXACT, AttentionPlan, AttentionRules, ForestPlan, WholeSequences
 from ctpo_megatron.policy.context import ContextSplit
-from ctpo_megatron.policy.forest_plan import ForestPlan, WholeSequences
 from ctpo_megatron.policy.megatron_versions import LATENT_ROTARY
 from ctpo_megatron.policy.nodes import gather_rows, rms_norm, rotate, take_rows
 
