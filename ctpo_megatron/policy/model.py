@@ -21,7 +21,7 @@ from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.attention_plan import AttentionRules
 from ctpo_megatron.policy.layers import attend_to_whole_sequences, local_block_spec
-from ctpo_megatron.policy.loss_scale import LossScale
+from ctpo_megatron.policy.optimizer import LossScale
 from ctpo_megatron.policy.parallel import gather_objects
 from ctpo_megatron.policy.replacements import route_with_te
 from ctpo_megatron.policy.router_replay import RouterReplays

@@ -4,23 +4,95 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import summarize
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.loss_scale import overflowed
 from ctpo_megatron.policy.minibatch import MiniBatch
-from ctpo_megatron.policy.model import DTYPES, BuiltModel
-from ctpo_megatron.policy.passes import Collected, Passes
-from ctpo_megatron.policy.predictions import LossFunction
 from ctpo_megatron.policy.reports import Clock, Cost, StepOutcome, Update
+
+if TYPE_CHECKING:  # the model is built with a loss scale
+    from ctpo_megatron.policy.model import BuiltModel
+    from ctpo_megatron.policy.passes import Collected, Passes
+    from ctpo_megatron.policy.predictions import LossFunction
+
+log = logging.getLogger(__name__)
+
+SMALLEST = 1.0
+WINDOW = 1000
+HYSTERESIS = 2
+
+
+class LossScale(DynamicGradScaler):  # type: ignore[misc] # megatron-core has no types
+    """megatron-core's dynamic loss scale, one for all of its optimizers.
+
+    The second optimizer step whose gradient overflows (`HYSTERESIS`) halves it, and so does each later one, until
+    `WINDOW` steps in a row without any double it. Powers of two: only exponents change, so float32 gradients keep
+    their bits.
+
+    megatron-core gives dense and expert parameters an optimizer with a scale each, and multiplies the loss by the
+    first. They would part when only one of them overflows. Optimizers therefore share this one, and `note` alone
+    changes it, once a step, when all ranks agree.
+    """
+
+    def __init__(self, initial: float) -> None:
+        self._initial = initial
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything, for a new phase of training."""
+        super().__init__(
+            initial_scale=self._initial,
+            min_scale=SMALLEST,
+            growth_factor=2.0,
+            backoff_factor=0.5,
+            growth_interval=WINDOW,
+            hysteresis=HYSTERESIS,
+        )
+        self.value = self._initial
+
+    def of(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the backward pass begins with: megatron-core's `grad_scale_func`."""
+        return cast(torch.Tensor, self._scale * loss)
+
+    def update(self, found_inf: bool) -> None:
+        """megatron-core's optimizers report what each of them found, of their own parameters: `note` decides."""
+
+    def note(self, *, overflow: bool) -> None:
+        """Follow an optimizer step: whether the gradient overflowed on any rank."""
+        super().update(overflow)
+        if overflow or self._growth_tracker == 0:  # otherwise it is the same, and reading it waits for the device
+            self._read()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; the initial scale of the configuration no longer matters."""
+        super().load_state_dict(state_dict)
+        self._read()
+
+    def _read(self) -> None:
+        """Keep the number on the host: reading it back for every micro-batch would wait for the device."""
+        self.value = float(self._scale)
+
+
+def overflowed(scale: LossScale | None, losses: Mapping[str, float], norms: Iterable[float]) -> bool:
+    """Whether only the scale is to blame for a gradient that is not finite: the loss is, and a smaller scale exists.
+
+    losses, norms: of all ranks, so that all agree.
+    """
+    if scale is None or scale.value <= SMALLEST or not all(map(math.isfinite, losses.values())):
+        return False
+    return not all(map(math.isfinite, norms))
+
 
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
 
@@ -32,7 +104,7 @@ def build_optimizer(
 
     By default megatron excludes one-dimensional parameters and biases from weight decay.
     """
-    dtype = DTYPES[policy.dtype]
+    dtype = model.config.params_dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -106,9 +178,6 @@ def apply_gradients(optimizer: ChainedOptimizer, norm: float) -> None:
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
     if not optimizer.step_with_ready_grads():
         raise RuntimeError("megatron's optimizer refused to step")
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ctpo_megatron.policy import (
     init_distributed,
     summarize_updates,
 )
-from ctpo_megatron.policy.loss_scale import LossScale
+from ctpo_megatron.policy.optimizer import LossScale
 from tests.policy import models
 from tests.policy.jobs import CP2, DISTOPT, EP2, OVERLAP, PP2, TP2
 from tests.policy.stepping import has_weights, step, weights
