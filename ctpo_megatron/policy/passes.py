@@ -14,8 +14,8 @@ from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import LossStats, merge
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.context import ContextSplit, Targets
-from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.layers import packed_sequences
+from ctpo_megatron.policy.memory import DeviceMemory
 from ctpo_megatron.policy.minibatch import MiniBatch, all_micro_batches
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects

@@ -26,8 +26,8 @@ from ctpo_megatron.objective import (
     window_metrics,
 )
 from ctpo_megatron.policy import checkpoint, device, hf
-from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.hf_directory import write_directory
+from ctpo_megatron.policy.memory import DeviceMemory
 from ctpo_megatron.policy.minibatch import (
     MiniBatch,
     checked_sequences,

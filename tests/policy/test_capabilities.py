@@ -26,7 +26,7 @@ from ctpo_megatron.policy import (
     device,
     replacements,
 )
-from ctpo_megatron.policy.device_memory import DeviceMemory
+from ctpo_megatron.policy.memory import DeviceMemory
 from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
 from ctpo_megatron.policy.parallel import usable_threads
 from tests.policy import models, scenario

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
-from ctpo_megatron.policy import Layout, Trainer, host_copy
-from ctpo_megatron.policy.host_copy import HostCopy
+from ctpo_megatron.policy import Layout, Trainer, memory
+from ctpo_megatron.policy.memory import HostCopy
 from tests.policy import models
 from tests.policy.stepping import LOSS, has_weights, weights
 
@@ -50,7 +50,7 @@ def test_buffers_are_gone_until_they_are_needed(
 
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "SLAB_BYTES", 64)
+    monkeypatch.setattr(memory, "SLAB_BYTES", 64)
 
 
 def tensors(seed: int) -> list[torch.Tensor]:

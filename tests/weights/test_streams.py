@@ -11,7 +11,7 @@ import torch
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import Trainer, device, hf
-from ctpo_megatron.policy.device_memory import DeviceMemory
+from ctpo_megatron.policy.memory import DeviceMemory
 
 pytestmark = pytest.mark.slow  # vLLM takes eight seconds to import
 
