@@ -26,7 +26,7 @@ from ctpo_megatron.objective import (
     window_metrics,
 )
 from ctpo_megatron.policy import checkpoint, device, hf
-from ctpo_megatron.policy.hf_directory import write_directory
+from ctpo_megatron.policy.hf import write_directory
 from ctpo_megatron.policy.memory import DeviceMemory
 from ctpo_megatron.policy.minibatch import (
     MiniBatch,
