@@ -26,12 +26,14 @@ from ctpo_megatron.policy import (
     MiniBatch,
     Trainer,
     destroy_distributed,
+    device_name,
     init_distributed,
-    peak_flops,
     policy_gradient,
+    product_precision,
 )
 from ctpo_megatron.preflight import settled
 from ctpo_megatron.preflight.placement import GIB, GpuMemory
+from ctpo_megatron.tracking import peak_flops
 
 PROMPT_TOKENS, SHARE_OF_TOOLS = 200, 0.2
 MEDIAN_RESPONSE, SIGMA = 1200.0, 0.8
@@ -111,8 +113,8 @@ class Bench:
             began = time.perf_counter()
             update = self._trainer.update(mini_batch, self._loss)
             measured["update_s"].append(_since(began, self._cuda))
-            measured["forward_tflop"].append(update.cost.work.trained_flops / 1e12)
-            measured["tokens"].append(float(update.cost.work.trained_tokens))
+            measured["forward_tflop"].append(update.work.trained_flops / 1e12)
+            measured["tokens"].append(float(update.work.trained_tokens))
             if number == 0:
                 figures["first_update_s"] = measured["update_s"][0]
                 diagnostics = self._trainer.token_diagnostics(mini_batch, self._objective, "proximal")
@@ -126,7 +128,7 @@ class Bench:
         figures |= rest | {"tokens_per_s": rest["tokens"] / rest["update_s"]}
         if self._cuda:
             figures |= _memory(self._config, self._trainer, cap_gib)
-            peak = peak_flops(self._config.policy) or float("nan")
+            peak = peak_flops(device_name(), product_precision(self._config.policy.dtype)) or float("nan")
             figures["share_of_peak_flops"] = 3 * rest["forward_tflop"] * 1e12 / rest["update_s"] / peak
         return figures
 

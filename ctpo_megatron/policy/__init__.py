@@ -38,7 +38,7 @@ hide_broken_te()
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, CheckpointWriteError, discard_checkpoints
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.checkpoint_files import read_marker as read_checkpoint_marker
-from ctpo_megatron.policy.device import capabilities, gpu_bytes, max_ranks, peak_flops
+from ctpo_megatron.policy.device import capabilities, device_name, gpu_bytes, max_ranks, product_precision
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.old_log_probs import MismatchError, OldLogProbs, apply_correction, check_mismatch
 from ctpo_megatron.policy.parallel import (
@@ -49,9 +49,15 @@ from ctpo_megatron.policy.parallel import (
     gather_objects,
     init_distributed,
 )
-from ctpo_megatron.policy.positions import StepPositions, gather_positions
-from ctpo_megatron.policy.predictions import configured_loss, policy_gradient, supervised
-from ctpo_megatron.policy.reports import Diagnostics, StepOutcome, Update, summarize_updates
+from ctpo_megatron.policy.passes import configured_loss, policy_gradient, supervised
+from ctpo_megatron.policy.reports import (
+    Diagnostics,
+    StepOutcome,
+    StepPositions,
+    Update,
+    gather_positions,
+    summarize_updates,
+)
 from ctpo_megatron.policy.settings import TrainResult, TrainSettings
 from ctpo_megatron.policy.trainer import Trainer
 
@@ -76,6 +82,7 @@ __all__ = [
     "check_mismatch",
     "configured_loss",
     "destroy_distributed",
+    "device_name",
     "discard_checkpoints",
     "gather_objects",
     "gather_positions",
@@ -83,8 +90,8 @@ __all__ = [
     "init_distributed",
     "latest_checkpoint",
     "max_ranks",
-    "peak_flops",
     "policy_gradient",
+    "product_precision",
     "read_checkpoint_marker",
     "summarize_updates",
     "supervised",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,8 @@ def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
     if problems:
         raise ConfigError(problems)
     layout.on_rank_zero(lambda: check_tied(directory, stored, spec))
-    opened = cache(partial(safe_open, framework="pt"))  # a mixture of experts has thousands of tensors in one file
+    # Files are kept open: a mixture of experts has thousands of tensors in one file.
+    opened: Callable[[Path], Any] = cache(partial(safe_open, framework="pt"))
 
     def read(name: str) -> torch.Tensor:
         """A full tensor on the CPU, in the file's dtype."""

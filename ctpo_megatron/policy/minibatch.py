@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,10 +36,7 @@ from ctpo_megatron.objective import Advantage, Denominators
 from ctpo_megatron.policy.attention_plan import AttentionRules, attention_shapes
 from ctpo_megatron.policy.parallel import Layout
 
-if TYPE_CHECKING:
-    from ctpo_megatron.policy.predictions import Anchor
-
-
+Anchor = Literal["proximal", "behaviour", "decoupled"]
 _BISECTIONS = 30
 """Of the bound on the cost of a share: to a billionth."""
 

@@ -36,7 +36,7 @@ class BuiltModel:
     """The model chunks of this rank: one, or one for each virtual pipeline stage.
 
     wrapped: the chunks wrapped for data parallelism; gpt: the plain GPTModels in them, in the same order.
-    streaming: the last stage returns hidden states, and the loss applies the output layer (`predictions.py`), with the
+    streaming: the last stage returns hidden states, and the loss applies the output layer (`passes.py`), with the
     logits of `head_chunk` rows at a time (None: the kernels' default). attention: of the local layers; None where they
     are Transformer Engine's. loss_scale: of float16, None otherwise. replays: with `policy.router_replay`.
     shares_prefixes: passes compute tokens with the same history once.

@@ -173,7 +173,7 @@ class OldLogProbs:
         """
         needs_pass = {"pass": mini_batches, "first update": mini_batches[1:], "none": ()}[self._plan]
         if needs_pass:
-            self._passes.fill_old_log_probs(needs_pass)
+            self._passes.score(all_micro_batches(needs_pass), old=True)
         metrics = {
             "tokens/old_log_probs": float(sum(mini.work.trained_tokens for mini in needs_pass)),
             "tokens/old_log_probs_tflop": sum(mini.work.trained_flops for mini in needs_pass) / 1e12,

@@ -19,12 +19,11 @@ from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import summarize
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.minibatch import MiniBatch
-from ctpo_megatron.policy.reports import Clock, Cost, StepOutcome, Update
+from ctpo_megatron.policy.reports import Clock, StepOutcome, Update
 
 if TYPE_CHECKING:  # the model is built with a loss scale
     from ctpo_megatron.policy.model import BuiltModel
-    from ctpo_megatron.policy.passes import Collected, Passes
-    from ctpo_megatron.policy.predictions import LossFunction
+    from ctpo_megatron.policy.passes import Collected, LossFunction, Passes
 
 log = logging.getLogger(__name__)
 
@@ -267,9 +266,8 @@ class OptimizerSteps:
             self._note(outcome, f"loss {losses}, gradient norm {gradient.norm}")
             # A skipped step counts as well: the schedule follows the batches, not the updates.
             self.scheduler.step(increment=1)
-        cost = Cost(gradient.mini_batch.work, *clock.read(), ranks)
-        tokens = gradient.mini_batch.denominators.tokens
-        return Update(stats, gradient.norm, rate, cost, tokens, outcome, factor)
+        work, tokens = gradient.mini_batch.work, gradient.mini_batch.denominators.tokens
+        return Update(stats, gradient.norm, rate, work, *clock.read(), ranks, tokens, outcome, factor)
 
     def _note(self, outcome: StepOutcome, found: str) -> None:
         """Have the loss scale and the count of bad steps follow. Raises FloatingPointError as `BadSteps.add`."""

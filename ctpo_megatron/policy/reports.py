@@ -1,4 +1,4 @@
-"""Reports of passes and optimizer steps: statistics, time, and log-ratio of each token."""
+"""Reports of passes and optimizer steps: statistics, time, statistics by position, and log-ratio of each token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ import torch
 from numpy.typing import NDArray
 
 from ctpo_megatron.data import PackedBatch, Trajectory
-from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize, token_diagnostics
+from ctpo_megatron.objective import (
+    LossStats,
+    PolicyObjective,
+    PositionStats,
+    SamplerTokens,
+    merge,
+    position_metrics,
+    position_stats,
+    skipped_stats,
+    summarize,
+    token_diagnostics,
+)
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.minibatch import Workload, anchor_of
-from ctpo_megatron.policy.parallel import gather_on_rank_zero
-from ctpo_megatron.policy.predictions import Anchor
+from ctpo_megatron.policy.minibatch import Anchor, MiniBatch, Workload, anchor_of
+from ctpo_megatron.policy.parallel import Layout, gather_on_rank_zero
 
 Diagnostics = dict[int, dict[str, Any]]
 
@@ -53,36 +63,21 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """The cost of one optimizer step.
-
-    seconds: wall time on this rank, packing included. overhead_s: the part outside of the forward and backward passes
-    and the optimizer. ranks: the reports of all ranks, in their order.
-    """
-
-    work: Workload
-    seconds: float
-    overhead_s: float
-    ranks: tuple[RankReport, ...]
-
-    @property
-    def replicas(self) -> list[RankReport]:
-        """One report of each data-parallel replica."""
-        return list({report.dp_rank: report for report in self.ranks}.values())
-
-
-@dataclass(frozen=True)
 class Update:
     """Report of one optimizer step: loss statistics over all ranks, gradient norm before clipping, learning rate, cost.
 
-    loss_tokens: of all its trajectories, those that no pass runs over included. loss_scale: of its backward pass, in
-    float16.
+    work, loss_tokens: of all its trajectories, those that no pass runs over included. seconds: wall time on this rank,
+    packing included. overhead_s: the part outside of the forward and backward passes and the optimizer. ranks: the
+    reports of all ranks, in their order. loss_scale: of its backward pass, in float16.
     """
 
     stats: LossStats
     grad_norm: float
     learning_rate: float
-    cost: Cost
+    work: Workload
+    seconds: float
+    overhead_s: float
+    ranks: tuple[RankReport, ...]
     loss_tokens: int
     outcome: StepOutcome = StepOutcome.APPLIED
     loss_scale: float | None = None
@@ -91,6 +86,11 @@ class Update:
     def applied(self) -> bool:
         """Whether the weights were updated."""
         return self.outcome is StepOutcome.APPLIED
+
+    @property
+    def replicas(self) -> list[RankReport]:
+        """One report of each data-parallel replica."""
+        return list({report.dp_rank: report for report in self.ranks}.values())
 
 
 class Clock:
@@ -211,27 +211,104 @@ def summarize_updates(updates: Sequence[Update], passes: int = 1) -> dict[str, f
     metrics["actor/bad_steps"] = float(outcomes.count(StepOutcome.BAD))
     if (scale := updates[-1].loss_scale) is not None:
         metrics |= {"actor/overflow_steps": float(outcomes.count(StepOutcome.OVERFLOW)), "actor/loss_scale": scale}
-    return metrics | {"actor/lr": updates[-1].learning_rate} | cost_metrics([update.cost for update in updates], passes)
+    return metrics | {"actor/lr": updates[-1].learning_rate} | _cost_metrics(updates, passes)
 
 
-def cost_metrics(costs: Sequence[Cost], passes: int) -> dict[str, float]:
+def _cost_metrics(updates: Sequence[Update], passes: int) -> dict[str, float]:
     """Metrics of all optimizer steps of one batch; see docs/reference/metrics.md. Sizes of the batch count once."""
-    trained, flops = sum(c.work.trained_tokens for c in costs), sum(c.work.trained_flops for c in costs)
-    replicas = [report for cost in costs for report in cost.replicas]
-    peaks = [report.peak_mib for report in costs[-1].ranks]
+    trained, flops = sum(u.work.trained_tokens for u in updates), sum(u.work.trained_flops for u in updates)
+    replicas = [report for update in updates for report in update.replicas]
+    peaks = [report.peak_mib for report in updates[-1].ranks]
     distinct = sum(report.distinct_tokens for report in replicas)
-    shapes = max(report.attention_shapes for report in costs[-1].ranks)
+    shapes = max(report.attention_shapes for report in updates[-1].ranks)
     return {
-        "tokens/total": float(sum(cost.work.tokens for cost in costs) / passes),
+        "tokens/total": float(sum(u.work.tokens for u in updates) / passes),
         "tokens/trained": float(trained),
-        "tokens/forward_tflop": sum(cost.work.flops for cost in costs) / passes / 1e12,
+        "tokens/forward_tflop": sum(u.work.flops for u in updates) / passes / 1e12,
         "tokens/trained_forward_tflop": flops / 1e12,
         "perf/distinct_rows": distinct / trained if trained else 1.0,
         "packing/useful_token_fraction": distinct / sum(report.computed_tokens for report in replicas),
         "packing/micro_batches": float(sum(report.micro_batches for report in replicas)),
         # Ranks wait for the slowest once per optimizer step, so the largest share counts, weighted by the step's work.
-        "packing/imbalance": sum(c.work.imbalance * c.work.trained_flops for c in costs) / flops if flops else 1.0,
-        "time/update_overhead_fraction": sum(c.overhead_s for c in costs) / sum(c.seconds for c in costs),
+        "packing/imbalance": sum(u.work.imbalance * u.work.trained_flops for u in updates) / flops if flops else 1.0,
+        "time/update_overhead_fraction": sum(u.overhead_s for u in updates) / sum(u.seconds for u in updates),
         "memory/trainer_peak_mib": max(peaks),
         **({"packing/attention_shapes": float(shapes)} if shapes else {}),
     } | {f"memory/rank_{rank}_peak_mib": peak for rank, peak in enumerate(peaks)}
+
+
+@dataclass(frozen=True)
+class StepPositions:
+    """Of the first and the last optimizer step, and of all of them together.
+
+    updated: of the last, but of trajectories that its update skips the numbers of tokens alone, as in `whole`. On steps
+    of `tracking.dump_every` a pass of their own runs over the skipped trajectories of `first` and `last`.
+    """
+
+    first: PositionStats
+    last: PositionStats
+    whole: PositionStats
+    updated: PositionStats
+
+    def __add__(self, other: StepPositions) -> StepPositions:
+        return StepPositions(
+            self.first + other.first, self.last + other.last, self.whole + other.whole, self.updated + other.updated
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """See `position_metrics`: of the same tokens in every step."""
+        return position_metrics(self.updated, self.whole)
+
+
+def gather_positions(
+    mini_batches: Sequence[MiniBatch], objective: PolicyObjective | None, anchor: Anchor, layout: Layout
+) -> StepPositions | None:
+    """Of the latest pass over each mini-batch, usually its update's, on rank zero; None on the others. Collective.
+
+    objective: None for a user's own. Without any mini-batch all are empty.
+    """
+
+    def stats_of(micro_batches: Sequence[PackedBatch]) -> PositionStats:
+        each = [_of_pass(micro, objective, anchor) for micro in micro_batches if layout.reports]
+        return sum(each, PositionStats.empty())
+
+    updates = [stats_of(mini.micro_batches) for mini in mini_batches] or [PositionStats.empty()]
+    counts = [_counted(mini) for mini in mini_batches] or [PositionStats.empty()]
+    counted = [update + count for update, count in zip(updates, counts, strict=True)]
+    first, last = (
+        updates[place] + stats_of(mini_batches[place].skipped_micro_batches)
+        if mini_batches and mini_batches[place].skipped_micro_batches
+        else counted[place]
+        for place in (0, -1)
+    )
+    own = StepPositions(first, last, sum(counted, PositionStats.empty()), counted[-1])
+    parts: list[StepPositions | None] | None = gather_on_rank_zero(
+        own if layout.reports or layout.is_rank_zero else None
+    )
+    if parts is None:
+        return None
+    one, *others = filter(None, parts)
+    return sum(others, one)
+
+
+def _counted(mini_batch: MiniBatch) -> PositionStats:
+    """Numbers of tokens of the skipped trajectories, on rank zero, which alone has them all."""
+    skipped = [tokens for sequence in mini_batch.skipped if (tokens := sequence.tokens) is not None]
+    return skipped_stats((tokens["response_mask"], tokens["loss_mask"]) for tokens in skipped)
+
+
+def _of_pass(micro: PackedBatch, objective: PolicyObjective | None, anchor: Anchor) -> PositionStats:
+    if micro.log_probs is None:
+        raise ValueError("statistics by position need an update first")
+    return position_stats(
+        micro.log_probs,
+        anchor_of(micro, anchor),
+        micro.advantages,
+        micro.response_mask,
+        micro.loss_mask,
+        objective,
+        micro.cu_seqlens,
+        micro.entropy,
+        micro.turn,
+        SamplerTokens(micro.rollout_log_probs, micro.weight_version, micro.version, micro.old_log_probs),
+    )

@@ -12,9 +12,8 @@ from ctpo_megatron.config import (
     advantage_from_config,
     objective_from_config,
 )
-from ctpo_megatron.policy.positions import StepPositions
-from ctpo_megatron.policy.predictions import configured_loss
-from ctpo_megatron.policy.reports import Diagnostics
+from ctpo_megatron.policy.passes import configured_loss
+from ctpo_megatron.policy.reports import Diagnostics, StepPositions
 
 if TYPE_CHECKING:
     from ctpo_megatron.tracking import Phases

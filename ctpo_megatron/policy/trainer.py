@@ -29,7 +29,9 @@ from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.hf import write_directory
 from ctpo_megatron.policy.memory import DeviceMemory
 from ctpo_megatron.policy.minibatch import (
+    Anchor,
     MiniBatch,
+    all_micro_batches,
     checked_sequences,
     in_turn,
     largest,
@@ -41,10 +43,15 @@ from ctpo_megatron.policy.model import build_model, gather_gradient_shards
 from ctpo_megatron.policy.old_log_probs import OldLogProbs, SampledBy, check_mismatch, start_metrics
 from ctpo_megatron.policy.optimizer import BadSteps, OptimizerSteps
 from ctpo_megatron.policy.parallel import Layout
-from ctpo_megatron.policy.passes import Passes
-from ctpo_megatron.policy.positions import gather_positions
-from ctpo_megatron.policy.predictions import Anchor, LossFunction
-from ctpo_megatron.policy.reports import Diagnostics, Update, gather_diagnostics, of_trajectories, summarize_updates
+from ctpo_megatron.policy.passes import LossFunction, Passes
+from ctpo_megatron.policy.reports import (
+    Diagnostics,
+    Update,
+    gather_diagnostics,
+    gather_positions,
+    of_trajectories,
+    summarize_updates,
+)
 from ctpo_megatron.policy.router_replay import checked_choices
 from ctpo_megatron.policy.settings import Reinforcement, TrainResult, TrainSettings
 from ctpo_megatron.policy.train_state import TrainState
@@ -253,7 +260,7 @@ class Trainer:
 
         Returns `start_metrics`, and `RouterReplays.take_metrics`.
         """
-        self._passes.fill_old_log_probs(mini_batches)
+        self._passes.score(all_micro_batches(mini_batches), old=True)
         return start_metrics(mini_batches, self.layout) | self._passes.router_metrics()
 
     def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:

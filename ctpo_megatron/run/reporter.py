@@ -19,7 +19,7 @@ from ctpo_megatron.base.run_paths import EVALUATION, SFT_METRICS, TRAJECTORIES, 
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
 from ctpo_megatron.environments import decoder
-from ctpo_megatron.policy import TrainResult, peak_flops
+from ctpo_megatron.policy import TrainResult, device_name, product_precision
 from ctpo_megatron.report import (
     FALLEN,
     Decline,
@@ -44,6 +44,7 @@ from ctpo_megatron.tracking import (
     discard_dumps,
     groups_to_dump,
     open_trackers,
+    peak_flops,
     phase_peaks,
     read_metrics,
     sft_metrics,
@@ -89,7 +90,7 @@ class Reporter:
     @classmethod
     def of(cls, config: Config, directory: Path, trainers: int) -> Self:
         """trainers: ranks of the trainer."""
-        peak = peak_flops(config.policy)
+        peak = peak_flops(device_name(), product_precision(config.policy.dtype))
         return cls(config, directory, decoder(config.model.path), trainers=trainers, peak=peak)
 
     def __enter__(self) -> Self:

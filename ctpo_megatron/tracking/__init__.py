@@ -21,7 +21,7 @@ from ctpo_megatron.tracking.dump_writer import FAILURES as DUMP_FAILURES
 from ctpo_megatron.tracking.dump_writer import DumpWriter
 from ctpo_megatron.tracking.metrics import MetricsWriter, PositionsWriter, read_metrics, read_positions
 from ctpo_megatron.tracking.records import TRACES, Decode, Head, Record
-from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
+from ctpo_megatron.tracking.throughput import peak_flops, phase_peaks, sft_metrics, throughput_metrics
 from ctpo_megatron.tracking.timing import (
     Heartbeat,
     Phases,
@@ -70,6 +70,7 @@ __all__ = [
     "duration",
     "groups_to_dump",
     "open_trackers",
+    "peak_flops",
     "phase_peaks",
     "read_heads",
     "read_heartbeat",

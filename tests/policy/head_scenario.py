@@ -23,7 +23,7 @@ from ctpo_megatron.policy import (
     policy_gradient,
     supervised,
 )
-from ctpo_megatron.policy.predictions import function_gradient
+from ctpo_megatron.policy.passes import function_gradient
 from tests.policy import models
 
 

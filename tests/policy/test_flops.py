@@ -1,4 +1,4 @@
-"""The FLOP formula against torch's own counter on the real Hugging Face models; the peak of a device by its name."""
+"""The FLOP formula against torch's own counter on the real Hugging Face models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from ctpo_megatron.config import read_spec
 from ctpo_megatron.data import token_sequences
 from ctpo_megatron.models import ModelSpec
-from ctpo_megatron.policy.device import known_peak
 from tests.policy import models
 
 TOKENS = 37
@@ -56,20 +55,3 @@ def test_prompts_and_tool_output_need_no_output_layer(tmp_path: Path) -> None:
     assert left_out > 0
     everywhere = spec.forward_flops(len(trajectory), len(trajectory))
     assert found == everywhere - left_out * 2 * spec.hidden_size * spec.vocab_size
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
-        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
-        ("NVIDIA H200", "tf32", 494.7),
-        ("NVIDIA A100-SXM4-80GB", "float32", 19.5),
-        ("NVIDIA L40S", "bfloat16", 362.1),
-        ("NVIDIA L4", "bfloat16", 121.0),
-        ("NVIDIA RTX A1000", "float32", None),
-        (None, "float32", None),
-    ],
-)
-def test_the_peak_follows_from_the_name(name: str | None, precision: str, tflops: float | None) -> None:
-    assert known_peak(name, precision) == (None if tflops is None else tflops * 1e12)

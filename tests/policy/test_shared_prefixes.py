@@ -27,7 +27,7 @@ from ctpo_megatron.policy import (
 from ctpo_megatron.policy.context import ContextSplit, Targets
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.model import _build_gpt
-from ctpo_megatron.policy.predictions import LogitsPredictions
+from ctpo_megatron.policy.passes import LogitsPredictions
 from tests.policy import models, te_layers
 from tests.policy.jobs import PP2, SP2
 from tests.support import ranks
@@ -175,7 +175,7 @@ def test_in_float64_they_are_equal_to_rounding(
             rows = packed.take(micro.token_ids)[None], packed.take(micro.position_ids)[None]
             output = module(*rows, attention_mask=None, packed_seq_params=packed)
             targets = Targets.of(micro, split)
-            made = LogitsPredictions(targets, TEMPERATURE, policy.spec.vocab_size, output[0]).log_probs()
+            made = LogitsPredictions(targets, TEMPERATURE, policy._model, output[0]).log_probs()
             assert made.dtype == torch.float64
             (made * targets.labels.double().cos() * targets.advantages).sum().backward()
             log_probs |= {place: targets.per_token(made)[tokens] for place, tokens in micro.places()}

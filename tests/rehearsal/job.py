@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from ctpo_megatron.policy import (
     destroy_distributed,
     device,
     init_distributed,
-    passes,
     policy_gradient,
 )
 from ctpo_megatron.policy.minibatch import MiniBatch
+from ctpo_megatron.policy.passes import Passes
 from ctpo_megatron.verify.batch import record_experts
 from tests.policy import models, te_layers
 from tests.rehearsal import fused_adam, synchronizations
@@ -158,14 +158,14 @@ def _check_sharing(case: Case, on: Trainer, model: Path) -> None:
 def _passes_counted() -> Iterator[dict[str, list[int]]]:
     """Micro-batches of each call of the schedule, by phase."""
     counted: dict[str, list[int]] = defaultdict(list)
-    original = passes.run_schedule
+    original = Passes._run
 
-    def run_schedule(model: Any, batches: list[PackedBatch], *args: Any, **kwargs: Any) -> Any:
+    def run(self: Passes, batches: Sequence[PackedBatch], *args: Any, **kwargs: Any) -> Any:
         counted[synchronizations.current()].append(len(batches))
-        return original(model, batches, *args, **kwargs)
+        return original(self, batches, *args, **kwargs)
 
-    passes.run_schedule = run_schedule
+    Passes._run = run  # type: ignore[method-assign]
     try:
         yield counted
     finally:
-        passes.run_schedule = original
+        Passes._run = original  # type: ignore[method-assign]

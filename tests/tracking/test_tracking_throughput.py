@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ctpo_megatron.tracking import phase_peaks, sft_metrics, throughput_metrics
+from ctpo_megatron.tracking import peak_flops, phase_peaks, sft_metrics, throughput_metrics
 
 STEP = {
     "time/rollout": 4.0,
@@ -79,3 +79,20 @@ def test_a_supervised_step_has_its_own_names() -> None:
         "sft/mfu": 0.5,
         "sft/trainer_peak_mib": 512.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA H200", "tf32", 494.7),
+        ("NVIDIA A100-SXM4-80GB", "float32", 19.5),
+        ("NVIDIA L40S", "bfloat16", 362.1),
+        ("NVIDIA L4", "bfloat16", 121.0),
+        ("NVIDIA RTX A1000", "float32", None),
+        (None, "float32", None),
+    ],
+)
+def test_the_peak_follows_from_the_name(name: str | None, precision: str, tflops: float | None) -> None:
+    assert peak_flops(name, precision) == (None if tflops is None else tflops * 1e12)
