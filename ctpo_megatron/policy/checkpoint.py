@@ -32,8 +32,13 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import checkpoint_files as files
 from ctpo_megatron.policy import megatron_versions
-from ctpo_megatron.policy.checkpoint_files import CheckpointError, CheckpointWriteError, Marker
-from ctpo_megatron.policy.checkpoint_reading import read_description, refused_as_one
+from ctpo_megatron.policy.checkpoint_files import (
+    CheckpointError,
+    CheckpointWriteError,
+    Marker,
+    read_description,
+    refused_as_one,
+)
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.policy.results_queue import start_results_queue

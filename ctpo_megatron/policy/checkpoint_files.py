@@ -1,19 +1,35 @@
-"""Checkpoint directories on disk: written aside, published with a manifest, verified, pruned, found. No torch."""
+"""Checkpoint directories on disk: written aside, published with a manifest, verified, pruned, found, read as data.
+
+torch and megatron-core unpickle `.metadata`, and objects among the shards, without a limit. `replacements.py` has them
+make and call nothing outside an allow-list.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
+import pickle
+import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException, maybe_load_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.api import CheckpointException as DistributedReadError
+from torch.serialization import _get_layout
 
 from ctpo_megatron.base.files import sync
 from ctpo_megatron.base.run_paths import MARKER, discarded, step_in, step_name
@@ -272,3 +288,126 @@ def _delete(hidden: Path) -> None:
 
 def _aside(directory: Path, step: int, purpose: str) -> Path:
     return directory / f".{step_name(step)}.{secrets.token_hex(4)}.{purpose}"
+
+
+_CLASSES: tuple[type, ...] = (
+    filesystem._StorageInfo,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    planner.SavePlan,
+    planner.TensorWriteData,
+    planner.WriteItem,
+    planner.WriteItemType,
+    torch.Size,
+)
+"""What `.metadata` of megatron-core 0.16.1 and 0.19.2 is made of."""
+ALLOWED: Mapping[tuple[str, str], Any] = {
+    **{(made.__module__, made.__qualname__): made for made in _CLASSES},
+    ("torch.serialization", "_get_layout"): _get_layout,
+    **{("torch", str(made).removeprefix("torch.")): made for made in vars(torch).values() if type(made) is torch.dtype},
+}
+"""Everything that a pickle may name: classes of torch that hold data, and its dtypes and layouts."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!r}") from None
+
+
+def metadata_from(content: bytes, path: Path) -> metadata.Metadata:
+    """What `.metadata` at `path` says. Raises CheckpointError for what checkpoints of this trainer do not contain."""
+    try:
+        found: metadata.Metadata = _Unpickler(io.BytesIO(content)).load()
+        for place in found.storage_data.values():
+            if os.path.basename(place.relative_path) != place.relative_path:
+                raise ValueError(f"it names a file elsewhere, {place.relative_path!r:.200}")
+    except Exception as error:  # a hostile file can raise anything
+        why = " ".join((str(error) or repr(error)).split())
+        raise CheckpointError(
+            f"{path} is no description of a checkpoint: {why:.300}. It was read as data, and nothing of it was run or "
+            "loaded. Take another checkpoint, and none from people whom you do not trust"
+        ) from error
+    return found
+
+
+def read_metadata(self: filesystem.FileSystemReader, *_arguments: Any, **options: Any) -> metadata.Metadata:
+    """Read `.metadata` (shadows FileSystemReader's method). Raises CheckpointError, OSError."""
+    path = Path(self._get_metadata_path(options.get("rank")))
+    described = metadata_from(path.read_bytes(), path)
+    described.storage_meta = described.storage_meta or metadata.StorageMeta()
+    described.storage_meta.load_id = self.load_id
+    return described
+
+
+def load_bytes(self: Any, read_item: Any, value: IO[bytes]) -> None:
+    """Restore an object among the shards (shadows DefaultLoadPlanner's method, which would run what it says)."""
+    from torch.distributed.checkpoint._nested_dict import set_element
+
+    content = torch.load(value, weights_only=True)
+    name = read_item.dest_index.fqn
+    if self.flatten_state_dict:
+        set_element(self.original_state_dict, self.mappings[name], content)
+    else:
+        self.state_dict[name] = content
+
+
+def load_common(*arguments: Any) -> Any:
+    """Read `common.pt` (shadows a method of 0.16, with the folder as its last argument, and a function of 0.19).
+
+    The originals leave it to the environment (TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD) whether it may run code.
+    """
+    path = Path(arguments[-1], COMMON_STATE_FNAME)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointingException(f"{path} does not exist") from error
+
+
+def read_description(checkpoint: Path) -> dict[str, ShardedTensor | ShardedObject]:
+    """The tensors and objects that `metadata.json` and `.metadata` describe. Raises CheckpointError."""
+    try:
+        form = maybe_load_config(str(checkpoint))
+        # megatron-core 0.19 reads any as what it writes itself.
+        if form and (form.sharded_backend, form.sharded_backend_version) != ("torch_dist", 1):
+            said = f"{form.sharded_backend} {form.sharded_backend_version}"
+            raise CheckpointError(
+                f"{checkpoint} cannot be loaded: metadata.json names the format {said:.99}, and torch_dist 1 is read"
+            )
+        described: dict[str, ShardedTensor | ShardedObject] = load_sharded_metadata(str(checkpoint))
+    except CheckpointError:
+        raise
+    except Exception as error:  # no collective, and no code but megatron's reader: the files are to blame
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{checkpoint} cannot be loaded, its description is damaged: {why:.300}") from error
+    return described
+
+
+@contextmanager
+def refused_as_one(checkpoint: Path) -> Iterator[None]:
+    """Raises CheckpointError where megatron-core or torch refuse a file of `checkpoint`."""
+    try:
+        yield
+    except DistributedReadError as error:
+        # The exception's text is the tracebacks of all ranks.
+        reasons = dict.fromkeys(_short(str(found[0])) for found in error.failures.values())
+        raise CheckpointError(f"{checkpoint} cannot be loaded: {'; '.join(reasons)}") from error
+    except (CheckpointingException, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{checkpoint} cannot be loaded: {_short(str(error))}") from error
+
+
+def _short(reason: str) -> str:
+    """Without torch's advice to load a file that it refused all the same."""
+    if "weights_only" not in reason:
+        return reason
+    found = re.search(r"(?:GLOBAL|class|function|operand|instruction)[^\n]*", reason.partition("\n")[2])
+    asked = f" ({found[0].rstrip('.')})" if found else ""
+    return f"a file holds more than tensors and plain values{asked}, and nothing of it was run"

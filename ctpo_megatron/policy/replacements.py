@@ -24,7 +24,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch.distributed.checkpoint import default_planner, filesystem
 from torch.overrides import TorchFunctionMode
 
-from ctpo_megatron.policy import checkpoint_reading
+from ctpo_megatron.policy import checkpoint_files
 from ctpo_megatron.policy.layers import rotate_packed, rotate_rows
 from ctpo_megatron.policy.megatron_versions import LOADER_OF_COMMON_STATE, RELEASE, noting_failures, telling_failures
 
@@ -137,21 +137,21 @@ def _replacements() -> tuple[_Replacement, ...]:
             "checkpoint readers",
             filesystem.__name__,
             "FileSystemReader.read_metadata",
-            checkpoint_reading.read_metadata,
+            checkpoint_files.read_metadata,
             "the original runs what `.metadata` says",
         ),
         _Replacement(
             "checkpoint readers",
             default_planner.__name__,
             "DefaultLoadPlanner.load_bytes",
-            checkpoint_reading.load_bytes,
+            checkpoint_files.load_bytes,
             "the original runs what an object among the shards says",
         ),
         _Replacement(
             "checkpoint readers",
             LOADER_OF_COMMON_STATE[0],
             LOADER_OF_COMMON_STATE[1],
-            checkpoint_reading.load_common,
+            checkpoint_files.load_common,
             "the original runs what `common.pt` says, if an environment variable is set",
         ),
         *(_replacements_of_0_19() if RELEASE >= (0, 19) else ()),

@@ -22,8 +22,7 @@ from ctpo_megatron.policy import (
     Trainer,
     checkpoint_files,
 )
-from ctpo_megatron.policy.checkpoint_files import MARKER
-from ctpo_megatron.policy.checkpoint_reading import metadata_from
+from ctpo_megatron.policy.checkpoint_files import MARKER, metadata_from
 from tests.end_to_end.small_run import Ctpo
 from tests.policy import megatron_checkpoints as checkpoints
 from tests.policy.stepping import has_weights, weights
@@ -240,12 +239,12 @@ def test_a_description_names_files_of_its_folder_alone(tmp_path: Path, path: str
 
 
 def test_what_is_allowed_is_what_checkpoints_of_both_releases_contain() -> None:
-    from ctpo_megatron.policy.checkpoint_reading import _ALLOWED
+    from ctpo_megatron.policy.checkpoint_files import ALLOWED
 
     asked = set()
     for archive in checkpoints.FOLDER.glob("*.zip"):
         with zipfile.ZipFile(archive) as opened:
             content = opened.read("step_000002/.metadata")
         words = [argument for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)]
-        asked |= {name for name in _ALLOWED if {*name} <= {*words}}
-    assert {name for name in _ALLOWED if not isinstance(_ALLOWED[name], torch.dtype)} <= asked
+        asked |= {name for name in ALLOWED if {*name} <= {*words}}
+    assert {name for name in ALLOWED if not isinstance(ALLOWED[name], torch.dtype)} <= asked
