@@ -9,7 +9,7 @@ import pytest
 from tests.test_architecture import PACKAGE, all_modules, show
 
 UNPICKLED = {
-    "policy/results_queue.py": "what writers of checkpoints tell the process that started them",
+    "policy/checkpoint.py": "what writers of checkpoints tell the process that started them",
     "policy/checkpoint_files.py": "the unpickler that is limited to data",
     "policy/parallel.py": "results of rank zero, by the store of the job",
     "verify/job.py": "what the process that started it wrote into a folder of its own",

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
+import multiprocessing
+import os
+import pickle
+import random
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import psutil
+import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import determine_global_metadata
+from megatron.core.tensor_parallel import random as megatron_random
 
 # torch derives this from BaseException.
 from torch.distributed.checkpoint.api import CheckpointException as DistributedWriteError
 
 from ctpo_megatron.base.files import patiently
 from ctpo_megatron.base.run_paths import step_name
+from ctpo_megatron.base.signals import children_spared
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import checkpoint_files as files
@@ -40,17 +51,129 @@ from ctpo_megatron.policy.checkpoint_files import (
     refused_as_one,
 )
 from ctpo_megatron.policy.model import BuiltModel
+from ctpo_megatron.policy.optimizer import OptimizerSteps
 from ctpo_megatron.policy.parallel import Layout, gather_objects
-from ctpo_megatron.policy.results_queue import start_results_queue
-from ctpo_megatron.policy.train_state import FORMAT, TrainState, weight_shards
+from ctpo_sandbox.libc import die_with_parent
 
 log = logging.getLogger(__name__)
 
+# megatron-core 0.16 can no longer save the default format; this one reshards over TP, PP and DP.
+FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 _POLL_S, _LOOK_S = 0.05, 10.0
 _CUT_SHORT = ("PytorchStreamWriter failed", "inline_container", "No space left", "Disk quota", "File too large")
 """In errors of torch's writers or of the system: the file could not be written to its end."""
 _NO_RESULTS = "results_queue should not be empty"
 _MOST_TENSOR_PARALLEL = 64
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The state of a rank, as a checkpoint stores it: weights, optimizer, schedule and random streams.
+
+    settings: configuration keys that decide which tensors exist, with their values.
+    """
+
+    model: BuiltModel
+    steps: OptimizerSteps
+    settings: Mapping[str, Any]
+
+    def shards(self, *, is_loading: bool) -> dict[str, Any]:
+        """This rank's part of model and optimizer as megatron's sharded tensors."""
+        weights = weight_shards(self.model)
+        return {"model": weights, "optimizer": self.steps.sharded_state(weights, _metadata(), is_loading=is_loading)}
+
+    def unsharded(self, layout: Layout) -> dict[str, Any]:
+        """The state that is neither model nor optimizer; collective."""
+        streams = {"layout": _sizes(layout), "ranks": gather_objects(random_streams())}
+        return {"scheduler": self.steps.scheduler.state_dict(), "random": streams}
+
+    def restore(self, loaded: dict[str, Any], layout: Layout) -> bool:
+        """Copy in what was loaded for `shards`.
+
+        Random streams only in the layout that wrote them: a rank of another one has no counterpart. Returns whether it
+        is the same.
+        """
+        self.model.load_state(loaded["model"])
+        self.steps.load_state(loaded["optimizer"], loaded["scheduler"])
+        same_layout: bool = loaded["random"]["layout"] == _sizes(layout)
+        if same_layout:
+            set_random_streams(loaded["random"]["ranks"][layout.rank])
+        return same_layout
+
+
+def weight_shards(model: BuiltModel) -> dict[str, Any]:
+    """This rank's weights as megatron's sharded tensors."""
+    return model.sharded_state(_metadata())
+
+
+def _metadata() -> dict[str, Any]:
+    return FORMAT | {
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    names = (field.name for field in fields(layout) if field.name.endswith("_size"))
+    return {name: getattr(layout, name) for name in names}
+
+
+def random_streams() -> dict[str, Any]:
+    """State of Python's, numpy's, torch's and the device's generators and of megatron's named streams.
+
+    Plain containers and tensors only: `torch.load` restores them without running code.
+    """
+    legacy = cast(tuple[str, np.ndarray[Any, Any], int, int, float], np.random.get_state())
+    name, keys, position, has_gauss, cached = legacy
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        # On the CPU these two are replaced by functions of the CPU generator (replacements.py).
+        "device": megatron_random._get_cuda_rng_state(),
+        "streams": dict(megatron_random.get_cuda_rng_tracker().get_states()),
+    }
+
+
+def set_random_streams(state: dict[str, Any]) -> None:
+    """Inverse of `random_streams`."""
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    megatron_random._set_cuda_rng_state(state["device"])
+    torch.set_rng_state(state["torch"])
+    megatron_random.get_cuda_rng_tracker().set_states(state["streams"])
+
+
+class _PickledQueue:
+    """Megatron's queue of results, with values sent as bytes, so that its process need not import torch to unpickle."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def put(self, results: Any) -> None:
+        self._queue.put(pickle.dumps(results))
+
+    def get_nowait(self) -> Any:
+        try:
+            return pickle.loads(self._queue.get_nowait())
+        except EOFError as error:  # an OSError, as where it went before the connection was made
+            raise ConnectionResetError(
+                "the process that collects writers' results has ended; was it killed?"
+            ) from error
+
+
+def start_results_queue() -> None:
+    """Start megatron's queue of results unless it is there: one process for all saves.
+
+    It survives a signal to the whole job, and ends with this process. Raises EOFError or OSError where it does not
+    start.
+    """
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        with children_spared():
+            manager.start(die_with_parent, (os.getpid(), signal.SIGKILL))
+        filesystem_async._results_queue = _PickledQueue(manager.Queue())
 
 
 class Writer:
@@ -333,7 +456,7 @@ def _as_converted(
     if not (isinstance(saved, ShardedTensor) and isinstance(ours, ShardedTensor)) or saved.dtype == ours.dtype:
         return saved
     log.info("%s is converted from %s to %s", saved.key, saved.dtype, ours.dtype)
-    return dataclasses.replace(saved, dtype=ours.dtype)
+    return replace(saved, dtype=ours.dtype)
 
 
 def _padded_differently(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import device
@@ -119,7 +119,7 @@ class DeviceMemory:
             device.synchronize()
             yield
 
-    def release(self, optimizer: MegatronOptimizer | None) -> None:
+    def release(self, optimizer: ChainedOptimizer | None) -> None:
         """Release the memory, after any unfinished gather of parameters. optimizer: the current one, if any."""
         if self._what == "none" or self._released:
             return
@@ -147,9 +147,9 @@ class DeviceMemory:
                 yield from (buffer.param_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
 
 
-def _tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+def _tensors(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
     """Master weights and moments on the device."""
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for each in optimizer.chained_optimizers:
         if (inner := each.optimizer) is None or each.is_stub_optimizer:  # a rank without parameters of this kind
             continue
         for group in inner.param_groups:

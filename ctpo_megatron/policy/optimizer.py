@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # the model is built with a loss scale
 
 log = logging.getLogger(__name__)
 
+_RATES = ("max_lr", "min_lr")
+_CONFIGURED = (*_RATES, "betas", "eps")
 SMALLEST = 1.0
 WINDOW = 1000
 HYSTERESIS = 2
@@ -301,3 +303,61 @@ class OptimizerSteps:
             )
             self.scheduler.num_steps = steps
             self.scheduler.step(increment=0)
+
+    def sharded_state(self, weights: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        """The state of the optimizer as megatron's sharded tensors. weights: of the model, in the same form."""
+        # So that a checkpoint before the first step has the same tensors as any other.
+        _fill_state(self.optimizer)
+        state: dict[str, Any] = self.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+        return state
+
+    def load_state(self, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
+        """Copy in what was loaded for `sharded_state`, and the state of the schedule."""
+        if _inner_adamw(self.optimizer):
+            _name_step_zero(optimizer)
+        _name_rates(optimizer, self.optimizer.param_groups[0])
+        # megatron-core restores whole groups from a checkpoint, and its scheduler prefers their rates to its own.
+        groups = self.optimizer.param_groups
+        configured = [{name: group[name] for name in _CONFIGURED if name in group} for group in groups]
+        self.optimizer.load_state_dict(optimizer)
+        for group, values in zip(self.optimizer.param_groups, configured, strict=True):
+            group.update(values)
+        # Loading makes all parameters share one `step` tensor, which would then advance once per parameter.
+        for inner in _inner_adamw(self.optimizer):
+            for state in inner.state.values():
+                state["step"] = torch.as_tensor(state["step"]).clone()
+        self.scheduler.load_state_dict(scheduler)
+
+
+def _inner_adamw(optimizer: ChainedOptimizer) -> list[torch.optim.AdamW]:
+    return [each.optimizer for each in optimizer.chained_optimizers if isinstance(each.optimizer, torch.optim.AdamW)]
+
+
+def _fill_state(optimizer: ChainedOptimizer) -> None:
+    """Create the optimizer state that the first step would create, to save it or to load into it."""
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:  # a rank may have no dense, or no expert parameters
+            part.init_state_fn(part.optimizer, part.config)
+    for inner in _inner_adamw(optimizer):
+        for state in inner.state.values():
+            # Megatron's own function omits the per-parameter `step` of torch's AdamW.
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+
+def _name_step_zero(saved: dict[Any, Any]) -> None:
+    """Megatron omits a step of 0 from a checkpoint (`if step:`), but AdamW cannot be loaded without it."""
+    if isinstance(saved.get("state"), dict) and "param_groups" in saved:
+        saved["state"].setdefault("common_step", torch.zeros((), dtype=torch.float32))
+    for inner in saved.values():
+        if isinstance(inner, dict):
+            _name_step_zero(inner)
+
+
+def _name_rates(saved: dict[Any, Any], group: Mapping[str, Any]) -> None:
+    """Give saved parameter groups the configured rates of `group`, as all have the same: megatron-core 0.19 finds the
+    group of a checkpoint by its rates, too."""
+    for saved_group in saved.get("param_groups", ()):
+        saved_group.update({name: group[name] for name in _RATES})
+    for inner in saved.values():
+        if isinstance(inner, dict):
+            _name_rates(inner, group)

@@ -54,7 +54,6 @@ from ctpo_megatron.policy.reports import (
 )
 from ctpo_megatron.policy.router_replay import checked_choices
 from ctpo_megatron.policy.settings import Reinforcement, TrainResult, TrainSettings
-from ctpo_megatron.policy.train_state import TrainState
 
 if TYPE_CHECKING:
     from ctpo_megatron.tracking import Phases
@@ -373,14 +372,14 @@ class Trainer:
         with self._memory.in_use():
             return checkpoint.load_weights(path, self.layout, self._model)
 
-    def _train_state(self) -> TrainState:
+    def _train_state(self) -> checkpoint.TrainState:
         steps = self._steps
         settings = {
             "policy.dtype": self.config.dtype,
             "policy.use_distributed_optimizer": self.config.use_distributed_optimizer,
             "optimizer.weight_decay_of": steps.weight_decay_of,
         }
-        return TrainState(self._model, steps.optimizer, steps.scheduler, settings)
+        return checkpoint.TrainState(self._model, steps, settings)
 
 
 def _main_gradient(parameter: Any) -> torch.Tensor:

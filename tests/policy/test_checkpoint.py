@@ -35,7 +35,6 @@ from ctpo_megatron.policy import (
     checkpoint,
 )
 from ctpo_megatron.policy.megatron_versions import RELEASE
-from ctpo_megatron.policy.train_state import _inner_adamw
 from tests.policy import models
 from tests.policy.stepping import has_weights, step, weights
 from tests.support.deadlines import scaled
@@ -135,7 +134,8 @@ def test_every_parameter_has_a_step_counter_of_its_own(make: Make, tmp_path: Pat
     policy, resumed = (make(use_distributed_optimizer=distributed) for _ in range(2))
     step(policy)
     resumed.load(policy.save(tmp_path, 1, {"step": 1}))
-    counters = [state["step"] for inner in _inner_adamw(resumed._steps.optimizer) for state in inner.state.values()]
+    optimizers = [part.optimizer for part in resumed._steps.optimizer.chained_optimizers]
+    counters = [state["step"] for optimizer in optimizers for state in optimizer.state.values()]
     assert len({counter.data_ptr() for counter in counters}) == len(counters) > 1
     step(resumed, seed=1)
     assert {counter.item() for counter in counters} == {2.0}

@@ -25,9 +25,9 @@ REWARDS = Path(__file__).parents[1] / "rewards"
 
 def collector(_folder: Path) -> list[int]:
     """The process that collects what checkpoint writers report."""
-    from ctpo_megatron.policy import results_queue
+    from ctpo_megatron.policy import checkpoint
 
-    results_queue.start_results_queue()
+    checkpoint.start_results_queue()
     return [child.pid for child in multiprocessing.active_children() if child.pid and "SyncManager" in child.name]
 
 
