@@ -2,7 +2,7 @@
 
     layout = init_distributed(config.policy, seed)                      process groups of this rank
     trainer = Trainer(config.policy, layout, model_path, temperature=1.0)
-    trainer.prepare_rl(TrainSettings.of(...), phases)
+    trainer.prepare_rl(config.objective, config.rollout, ...)           sections of the configuration
     result = trainer.train(batch)                                       metrics and token diagnostics of an RL step
     trainer.weights()                                                   Hugging Face names and tensors
 
@@ -58,8 +58,7 @@ from ctpo_megatron.policy.reports import (
     gather_positions,
     summarize_updates,
 )
-from ctpo_megatron.policy.settings import TrainResult, TrainSettings
-from ctpo_megatron.policy.trainer import Trainer
+from ctpo_megatron.policy.trainer import Trainer, TrainResult
 
 __all__ = [
     "CheckpointError",
@@ -74,7 +73,6 @@ __all__ = [
     "StepOutcome",
     "StepPositions",
     "TrainResult",
-    "TrainSettings",
     "Trainer",
     "Update",
     "apply_correction",

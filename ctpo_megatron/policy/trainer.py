@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state as mpu
 
-from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig, objective_from_config, read_spec
+from ctpo_megatron.config import (
+    ObjectiveConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    TrackingConfig,
+    advantage_from_config,
+    objective_from_config,
+    read_spec,
+)
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import TokenSequence, Trajectory
 from ctpo_megatron.data.batch import Batch
@@ -43,9 +54,10 @@ from ctpo_megatron.policy.model import build_model, gather_gradient_shards
 from ctpo_megatron.policy.old_log_probs import OldLogProbs, SampledBy, check_mismatch, start_metrics
 from ctpo_megatron.policy.optimizer import BadSteps, OptimizerSteps
 from ctpo_megatron.policy.parallel import Layout
-from ctpo_megatron.policy.passes import LossFunction, Passes
+from ctpo_megatron.policy.passes import LossFunction, Passes, configured_loss
 from ctpo_megatron.policy.reports import (
     Diagnostics,
+    StepPositions,
     Update,
     gather_diagnostics,
     gather_positions,
@@ -53,10 +65,58 @@ from ctpo_megatron.policy.reports import (
     summarize_updates,
 )
 from ctpo_megatron.policy.router_replay import checked_choices
-from ctpo_megatron.policy.settings import Reinforcement, TrainResult, TrainSettings
 
 if TYPE_CHECKING:
     from ctpo_megatron.tracking import Phases
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """metrics: of the RL step, complete on rank zero. diagnostics: see `Trainer.token_diagnostics`; may be empty.
+
+    positions: statistics by position, on rank zero. dumped: see `tracking.dump_every`.
+    """
+
+    metrics: dict[str, float]
+    diagnostics: Diagnostics
+    positions: StepPositions | None = None
+    dumped: bool = False
+
+
+class _Reinforcement:
+    """The RL phase of a trainer: sections of its configuration, and what derives from them; equal on every rank.
+
+    updates_per_batch: optimizer steps of a full batch, in all its passes. mini_batch_size: trajectories of one
+    optimizer step, over all ranks. foreign: batches may be another policy's, whatever their weight versions: of a
+    recording, whose log-probs are the anchor. ratio: the objective whose ratio and bounds are known; None for a user's
+    own. knows_turns: whether the loss is given the turn of every token.
+    """
+
+    def __init__(
+        self,
+        config: ObjectiveConfig,
+        policy: PolicyConfig,
+        rollout: RolloutConfig,
+        run: RunConfig,
+        tracking: TrackingConfig,
+        phases: Phases,
+        sampler_dtype: str,
+        skip_zero_advantage: bool,
+    ) -> None:
+        self.config, self.rollout, self.run, self.tracking, self.phases = config, rollout, run, tracking, phases
+        self.sampler_dtype, self.skip_zero_advantage = sampler_dtype, skip_zero_advantage
+        self.updates_per_batch = rollout.prompts_per_step // policy.mini_batch_prompts * policy.passes_per_batch
+        self.mini_batch_size = policy.mini_batch_prompts * rollout.samples_per_prompt
+        self.foreign = rollout.replay is not None and config.anchor == "behaviour"
+        self.advantage = advantage_from_config(config)
+        self.objective = objective_from_config(config)
+        self.ratio = None if config.function else self.objective
+        self.loss = configured_loss(config)
+        self.knows_turns = config.by_turn or config.function is not None
+
+    def is_dumped(self, step: int) -> bool:
+        """Whether every optimizer step of this RL step is kept token by token: `tracking.dump_every`."""
+        return step in (1, self.run.steps) or step % self.tracking.dump_every == 0
 
 
 class Trainer:
@@ -91,7 +151,7 @@ class Trainer:
         self._bad_steps = BadSteps(config.max_bad_steps)
         self._writer = checkpoint.Writer(layout, config.timeout_minutes * 60)
         self._optimizer_steps: OptimizerSteps | None = None
-        self._rl: Reinforcement | None = None
+        self._rl: _Reinforcement | None = None
 
     def compile_kernels(self, objective: ObjectiveConfig) -> None:
         """Compile the kernels of log-probs and loss, seconds each; returns when every rank has.
@@ -114,13 +174,25 @@ class Trainer:
             )
         self.layout.wait_for_ranks()
 
-    def prepare_rl(self, settings: TrainSettings, phases: Phases) -> None:
+    def prepare_rl(
+        self,
+        objective: ObjectiveConfig,
+        rollout: RolloutConfig,
+        run: RunConfig,
+        tracking: TrackingConfig,
+        phases: Phases,
+        *,
+        sampler_dtype: str,
+        skip_zero_advantage: bool,
+    ) -> None:
         """Start the RL phase, for `train`: a fresh optimizer with a schedule over all batches.
 
-        Raises ExtensionError for a user's objective that cannot be found or called.
+        sampler_dtype: `Config.engine_dtype`. skip_zero_advantage: trajectories of advantage 0 stay out of the model's
+        passes. Raises ExtensionError for a user's objective that cannot be found or called.
         """
-        self.use_optimizer(self.config.optimizer, settings.batches * settings.updates_per_batch)
-        self._rl = Reinforcement(settings, phases)
+        rl = _Reinforcement(objective, self.config, rollout, run, tracking, phases, sampler_dtype, skip_zero_advantage)
+        self.use_optimizer(self.config.optimizer, run.steps * rl.updates_per_batch)
+        self._rl = rl
 
     def train(self, batch: Batch) -> TrainResult:
         """The updates of one RL step (Algorithm 1 of the paper); `version` is then one higher.
@@ -131,20 +203,20 @@ class Trainer:
         """
         if (rl := self._rl) is None:
             raise RuntimeError("prepare_rl comes before train")
-        settings, steps = rl.settings, self._steps
+        config, rollout, steps = rl.config, rl.rollout, self._steps
         own: SampledBy = "these" if batch.is_of(self.version) else "earlier"
-        sampled_by = "others" if settings.foreign else own
-        old_log_probs = OldLogProbs(settings.objective, self._passes, self.layout, sampled_by)
+        sampled_by = "others" if rl.foreign else own
+        old_log_probs = OldLogProbs(config, self._passes, self.layout, sampled_by)
         # Every batch raises the version by one, so that this is the step, also in a resumed run.
-        dumped = settings.is_dumped(self.version)
+        dumped = rl.is_dumped(self.version)
         with rl.phases.phase("old_log_probs"):
             advantages = self._advantages(batch, rl)
             mini_batches = self.distribute(
                 batch.trajectories,
                 advantages,
-                settings.mini_batch_size,
+                rl.mini_batch_size,
                 version=self.version,
-                skip_zero_advantage=settings.skip_zero_advantage,
+                skip_zero_advantage=rl.skip_zero_advantage,
                 pack_skipped=dumped,
                 by_turn=rl.knows_turns,
             )
@@ -154,21 +226,22 @@ class Trainer:
         with rl.phases.phase("update"):
             updates: list[Update] = []
             trained: list[MiniBatch] = []
-            for mini_batch in in_turn(mini_batches, settings.passes, f"{settings.seed}/mini-batches/{self.version}"):
+            passes = self.config.passes_per_batch
+            for mini_batch in in_turn(mini_batches, passes, f"{rl.run.seed}/mini-batches/{self.version}"):
                 if updates and mini_batch.skipped_micro_batches:  # before the first update they are the old log-probs
                     self._passes.score(mini_batch.skipped_micro_batches)
                 gradient = steps.gradient(mini_batch, rl.loss)
                 if not updates:
                     # Now all old log-probs are known and no weight has changed, so a bad batch can still be refused.
                     metrics |= old_log_probs.after_first_gradient(mini_batches)
-                    dtypes = self.config.dtype, settings.sampler_dtype
-                    check_mismatch(metrics, settings.mismatch_limit, settings.max_response_tokens, dtypes)
+                    dtypes = self.config.dtype, rl.sampler_dtype
+                    check_mismatch(metrics, rollout.mismatch_limit, rollout.max_response_tokens, dtypes)
                 updates.append(steps.apply(gradient))
                 trained.append(mini_batch)
-            steps.skip(settings.updates_per_batch - len(updates))
-            metrics |= summarize_updates(updates, settings.passes)
+            steps.skip(rl.updates_per_batch - len(updates))
+            metrics |= summarize_updates(updates, passes)
         with rl.phases.phase("token_diagnostics"):
-            anchor = settings.objective.anchor
+            anchor = config.anchor
             applied = [mini for mini, update in zip(trained, updates, strict=True) if update.applied]
             positions = gather_positions(applied, rl.ratio, anchor, self.layout)
             metrics |= positions.metrics() if positions else {}
@@ -177,15 +250,15 @@ class Trainer:
             metrics |= window_metrics([*itertools.chain.from_iterable(lengths)], rl.ratio)
             shown = trained[-len(mini_batches) :] if dumped else trained[-1:]
             diagnostics: Diagnostics = {}
-            for mini_batch in shown if settings.diagnostics else ():
+            for mini_batch in shown if rl.tracking.trajectories != "none" else ():
                 diagnostics |= self.token_diagnostics(mini_batch, rl.objective, anchor)
             diagnostics = of_trajectories(diagnostics, batch.trajectories)
         self.version += 1
         return TrainResult(metrics | {"weights/version": float(self.version)}, diagnostics, positions, dumped)
 
-    def _advantages(self, batch: Batch, rl: Reinforcement) -> Sequence[Advantage]:
+    def _advantages(self, batch: Batch, rl: _Reinforcement) -> Sequence[Advantage]:
         """One per trajectory; empty on ranks other than zero."""
-        if rl.settings.objective.by_turn:
+        if rl.config.by_turn:
             return turn_advantages([group.returns for group in batch.trained], rl.advantage)
         return batch_advantages([group.rewards for group in batch.trained], rl.advantage)
 

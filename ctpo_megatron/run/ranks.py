@@ -42,7 +42,6 @@ from ctpo_megatron.policy import (
     RankZeroError,
     Trainer,
     TrainResult,
-    TrainSettings,
     gpu_bytes,
     summarize_updates,
     supervised,
@@ -238,18 +237,15 @@ class TrainerGroup:
     @_on_all_ranks(gpus=True)
     def prepare_rl(self) -> None:
         config = self._config
-        settings = TrainSettings.of(
+        self.trainer.prepare_rl(
             config.objective,
-            config.policy,
             config.rollout,
-            batches=config.run.steps,
-            seed=config.run.seed,
-            skip_zero_advantage=config.leaves_out_zero_advantage,
+            config.run,
+            config.tracking,
+            self.phases,
             sampler_dtype=config.engine_dtype,
-            diagnostics=config.tracking.trajectories != "none",
-            dump_every=config.tracking.dump_every,
+            skip_zero_advantage=config.leaves_out_zero_advantage,
         )
-        self.trainer.prepare_rl(settings, self.phases)
 
     @_on_all_ranks(gpus=True, others=lambda batch: (Batch([], weight_versions=batch.weight_versions),))
     def train(self, batch: Batch) -> TrainResult:

@@ -11,7 +11,6 @@ import torch
 
 from ctpo_megatron.config import (
     PolicyConfig,
-    RolloutConfig,
     advantage_from_config,
     objective_from_config,
 )
@@ -26,7 +25,7 @@ from ctpo_megatron.policy import (
     init_distributed,
     summarize_updates,
 )
-from tests.policy.test_train import OBJECTIVES, Run, a_batch, comparable, settings_of, without_signal_at_both_ends
+from tests.policy.test_train import OBJECTIVES, Run, a_batch, comparable, without_signal_at_both_ends
 from tests.support import ranks
 
 SIZE, COUNT = 4, 4
@@ -131,12 +130,6 @@ def test_the_schedule_counts_optimizer_steps_of_all_passes(model: Path, layout: 
     del short.groups[2:]
     assert run.train(short).metrics["actor/lr"] == pytest.approx(1e-3 * 13 / 16)
     assert run.train().metrics["actor/lr"] == pytest.approx(1e-3 * 1 / 16)
-
-
-def test_settings_are_those_of_the_configuration() -> None:
-    policy, rollout = PolicyConfig(passes_per_batch=3, mini_batch_prompts=8), RolloutConfig(prompts_per_step=32)
-    settings = settings_of(policy, rollout)
-    assert (settings.updates_per_batch, settings.passes, settings.seed) == (12, 3, 7)
 
 
 @pytest.mark.parametrize("name", ["ctpo", "behaviour"])
