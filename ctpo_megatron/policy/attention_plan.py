@@ -15,8 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 
 from ctpo_megatron.data import Forest, PackedBatch, PrefixSegment
-from ctpo_megatron.policy.context import ContextSplit
-from ctpo_megatron.policy.nodes import gather_rows, take_rows
+from ctpo_megatron.policy.context import ContextSplit, gather_rows, take_rows
 
 SHORTEST_OF_CLASS = 0.95
 """A sequence joins a class of padded attention rows if it has at least this share of the class's length."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ctpo_megatron.data import Forest, PackedBatch
-from ctpo_megatron.policy.nodes import gather_rows
 
 
 @dataclass(frozen=True)
@@ -200,3 +201,46 @@ class Targets:
     def per_token(self, values: Tensor) -> Tensor:
         """`[n]` of the rows -> `[N]` aligned with the tokens they predict, on every context-parallel rank; detached."""
         return self.split.gather(values.detach()).roll(1)
+
+
+def take_rows(t: Tensor, at: Tensor, back: Tensor) -> Tensor:
+    """Rows `at` of t `[n, ...]`. back: `[n]`, the index in `at` from which each row of t gets its gradient."""
+    found: Tensor = _Rows.apply(t, at, back)
+    return found
+
+
+def gather_rows(t: Tensor, at: Tensor) -> Tensor:
+    """Rows `at` of t `[n, ...]`, which may come several times: their gradients add up in float32, in a fixed order."""
+    found: Tensor = _GatheredRows.apply(t, at)
+    return found
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, at: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return t.index_select(0, at)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _GatheredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, at: Tensor) -> Tensor:
+        ctx.save_for_backward(at)
+        ctx.count, ctx.dtype = t.shape[0], t.dtype
+        return t.index_select(0, at)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (at,), grad = ctx.saved_tensors, grads[0]
+        total = grad.new_zeros(ctx.count, *grad.shape[1:], dtype=torch.promote_types(grad.dtype, torch.float32))
+        if total.is_cuda:  # there `index_add_` adds in any order, and this sorts
+            total.index_put_((at,), grad.to(total.dtype), accumulate=True)
+        else:
+            total.index_add_(0, at, grad.to(total.dtype))
+        return total.to(ctx.dtype), None

@@ -1,4 +1,8 @@
-"""Layers of the local spec: RMSNorm and packed causal attention in plain torch, for machines without TE."""
+"""Layers of the local spec: RMSNorm and packed causal attention in plain torch, for machines without TE.
+
+RMSNorm and rotary embedding are one node of the autograd graph each. Composed of torch's operations they would be
+several, and every node reads and writes all rows, which is slower on a CPU (benchmarks/results/nodes.md).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,12 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.autograd.function import once_differentiable
 
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.policy.attention_plan import EXACT, AttentionPlan, AttentionRules, ForestPlan, WholeSequences
-from ctpo_megatron.policy.context import ContextSplit
+from ctpo_megatron.policy.context import ContextSplit, gather_rows, take_rows
 from ctpo_megatron.policy.megatron_versions import LATENT_ROTARY
-from ctpo_megatron.policy.nodes import gather_rows, rms_norm, rotate, take_rows
 
 Rotation = Callable[..., torch.Tensor]
 
@@ -198,3 +202,59 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = [spec] * get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layers, layer_norm=RMSNorm)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x `[..., H]` / sqrt(mean(x^2) + eps) * weight `[H]`, of x's dtype; computed in float32."""
+    found: torch.Tensor = _RMSNorm.apply(x, weight, eps)
+    return found
+
+
+def rotate(t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rows t `[n, h, d]` with their pairs (i, i + d/2) rotated by angles of this cosine and sine, `[n, 1, d/2]`."""
+    found: torch.Tensor = _Rotation.apply(t, cosine, sine)
+    return found
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rows, wide = x.float(), weight.float()
+        mean_square = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(rows.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return torch.mul(rows, scale).mul_(wide).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        width = x.shape[-1]
+        rows, grad, scale = x.float().reshape(-1, width), grads[0].float().reshape(-1, width), scale.reshape(-1)
+        product, wide = grad * rows, weight.float()
+        along = torch.mv(product, wide).mul_(scale.pow(3)).div_(-width)
+        grad_weight = torch.mv(product.t(), scale)
+        grad_x = torch.mul(grad, wide, out=product).mul_(scale[:, None]).addcmul_(rows, along[:, None])
+        return grad_x.view_as(x).to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _turned(t, cosine, sine)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _turned(grads[0], cosine, -sine), None, None
+
+
+def _turned(t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = t.chunk(2, dim=-1)
+    turned = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    left, right = turned.chunk(2, dim=-1)
+    torch.mul(first, cosine, out=left).sub_(second * sine)
+    torch.mul(second, cosine, out=right).add_(first * sine)
+    return turned

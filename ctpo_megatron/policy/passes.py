@@ -37,12 +37,11 @@ from ctpo_megatron.objective import (
     supervised_loss,
 )
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.context import ContextSplit, Targets
+from ctpo_megatron.policy.context import ContextSplit, Targets, gather_rows
 from ctpo_megatron.policy.layers import packed_sequences
 from ctpo_megatron.policy.memory import DeviceMemory
 from ctpo_megatron.policy.minibatch import Anchor, MiniBatch
 from ctpo_megatron.policy.model import BuiltModel
-from ctpo_megatron.policy.nodes import gather_rows
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.policy.reports import RankReport
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ctpo_megatron.policy.layers import rotate_packed
+from ctpo_megatron.policy.layers import rms_norm, rotate_packed
 from ctpo_megatron.policy.megatron_versions import LATENT_ROTARY
-from ctpo_megatron.policy.nodes import rms_norm
 
 EPS = 1e-6
 

@@ -105,7 +105,7 @@ class Run:
                 mismatch_limit=mismatch_limit,
                 replay="runs/x" if replay else None,
             ),
-            RunConfig(steps=batches, seed=seed),
+            RunConfig(name="test", steps=batches, seed=seed),
             TrackingConfig(dump_every=dump_every),
             self.timer,
             sampler_dtype="float32",
