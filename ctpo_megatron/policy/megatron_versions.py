@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import common
 from torch import load as torch_load
@@ -40,12 +41,8 @@ _IS_0_19 = RELEASE >= (0, 19)
 LATENT_ROTARY = "mla_rotary_interleaved" if _IS_0_19 else "multi_latent_attention"
 """Keyword by which rotary embeddings learn of latent attention."""
 
-LOADER_OF_COMMON_STATE = (
-    ("megatron.core.dist_checkpointing.serialization", "load_common")
-    if _IS_0_19
-    else (common.__name__, "TorchCommonLoadStrategy.load_common")
-)
-"""Module and name of what reads `common.pt`."""
+LOADER_OF_COMMON_STATE: Any = serialization if _IS_0_19 else common.TorchCommonLoadStrategy
+"""What has the `load_common` that reads `common.pt`."""
 
 COMMON_STATE = "common_state"
 """Key of the state that is neither model nor optimizer in checkpoints of 0.19; 0.16 writes it to a file."""

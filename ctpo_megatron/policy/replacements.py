@@ -1,184 +1,85 @@
 """Functions of megatron-core that are replaced: one row each, with the cause and the reason, and the substitutes.
 
-megatron-core assumes CUDA, Transformer Engine and a fused Adam in a few dozen call sites. A row applies wherever
-its cause holds. The mode `CudaRequestsToCpu` redirects what then still asks for CUDA (arguments of torch calls), but
-in passes of the model: these make too many calls that do not.
+megatron-core assumes CUDA, Transformer Engine and a fused Adam in a few dozen call sites. The mode
+`CudaRequestsToCpu` redirects what then still asks for CUDA (arguments of torch calls), but in passes of the model:
+these make too many calls that do not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import mappings
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.distributed.checkpoint import default_planner, filesystem
 from torch.overrides import TorchFunctionMode
 
-from ctpo_megatron.policy import checkpoint_files
+from ctpo_megatron.policy import checkpoint_files as files
 from ctpo_megatron.policy.layers import rotate_packed, rotate_rows
 from ctpo_megatron.policy.megatron_versions import LOADER_OF_COMMON_STATE, RELEASE, noting_failures, telling_failures
 
 log = logging.getLogger(__name__)
 
-Cause = Literal[
-    "no CUDA", "torch AdamW", "packed sequences", "fused rotation", "checkpoint writers", "checkpoint readers"
-]
-
 _NO_STREAM = object()
 
-
-@dataclass(frozen=True)
-class _Replacement:
-    """One function, where its cause holds."""
-
-    cause: Cause
-    module: str
-    attribute: str
-    value: Any
-    reason: str
-
-    def apply(self) -> None:
-        owner: Any = importlib.import_module(self.module)
-        *path, leaf = self.attribute.split(".")
-        for name in path:
-            owner = getattr(owner, name)
-        getattr(owner, leaf)  # AttributeError: another version of megatron-core; fail now, not in training
-        setattr(owner, leaf, self.value)
-        log.debug("%s: %s.%s replaced (%s)", self.cause, self.module, self.attribute, self.reason)
+_Replacement = tuple[Any, str, Any, str]
+"""Who has the function, its name there, the substitute, and the reason."""
 
 
-def _causes(cuda: bool) -> dict[Cause, bool]:
-    """Which causes hold, according to megatron-core itself."""
-    return {
-        "no CUDA": not cuda,
-        "torch AdamW": megatron_optimizer.USING_PYTORCH_OPTIMIZER,
-        "packed sequences": True,
-        "fused rotation": rope_utils.fused_apply_rotary_pos_emb_thd is not None,
-        "checkpoint writers": True,
-        "checkpoint readers": True,
-    }
-
-
-def _replacements() -> tuple[_Replacement, ...]:
-    random, dispatcher = "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe.token_dispatcher"
-    return (
-        _Replacement(
-            "no CUDA", "torch.cuda", "current_device", current_device, "gradient buffers, RoPE, TP and PP buffers"
-        ),
-        _Replacement(
-            "no CUDA", "torch.cuda", "synchronize", no_wait, "variable-length pipelines and checkpoints call it"
-        ),
-        _Replacement("no CUDA", schedules.__name__, "torch", TorchOfSchedules(), "counts tokens on CUDA"),
-        _Replacement("no CUDA", random, "_get_cuda_rng_state", rng_state, "activation recompute saves the stream"),
-        _Replacement(
-            "no CUDA", random, "_set_cuda_rng_state", set_rng_state, "activation recompute restores the stream"
-        ),
-        _Replacement("no CUDA", random, "CudaRNGStatesTracker", rng_tracker(), "sequence parallel forks named streams"),
-        _Replacement(
-            "no CUDA",
-            dispatcher,
-            "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
-            _NO_STREAM,
-            "the dispatcher makes a CUDA stream unless there is one",
-        ),
-        _Replacement(
-            "no CUDA",
-            dispatcher,
-            "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
-            host_splits,
-            "split sizes of the all-to-all have to be on the host",
-        ),
-        _Replacement(
-            "no CUDA",
-            mappings.__name__,
-            "_gather_along_first_dim",
-            uneven_gather(mappings._gather_along_first_dim),
-            "experts under tensor parallelism gather unequal shards",
-        ),
-        _Replacement(
-            "no CUDA",
-            mappings.__name__,
-            "_reduce_scatter_along_first_dim",
+def _replacements(*, cuda: bool) -> Iterator[_Replacement]:
+    """The functions whose cause holds, according to megatron-core itself."""
+    writer: Any = filesystem_async.FileSystemWriterAsync
+    if not cuda:
+        yield torch.cuda, "current_device", current_device, "gradient buffers, RoPE, TP and PP buffers"
+        yield torch.cuda, "synchronize", no_wait, "variable-length pipelines and checkpoints call it"
+        yield schedules, "torch", TorchOfSchedules(), "counts tokens on CUDA"
+        yield megatron_random, "_get_cuda_rng_state", rng_state, "activation recompute saves the stream"
+        yield megatron_random, "_set_cuda_rng_state", set_rng_state, "activation recompute restores the stream"
+        yield megatron_random, "CudaRNGStatesTracker", CpuRNGStatesTracker, "sequence parallel forks named streams"
+        dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+        yield dispatcher, "cuda_dtoh_stream", _NO_STREAM, "the dispatcher makes a CUDA stream unless there is one"
+        reason = "split sizes of the all-to-all have to be on the host"
+        yield dispatcher, "_maybe_dtoh_and_synchronize", host_splits, reason
+        gather, scatter = uneven_gather(mappings._gather_along_first_dim), "_reduce_scatter_along_first_dim"
+        yield mappings, "_gather_along_first_dim", gather, "experts under tensor parallelism gather unequal shards"
+        yield (
+            mappings,
+            scatter,
             uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim),
             "and scatter them again",
-        ),
-        _Replacement(
-            "torch AdamW",
-            "megatron.core.optimizer.distrib_optimizer",
-            "DistributedOptimizer._set_main_param_and_optimizer_states",
-            _set_main_param_and_optimizer_states,
-            "a distributed optimizer's checkpoint is loaded into a state that has a `step`",
-        ),
-        _Replacement(
-            "packed sequences",
-            rope_utils.__name__,
-            "_apply_rotary_pos_emb_thd",
-            rotate_packed,
-            "the original reads the boundaries back from the device in every layer",
-        ),
-        _Replacement(
-            "fused rotation",
-            rope_utils.__name__,
-            "fused_apply_rotary_pos_emb_thd",
-            rotate_rows(rope_utils.fused_apply_rotary_pos_emb_thd, rope_utils.fused_apply_rotary_pos_emb),
-            "the original counts positions from the boundaries, and rows of a forest have others",
-        ),
-        _Replacement(
-            "checkpoint readers",
-            filesystem.__name__,
-            "FileSystemReader.read_metadata",
-            checkpoint_files.read_metadata,
-            "the original runs what `.metadata` says",
-        ),
-        _Replacement(
-            "checkpoint readers",
-            default_planner.__name__,
-            "DefaultLoadPlanner.load_bytes",
-            checkpoint_files.load_bytes,
-            "the original runs what an object among the shards says",
-        ),
-        _Replacement(
-            "checkpoint readers",
-            LOADER_OF_COMMON_STATE[0],
-            LOADER_OF_COMMON_STATE[1],
-            checkpoint_files.load_common,
-            "the original runs what `common.pt` says, if an environment variable is set",
-        ),
-        *(_replacements_of_0_19() if RELEASE >= (0, 19) else ()),
-    )
-
-
-def _replacements_of_0_19() -> tuple[_Replacement, ...]:
-    writer: Any = filesystem_async.FileSystemWriterAsync
-    return (
-        _Replacement(
-            "no CUDA", "torch.cuda", "current_stream", no_stream, "gradient reduction waits for CUDA graphs on it"
-        ),
-        _Replacement(
-            "checkpoint writers",
-            filesystem_async.__name__,
-            "FileSystemWriterAsync.write_preloaded_data",
-            noting_failures(writer.write_preloaded_data),
-            "notes why a file could not be written",
-        ),
-        _Replacement(
-            "checkpoint writers",
-            filesystem_async.__name__,
-            "FileSystemWriterAsync.write_preloaded_data_multithread",
-            telling_failures(writer.write_preloaded_data_multithread),
-            "the original reports the type of a failure alone, or dies of it",
-        ),
-    )
+        )
+        if RELEASE >= (0, 19):
+            yield torch.cuda, "current_stream", no_stream, "gradient reduction waits for CUDA graphs on it"
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        reason = "a distributed optimizer's checkpoint is loaded into a state that has a `step`"
+        name = "_set_main_param_and_optimizer_states"
+        yield distrib_optimizer.DistributedOptimizer, name, _set_main_param_and_optimizer_states, reason
+    reason = "the original reads the boundaries back from the device in every layer"
+    yield rope_utils, "_apply_rotary_pos_emb_thd", rotate_packed, reason
+    if (fused_packed := rope_utils.fused_apply_rotary_pos_emb_thd) is not None:
+        reason = "the original counts positions from the boundaries, and rows of a forest have others"
+        rotation = rotate_rows(fused_packed, rope_utils.fused_apply_rotary_pos_emb)
+        yield rope_utils, "fused_apply_rotary_pos_emb_thd", rotation, reason
+    yield filesystem.FileSystemReader, "read_metadata", files.read_metadata, "the original runs what `.metadata` says"
+    reason = "the original runs what an object among the shards says"
+    yield default_planner.DefaultLoadPlanner, "load_bytes", files.load_bytes, reason
+    reason = "the original runs what `common.pt` says, if an environment variable is set"
+    yield LOADER_OF_COMMON_STATE, "load_common", files.load_common, reason
+    if RELEASE >= (0, 19):
+        one, several = writer.write_preloaded_data, writer.write_preloaded_data_multithread
+        yield writer, "write_preloaded_data", noting_failures(one), "notes why a file could not be written"
+        reason = "the original reports the type of a failure alone, or dies of it"
+        yield writer, "write_preloaded_data_multithread", telling_failures(several), reason
 
 
 def _set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
@@ -216,10 +117,10 @@ def install(*, cuda: bool) -> None:
     global _installed
     if _installed:
         return
-    causes = _causes(cuda)
-    for replacement in _replacements():
-        if causes[replacement.cause]:
-            replacement.apply()
+    for owner, name, substitute, reason in _replacements(cuda=cuda):
+        getattr(owner, name)  # AttributeError: another version of megatron-core; fail now, not in training
+        setattr(owner, name, substitute)
+        log.debug("%s.%s replaced (%s)", owner.__name__, name, reason)
     _installed = True
 
 
@@ -285,33 +186,27 @@ def set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
-def rng_tracker() -> type:
+class CpuRNGStatesTracker(megatron_random.CudaRNGStatesTracker):
     """Megatron's named random streams, over the CPU's generator."""
-    from megatron.core.tensor_parallel import random as mcore_random
 
-    class CpuRNGStatesTracker(mcore_random.CudaRNGStatesTracker):
-        """The same named random streams over the CPU generator."""
+    def add(self, name: str, seed: int) -> None:
+        if seed in self.seeds_ or name in self.states_:
+            raise ValueError(f"random stream {name!r} or its seed {seed} exists already")
+        self._is_initialized = True
+        self.seeds_.add(seed)
+        self.states_[name] = torch.Generator().manual_seed(seed).get_state()
 
-        def add(self, name: str, seed: int) -> None:
-            if seed in self.seeds_ or name in self.states_:
-                raise ValueError(f"random stream {name!r} or its seed {seed} exists already")
-            self._is_initialized = True
-            self.seeds_.add(seed)
-            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
-
-        @contextlib.contextmanager
-        def fork(self, name: str = mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-            if name not in self.states_:
-                raise KeyError(f"random stream {name!r} was never added")
-            outer = torch.get_rng_state()
-            torch.set_rng_state(self.states_[name])
-            try:
-                yield
-            finally:
-                self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outer)
-
-    return CpuRNGStatesTracker
+    @contextlib.contextmanager
+    def fork(self, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        if name not in self.states_:
+            raise KeyError(f"random stream {name!r} was never added")
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outer)
 
 
 def host_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
