@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -85,19 +85,6 @@ class LossScale(DynamicGradScaler):  # type: ignore[misc] # megatron-core has no
         self.value = float(self._scale)
 
 
-def overflowed(scale: LossScale | None, losses: Mapping[str, float], norms: Iterable[float]) -> bool:
-    """Whether only the scale is to blame for a gradient that is not finite: the loss is, and a smaller scale exists.
-
-    losses, norms: of all ranks, so that all agree.
-    """
-    if scale is None or scale.value <= SMALLEST or not all(map(math.isfinite, losses.values())):
-        return False
-    return not all(map(math.isfinite, norms))
-
-
-_STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
-
-
 def build_optimizer(
     model: BuiltModel, policy: PolicyConfig, config: OptimizerConfig, total_steps: int
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
@@ -142,7 +129,7 @@ def build_optimizer(
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_steps,
         lr_decay_steps=steps,
-        lr_decay_style=_STYLES[config.schedule],
+        lr_decay_style="WSD" if config.schedule == "wsd" else config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=steps,
@@ -156,34 +143,13 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def learning_rate(optimizer: ChainedOptimizer) -> float:
-    """The rate that the next step uses."""
-    return max(float(group["lr"]) for group in optimizer.param_groups)
-
-
-def gradient_norm(optimizer: ChainedOptimizer) -> float:
-    """L2 norm of the accumulated gradients over all ranks, before clipping; they are then ready for `apply_gradients`.
-
-    Without the loss scale of float16; inf where a gradient is not finite with it.
-    Together with `apply_gradients` this is megatron's `ChainedOptimizer.step`, which does not check the norm first.
-    Collective.
-    """
-    overflow = optimizer.prepare_grads()
-    return math.inf if overflow else float(optimizer.get_grad_norm())
-
-
-def apply_gradients(optimizer: ChainedOptimizer, norm: float) -> None:
-    """Clip the gradients by their global norm and step. Collective."""
-    for part in optimizer.chained_optimizers:
-        if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
-    if not optimizer.step_with_ready_grads():
-        raise RuntimeError("megatron's optimizer refused to step")
-
-
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a mini-batch, in the gradient buffers of all ranks, before clipping. norm: on this rank."""
+    """The gradient of a mini-batch, in the gradient buffers of all ranks, before clipping.
+
+    norm: L2, over all ranks, as this one knows it; without the loss scale of float16. inf where a gradient is not
+    finite with it.
+    """
 
     mini_batch: MiniBatch
     collected: list[Collected]
@@ -191,32 +157,11 @@ class Gradient:
     clock: Clock
 
 
-class BadSteps:
-    """Counts consecutive optimizer steps that were not finite, over all phases of a run.
-
-    limit: `policy.max_bad_steps`.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._in_a_row = 0
-
-    def reset(self) -> None:
-        """Note a finite step."""
-        self._in_a_row = 0
-
-    def add(self, reason: str) -> None:
-        """Note a step that was not finite. Raises FloatingPointError at the limit."""
-        self._in_a_row += 1
-        if self._in_a_row >= self._limit:
-            raise FloatingPointError(
-                f"an optimizer step is not finite ({reason}), as {self._limit} in a row now (policy.max_bad_steps)"
-            )
-        log.warning("optimizer step skipped: not finite (%s); %d in a row now", reason, self._in_a_row)
-
-
 class OptimizerSteps:
-    """AdamW with fresh state and a schedule over `total_steps` optimizer steps; every method is collective."""
+    """AdamW with fresh state and a schedule over `total_steps` optimizer steps; every method is collective.
+
+    bad_in_a_row: consecutive steps that were not finite, in the phase of training before this one too.
+    """
 
     def __init__(
         self,
@@ -225,14 +170,14 @@ class OptimizerSteps:
         config: OptimizerConfig,
         total_steps: int,
         passes: Passes,
-        bad_steps: BadSteps,
+        bad_in_a_row: int,
     ) -> None:
         self.optimizer, self.scheduler = build_optimizer(model, policy, config, total_steps)
         self.weight_decay_of = config.weight_decay_of
         self._model = model
         self._total_steps = total_steps
         self._passes = passes
-        self._bad_steps = bad_steps
+        self._most_bad_steps, self.bad_in_a_row = policy.max_bad_steps, bad_in_a_row
 
     def gradient(
         self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float | None = None
@@ -245,7 +190,9 @@ class OptimizerSteps:
             with clock.busy():
                 collected = self._passes.accumulate(mini_batch, loss_function, temperature)
                 with device.scope():
-                    norm = gradient_norm(self.optimizer)
+                    # Megatron's `ChainedOptimizer.step` in two parts, as it does not check the norm before it steps.
+                    overflow = self.optimizer.prepare_grads()
+                    norm = math.inf if overflow else float(self.optimizer.get_grad_norm())
         return Gradient(mini_batch, collected, norm, clock)
 
     def apply(self, gradient: Gradient) -> Update:
@@ -254,15 +201,13 @@ class OptimizerSteps:
         factor = None if scale is None else scale.value
         with self._passes.memory.in_use():
             stats, ranks, norms = self._passes.over_ranks(gradient.collected, gradient.mini_batch, gradient.norm)
-            rate = learning_rate(self.optimizer)
+            rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
             losses = {name: value for name, value in summarize(stats).items() if name.endswith("loss")}
-            # Losses and norms of all ranks: either all of them skip the step, or none does.
-            if all(map(math.isfinite, [*losses.values(), *norms])):
-                outcome = StepOutcome.APPLIED
+            outcome = self._outcome(losses.values(), norms)
+            if outcome is StepOutcome.APPLIED:
                 with clock.busy():
-                    apply_gradients(self.optimizer, gradient.norm)
+                    self._step(gradient.norm)
             else:
-                outcome = StepOutcome.OVERFLOW if overflowed(scale, losses, norms) else StepOutcome.BAD
                 self.optimizer.zero_grad()
                 self._model.zero_gradients()
             self._note(outcome, f"loss {losses}, gradient norm {gradient.norm}")
@@ -271,16 +216,38 @@ class OptimizerSteps:
         work, tokens = gradient.mini_batch.work, gradient.mini_batch.denominators.tokens
         return Update(stats, gradient.norm, rate, work, *clock.read(), ranks, tokens, outcome, factor)
 
-    def _note(self, outcome: StepOutcome, found: str) -> None:
-        """Have the loss scale and the count of bad steps follow. Raises FloatingPointError as `BadSteps.add`."""
+    def _outcome(self, losses: Collection[float], norms: Iterable[float]) -> StepOutcome:
+        """Return what becomes of a step with these losses and norms of all ranks, so that all ranks agree."""
+        if all(map(math.isfinite, [*losses, *norms])):
+            return StepOutcome.APPLIED
         scale = self._model.loss_scale
+        # The scale is to blame where the loss is finite, and a smaller scale exists.
+        blamed = scale is not None and scale.value > SMALLEST and all(map(math.isfinite, losses))
+        return StepOutcome.OVERFLOW if blamed else StepOutcome.BAD
+
+    def _step(self, norm: float) -> None:
+        """Clip the gradients by their global norm and step."""
+        for part in self.optimizer.chained_optimizers:
+            if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+        if not self.optimizer.step_with_ready_grads():
+            raise RuntimeError("megatron's optimizer refused to step")
+
+    def _note(self, outcome: StepOutcome, found: str) -> None:
+        """Have the loss scale and the count of bad steps follow. Raises FloatingPointError at the limit of these."""
         if outcome is StepOutcome.BAD:
-            self._bad_steps.add(found)
-        elif scale is not None:
+            self.bad_in_a_row += 1
+            if (limit := self._most_bad_steps) <= self.bad_in_a_row:
+                raise FloatingPointError(
+                    f"an optimizer step is not finite ({found}), as {limit} in a row now (policy.max_bad_steps)"
+                )
+            log.warning("optimizer step skipped: not finite (%s); %d in a row now", found, self.bad_in_a_row)
+            return
+        if (scale := self._model.loss_scale) is not None:
             scale.note(overflow=outcome is StepOutcome.OVERFLOW)
         if outcome is StepOutcome.APPLIED:
-            self._bad_steps.reset()
-        elif outcome is StepOutcome.OVERFLOW:
+            self.bad_in_a_row = 0
+        else:
             log.info("optimizer step skipped: its gradient overflows; loss scale now %.0f", self._model.gradient_scale)
 
     def skip(self, steps: int) -> None:

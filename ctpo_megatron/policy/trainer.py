@@ -52,7 +52,7 @@ from ctpo_megatron.policy.minibatch import (
 )
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards
 from ctpo_megatron.policy.old_log_probs import OldLogProbs, SampledBy, check_mismatch, start_metrics
-from ctpo_megatron.policy.optimizer import BadSteps, OptimizerSteps
+from ctpo_megatron.policy.optimizer import OptimizerSteps
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.passes import LossFunction, Passes, configured_loss
 from ctpo_megatron.policy.reports import (
@@ -148,7 +148,6 @@ class Trainer:
             hf.load(self._model, weights or model_path, layout)
         self._memory = DeviceMemory(config, self._model)
         self._passes = Passes(self._model, layout, self._memory, temperature)
-        self._bad_steps = BadSteps(config.max_bad_steps)
         self._writer = checkpoint.Writer(layout, config.timeout_minutes * 60)
         self._optimizer_steps: OptimizerSteps | None = None
         self._rl: _Reinforcement | None = None
@@ -267,9 +266,11 @@ class Trainer:
 
         Weight decay is on matrices and embeddings, on norms and biases only with `weight_decay_of: all`.
         """
+        before = self._optimizer_steps
+        bad_in_a_row = 0 if before is None else before.bad_in_a_row
         with self._memory.in_use():
             self._optimizer_steps = OptimizerSteps(
-                self._model, self.config, config, total_steps, self._passes, self._bad_steps
+                self._model, self.config, config, total_steps, self._passes, bad_in_a_row
             )
 
     def set_scheduler_step(self, fraction: float) -> None:
