@@ -223,8 +223,8 @@ class Writer:
         with _named_failure(aside):
             content = state.shards(is_loading=False) | state.unsharded(self._layout)
             request = megatron_versions.begin_save(content, aside, dict(FORMAT))
-        settings = {**state.settings, **model_settings(state.model.spec)}
-        request.add_finalize_fn(partial(self._publish, aside, step, run_state, config, score, settings))
+        marker = Marker(step, score, run_state, {}, {**state.settings, **model_settings(state.model.spec)})
+        request.add_finalize_fn(partial(self._publish, aside, marker, config))
         with _named_failure(aside):
             self._queue.schedule_async_request(request)
         # Only now: the fork of a process that writes is not to meet a thread of ours, and megatron takes a folder that
@@ -270,23 +270,16 @@ class Writer:
                     log.warning("process %d, which wrote a checkpoint, was ended by %s", each.pid, name)
                     writing.kill()  # it would wait for ever
 
-    def _publish(
-        self,
-        aside: Path,
-        step: int,
-        run_state: dict[str, Any],
-        config: CheckpointConfig,
-        score: float | None,
-        settings: Mapping[str, Any],
-    ) -> None:
+    def _publish(self, aside: Path, marker: Marker, config: CheckpointConfig) -> None:
+        """Give the folder its name, with a marker that lists the files of all ranks; collective."""
         self._layout.on_rank_zero(lambda: [attached.result(self._timeout_s) for attached in self._attached] and None)
         rank, names = self._layout.rank, [path.name for path in aside.iterdir()]
         mine = [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
         shares = gather_objects(files.digests(aside, mine))
         manifest = {name: entry for share in shares for name, entry in share.items()}
-        marker = Marker(step, score, run_state, dict(sorted(manifest.items())), dict(settings))
+        whole = replace(marker, files=dict(sorted(manifest.items())))
         self._layout.on_rank_zero(
-            lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best)
+            lambda: files.publish(aside, whole, keep_last=config.keep_last, keep_best=config.keep_best)
         )
 
 

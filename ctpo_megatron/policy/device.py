@@ -21,7 +21,6 @@ from ctpo_megatron.policy import replacements
 from ctpo_megatron.policy.attention_plan import EXACT, AttentionRules
 
 CUDA = torch.cuda.is_available()
-BACKEND = "nccl" if CUDA else "gloo"
 _CPU = torch.device("cpu")
 
 _WIDEST_FLASH_HEAD = 256
@@ -37,10 +36,6 @@ class Capabilities:
     packed_attention: bool
     apex: bool
     grad_accumulation_fusion: bool
-
-    def layer_spec(self, dtype: str) -> str:
-        """The layer spec that `policy.layer_spec: auto` stands for in a model of `policy.dtype`."""
-        return "local" if self.against_te_layers(dtype) else "transformer_engine"
 
     def against_te_layers(self, dtype: str) -> str | None:
         """Why transformer-engine's layers cannot train a model of `policy.dtype` here; None if they can.
@@ -70,7 +65,7 @@ class Capabilities:
         by_length = "torch scaled_dot_product_attention, by sequence length"
         fusion = "apex, in backward" if self.grad_accumulation_fusion else "off, a separate addition"
         lines = {
-            "device": f"{'cuda' if self.cuda else 'cpu'}, collectives: {BACKEND}",
+            "device": "cuda, collectives: nccl" if self.cuda else "cpu, collectives: gloo",
             "attention": "TE fused" if te else f"{by_length} ({against})" if against and self.cuda else by_length,
             "norms": "TE RMSNorm, fused with the projections" if te else "torch RMSNorm",
             "RoPE": "TE fused" if te else "unfused",
@@ -105,17 +100,12 @@ def attention_rules(dtype: torch.dtype, head_dim: int, *, masked: bool) -> Atten
 
     From compute capability 9.0 on torch prefers cuDNN, which compiles a plan for each shape, forward and backward, in
     tens of milliseconds of host time, and keeps all of them. So it is left to calls that flash does not take
-    (`allow_cudnn_attention`), and these are of few different shapes.
+    (`enable_cudnn_sdp`), and these are of few different shapes.
     """
     if not CUDA or (dtype is not torch.float32 and not masked and head_dim <= _WIDEST_FLASH_HEAD):
         return EXACT
     grouped = dtype is not torch.float32 and (not masked or _compute_capability() >= (9, 0))
     return AttentionRules(bounded=True, repeat_keys=not grouped)
-
-
-def allow_cudnn_attention(allowed: bool) -> None:
-    """Whether torch's attention may choose cuDNN in this process."""
-    torch.backends.cuda.enable_cudnn_sdp(allowed)
 
 
 def max_ranks() -> int:

@@ -191,7 +191,7 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
     head_chunk = _head_chunk(spec, policy) if streaming else None
     replays = RouterReplays.install(gpt, policy) if config.moe_enable_routing_replay else None
     if (attention := _attention(spec, policy)) is not None:
-        device.allow_cudnn_attention(attention.bounded)
+        torch.backends.cuda.enable_cudnn_sdp(attention.bounded)
     against = against_shared_prefixes(policy)
     log.info(
         "prefixes: %s", f"not shared, as {against}" if against else "tokens with the same history are computed once"
@@ -250,11 +250,10 @@ def _build_gpt(config: TransformerConfig, spec: ModelSpec, policy: PolicyConfig,
 
 def resolve_layer_spec(policy: PolicyConfig) -> str:
     """`local` or `transformer_engine`; raises RuntimeError when the configured one cannot train here."""
-    found = device.capabilities()
+    against = device.capabilities().against_te_layers(policy.dtype)
     if policy.layer_spec == "auto":
-        return found.layer_spec(policy.dtype)
-    against = found.against_te_layers(policy.dtype) if policy.layer_spec == "transformer_engine" else None
-    if against:
+        return "local" if against else "transformer_engine"
+    if against and policy.layer_spec == "transformer_engine":
         raise RuntimeError(f"policy.layer_spec=transformer_engine: {against}, or set policy.layer_spec=local")
     return policy.layer_spec
 

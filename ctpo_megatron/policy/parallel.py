@@ -249,7 +249,7 @@ def init_distributed(config: PolicyConfig, seed: int) -> Layout:
     torch.set_num_threads(usable_threads(config.threads))
     here = device.local_device(int(os.environ.get("LOCAL_RANK", 0)))
     timeout = timedelta(minutes=config.timeout_minutes)
-    backend = "cpu:gloo,cuda:nccl" if device.CUDA else device.BACKEND
+    backend = "cpu:gloo,cuda:nccl" if device.CUDA else "gloo"
     if not dist.is_initialized():
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
