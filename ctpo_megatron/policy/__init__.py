@@ -39,6 +39,7 @@ from ctpo_megatron.policy.checkpoint_files import CheckpointError, CheckpointWri
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.checkpoint_files import read_marker as read_checkpoint_marker
 from ctpo_megatron.policy.device import capabilities, device_name, gpu_bytes, max_ranks, product_precision
+from ctpo_megatron.policy.hf import write_directory
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.old_log_probs import MismatchError, OldLogProbs, apply_correction, check_mismatch
 from ctpo_megatron.policy.parallel import (
@@ -93,4 +94,5 @@ __all__ = [
     "read_checkpoint_marker",
     "summarize_updates",
     "supervised",
+    "write_directory",
 ]

@@ -16,83 +16,21 @@ SLAB_BYTES = 1 << 28
 """torch rounds pinned memory up to a power of two: one buffer for each tensor would take up to twice as much."""
 
 
-class HostCopy:
-    """Moves tensors to host memory and back, as fast as the bus; the host memory is kept for the next time.
-
-    A tensor that shares its storage stays where it is, or the others would lose theirs. Between `take` and `restore`
-    the tensors exist without their numbers.
-    """
-
-    def __init__(self) -> None:
-        self._slabs: list[torch.Tensor] = []
-        self._taken: list[tuple[torch.UntypedStorage, int]] = []  # and its bytes
-
-    def take(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy to the host and free the device memory; returns when both are done.
-
-        Raises RuntimeError if others wait, MemoryError when the host has no more to pin; then all stays on the device.
-        """
-        if self._taken:
-            raise RuntimeError("the tensors before these were not restored")
-        taken = [(each.untyped_storage(), each.untyped_storage().nbytes()) for each in tensors if _is_whole(each)]
-        for there, here in self._pieces(taken):
-            here.copy_(there, non_blocking=True)
-        device.synchronize()
-        for storage, _ in taken:
-            storage.resize_(0)
-        self._taken = taken
-
-    def restore(self) -> None:
-        """Copy everything back, on the current stream."""
-        for storage, size in self._taken:
-            storage.resize_(size)
-        for there, here in self._pieces(self._taken):
-            there.copy_(here, non_blocking=True)
-        self._taken = []
-
-    def _pieces(self, taken: Sequence[tuple[torch.UntypedStorage, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Bytes on the device, and their place on the host."""
-        offset = 0
-        for storage, size in taken:
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            start = 0
-            while start < size:
-                number, at = divmod(offset, SLAB_BYTES)
-                if number == len(self._slabs):
-                    self._slabs.append(self._slab())
-                count = min(size - start, SLAB_BYTES - at)
-                yield whole[start : start + count], self._slabs[number][at : at + count]
-                start, offset = start + count, offset + count
-
-    def _slab(self) -> torch.Tensor:
-        try:
-            return torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=device.CUDA)
-        except RuntimeError as error:
-            raise MemoryError(
-                f"policy.offload: no more pinned host memory after {len(self._slabs) * SLAB_BYTES >> 20} MiB of this "
-                f"rank ({error}); give the job more memory, or set policy.offload=none"
-            ) from error
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    storage = tensor.untyped_storage()
-    return storage.nbytes() == tensor.numel() * tensor.element_size() > 0
-
-
 class DeviceMemory:
     """`policy.offload`: optimizer state (and parameters) move to host memory, gradient buffers are freed.
 
     Only state that the distributed optimizer holds separately from the parameters can move: master weights and moments
     of a 16-bit model. Methods may be called at any time. The optimizer's own `offload_to_cpu` takes new pageable memory
     each time, at 2 GB/s on an H200 (benchmarks/results/gpu/nvidia-h200.md). Parameter buffers pin theirs whole, which
-    torch rounds up to a power of two.
+    torch rounds up to a power of two. Here tensors move through slabs of pinned memory, which are kept.
     """
 
     def __init__(self, config: PolicyConfig, model: BuiltModel) -> None:
         self._what = config.offload
         self._model = model
-        self._host = HostCopy()
         self._released = False
+        self._slabs: list[torch.Tensor] = []
+        self._taken: list[tuple[torch.UntypedStorage, int]] = []  # and its bytes
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -120,25 +58,68 @@ class DeviceMemory:
             yield
 
     def release(self, optimizer: ChainedOptimizer | None) -> None:
-        """Release the memory, after any unfinished gather of parameters. optimizer: the current one, if any."""
+        """Release the memory, after any unfinished gather of parameters. optimizer: the current one, if any.
+
+        Raises MemoryError when the host has no more to pin; then all stays on the device.
+        """
         if self._what == "none" or self._released:
             return
         with device.scope():
             self._model.finish_param_gather()
-            self._host.take([*self._parameters(), *(_tensors(optimizer) if optimizer is not None else ())])
+            self._take([*self._parameters(), *(_tensors(optimizer) if optimizer is not None else ())])
             for chunk in self._model.wrapped:
                 chunk.offload_grad_buffers()
             device.release_cached_memory()
         self._released = True
 
     def _reclaim(self) -> None:
-        """Move everything back to the device. Gradients are zero."""
+        """Move everything back to the device, on the current stream. Gradients are zero."""
         if not self._released:
             return
-        self._host.restore()
+        for storage, size in self._taken:
+            storage.resize_(size)
+        for there, here in self._pieces(self._taken):
+            there.copy_(here, non_blocking=True)
+        self._taken = []
         for chunk in self._model.wrapped:
             chunk.restore_grad_buffers()
         self._released = False
+
+    def _take(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy to the host and free the device memory; returns when both are done.
+
+        A tensor that shares its storage stays where it is, or the others would lose theirs.
+        """
+        taken = [(each.untyped_storage(), each.untyped_storage().nbytes()) for each in tensors if _is_whole(each)]
+        for there, here in self._pieces(taken):
+            here.copy_(there, non_blocking=True)
+        device.synchronize()
+        for storage, _ in taken:
+            storage.resize_(0)
+        self._taken = taken
+
+    def _pieces(self, taken: Sequence[tuple[torch.UntypedStorage, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Bytes on the device, and their place on the host."""
+        offset = 0
+        for storage, size in taken:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            start = 0
+            while start < size:
+                number, at = divmod(offset, SLAB_BYTES)
+                if number == len(self._slabs):
+                    self._slabs.append(self._slab())
+                count = min(size - start, SLAB_BYTES - at)
+                yield whole[start : start + count], self._slabs[number][at : at + count]
+                start, offset = start + count, offset + count
+
+    def _slab(self) -> torch.Tensor:
+        try:
+            return torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=device.CUDA)
+        except RuntimeError as error:
+            raise MemoryError(
+                f"policy.offload: no more pinned host memory after {len(self._slabs) * SLAB_BYTES >> 20} MiB of this "
+                f"rank ({error}); give the job more memory, or set policy.offload=none"
+            ) from error
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         """Buffers that the parameters are views of, as far as they move."""
@@ -156,3 +137,8 @@ def _tensors(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
             yield from (parameter for parameter in group["params"] if parameter.is_cuda)
         for state in inner.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.is_cuda)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == tensor.numel() * tensor.element_size() > 0

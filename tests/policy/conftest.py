@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.policy import destroy_distributed, init_distributed
-from ctpo_megatron.policy.parallel import Layout
+from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
 from tests.policy import models
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.policy import Trainer, gather_objects, init_distributed
-from ctpo_megatron.policy.hf import write_directory
+from ctpo_megatron.policy import Trainer, gather_objects, init_distributed, write_directory
 
 
 def resident(field: str) -> int:

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -18,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed
-from ctpo_megatron.policy.megatron_versions import VERSION
 from tests.policy import models
 from tests.policy.stepping import LOSS, weights
 
+VERSION = version("megatron-core")
 FOLDER = Path(__file__).with_suffix("")
 KINDS: dict[str, dict[str, object]] = {
     "plain": {},

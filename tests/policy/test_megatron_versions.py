@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ctpo_megatron.policy import Layout
-from ctpo_megatron.policy.megatron_versions import VERSION
 from tests.policy import megatron_checkpoints as checkpoints
+from tests.policy.megatron_checkpoints import VERSION
 from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,7 @@ from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tokens import joined
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Trainer, policy_gradient
-from ctpo_megatron.policy.parallel import Layout
+from ctpo_megatron.policy import Layout, Trainer, policy_gradient
 from ctpo_megatron.policy.reports import of_trajectories
 from tests.policy import models
 from tests.policy.test_train import Run

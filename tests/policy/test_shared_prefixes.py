@@ -17,6 +17,7 @@ from ctpo_megatron.data import Trajectory
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     Layout,
+    MiniBatch,
     Trainer,
     destroy_distributed,
     init_distributed,
@@ -25,7 +26,6 @@ from ctpo_megatron.policy import (
     policy_gradient,
 )
 from ctpo_megatron.policy.context import ContextSplit, Targets
-from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.model import _build_gpt
 from ctpo_megatron.policy.passes import LogitsPredictions
 from tests.policy import models, te_layers

@@ -86,7 +86,8 @@ class Run:
         dump_every: int = 1000,
         **config: Any,
     ) -> None:
-        optimizer, prompts = OptimizerConfig(lr=1e-3, schedule="linear"), size // 4
+        optimizer, samples = OptimizerConfig(lr=1e-3, schedule="linear"), size if size % 4 else 4
+        prompts = size // samples
         settings = PolicyConfig(
             micro_batch_tokens=256,
             optimizer=optimizer,
@@ -101,7 +102,7 @@ class Run:
             objective,
             RolloutConfig(
                 prompts_per_step=(planned // repeats if planned else 16 // size) * prompts,
-                samples_per_prompt=4,
+                samples_per_prompt=samples,
                 mismatch_limit=mismatch_limit,
                 replay="runs/x" if replay else None,
             ),

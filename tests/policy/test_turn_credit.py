@@ -12,7 +12,6 @@ from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import ObjectiveConfig, PolicyConfig
 from ctpo_megatron.data.batch import Batch
 from ctpo_megatron.policy import Layout, Trainer
-from ctpo_megatron.policy.minibatch import all_micro_batches
 from tests.policy import models
 from tests.policy.test_train import Run, a_batch, comparable
 
@@ -74,7 +73,7 @@ def test_tokens_have_the_advantage_and_the_number_of_their_turn(model: Path, lay
     advantages = [(1.0, -2.0), (0.0, 0.5), None, (0.0, 0.0)]
     (mini,) = policy.distribute(trajectories, advantages, 4, skip_zero_advantage=True, by_turn=True)
     seen = {}
-    for micro in all_micro_batches([mini]):
+    for micro in mini.micro_batches:
         assert micro.turn is not None
         for place, tokens in micro.places():
             assert micro.turn[tokens].tolist() == trajectories[place].turn
@@ -139,7 +138,7 @@ def test_a_prompt_that_is_drawn_twice_in_a_row_has_two_groups(model: Path, layou
     assert [(each.prompt_id, each.sample_index) for each in twice[2:]] == [("p0", 2), ("p0", 0), ("p0", 1), ("p1", 0)]
     (mini,) = policy.distribute(twice, [1.0] * 6, 6, version=4, by_turn=True)
     groups = {}
-    for micro in all_micro_batches([mini]):
+    for micro in mini.micro_batches:
         assert micro.group is not None and micro.version == 4
         groups |= {place: set(micro.group[tokens].tolist()) for place, tokens in micro.places()}
     assert groups == {0: {0}, 1: {0}, 2: {0}, 3: {1}, 4: {1}, 5: {2}}

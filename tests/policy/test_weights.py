@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctpo_megatron.config import ConfigError, PolicyConfig, read_spec
-from ctpo_megatron.policy import CheckpointError, Layout, Trainer
-from ctpo_megatron.policy.hf import write_directory
+from ctpo_megatron.policy import CheckpointError, Layout, Trainer, write_directory
 from tests.policy import models
 from tests.policy.stepping import has_weights
 

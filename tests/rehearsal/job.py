@@ -15,6 +15,7 @@ from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, OptimizerCon
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
+    MiniBatch,
     Trainer,
     apply_correction,
     destroy_distributed,
@@ -22,7 +23,6 @@ from ctpo_megatron.policy import (
     init_distributed,
     policy_gradient,
 )
-from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.passes import Passes
 from ctpo_megatron.verify.batch import record_experts
 from tests.policy import models, te_layers

@@ -21,8 +21,7 @@ from ctpo_megatron import export, train
 from ctpo_megatron.cli import export as export_verb
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
-from ctpo_megatron.policy import Layout, TrainResult, checkpoint_files
-from ctpo_megatron.policy.hf import write_directory
+from ctpo_megatron.policy import Layout, TrainResult, checkpoint_files, write_directory
 from ctpo_megatron.rollouts import Evaluation, EventLoop, GroupSampler, Rollouts, RolloutSettings
 from ctpo_megatron.run import Services
 from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
