@@ -7,11 +7,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 
 from ctpo_megatron.data import Forest, PackedBatch, PrefixSegment
@@ -153,16 +152,6 @@ class AttentionPlan:
     def masks(self, _: torch.dtype) -> list[torch.Tensor | None]:
         """The mask of each call; None: plain causal attention."""
         return [part.visible for part in self.classes]
-
-    @classmethod
-    def of(cls, packed: PackedSeqParams) -> Any:
-        """The plan of this micro-batch, computed once and stored on the record that all layers share: one of these, or
-        a `ForestPlan`."""
-        found = getattr(packed, "attention_plan", None)
-        if found is None:
-            found = cls(packed.split, getattr(packed, "rules", EXACT))
-            packed.attention_plan = found
-        return found
 
 
 @dataclass(frozen=True)

@@ -243,37 +243,24 @@ def write_directory(
     """
     target = target.resolve()
     layout.on_rank_zero(lambda: _check_target(source.resolve(), target))
-    if layout.rank == 0:
-        aside = target.with_name(f".{target.name}.writing")
-        problem = _write_aside(tensors, source, aside, shard_bytes, chat_template, step)
+    aside, problem = target.with_name(f".{target.name}.writing"), None
+    if layout.is_rank_zero:
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            _copy_rest(source, aside)
+            if chat_template is not None:
+                (aside / _CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
+            if step is not None:
+                record_step(aside, step)
+            dtype = _write_shards(tensors, aside, shard_bytes)
+            (aside / _CONFIG).write_text(_config_of(dtype, source / _CONFIG), encoding="utf-8")
+            for path in (*aside.rglob("*"), aside):  # sync before an older model is deleted
+                sync(path)
+        except OSError as error:
+            problem = error
     deque(tensors, maxlen=0)  # also after a failure: the other ranks still gather
     layout.on_rank_zero(lambda: _publish(aside, target, problem))
-
-
-def _write_aside(
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    source: Path,
-    aside: Path,
-    shard_bytes: int,
-    chat_template: str | None,
-    step: int | None,
-) -> OSError | None:
-    """Write the whole directory; returns the error of the file system, if any."""
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        _copy_rest(source, aside)
-        if chat_template is not None:
-            (aside / _CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
-        if step is not None:
-            record_step(aside, step)
-        dtype = _write_shards(tensors, aside, shard_bytes)
-        (aside / _CONFIG).write_text(_config_of(dtype, source / _CONFIG), encoding="utf-8")
-        for path in (*aside.rglob("*"), aside):  # sync before an older model is deleted
-            sync(path)
-    except OSError as error:
-        return error
-    return None
 
 
 def _copy_rest(source: Path, aside: Path) -> None:

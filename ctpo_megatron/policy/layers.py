@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 from ctpo_megatron.data import PackedBatch
-from ctpo_megatron.policy.attention_plan import EXACT, AttentionPlan, AttentionRules, ForestPlan, WholeSequences
+from ctpo_megatron.policy.attention_plan import AttentionPlan, AttentionRules, ForestPlan, WholeSequences
 from ctpo_megatron.policy.context import ContextSplit, gather_rows, take_rows
 from ctpo_megatron.policy.megatron_versions import LATENT_ROTARY
 
@@ -43,15 +43,17 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-def packed_sequences(batch: PackedBatch, split: ContextSplit, rules: AttentionRules | None = EXACT) -> PackedSeqParams:
+def packed_sequences(batch: PackedBatch, split: ContextSplit, rules: AttentionRules | None) -> PackedSeqParams:
     """Megatron's record of a packed micro-batch, extended by what our layers would otherwise read back.
 
-    split, rules: the rows of this rank and how attention is called, for `AttentionPlan`; rules: None for attention that
-    takes whole sequences, which a forest has in `whole`. take: from values of the tokens to values of the rows.
+    split: the rows of this rank. rules: how attention is called, for `attention_plan`, which all layers share; None for
+    attention that takes whole sequences, which a forest has in `whole`. take: from values of the tokens to values of
+    the rows.
     positions of cu_seqlens: of these rows, for `rotate_packed` and `rotate_rows`.
     """
     longest, boundaries, take = batch.max_seqlen, batch.cu_seqlens, split.take
-    plan, whole = None, None
+    plan: AttentionPlan | ForestPlan | None = None
+    whole = None
     if batch.forest is not None and rules is None:
         whole = WholeSequences.of(batch)
         take, boundaries = whole.take, boundaries.detach()  # with attributes of its own
@@ -59,6 +61,8 @@ def packed_sequences(batch: PackedBatch, split: ContextSplit, rules: AttentionRu
     elif batch.forest is not None and rules is not None:
         plan = ForestPlan.of(batch, rules)
         take, boundaries = plan.take, plan.boundaries
+    elif rules is not None:
+        plan = AttentionPlan(split, rules)
     boundaries.positions = take(batch.position_ids)  # type: ignore[attr-defined] # all that rotary layers receive
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -67,8 +71,7 @@ def packed_sequences(batch: PackedBatch, split: ContextSplit, rules: AttentionRu
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    packed.split, packed.rules, packed.attention_plan = split, rules or EXACT, plan
-    packed.take, packed.whole = take, whole
+    packed.split, packed.attention_plan, packed.take, packed.whole = split, plan, take, whole
     return packed
 
 
@@ -159,7 +162,7 @@ class PackedCausalAttention(MegatronModule):
     ) -> torch.Tensor:
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError("the local layer spec takes packed sequences only (PackedSeqParams, qkv_format='thd')")
-        plan, split = AttentionPlan.of(packed_seq_params), packed_seq_params.split
+        plan, split = packed_seq_params.attention_plan, packed_seq_params.split
         if not split.whole:
             both = torch.cat([key, value], dim=-1)
             gathered = gather_from_sequence_parallel_region(both, group=split.group)[split.restore]

@@ -185,7 +185,8 @@ def test_packed_attention_equals_attention_per_sequence(
     key, value = (torch.randn(tokens, groups, width, requires_grad=True) for _ in range(2))
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
-    packed.split, packed.rules = ContextSplit.of(cu_seqlens), rules
+    packed.split = ContextSplit.of(cu_seqlens)
+    packed.attention_plan = AttentionPlan(packed.split, rules)
     attention = PackedCausalAttention(SimpleNamespace())
     found = attention(query, key, value, None, packed_seq_params=packed)
 
@@ -220,7 +221,7 @@ def test_attention_of_context_parallel_ranks_is_that_of_one(
 
     def attend(split: ContextSplit) -> torch.Tensor:
         packed = PackedSeqParams(qkv_format="thd")
-        packed.split, packed.rules = split, rules
+        packed.split, packed.attention_plan = split, AttentionPlan(split, rules)
         mine = [split.take(t) for t in (query, key, value)]
         return attention(*mine, None, packed_seq_params=packed).squeeze(1)
 
