@@ -205,13 +205,13 @@ class Targets:
 
 def take_rows(t: Tensor, at: Tensor, back: Tensor) -> Tensor:
     """Rows `at` of t `[n, ...]`. back: `[n]`, the index in `at` from which each row of t gets its gradient."""
-    found: Tensor = _Rows.apply(t, at, back)
+    found: Tensor = _Rows.apply(t, at, back)  # type: ignore[no-untyped-call]
     return found
 
 
 def gather_rows(t: Tensor, at: Tensor) -> Tensor:
     """Rows `at` of t `[n, ...]`, which may come several times: their gradients add up in float32, in a fixed order."""
-    found: Tensor = _GatheredRows.apply(t, at)
+    found: Tensor = _GatheredRows.apply(t, at)  # type: ignore[no-untyped-call]
     return found
 
 

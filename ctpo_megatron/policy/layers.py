@@ -209,13 +209,13 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x `[..., H]` / sqrt(mean(x^2) + eps) * weight `[H]`, of x's dtype; computed in float32."""
-    found: torch.Tensor = _RMSNorm.apply(x, weight, eps)
+    found: torch.Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return found
 
 
 def rotate(t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Rows t `[n, h, d]` with their pairs (i, i + d/2) rotated by angles of this cosine and sine, `[n, 1, d/2]`."""
-    found: torch.Tensor = _Rotation.apply(t, cosine, sine)
+    found: torch.Tensor = _Rotation.apply(t, cosine, sine)  # type: ignore[no-untyped-call]
     return found
 
 
