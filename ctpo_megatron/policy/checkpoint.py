@@ -321,7 +321,7 @@ def _named_failure(aside: Path, writer: Any = None) -> Iterator[None]:
         elif _NO_RESULTS in reason:
             reason = f"{_ended(writer)} before its end; was it killed (out of memory)?"
         free = shutil.disk_usage(directory).free
-        files.discard(aside)
+        shutil.rmtree(aside, ignore_errors=True)
         failed = CheckpointWriteError(
             f"a checkpoint could not be written to {directory}: {reason}; "
             f"{free / 2**30:.1f} GiB were free there, and what was written of it is deleted "

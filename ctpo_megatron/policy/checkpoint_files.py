@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 
 _DIGEST = "blake2b"
 """Key of the digest of the rest of the marker."""
-_CHUNK = 1 << 24
 
 
 class CheckpointError(Exception):
@@ -94,22 +93,13 @@ def begin(directory: Path, step: int) -> Path:
     return aside
 
 
-def discard(aside: Path) -> None:
-    """Delete a folder that will not become a checkpoint."""
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def digests(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Size and blake2b-128 digest of files, read in chunks of 16 MiB."""
+    """Size and blake2b-128 digest of files, which are read in pieces."""
     found: dict[str, FileEntry] = {}
     for name in names:
-        digest = hashlib.blake2b(digest_size=16)
-        size = 0
         with (folder / name).open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-                size += len(chunk)
-        found[name] = FileEntry(size, digest.hexdigest())
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            found[name] = FileEntry(file.tell(), digest.hexdigest())
     return found
 
 

@@ -24,7 +24,7 @@ from ctpo_megatron.base.files import sync
 from ctpo_megatron.config import ConfigError, Problem, check_tied, is_replaceable, stored_tensors
 from ctpo_megatron.models import ModelSpec, ParamMapping, shard_vocabulary
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.checkpoint_files import CheckpointError, discard
+from ctpo_megatron.policy.checkpoint_files import CheckpointError
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 
@@ -312,12 +312,12 @@ def _publish(aside: Path, target: Path, problem: OSError | None) -> None:
         ) from problem
     # Rename first: an interrupted deletion would leave half a model, which no later export may replace.
     former = target.with_name(f".{target.name}.former")
-    discard(former)
+    shutil.rmtree(former, ignore_errors=True)
     if target.exists():
         target.rename(former)
     aside.rename(target)
     sync(target.parent)
-    discard(former)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def _config_of(dtype: torch.dtype, config: Path) -> str:
