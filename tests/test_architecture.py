@@ -93,7 +93,7 @@ ALL_RANKS = (
     "preflight/devices.py",
     "run/ranks.py",
 )
-COLLECTIVES = {"on_rank_zero", "keep_on_rank_zero", "wait_for_ranks", "gather_objects", "gather_on_rank_zero"}
+COLLECTIVES = {"on_rank_zero", "wait_for_ranks", "gather_objects", "gather_on_rank_zero"}
 COLLECTIVES |= {"barrier", "broadcast", "all_reduce", "all_gather", "all_gather_object", "broadcast_object_list"}
 COLLECTIVES |= {"monitored_barrier", "new_group"}
 # The loop, and the supervised stage before it.

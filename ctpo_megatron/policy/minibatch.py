@@ -6,11 +6,11 @@ All sizes go to every rank, tokens only to the ranks that train on them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -142,58 +142,27 @@ def checked_sequences(
     return with_turns(sequences, trajectories, advantages) if by_turn else sequences
 
 
-def largest(advantage: Advantage) -> float | None:
-    """The largest advantage of any turn, by size: 0 where nothing is learned from the trajectory."""
-    return max(advantage, key=abs) if isinstance(advantage, tuple) else advantage
+def share_outline(
+    read: Callable[[], list[TokenSequence]], advantages: Sequence[Advantage], layout: Layout, *, ordered: bool
+) -> tuple[list[TokenSequence], list[float | None], PrefixOrder | None]:
+    """What `read` gives on rank zero, without its tokens, on every rank; collective. Rank zero keeps its tokens.
 
-
-def share_sizes(
-    sequences: Sequence[TokenSequence], advantages: Sequence[float | None], layout: Layout
-) -> tuple[list[TokenSequence], list[float | None]]:
-    """The sequences of rank zero without their tokens, and their advantages, on every rank; collective.
-
-    Sends int64 `[5, B]`, float64 `[B]`, and the type of the tokens. Ranks other than zero pass empty sequences. Rank
-    zero keeps its tokens.
+    Also the advantage of each sequence, and, if `ordered`, the order of the sequences by their tokens. advantages: of
+    the trajectories, used on rank zero only. Of those of turns the largest by size counts: 0 where nothing is learned.
     """
-    if layout.world_size == 1:
-        return list(sequences), list(advantages)
-    about: list[Any] = [len(sequences), common_type([PACKED, *(sequence.kind for sequence in sequences)])]
-    dist.broadcast_object_list(about, src=0, device=torch.device("cpu"))
-    count, kind = about
-    sizes = torch.zeros(5, count, dtype=torch.int64)
-    values = torch.zeros(count, dtype=torch.float64)
-    if layout.is_rank_zero:
-        pairs = zip(sequences, advantages, strict=True)
-        sizes[:] = torch.tensor(
-            [[s.length, s.sampled_tokens, s.loss_tokens, a is not None, s.trajectory] for s, a in pairs]
-        ).T
-        values[:] = torch.tensor([0.0 if a is None else a for a in advantages], dtype=torch.float64)
-    dist.broadcast(sizes, src=0)
-    dist.broadcast(values, src=0)
-    if layout.is_rank_zero:
-        return [replace(sequence, kind=kind) for sequence in sequences], list(advantages)
-    outline = [
-        TokenSequence(place, trajectory, f"{trajectory} of the step", length, sampled, loss, None, kind)
-        for place, (length, sampled, loss, _, trajectory) in enumerate(sizes.T.tolist())
-    ]
-    known = zip(values.tolist(), sizes[3].tolist(), strict=True)
-    return outline, [advantage if takes_part else None for advantage, takes_part in known]
+    kept: list[TokenSequence] = []
 
+    def outline() -> tuple[list[TokenSequence], list[float | None], PrefixOrder | None]:
+        sequences = read()
+        kind = common_type([PACKED, *(sequence.kind for sequence in sequences)])
+        kept.extend(replace(sequence, kind=kind) for sequence in sequences)
+        known = [advantages[sequence.trajectory] for sequence in kept]
+        values = [max(each, key=abs) if isinstance(each, tuple) else each for each in known]
+        order = PrefixOrder.of([sequence.records["token_ids"] for sequence in kept]) if ordered else None
+        return [replace(sequence, tokens=None) for sequence in kept], values, order
 
-def share_order(sequences: Sequence[TokenSequence], layout: Layout) -> PrefixOrder:
-    """The order of the sequences of rank zero by their tokens, on every rank; collective. Sends int64 `[2, B]`."""
-
-    def order() -> PrefixOrder:
-        return PrefixOrder.of([sequence.records["token_ids"] for sequence in sequences])
-
-    if layout.world_size == 1:
-        return order()
-    known = torch.zeros(2, len(sequences), dtype=torch.int64)
-    if layout.is_rank_zero:
-        found = order()
-        known[:] = torch.from_numpy(np.stack([found.place, found.shared]))
-    dist.broadcast(known, src=0)
-    return PrefixOrder(*known.numpy())
+    without_tokens, values, order = layout.on_rank_zero(outline)
+    return kept or without_tokens, values, order
 
 
 def make_mini_batches(
@@ -211,14 +180,14 @@ def make_mini_batches(
 ) -> list[MiniBatch]:
     """Consecutive runs of `size` trajectories, one per optimizer step, distributed over data-parallel ranks.
 
-    sequences, advantages: from `share_sizes`. Rank zero sends the tokens to the ranks that train on them. Shares are
-    balanced by model FLOPs. A sequence whose advantage is None takes no part: it is in no micro-batch and in no
-    denominator. skip_zero_advantage: those whose advantage is 0 are in the denominators but in no micro-batch. A rank
-    without any sequence runs one masked sequence. pack_skipped: `skipped_micro_batches` of the first and the last step.
-    attention: as `BuiltModel.attention`; rows that its calls pad count as computed tokens. None: it computes whole
-    sequences. order: of the step, from `share_order`; tokens with the same history are computed once then, in shares
-    and micro-batches that are runs of it. Raises ValueError when an optimizer step has fewer sequences than there are
-    data-parallel ranks. Collective.
+    sequences, advantages, order: from `share_outline`. Rank zero sends the tokens to the ranks that train on them.
+    Shares are balanced by model FLOPs. A sequence whose advantage is None takes no part: it is in no micro-batch and in
+    no denominator. skip_zero_advantage: those whose advantage is 0 are in the denominators but in no micro-batch. A
+    rank without any sequence runs one masked sequence. pack_skipped: `skipped_micro_batches` of the first and the last
+    step. attention: as `BuiltModel.attention`; rows that its calls pad count as computed tokens. None: it computes
+    whole sequences. With an order tokens of the same history are computed once, in shares and micro-batches that are
+    runs of it. Raises ValueError when an optimizer step has fewer sequences than there are data-parallel ranks.
+    Collective.
     """
     rules = packing_rules(config)
     if order is not None and attention is None:
@@ -374,7 +343,7 @@ def share_tokens(
 ) -> list[TokenSequence]:
     """This rank's share with its tokens; collective.
 
-    sequences: from `share_sizes`. shares: the indices that each data-parallel rank trains on. A token is sent as a
+    sequences: from `share_outline`. shares: the indices that each data-parallel rank trains on. A token is sent as a
     record of its type, to the ranks of the replica that trains on it.
     """
     own = [sequences[index] for index in shares[layout.dp_rank]]

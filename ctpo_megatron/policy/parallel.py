@@ -210,12 +210,6 @@ class Layout:
         """Run `action` on rank zero only; every rank returns its (pickled) result. See `RankZero.run`."""
         return action() if self.rank_zero is None else self.rank_zero.run(action)
 
-    def keep_on_rank_zero(self, action: Callable[[], T]) -> T | None:
-        """Run `action` on rank zero only and return its result there; the other ranks wait for it and return None."""
-        kept: list[T] = []
-        self.on_rank_zero(lambda: kept.append(action()))
-        return kept[0] if kept else None
-
     def wait_for_ranks(self) -> None:
         """Return when every rank has called this; collective."""
         if self.rank_zero is not None:

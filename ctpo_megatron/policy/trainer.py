@@ -45,10 +45,8 @@ from ctpo_megatron.policy.minibatch import (
     all_micro_batches,
     checked_sequences,
     in_turn,
-    largest,
     make_mini_batches,
-    share_order,
-    share_sizes,
+    share_outline,
 )
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards
 from ctpo_megatron.policy.old_log_probs import OldLogProbs, SampledBy, check_mismatch, start_metrics
@@ -308,10 +306,7 @@ class Trainer:
             found = checked_sequences(trajectories, known, self.spec.vocab_size, version, by_turn=by_turn)
             return checked_choices(found, self.spec) if self.config.router_replay else found
 
-        checked = self.layout.keep_on_rank_zero(check)
-        found = checked or []
-        sequences, overall = share_sizes(found, [largest(known[each.trajectory]) for each in found], self.layout)
-        order = share_order(sequences, self.layout) if self._model.shares_prefixes else None
+        sequences, overall, order = share_outline(check, known, self.layout, ordered=self._model.shares_prefixes)
         mini_batches = make_mini_batches(
             sequences,
             overall,

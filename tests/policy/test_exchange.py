@@ -11,7 +11,7 @@ from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import TokenSequence, Trajectory, token_sequences
 from ctpo_megatron.data.tokens import common_type, joined
 from ctpo_megatron.policy import destroy_distributed, init_distributed
-from ctpo_megatron.policy.minibatch import share_sizes, share_tokens
+from ctpo_megatron.policy.minibatch import share_outline, share_tokens
 from tests.policy import models
 from tests.support import ranks
 
@@ -40,7 +40,7 @@ def exchange(tensor_parallel: int) -> dict[str, Any]:
     """What this rank has after the exchange; rank zero alone has the trajectories before."""
     layout = init_distributed(PolicyConfig(tensor_model_parallel_size=tensor_parallel), seed=0)
     own = token_sequences(trajectories(), version=0) if layout.is_rank_zero else []
-    sequences, advantages = share_sizes(own, ADVANTAGES if layout.is_rank_zero else [], layout)
+    sequences, advantages, _ = share_outline(lambda: own, ADVANTAGES, layout, ordered=False)
     shares = SHARES if layout.dp_size == 2 else [SHARES[0] + SHARES[1]]
     share = share_tokens(sequences, shares, layout)
     destroy_distributed()
