@@ -113,19 +113,13 @@ def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
         if not entry.parameter.isfinite().all():
             found = [name for name, tensor in zip(names, tensors, strict=True) if not tensor.isfinite().all()]
             broken += found or names
-    _check_finite(broken, model, directory)
+    if not_finite := sorted({name for part in gather_objects(broken) for name in part}):
+        dtype = str(model.config.params_dtype).removeprefix("torch.")
+        message = f"not finite (NaN, infinite or too large for {dtype}): {', '.join(not_finite)}"
+        raise ConfigError([Problem("model.path", message, "download or copy the model again", str(directory))])
     if spec.tie_word_embeddings and layout.pp_size > 1 and layout.is_last_stage:
         shard = shard_vocabulary([read(family.embedding)], spec, layout.tp_size)[layout.tp_rank]
         model.gpt[-1].output_layer.weight.copy_(shard)
-
-
-def _check_finite(broken: list[str], model: BuiltModel, directory: Path) -> None:
-    """Collective; broken: of this rank."""
-    names = sorted({name for part in gather_objects(broken) for name in part})
-    if names:
-        dtype = str(model.gpt[0].config.params_dtype).removeprefix("torch.")
-        message = f"not finite (NaN, infinite or too large for {dtype}): {', '.join(names)}"
-        raise ConfigError([Problem("model.path", message, "download or copy the model again", str(directory))])
 
 
 def export(

@@ -308,7 +308,9 @@ def _packed(
 ) -> list[PackedBatch]:
     """This rank's share in micro-batches, on the host; collective."""
     own = share_tokens(chunk, shares, layout)
-    at_least = _equal_count(chunk, shares, rules, order) if layout.ep_size > 1 else 1
+    at_least = 1
+    if layout.ep_size > 1:  # to exchange experts' tokens, replicas run the same passes: as many as the one with most
+        at_least = max(1, *(micro_batch_count([chunk[i] for i in share], rules, order) for share in shares))
     kind = common_type([PACKED, *(sequence.kind for sequence in chunk)])
     values = [advantages[i] for i in shares[layout.dp_rank]]
     return pack(own, values, rules, at_least=at_least, kind=kind, order=order)
@@ -329,13 +331,6 @@ def packing_rules(config: PolicyConfig) -> PackingRules:
         batch_multiple=cp * tp if config.sequence_parallel else 1,
         count_multiple=config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1,
     )
-
-
-def _equal_count(
-    chunk: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rules: PackingRules, order: PrefixOrder | None
-) -> int:
-    """Micro-batches of the replica that needs most: to exchange experts' tokens, replicas run the same passes."""
-    return max(1, *(micro_batch_count([chunk[i] for i in share], rules, order) for share in shares))
 
 
 def share_tokens(

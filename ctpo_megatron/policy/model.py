@@ -190,7 +190,10 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     head_chunk = _head_chunk(spec, policy) if streaming else None
     replays = RouterReplays.install(gpt, policy) if config.moe_enable_routing_replay else None
-    if (attention := _attention(spec, policy)) is not None:
+    attention = None
+    if resolve_layer_spec(policy) == "local":
+        masked = policy.context_parallel_size > 1
+        attention = device.attention_rules(DTYPES[policy.dtype], spec.head_dim, masked=masked)
         torch.backends.cuda.enable_cudnn_sdp(attention.bounded)
     against = against_shared_prefixes(policy)
     log.info(
@@ -198,12 +201,6 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
     )
     parts = (wrapped, tuple(gpt), config, spec, streaming, head_chunk, attention, loss_scale, replays)
     return BuiltModel(*parts, shares_prefixes=not against)
-
-
-def _attention(spec: ModelSpec, policy: PolicyConfig) -> AttentionRules | None:
-    if resolve_layer_spec(policy) != "local":
-        return None
-    return device.attention_rules(DTYPES[policy.dtype], spec.head_dim, masked=policy.context_parallel_size > 1)
 
 
 def _head_chunk(spec: ModelSpec, policy: PolicyConfig) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -354,7 +354,8 @@ class Trainer:
                 with device.scope():
                     gather_gradient_shards(self._model)
         scale = self._model.gradient_scale
-        return stats, hf.export(self._model, self.layout, value=lambda parameter: _main_gradient(parameter) / scale)
+        # Megatron's float32 gradient buffer of each parameter.
+        return stats, hf.export(self._model, self.layout, value=lambda weight: cast(Any, weight).main_grad / scale)
 
     def token_diagnostics(
         self, mini_batch: MiniBatch, objective: PolicyObjective, anchor: Anchor = "proximal"
@@ -449,9 +450,3 @@ class Trainer:
             "optimizer.weight_decay_of": steps.weight_decay_of,
         }
         return checkpoint.TrainState(self._model, steps, settings)
-
-
-def _main_gradient(parameter: Any) -> torch.Tensor:
-    """Megatron's float32 gradient buffer of a parameter."""
-    gradient: torch.Tensor = parameter.main_grad
-    return gradient
