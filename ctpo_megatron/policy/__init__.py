@@ -41,7 +41,7 @@ from ctpo_megatron.policy.checkpoint_files import read_marker as read_checkpoint
 from ctpo_megatron.policy.device import capabilities, device_name, gpu_bytes, max_ranks, product_precision
 from ctpo_megatron.policy.hf import write_directory
 from ctpo_megatron.policy.minibatch import MiniBatch
-from ctpo_megatron.policy.old_log_probs import MismatchError, OldLogProbs, apply_correction, check_mismatch
+from ctpo_megatron.policy.old_log_probs import MismatchError, apply_correction, check_mismatch
 from ctpo_megatron.policy.parallel import (
     Layout,
     RankLost,
@@ -52,7 +52,6 @@ from ctpo_megatron.policy.parallel import (
 )
 from ctpo_megatron.policy.passes import configured_loss, policy_gradient, supervised
 from ctpo_megatron.policy.reports import (
-    Diagnostics,
     StepOutcome,
     StepPositions,
     Update,
@@ -64,11 +63,9 @@ from ctpo_megatron.policy.trainer import Trainer, TrainResult
 __all__ = [
     "CheckpointError",
     "CheckpointWriteError",
-    "Diagnostics",
     "Layout",
     "MiniBatch",
     "MismatchError",
-    "OldLogProbs",
     "RankLost",
     "RankZeroError",
     "StepOutcome",
