@@ -127,8 +127,6 @@ class RunPaths:
     """Copies of the source files of users' parts."""
     previous_extensions = _Entry("extensions.previous")
     """The copies before the latest resume with changed code."""
-    extensions_record = _Entry("extensions.json")
-    """Digests of the copies, and what each resume with changed code has changed."""
     metrics = _Entry(METRICS)
     """One object an RL step."""
     discarded_metrics = _Entry(f"{_DISCARDED}{METRICS}")

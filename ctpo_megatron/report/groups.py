@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
-from ctpo_megatron.base.files import read_note
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import short_names
 from ctpo_megatron.report.differences import ABSENT, Differences, differences
@@ -242,9 +241,9 @@ def _facts(run: RunData) -> dict[str, Any]:
 
 def _digests(run: RunData) -> dict[str, str]:
     """Of the files of users' parts: the first characters of the SHA-256."""
-    path = RunPaths(run.directory).extensions_record
-    found: Mapping[str, str] = read_note(path, operator.itemgetter("files"), {}, "which users' code it ran is unknown")
-    return {name: digest[:8] for name, digest in sorted(found.items())}
+    folder = RunPaths(run.directory).extensions
+    copies = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest()[:8] for path in copies}
 
 
 def _by_value(runs: Sequence[RunData], values: Sequence[Any]) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import logging
-import operator
 import os
 import platform
 import shlex
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron import __version__
-from ctpo_megatron.base.files import read_note, write_json
 from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import world_size
@@ -102,32 +99,24 @@ def _installed() -> Iterator[tuple[str, str]]:
 
 
 def record_extensions(files: Mapping[str, Path], directory: Path) -> None:
-    """Copy users' source files to `<run>/extensions`, and write their SHA-256 to `<run>/extensions.json`.
+    """Copy users' source files to `<run>/extensions`.
 
-    Where they are not those that the run was begun with, a warning names them, the former copies go to
-    `extensions.previous`, and the record keeps what was changed. files: as `loaded_files` returns them.
+    Where they are not those that the run was begun with, a warning names them, and the former copies go to
+    `extensions.previous`. files: as `loaded_files` returns them.
     """
     paths = RunPaths(directory)
-    begun = paths.extensions_record.exists()
-    note = "every file of users counts as changed"
-    before: dict[str, str] = read_note(paths.extensions_record, operator.itemgetter("files"), {}, note)
-    now = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    now = {name: file.read_bytes() for name, file in files.items()}
+    copies = {str(path.relative_to(paths.extensions)): path for path in paths.extensions.rglob("*") if path.is_file()}
+    before = {name: path.read_bytes() for name, path in copies.items()}
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    if not names:
-        return
-    accepted: list[Any] = []
-    if begun:
+    if names and before:
         log.warning(
             "warning: users' code is not what the run was begun with: %s. Its steps from now on are of another "
             "experiment; the former copies are in %s",
             *(", ".join(names), paths.previous_extensions),
         )
-        accepted = read_note(paths.extensions_record, operator.itemgetter("accepted"), [], "what was accepted is lost")
-        accepted.append({name: {"was": before.get(name), "is": now.get(name)} for name in names})
         shutil.rmtree(paths.previous_extensions, ignore_errors=True)
-        if paths.extensions.exists():
-            paths.extensions.rename(paths.previous_extensions)
-    for name, file in files.items():
+        paths.extensions.rename(paths.previous_extensions)
+    for name in now if names else ():
         (paths.extensions / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, paths.extensions / name)
-    write_json(paths.extensions_record, {"files": now, "accepted": accepted}, durable=True)
+        (paths.extensions / name).write_bytes(now[name])

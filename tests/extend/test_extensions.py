@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -99,9 +97,6 @@ FILES = {"helper.py", "pack/__init__.py", "pack/judge.py", "pack/words.py"}
 def test_a_run_keeps_the_code_that_it_loaded(folder: Path) -> None:
     write_parts(folder)
     run = open_run_directory(config(folder, FUNCTION))
-    record = json.loads((run / "extensions.json").read_text())
-    digests = {name: sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
-    assert record == {"files": digests, "accepted": []}
     copies = {str(path.relative_to(run / "extensions")) for path in (run / "extensions").rglob("*") if path.is_file()}
     assert copies == FILES
     assert all((run / "extensions" / name).read_bytes() == (folder / name).read_bytes() for name in FILES)
@@ -114,12 +109,12 @@ def test_installed_modules_below_the_folder_are_not_the_users(folder: Path, monk
     (folder / "mine.py").write_text("import installed_module\ndef f(trajectory, prompt): ...\n")
     monkeypatch.syspath_prepend(str(site))
     run = open_run_directory(config(folder, "reward.function=mine:f"))
-    assert json.loads((run / "extensions.json").read_text())["files"].keys() == {"mine.py"}
+    assert [path.name for path in (run / "extensions").iterdir()] == ["mine.py"]
 
 
 def test_a_run_without_users_parts_records_nothing(folder: Path) -> None:
     run = open_run_directory(config(folder))
-    assert not (run / "extensions.json").exists() and not (run / "extensions").exists()
+    assert not (run / "extensions").exists()
 
 
 def start(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -139,21 +134,17 @@ def test_a_resume_with_changed_code_warns_and_keeps_both(folder: Path) -> None:
     write_parts(folder)
     assert start(folder).returncode == 0
     run = folder / "runs" / "mine"
-    before = json.loads((run / "extensions.json").read_text())
-    assert resume(folder).returncode == 0
+    same = resume(folder)
+    assert same.returncode == 0 and "users' code" not in same.stderr
     (folder / "helper.py").write_text("import json, re\n")
     (folder / "pack" / "words.py").unlink()
     (folder / "pack" / "judge.py").write_text("import helper\nGOOD = 1\ndef f(trajectory, prompt): ...\n")
-    now = {name: sha256((folder / name).read_bytes()).hexdigest() for name in FILES - {"pack/words.py"}}
 
     resumed = resume(folder)
     changed = "helper.py, pack/judge.py, pack/words.py"
     assert resumed.returncode == 0
     assert f"users' code is not what the run was begun with: {changed}. Its steps from now on" in resumed.stderr
-    record = json.loads((run / "extensions.json").read_text())
-    assert record["files"] == now
-    (change,) = record["accepted"]
-    assert change["helper.py"] == {"was": before["files"]["helper.py"], "is": now["helper.py"]}
+    assert not (run / "extensions" / "pack" / "words.py").exists()
     assert (run / "extensions" / "helper.py").read_text() == "import json, re\n"
     assert (run / "extensions.previous" / "helper.py").read_text() == "import json\n"
     again = resume(folder)  # it is the run's code now

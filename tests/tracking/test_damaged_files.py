@@ -63,22 +63,6 @@ def test_a_resume_says_that_it_cannot_compare_configurations(config_in, caplog, 
     assert not (directory / "config.previous.yaml").exists()
 
 
-def test_without_its_record_users_code_counts_as_changed(config_in, tmp_path, monkeypatch, caplog):
-    name = tmp_path.name  # a module is imported once a process
-    (tmp_path / f"{name}.py").write_text("def f(trajectory, prompt): ...\n")
-    monkeypatch.chdir(tmp_path)
-    given = {"reward": {"function": f"{name}:f"}, "extensions": {"path": [str(tmp_path)]}}
-    directory = open_run_directory(config_in(**given))
-    for left in LEFT.values():
-        (directory / "extensions.json").write_bytes(left)
-        caplog.clear()
-        open_run_directory(config_in(run={"resume": True}, **given))
-        assert f"users' code is not what the run was begun with: {name}.py. " in caplog.text
-        record = json.loads((directory / "extensions.json").read_text())
-        assert list(record["files"]) == [f"{name}.py"] and len(record["accepted"]) == 1
-    open_run_directory(config_in(run={"resume": True}, **given))
-
-
 @damaged
 def test_what_cannot_be_done_without_is_named(config_in, tmp_path, capsys, left):
     directory = open_run_directory(config_in())
