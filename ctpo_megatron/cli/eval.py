@@ -25,6 +25,7 @@ from ctpo_megatron.preflight import (
     START_CHECKS,
     Admission,
     check_extensions,
+    check_libraries,
     run_checks,
     torch_has_cuda,
     validate_sampling,
@@ -101,6 +102,7 @@ def _check(config: Config, sources: Sources) -> None:
         raise UsageError("nothing to evaluate on: give --data FILE")
     print_warnings(validate_sampling(config, cuda=torch_has_cuda(), sources=sources))
     check_extensions(config, sources)
+    print_warnings(check_libraries(config.sandbox, config.rollout))
 
 
 def _evaluate(config: Config, output: Path, args: argparse.Namespace, target: Target) -> Outcome:

@@ -39,14 +39,7 @@ from ctpo_megatron.environments.factory import (
     tool_schemas,
 )
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
-from ctpo_megatron.environments.node_sandbox import (
-    lacking,
-    names_a_server,
-    node_sandbox_problem,
-    node_sandbox_url,
-    not_installed,
-    open_sandbox,
-)
+from ctpo_megatron.environments.node_sandbox import names_a_server, node_sandbox_url, open_sandbox
 from ctpo_megatron.environments.parsers.fenced import FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.parsers.thinking import THINK_CLOSE, left_open

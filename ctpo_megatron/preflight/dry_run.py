@@ -56,15 +56,17 @@ def check_start(
     gpu_gib: float | None = None,
     shapes: ModelSpec | None = None,
 ) -> Findings:
-    """Configuration and users' parts, as every start checks them. disk: and whether what is written fits here.
+    """Configuration and users' parts, as every start checks them; on rank zero disk and libraries, too.
 
-    gpu_gib, shapes: see `validate`.
+    disk: whether what is written has to fit here. gpu_gib, shapes: see `validate`.
     """
     found = Findings()
     valid = found.take(lambda: validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib, shapes=shapes))
     if disk and valid:
         found.take(lambda: warnings_of(check_disk(RunContext(config, spec_for(config))), sources))
     found.parts_usable = found.take(lambda: check_extensions(config, sources))
+    if (disk or shapes) and needs_engines(config):
+        found.take(lambda: check_libraries(config.sandbox, config.rollout))
     return found
 
 
@@ -92,6 +94,4 @@ def check_dry(
     placed = [place(problem, sources) for problem in data.problems]
     found.problems += failed(placed)
     found.warnings += [problem for problem in placed if not problem.failed]
-    if needs_engines(config):
-        found.take(lambda: check_libraries(config.sandbox, config.rollout))
     return found, data

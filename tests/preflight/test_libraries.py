@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.config import RolloutConfig, SandboxConfig
-from ctpo_megatron.environments import open_sandbox
-from ctpo_megatron.preflight import check_libraries
+from ctpo_megatron.config import Job, RolloutConfig, SandboxConfig, load_with_sources
+from ctpo_megatron.preflight import check_libraries, check_start
 from ctpo_megatron.preflight.check import MachineContext, Wanted
 from ctpo_megatron.preflight.machine import NODE, check_sandbox
 from ctpo_sandbox import SandboxServer
@@ -66,11 +63,8 @@ def test_a_server_that_does_not_answer_is_named(url: str) -> None:
     assert problem.severity == "warning" and url in str(problem) and "does not answer" in str(problem)
 
 
-@pytest.mark.parametrize("own", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_the_start_of_a_run_names_them(bare: str, own: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """From its /health: a server of ours here has everything."""
-    config = SandboxConfig(require="none", slots=1, start_timeout_s=scaled(240)) if own else SandboxConfig(url=bare)
-    with caplog.at_level(logging.WARNING), open_sandbox(config, 1, tmp_path) as url:
-        assert url == bare or own
-    said = [record.message for record in caplog.records if "lacks" in record.message]
-    assert len(said) == (0 if own else 1) and all(f"{bare} lacks pandas, scipy" in text for text in said)
+def test_the_start_of_a_run_names_them(bare: str) -> None:
+    config, sources = load_with_sources("configs/quickstart.yaml", [f"sandbox.url={bare}"])
+    for disk in (True, False):  # other ranks than zero
+        found = check_start(config, sources, Job(1), cuda=False, disk=disk)
+        assert len([problem for problem in found.warnings if f"{bare} lacks pandas, scipy" in str(problem)]) == disk
