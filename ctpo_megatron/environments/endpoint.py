@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -36,7 +37,7 @@ from ctpo_sandbox.front import Guard, RequestRule, configured, is_loopback, list
 
 HOST = "127.0.0.1"
 MAX_BODY, MOST_CONNECTIONS = 16 << 20, 4096
-_LISTENING_S, _CLOSING_S, _KEEP_ALIVE_S = 30.0, 5.0, 60
+_CLOSING_S, _KEEP_ALIVE_S = 5.0, 60
 _PAUSES, _PAUSE_S = 3, 0.001
 """For the event loop to see that a client has closed the connection: it takes some rounds of the loop."""
 _NO_RETRY = {"x-should-retry": "false"}
@@ -88,11 +89,16 @@ class AgentTask:
 
 
 class EndpointEnvironment:
-    """Each episode is one call of the user's agent, with a server and a token of its own to ask the model.
+    """Each episode is one call of the user's agent, with a token of its own to ask the model.
 
     What the agent returns is the final text; None: what the model said last. It ends with "length", "max_turns" or
-    "tool_budget" when a budget was exhausted, with "length" also when the last answer was cut.
+    "tool_budget" when a budget was exhausted, with "length" also when the last answer was cut. A server answers
+    `POST /v1/chat/completions` and `GET /v1/models` from the first episode on; it ends with the event loop.
     """
+
+    _server: uvicorn.Server
+    _listener: socket.socket
+    """Set with `_serving`."""
 
     def __init__(self, config: EndpointConfig, offered: Sequence[Schema]) -> None:
         """offered: as of `offered_schemas`. Raises ExtensionError."""
@@ -100,15 +106,15 @@ class EndpointEnvironment:
             raise ExtensionError("rollout.endpoint.agent: name the function that runs episodes, package.module:name")
         self._name, self._timeout_s = config.agent.name, config.timeout_s
         self._agent, self._offered = _made(config.agent), offered
-        self._server: EndpointServer | None = None
-        self._starting = asyncio.Lock()
+        self._open: dict[str, OpenConversation] = {}
+        self._serving: asyncio.Task[None] | None = None
 
     async def run(self, episode: Episode) -> None:
         """See Environment. Raises what the agent raises, and TimeoutError when it has not ended in time."""
-        server = await self._started()
+        serving = self._served()
         conversation = Conversation(episode, self._offered)
-        async with server.opened(conversation) as opened:
-            returned, error = await self._outcome(self._begun(self._task(episode, server, opened)), opened)
+        async with self._opened(conversation) as opened:
+            returned, error = await self._outcome(self._begun(self._task(episode, opened)), opened, serving)
             if error is not None and conversation.over is None:
                 raise error
         last = conversation.last
@@ -127,27 +133,76 @@ class EndpointEnvironment:
 
     async def aclose(self) -> None:
         """Stop the server."""
-        if self._server is not None:
-            await self._server.aclose()
+        if self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait([self._serving], timeout=_CLOSING_S)
+            self._listener.close()
 
-    async def _started(self) -> EndpointServer:
-        async with self._starting:
-            if self._server is None:
-                server = EndpointServer()
-                try:
-                    await server.start()
-                except BaseException:
-                    await server.aclose()
+    def _served(self) -> asyncio.Task[None]:
+        """Serve from now on. Requests wait in the socket until the server has started."""
+        if self._serving is None:
+            _without_proxy()
+            routes = [
+                Route("/v1/chat/completions", self._completions, methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+            ]
+            app = Starlette(routes=routes, exception_handlers={RefusedRequest: _refused, HTTPException: _refused})
+            rule = RequestRule(("GET", "POST"), is_loopback, advice="use the agent's base_url")
+            limits = {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
+            settings = configured(Guard(app, rule, MAX_BODY), MOST_CONNECTIONS, log_level="warning", **limits)
+            self._server, self._listener = _QuietServer(settings), listen(HOST, 0)
+            self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        return self._serving
+
+    @asynccontextmanager
+    async def _opened(self, conversation: Conversation) -> AsyncIterator[OpenConversation]:
+        """Answer a conversation within the context; afterwards its token is refused.
+
+        Raises TimeoutError when a call does not end, unless the context raises.
+        """
+        opened = OpenConversation(conversation)
+        self._open[opened.token] = opened
+        raised = True
+        try:
+            yield opened
+            raised = False
+        finally:
+            del self._open[opened.token]
+            try:
+                await opened.close()
+            except TimeoutError as late:
+                if not raised:
                     raise
-                self._server = server
-        self._server.check()
-        return self._server
+                log.warning("%s", late)
 
-    def _task(self, episode: Episode, server: EndpointServer, opened: OpenConversation) -> AgentTask:
+    def _named(self, request: Request) -> OpenConversation:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        opened = self._open.get(token.strip()) if scheme.lower() == "bearer" else None
+        if opened is None:
+            message = "no conversation has this API key: use the agent's api_key, while the agent runs"
+            raise RefusedRequest(message, status=401, code="invalid_api_key")
+        return opened
+
+    async def _completions(self, request: Request) -> _Completion:
+        self._named(request)
+        body = await request.body()
+        opened = self._named(request)  # again: it may have ended while the body was read
+        try:
+            given = json.loads(body)
+            json.dumps(given, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or half a character
+            raise RefusedRequest(f"the body is no JSON: {error!s:.200}") from error
+        return _Completion(opened, ChatRequest.of(given, opened.conversation.episode.limits.sampling))
+
+    async def _models(self, request: Request) -> JSONResponse:
+        self._named(request)
+        return JSONResponse(models())
+
+    def _task(self, episode: Episode, opened: OpenConversation) -> AgentTask:
         prompt = episode.prompt
         row = {name: value for name, value in prompt.extra.items() if name not in _TRUTHS}
         return AgentTask(
-            base_url=server.url,
+            base_url=f"{url_of(self._listener)}/v1",
             api_key=opened.token,
             model=MODEL,
             messages=[dict(message) for message in prompt.messages],
@@ -168,13 +223,17 @@ class EndpointEnvironment:
         return asyncio.wrap_future(ended)
 
     async def _outcome(
-        self, agent: asyncio.Future[Any], opened: OpenConversation
+        self, agent: asyncio.Future[Any], opened: OpenConversation, serving: asyncio.Task[None]
     ) -> tuple[str | None, BaseException | None]:
-        """What the agent returned or raised. Raises what a call failed with, and TimeoutError."""
+        """What the agent returned or raised. Raises what a call failed with, TimeoutError, and RuntimeError."""
         try:
-            await asyncio.wait({agent, opened.failure}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            ends = {agent, opened.failure, serving}
+            await asyncio.wait(ends, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if opened.failure.done():
                 opened.failure.result()
+            if serving.done():
+                why = not serving.cancelled() and serving.exception()
+                raise RuntimeError(f"the endpoint for agents does not serve{f': {shown(why)}' if why else ''}")
             if not agent.done():
                 raise TimeoutError(
                     f"the agent {self._name} has not ended after {self._timeout_s:g} s (rollout.endpoint.timeout_s)"
@@ -289,106 +348,6 @@ class OpenConversation:
             if self.failure.done():
                 self.failure.exception()  # it was raised, or the episode had ended before
             self.failure.cancel()
-
-
-class EndpointServer:
-    """`POST /v1/chat/completions` and `GET /v1/models` for the agents of this process. The token names a conversation.
-
-    It ends with the event loop that it was started in, or with `aclose`.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[str, OpenConversation] = {}
-        self._listener = listen(HOST, 0)
-        routes = [
-            Route("/v1/chat/completions", self._completions, methods=["POST"]),
-            Route("/v1/models", self._models, methods=["GET"]),
-        ]
-        app = Starlette(routes=routes, exception_handlers={RefusedRequest: _refused, HTTPException: _refused})
-        rule = RequestRule(("GET", "POST"), is_loopback, advice="use the agent's base_url")
-        self._server = _QuietServer(
-            configured(
-                Guard(app, rule, MAX_BODY),
-                MOST_CONNECTIONS,
-                log_level="warning",
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=1,
-            )
-        )
-        self._serving: asyncio.Task[None] | None = None
-
-    @property
-    def url(self) -> str:
-        """Base of the API, as OpenAI's clients take it."""
-        return f"{url_of(self._listener)}/v1"
-
-    async def start(self) -> None:
-        """Returns when it listens. Raises RuntimeError when it does not within half a minute."""
-        _without_proxy()
-        self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._listener]))
-        until = asyncio.get_running_loop().time() + _LISTENING_S
-        while not self._server.started:
-            self.check()
-            if asyncio.get_running_loop().time() > until:
-                raise RuntimeError(f"the endpoint for agents does not listen after {_LISTENING_S:g} s")
-            await asyncio.sleep(0.01)
-
-    def check(self) -> None:
-        """Raises RuntimeError when it has ended."""
-        if self._serving is None or self._serving.done():
-            why = self._serving and not self._serving.cancelled() and self._serving.exception()
-            raise RuntimeError(f"the endpoint for agents does not serve{f': {shown(why)}' if why else ''}")
-
-    async def aclose(self) -> None:
-        """Stop serving."""
-        self._server.should_exit = True
-        if self._serving is not None:
-            await asyncio.wait([self._serving], timeout=_CLOSING_S)
-        self._listener.close()
-
-    @asynccontextmanager
-    async def opened(self, conversation: Conversation) -> AsyncIterator[OpenConversation]:
-        """Answer a conversation within the context; afterwards its token is refused.
-
-        Raises TimeoutError when a call does not end, unless the context raises.
-        """
-        opened = OpenConversation(conversation)
-        self._open[opened.token] = opened
-        raised = True
-        try:
-            yield opened
-            raised = False
-        finally:
-            del self._open[opened.token]
-            try:
-                await opened.close()
-            except TimeoutError as late:
-                if not raised:
-                    raise
-                log.warning("%s", late)
-
-    def _named(self, request: Request) -> OpenConversation:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        opened = self._open.get(token.strip()) if scheme.lower() == "bearer" else None
-        if opened is None:
-            message = "no conversation has this API key: use the agent's api_key, while the agent runs"
-            raise RefusedRequest(message, status=401, code="invalid_api_key")
-        return opened
-
-    async def _completions(self, request: Request) -> _Completion:
-        self._named(request)
-        body = await request.body()
-        opened = self._named(request)  # again: it may have ended while the body was read
-        try:
-            given = json.loads(body)
-            json.dumps(given, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or half a character
-            raise RefusedRequest(f"the body is no JSON: {error!s:.200}") from error
-        return _Completion(opened, ChatRequest.of(given, opened.conversation.episode.limits.sampling))
-
-    async def _models(self, request: Request) -> JSONResponse:
-        self._named(request)
-        return JSONResponse(models())
 
 
 class _Completion:
