@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
@@ -13,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ctpo_megatron.base import clock
 from ctpo_megatron.base.printable import ranges
 from ctpo_megatron.base.run_paths import EVALUATION, SFT_METRICS, TRAJECTORIES, RunPaths
 from ctpo_megatron.config import Config, engine_count
@@ -73,7 +73,7 @@ class Reporter:
         engines = engine_count(config) * config.rollout.engine.tensor_parallel_size if sampling else 0
         self._peaks = phase_peaks(config.tracking.peak_flops or peak, trainers=trainers, engines=engines)
         self._exit = ExitStack()
-        self._heartbeat = _HeartbeatFile(directory, self.progress, trainers)
+        self._trainers = trainers
         title = f"{config.run.name}, {config.objective.preset}"
         self._trackers = self._exit.enter_context(open_trackers(config, directory))
         self._metrics = self._exit.enter_context(MetricsWriter(directory, self._trackers))
@@ -94,11 +94,10 @@ class Reporter:
         return cls(config, directory, decoder(config.model.path), trainers=trainers, peak=peak)
 
     def __enter__(self) -> Self:
-        self._heartbeat.start()
+        self._exit.enter_context(_heartbeat(self._directory, self.progress, self._trainers))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._heartbeat.end("failed" if kind is not None and issubclass(kind, Exception) else "ended")
         self._exit.__exit__(kind, error, at)
 
     @property
@@ -256,37 +255,36 @@ class Reporter:
         return found | throughput_metrics(found, self._peaks)
 
 
-class _HeartbeatFile:
-    """Writes `heartbeat.json` every few seconds, from a thread of its own, and at the end how the run ended."""
+@contextmanager
+def _heartbeat(directory: Path, progress: Progress, ranks: int) -> Iterator[None]:
+    """Within, a thread writes `heartbeat.json` every few seconds; afterwards the file says how the run ended."""
+    over, fails = threading.Event(), False
 
-    def __init__(self, directory: Path, progress: Progress, ranks: int) -> None:
-        self._directory, self._progress, self._ranks = directory, progress, ranks
-        self._over, self._fails = threading.Event(), False
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-
-    def start(self) -> None:
-        """Write from now on."""
-        self._thread.start()
-
-    def end(self, state: Literal["ended", "failed"]) -> None:
-        """Write for the last time."""
-        self._over.set()
-        self._thread.join()
-        self._write(state)
-
-    def _beat(self) -> None:
-        self._write("running")
-        while not self._over.wait(_HEARTBEAT_S):
-            self._write("running")
-
-    def _write(self, state: Literal["running", "ended", "failed"]) -> None:
-        now, progress, host = clock.now(), self._progress, socket.gethostname()
+    def write(state: Literal["running", "ended", "failed"]) -> None:
+        nonlocal fails
+        now, process, host = time.time(), os.getpid(), socket.gethostname()
         moved = now - (progress.idle_s if state == "running" else 0.0)
         try:
-            Heartbeat(state, progress.step, progress.phase, now, moved, self._ranks, os.getpid(), host).write(
-                self._directory
-            )
+            Heartbeat(state, progress.step, progress.phase, now, moved, ranks, process, host).write(directory)
         except OSError as error:
-            if not self._fails:
+            if not fails:
                 log.warning("the heartbeat of the run could not be written: %s", error)
-            self._fails = True
+            fails = True
+
+    def beat() -> None:
+        write("running")
+        while not over.wait(_HEARTBEAT_S):
+            write("running")
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    end: Literal["ended", "failed"] = "ended"
+    try:
+        yield
+    except Exception:
+        end = "failed"
+        raise
+    finally:
+        over.set()
+        thread.join()
+        write(end)
