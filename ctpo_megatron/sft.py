@@ -42,13 +42,14 @@ def fine_tune(
             if step % _CHECKED_EVERY == 0:
                 run.check_start()
             with report.phase("sft"):
-                metrics = trainer.fine_tune(batch, sft.conversations_per_step)
+                metrics = trainer.fine_tune(sft.conversations_per_step, conversations=batch)
             epoch = step * sft.conversations_per_step / len(conversations)
             report.log_sft(step, sft.steps, metrics | {"sft/epoch": epoch})
             stopping = trainer.stop_agreed()
             if stopping or (every and step % every == 0):
                 checkpoints.save_sft(step, order)
-            if (failed := trainer.finish_save(wait=stopping or step == sft.steps)) is not None:
+            finish = trainer.finish_save if stopping or step == sft.steps else trainer.poll_save
+            if (failed := finish()) is not None:
                 raise failed
             if stopping:
                 break

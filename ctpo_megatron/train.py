@@ -22,7 +22,6 @@ from ctpo_megatron.run import (
     Checkpoints,
     Reporter,
     Run,
-    StopOrGone,
     TrainerGroup,
     check_there,
     former_choice,
@@ -56,13 +55,13 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
     directory = open_run_directory(config)
     with needed(directory), ExitStack() as stack:
         report = stack.enter_context(Reporter.of(config, directory, trainer.layout.world_size))
-        trainer.dump_stacks(directory, report.phases)
+        trainer.dump_stacks(directory, phases=report.phases)
         log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
         with report.stage("start"):
-            waits = StopOrGone(stop, directory)
-            services = stack.enter_context(start_services(config, directory, report.phases, waits))
+            services = stack.enter_context(start_services(config, directory, report.phases, stop))
+            stack.callback(trainer.disconnect)
             checkpoints = Checkpoints(config, trainer, directory, services.rollouts, report)
-            run = stack.enter_context(Run(config, trainer, services, checkpoints, report, stop))
+            run = Run(config, trainer, services, checkpoints, report, stop)
             checkpoint = checkpoints.find()
             trainer.build(checkpoints.start_weights(checkpoint))
         if capabilities().cuda:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.run.provenance import commit_of_code, describe_environment
     from ctpo_megatron.run.ranks import TrainerGroup
     from ctpo_megatron.run.reporter import Reporter
-    from ctpo_megatron.run.run import Run, Services, StopOrGone, TooManyFailed, start_services
+    from ctpo_megatron.run.run import Run, Services, TooManyFailed, start_services
 
 _MODULES = {
     "checkpoints": ("Checkpoints",),
@@ -34,7 +34,7 @@ _MODULES = {
     "provenance": ("commit_of_code", "describe_environment"),
     "ranks": ("TrainerGroup",),
     "reporter": ("Reporter",),
-    "run": ("Run", "Services", "StopOrGone", "TooManyFailed", "start_services"),
+    "run": ("Run", "Services", "TooManyFailed", "start_services"),
 }
 """Module -> the names that it has. Imported when first used: `ctpo sweep` needs no torch to see that a run is done."""
 

@@ -14,7 +14,6 @@ from typing import Any
 from ctpo_megatron.base.exports import discard_exports
 from ctpo_megatron.base.files import FULL_PAUSE_S, FULL_S, DamagedFileError, read_mapping, write_json
 from ctpo_megatron.base.run_paths import AHEAD, RunPaths, step_in
-from ctpo_megatron.base.run_paths import SFT_CHECKPOINTS as _SFT
 from ctpo_megatron.config import Config, SftConfig, evaluates
 from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
 from ctpo_megatron.policy import (
@@ -45,7 +44,8 @@ class Checkpoints:
         self, config: Config, trainer: TrainerGroup, directory: Path, rollouts: Rollouts, report: Reporter
     ) -> None:
         self._config, self._trainer, self._rollouts, self._report = config, trainer, rollouts, report
-        self._root, self._directory = directory, RunPaths(directory).checkpoints
+        self._root, self._paths = directory, RunPaths(directory)
+        self._directory = self._paths.checkpoints
         self._saved: int | None = None
         self._first = 0
         self._finished = finished_steps(directory)  # before a resume, which clears it
@@ -64,8 +64,8 @@ class Checkpoints:
             return load
         newest = latest_checkpoint(self._directory)
         self._check_extended(newest)
-        if newest is None and not has_sft_model(self._root):
-            newest = latest_checkpoint(self._directory / _SFT)
+        if newest is None and not self._paths.sft_record.is_file():
+            newest = latest_checkpoint(self._paths.sft_checkpoints)
         return newest or load
 
     def _check_extended(self, newest: Path | None) -> None:
@@ -87,11 +87,17 @@ class Checkpoints:
         None: `model.path` has them, or `checkpoint` will give others. Raises CheckpointError when the SFT model is not
         what was written.
         """
-        if checkpoint is not None or self._config.sft is None or not has_sft_model(self._root):
+        if checkpoint is not None or self._config.sft is None or not self._paths.sft_record.is_file():
             return None
-        weights = checked_sft_model(self._root)
-        self._report.note(f"RL starts from the SFT model in {weights}")
-        return weights
+        model, record = self._paths.sft_model, self._paths.sft_record
+        files = read_mapping(record)["files"]
+        if broken := [name for name, digest in files.items() if _digest(model / name) != digest]:
+            raise CheckpointError(
+                f"the model after SFT is damaged or was changed: {', '.join(broken)} in {model}; remove {record} to do "
+                "the SFT again"
+            )
+        self._report.note(f"RL starts from the SFT model in {model}")
+        return model
 
     def sft_to_do(self, checkpoint: Path | None) -> SftConfig | None:
         """The supervised stage, if it is still to be done before RL.
@@ -100,7 +106,7 @@ class Checkpoints:
         """
         sft = self._config.sft
         if checkpoint is None:
-            return None if has_sft_model(self._root) else sft
+            return None if self._paths.sft_record.is_file() else sft
         # Not by its folder: a checkpoint may have been brought from elsewhere.
         if not read_checkpoint_marker(checkpoint).run.keys() <= _SFT_STATE:
             return None
@@ -123,8 +129,8 @@ class Checkpoints:
             done = state["step"]
             self._trainer.set_schedule(done / total_steps)
         self._take_over()
-        RunPaths(self._root).sft_record.unlink(missing_ok=True)
-        discard_checkpoints(self._directory / _SFT, done)
+        self._paths.sft_record.unlink(missing_ok=True)
+        discard_checkpoints(self._paths.sft_checkpoints, done)
         self._report.begin_sft(done)
         if checkpoint is not None:
             self._report.note(f"continuing after SFT step {done}, from {checkpoint}")
@@ -134,12 +140,17 @@ class Checkpoints:
         """Checkpoint the trainer after `step` SFT steps over batches in this order."""
         settings = self._config.checkpoint.model_copy(update={"keep_best": 0})
         state = {"step": step, "order": dict(order)}
-        _until_written(lambda: self._trainer.save(self._directory / _SFT, step, state, settings))
+        _until_written(lambda: self._trainer.save(self._paths.sft_checkpoints, step, settings, state=state))
 
     def finish_sft(self) -> None:
-        """Keep the model after SFT: RL starts from it again when the run is resumed, and others by `model.path`."""
-        self._trainer.export(RunPaths(self._root).sft_model)
-        record_sft_model(self._root)
+        """Keep the model after SFT: RL starts from it again when the run is resumed, and others by `model.path`.
+
+        The record, of a digest of each file of the model, is written last.
+        """
+        model = self._paths.sft_model
+        self._trainer.export(model)
+        files = {str(path.relative_to(model)): _digest(path) for path in sorted(model.rglob("*")) if path.is_file()}
+        write_json(self._paths.sft_record, {"files": files}, durable=True)
         self._drop_sft()
 
     def restore(self, checkpoint: Path | None) -> int | None:
@@ -189,7 +200,8 @@ class Checkpoints:
             ahead = state["rollouts"].pop("ahead", None)  # a file of its own, encoded by a thread
             attached = {} if ahead is None else {AHEAD: partial(encode_ahead, ahead)}
             self._report.flush()  # a resume from this checkpoint must find the lines of all its steps
-            failed = self._trainer.save(self._directory, done, state, settings, self._score(done), attached)
+            parts: dict[str, Any] = {"state": state, "score": self._score(done), "attached": attached}
+            failed = self._trainer.save(self._directory, done, settings, **parts)
             self._trainer.release()
             if failed is not None:
                 return failed
@@ -210,7 +222,7 @@ class Checkpoints:
             _until_written(lambda: self._save(done) or self._trainer.finish_save())
 
     def _drop_sft(self) -> None:
-        shutil.rmtree(self._directory / _SFT, ignore_errors=True)
+        shutil.rmtree(self._paths.sft_checkpoints, ignore_errors=True)
 
     def _state(self, done: int) -> dict[str, Any]:
         return {
@@ -328,35 +340,9 @@ def _check_order(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, 
         )
 
 
-def has_sft_model(run: Path) -> bool:
-    """Return whether the run has finished its supervised stage: the record is written last."""
-    return RunPaths(run).sft_record.is_file()
-
-
-def record_sft_model(run: Path) -> None:
-    """Record the supervised stage as finished, with the blake2b-128 of each file of the model."""
-    folder = RunPaths(run).sft_model
-    files = {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    write_json(RunPaths(run).sft_record, {"files": files}, durable=True)
-
-
-def checked_sft_model(run: Path) -> Path:
-    """Return the folder of the model. Raises CheckpointError unless every file is as it was written."""
-    paths = RunPaths(run)
-    files = read_mapping(paths.sft_record)["files"]
-    broken = [name for name, digest in files.items() if not _is(paths.sft_model / name, digest)]
-    if broken:
-        raise CheckpointError(
-            f"the model after SFT is damaged or was changed: {', '.join(broken)} in {paths.sft_model}; remove "
-            f"{paths.sft_record} to do the SFT again"
-        )
-    return paths.sft_model
-
-
-def _is(path: Path, digest: str) -> bool:
-    return path.is_file() and _digest(path) == digest
-
-
 def _digest(path: Path) -> str:
+    """Return the blake2b-128 of a file, "" of one that is not there."""
+    if not path.is_file():
+        return ""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

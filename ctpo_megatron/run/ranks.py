@@ -47,7 +47,7 @@ from ctpo_megatron.policy import (
     supervised,
 )
 from ctpo_megatron.preflight import settled_as_before
-from ctpo_megatron.run.trace import StackDump, StepTrace
+from ctpo_megatron.run.trace import StepTrace, stack_dump
 from ctpo_megatron.tracking import Phases
 
 if TYPE_CHECKING:
@@ -58,27 +58,28 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Command = tuple[str, str, tuple[Any, ...], dict[str, Any]]
+Command = tuple[str, str, tuple[Any, ...]]
 """What the other ranks run: a method, the phase of the run, and the arguments."""
 
 _END = "end"  # the command after which a rank serves no longer
 
 
 def _on_all_ranks(
-    *, gpus: bool = False, others: Callable[..., tuple[Any, ...]] | None = None
+    *, gpus: bool = False
 ) -> Callable[[Callable[Concatenate[TrainerGroup, P], R]], Callable[Concatenate[TrainerGroup, P], R]]:
     """Have every rank run a method of `TrainerGroup` that rank zero calls; rank zero's result is returned.
 
-    gpus: engines on the trainer's GPUs sleep first. others: reduces the positional arguments before they are broadcast
-    to the other ranks, where only rank zero needs them all.
+    Arguments given by name stay on rank zero: the other ranks have their defaults. gpus: engines on the trainer's GPUs
+    sleep first.
     """
 
     def decorate(body: Callable[Concatenate[TrainerGroup, P], R]) -> Callable[Concatenate[TrainerGroup, P], R]:
         @wraps(body)
         def call(group: TrainerGroup, /, *arguments: P.args, **named: P.kwargs) -> R:
-            if gpus:
-                group._use_gpus()
-            group._announce(body.__name__, *(others(*arguments) if others else arguments), **named)
+            if gpus and group._pool is not None:
+                group._pool.sleep(level=1)
+            command = body.__name__, group.phases.progress.phase, arguments
+            group.layout.on_rank_zero(lambda: command)
             with group.layout.lost_ranks_named():
                 return body(group, *arguments, **named)
 
@@ -125,7 +126,7 @@ class TrainerGroup:
         def end() -> Command:
             if error is not None:
                 raise error
-            return _END, "", (), {}
+            return _END, "", ()
 
         try:
             self.layout.on_rank_zero(end)
@@ -139,41 +140,28 @@ class TrainerGroup:
         Raises RankZeroError when rank zero has failed, RankLost when it is gone.
         """
         while True:
-            name, phase, arguments, named = self.layout.on_rank_zero(_of_rank_zero)
+            name, phase, arguments = self.layout.on_rank_zero(_of_rank_zero)
             if name == _END:
                 return self._stop.leave() if self._stop.is_set() else 0
             method = getattr(type(self), name)
             with self.phases.progress.within(phase), self.layout.lost_ranks_named():
                 # The body alone: the method itself would announce it again.
-                getattr(method, "__wrapped__", method)(self, *arguments, **named)
+                getattr(method, "__wrapped__", method)(self, *arguments)
             faulthandler.cancel_dump_traceback_later()  # waiting for rank zero may take as long as that likes
-
-    def _announce(self, name: str, *arguments: Any, **named: Any) -> None:
-        """Have the other ranks run a method."""
-        command = name, self.phases.progress.phase, arguments, named
-        self.layout.on_rank_zero(lambda: command)
-
-    def _use_gpus(self) -> None:
-        """Have engines on the trainer's GPUs sleep; not collective."""
-        if self._pool is not None:
-            self._pool.sleep(level=1)
 
     def share_gpus(self, pool: EnginePool) -> None:
         """From now on these engines sleep before the trainer uses a GPU."""
         self._pool = pool
 
-    def dump_stacks(self, directory: Path, phases: Phases) -> None:
-        """Have every rank write its stacks into the run directory before a time-out ends the run; see `StackDump`.
+    @_on_all_ranks()
+    def dump_stacks(self, directory: Path, /, *, phases: Phases | None = None) -> None:
+        """Have every rank write its stacks into the run directory before a time-out ends the run; see `stack_dump`.
 
         phases: of the run, which the trainer times on rank zero.
         """
-        self.phases = phases
-        self._open_stacks(directory)
-
-    @_on_all_ranks()
-    def _open_stacks(self, directory: Path) -> None:
+        self.phases = phases or self.phases
         path, timeout_s = RunPaths(directory).stacks(self.layout.rank), 60 * self._config.policy.timeout_minutes
-        self._open.enter_context(StackDump(path, timeout_s, self.phases.progress))
+        self._open.enter_context(stack_dump(path, timeout_s, self.phases.progress))
 
     @contextmanager
     def stop_deferred(self) -> Iterator[None]:
@@ -202,12 +190,20 @@ class TrainerGroup:
 
         before: the choice of a run that is resumed. Raises ConfigError where it, or nothing, fits.
         """
-        sizes = [size for size in self.layout.gather(gpu_bytes()) if size is not None]
-        self._config = self.layout.on_rank_zero(lambda: _settled(self._config, sizes, before))
+        gpus = [size for size in self.layout.gather(gpu_bytes()) if size is not None]
+
+        def settled() -> Config:
+            job, spec = Job(world_size(), node_ranks()), spec_for(self._config)
+            config = settled_as_before(self._config, job, spec, min(gpus) / GIB, before)
+            log.info("policy: at most %d tokens a micro-batch, recompute: %s", *config.policy.chosen[:2])
+            return config
+
+        if gpus:  # on CPUs `auto` is always the same
+            self._config = self.layout.on_rank_zero(settled)
         return self._config
 
     @_on_all_ranks(gpus=True)
-    def build(self, weights: Path | None = None) -> None:
+    def build(self, weights: Path | None = None, /) -> None:
         """Build the model of `model.path`. weights: directory that has them; None: `model.path`, too."""
         config = self._config
         self.trainer = Trainer(
@@ -228,8 +224,8 @@ class TrainerGroup:
         self.trainer.use_optimizer(optimizer, steps)
 
     # Rank zero has the conversations and the batches, and the trainer sends every rank its share.
-    @_on_all_ranks(gpus=True, others=lambda conversations, size: ([], size))
-    def fine_tune(self, conversations: list[Trajectory], size: int) -> dict[str, float]:
+    @_on_all_ranks(gpus=True)
+    def fine_tune(self, size: int, /, *, conversations: Sequence[Trajectory] = ()) -> dict[str, float]:
         """One supervised step of `size` conversations; its metrics."""
         (mini_batch,) = self.trainer.distribute(conversations, None, size)
         return summarize_updates([self.trainer.update(mini_batch, supervised(), temperature=1.0)])
@@ -247,10 +243,13 @@ class TrainerGroup:
             skip_zero_advantage=config.leaves_out_zero_advantage,
         )
 
-    @_on_all_ranks(gpus=True, others=lambda batch: (Batch([], weight_versions=batch.weight_versions),))
     def train(self, batch: Batch) -> TrainResult:
         """The updates of one RL step; see `Trainer.train`."""
-        return self.trainer.train(batch)
+        return self._train(batch.weight_versions, batch=batch)
+
+    @_on_all_ranks(gpus=True)
+    def _train(self, weight_versions: tuple[int, ...], /, *, batch: Batch | None = None) -> TrainResult:
+        return self.trainer.train(batch or Batch([], weight_versions=weight_versions))
 
     @property
     def version(self) -> int:
@@ -267,8 +266,8 @@ class TrainerGroup:
         """Write the trace of every rank into the run directory."""
         self._trace.write(RunPaths(directory).trace(step, self.layout.rank))
 
-    @_on_all_ranks(others=lambda facts, _: (facts, None))
-    def connect(self, facts: EngineFacts, pool: EnginePool | None) -> None:
+    @_on_all_ranks()
+    def connect(self, facts: EngineFacts, /, *, pool: EnginePool | None = None) -> None:
         """Open the transport of the weights to these engines. Raises EngineError where it would leave some behind."""
         settings = TransportSettings.of(self._config.rollout.weights, self._config.cluster.node_address)
         manifest = Manifest(self.trainer.weight_shapes())
@@ -305,24 +304,30 @@ class TrainerGroup:
             self.trainer.empty_cache()
 
     # Every rank fails to write at the same point, and continues: rank zero decides what follows.
-    # State, score and attached files are rank zero's: the other ranks save their shares of the model.
-    @_on_all_ranks(gpus=True, others=lambda directory, step, _state, settings, *_: (directory, step, {}, settings))
+    @_on_all_ranks(gpus=True)
     def save(
         self,
         directory: Path,
         step: int,
-        state: dict[str, Any],
         settings: CheckpointConfig,
+        /,
+        *,
+        state: dict[str, Any] | None = None,
         score: float | None = None,
         attached: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
     ) -> CheckpointWriteError | None:
         """See `Trainer.save`; returns why the checkpoint, or the one before it, could not be written."""
-        return _failure(lambda: self.trainer.save(directory, step, state, settings, score, attached))
+        return _failure(lambda: self.trainer.save(directory, step, state or {}, settings, score, attached))
 
     @_on_all_ranks()
-    def finish_save(self, *, wait: bool = True) -> CheckpointWriteError | None:
-        """See `Trainer.finish_save`; returns why the checkpoint could not be written."""
-        return _failure(lambda: self.trainer.finish_save(wait=wait))
+    def finish_save(self) -> CheckpointWriteError | None:
+        """Wait until a checkpoint is complete; returns why it could not be written."""
+        return _failure(self.trainer.finish_save)
+
+    @_on_all_ranks()
+    def poll_save(self) -> CheckpointWriteError | None:
+        """The same if it is written by now, without waiting."""
+        return _failure(lambda: self.trainer.finish_save(wait=False))
 
     @_on_all_ranks(gpus=True)
     def load(self, checkpoint: Path) -> dict[str, Any]:
@@ -333,18 +338,8 @@ class TrainerGroup:
         self.trainer.set_scheduler_step(fraction)
 
     @_on_all_ranks(gpus=True)
-    def export(self, directory: Path, step: int | None = None) -> None:
+    def export(self, directory: Path, step: int | None = None, /) -> None:
         self.trainer.export(directory, exported_chat_template(self._config.model), step)
-
-
-def _settled(config: Config, gpus: Sequence[int], before: Chosen | None) -> Config:
-    """gpus: bytes of each rank's; empty on CPUs, where `auto` is always the same."""
-    if not gpus:
-        return config
-    found = settled_as_before(config, Job(world_size(), node_ranks()), spec_for(config), min(gpus) / GIB, before)
-    chosen = found.policy.chosen
-    log.info("policy: at most %d tokens a micro-batch, recompute: %s", chosen.micro_batch_tokens, chosen.recompute)
-    return found
 
 
 def _failure(write: Callable[[], object]) -> CheckpointWriteError | None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import BEGUN, Cancelled, StopRequest, StopSignal
@@ -43,7 +43,6 @@ from ctpo_megatron.rollouts import (
     RolloutSettings,
 )
 from ctpo_megatron.run.checkpoints import Checkpoints
-from ctpo_megatron.run.directory import check_there
 from ctpo_megatron.run.ranks import TrainerGroup
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.tracking import Phases, recorded_trajectories, trajectory_files
@@ -126,26 +125,6 @@ def _source(rollout: RolloutConfig, pool: EnginePool | None) -> EnginePool | Rep
     return Replay(lambda step: recorded_trajectories(recorded[step]), rollout, pool)
 
 
-@dataclass(frozen=True)
-class StopOrGone:
-    """What rank zero checks while it waits: whether to stop.
-
-    Raises RunDirectoryError when the directory of the run is gone.
-    """
-
-    stop: StopSignal
-    directory: Path
-
-    def is_set(self) -> bool:
-        """See `Stop`."""
-        check_there(self.directory)
-        return self.stop.is_set()
-
-    def ask(self, cause: str) -> None:
-        """See `StopRequest`."""
-        self.stop.ask(cause)
-
-
 class Run:
     """A run on rank zero, which decides for all ranks: samples, publishes, logs, evaluates and saves when due.
 
@@ -183,12 +162,6 @@ class Run:
         if self._shared is not None:
             self._shared.sleep(level=2)
             trainer.share_gpus(self._shared)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._trainer.disconnect()
 
     @property
     def stopped(self) -> bool:
@@ -267,7 +240,7 @@ class Run:
                 if sampler != ours:  # whatever was configured
                     sides = f"the engines compute in {sampler} (rollout.engine.dtype), the trainer in {ours}"
                     log.warning("warning: %s (policy.dtype): their log-probs will differ by rounding", sides)
-                self._trainer.connect(facts, self._pool)
+                self._trainer.connect(facts, pool=self._pool)
         self._connected = True
 
     def _wake_engines(self) -> None:
@@ -315,7 +288,7 @@ class Run:
             return
         if self.saves:
             self._save()
-        self._save_again_after(self._trainer.finish_save(wait=False))
+        self._save_again_after(self._trainer.poll_save())
 
     def end(self) -> bool:
         """Finish what is under way, and save if the run is to stop; returns whether all steps were done."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -62,28 +61,24 @@ class StepTrace:
             log.warning("%s has %.0f MiB; docs/profiling.md says how to read it", path, size / 2**20)
 
 
-class StackDump:
+@contextmanager
+def stack_dump(path: Path, timeout_s: float, progress: Progress) -> Iterator[None]:
     """Within, the stacks of all threads are appended to `path` when this rank makes no progress for most of a time-out.
 
-    faulthandler's thread needs no lock of Python, so that a rank in C code is seen, too.
+    faulthandler's thread needs no lock of Python, so that a rank in C code is seen, too. timeout_s: seconds that a
+    collective may take. progress: of this rank.
     """
-
-    def __init__(self, path: Path, timeout_s: float, progress: Progress) -> None:
-        """timeout_s: seconds that a collective may take. progress: of this rank."""
-        self._path, self._after_s, self._progress = path, _SHARE * timeout_s, progress
-
-    def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("ab", buffering=0)
-        self._progress.on_advance = partial(faulthandler.dump_traceback_later, self._after_s, file=self._file)
-        self._progress.on_advance()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.on_advance = lambda: None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab", buffering=0)
+    progress.on_advance = partial(faulthandler.dump_traceback_later, _SHARE * timeout_s, file=file)
+    progress.on_advance()
+    try:
+        yield
+    finally:
+        progress.on_advance = lambda: None
         faulthandler.cancel_dump_traceback_later()
-        self._file.close()
+        file.close()
         with suppress(OSError):  # another rank's file is in the folder, or it was removed
-            if self._path.stat().st_size == 0:
-                self._path.unlink()
-            self._path.parent.rmdir()
+            if path.stat().st_size == 0:
+                path.unlink()
+            path.parent.rmdir()

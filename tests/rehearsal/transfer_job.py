@@ -7,7 +7,7 @@ transports, and what vLLM does at both ends. An engine's cache is a number of by
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -165,14 +165,16 @@ def _lead(case: TransferCase, config: Config, group: TrainerGroup, gpu: Gpu) -> 
     rollouts: Any = Rollouts(pool)
     report: Any = Report()
     nothing: Any = None
-    with Run(config, group, Services(rollouts, rollouts, pool), nothing, report, nothing) as run:
+    run = Run(config, group, Services(rollouts, rollouts, pool), nothing, report, nothing)
+    with ExitStack() as stack:
+        stack.callback(group.disconnect)
         group.build()
         group.use_optimizer(OptimizerConfig(lr=1e-3), STEPS)
         run.publish()
         for step in range(STEPS):
             assert run.next_batch(step) is not None
             moments.enter(UPDATE)
-            group.fine_tune(models.trajectories(8, seed=step), 8)
+            group.fine_tune(8, conversations=models.trajectories(8, seed=step))
             run.publish()
         moments.enter("")
     assert streams.current() is streams.default(), "a transfer has left the trainer on another stream"

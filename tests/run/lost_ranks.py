@@ -111,7 +111,7 @@ def main(root: Path, how: str) -> int:
 
 
 def _command(group: TrainerGroup, root: Path, fate: Fate) -> None:
-    group.dump_stacks(root, Phases())
+    group.dump_stacks(root, phases=Phases())
     for step in range(STEPS):
         if step == 1:
             time.sleep(FROZEN_S)  # so that the others' fate is before the next command

@@ -42,7 +42,7 @@ class SavingTrainer:
     seen: list[Any]
     signalled: float | None = None
 
-    def finish_save(self, *, wait: bool) -> None:
+    def finish_save(self, *, wait: bool = True) -> None:
         with self.group.phases.phase("save"):
             pass
         self.seen.append((wait, self.group.phases.progress.phase))
@@ -83,15 +83,15 @@ def _of_rank_zero(group: TrainerGroup, root: Path, how: str) -> int:
     if how == "settles":
         group.settle(None)
         return 7
-    group.dump_stacks(root, phases)
+    group.dump_stacks(root, phases=phases)
     with phases.stage("rl"):
         if how == "traced":
             group.begin_trace(2)
-        group.finish_save(wait=False)
+        group.poll_save()
         if how == "traced":
             group.end_trace(2, root)
         with group.stop_deferred():
-            group.finish_save(wait=True)
+            group.finish_save()
             if how == "fails":
                 raise Failed("no more prompts")
             # The other rank's signal, which it got after that call.

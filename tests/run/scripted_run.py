@@ -54,13 +54,22 @@ class ScriptedTrainer:
         self.trained: list[Batch] = []
 
     def __getattr__(self, name: str) -> Any:
-        assert name in ("build", "prepare_rl", "release", "set_schedule", "disconnect", "stop_agreed", "finish_save")
+        assert name in (
+            "build",
+            "prepare_rl",
+            "release",
+            "set_schedule",
+            "disconnect",
+            "stop_agreed",
+            "finish_save",
+            "poll_save",
+        )
         return lambda *_, **__: None
 
     def settle(self, _before: object) -> Config:
         return self.config
 
-    def dump_stacks(self, *_: object) -> None:
+    def dump_stacks(self, *_: object, **__: object) -> None:
         """Nothing stands still."""
 
     def stop_deferred(self) -> Any:
@@ -72,7 +81,7 @@ class ScriptedTrainer:
         return TrainResult({"actor/entropy": 1.0 / self.version}, {})
 
     def save(
-        self, directory: Path, step: int, state: dict[str, Any], settings: Any, score: float | None, attached: Any
+        self, directory: Path, step: int, settings: Any, *, state: dict[str, Any], score: float | None, attached: Any
     ) -> None:
         aside = checkpoint_files.begin(directory, step)
         (aside / WEIGHTS).write_text(str(self.version - 1))

@@ -157,7 +157,7 @@ class Disk:
     def __init__(self, *failures: CheckpointWriteError) -> None:
         self._failures, self.saves = list(failures), 0
 
-    def save(self, *_: object) -> CheckpointWriteError | None:
+    def save(self, *_: object, **__: object) -> CheckpointWriteError | None:
         self.saves += 1
         return self._failures.pop(0) if self._failures else None
 

@@ -96,8 +96,10 @@ class Recorder:
     def log(self, step: int, metrics: Any) -> None:
         """A line for the state before the first step."""
 
-    def finish_save(self, *, wait: bool = True) -> None:
+    def finish_save(self) -> None:
         """None is under way."""
+
+    poll_save = finish_save
 
 
 class Engines:

@@ -87,8 +87,10 @@ class Recorder:
     def stop_agreed(self) -> bool:
         return False
 
-    def finish_save(self, *, wait: bool = True) -> None:
+    def finish_save(self) -> None:
         """None is under way."""
+
+    poll_save = finish_save
 
     def finish_update(self) -> None:
         self.calls.append("engines have them")

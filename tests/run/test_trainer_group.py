@@ -87,7 +87,7 @@ def test_weights_are_served_at_the_configured_address(tmp_path: Path) -> None:
     stop: Any = None
     with TrainerGroup(config, ONE_RANK, stop) as group:
         group.trainer = SimpleNamespace(weight_shapes=lambda: [("weight", (1,), torch.float32)])  # type: ignore[assignment]
-        group.connect(EngineFacts(torch.float32, "127.0.0.1", "tcp"), None)
+        group.connect(EngineFacts(torch.float32, "127.0.0.1", "tcp"))
         transport: Any = group.transport
         assert transport._server.address[0] == "127.0.0.2"
         group.disconnect()
