@@ -126,16 +126,9 @@ class LiveSequence:
     turn: int = 0
     computed: int = 0
 
-    async def sample(
-        self, engine: GenerateTurn, number: int, max_tokens: int, seed: int, stop: Sequence[str] = ()
-    ) -> Sequence[int]:
-        """Have the engine continue turn `number`; record and return the tokens. Raises what the engine raises."""
+    def add(self, sampled: ModelTurn, number: int, max_tokens: int) -> None:
+        """Record what an engine sampled for turn `number`. Raises RuntimeError for other tokens than were asked for."""
         record, start = self.record, self.computed
-        ids = record.token_ids.copy()
-        if stop:
-            sampled = await engine(ids, max_tokens=max_tokens, seed=seed, start=start, stop=stop)
-        else:
-            sampled = await engine(ids, max_tokens=max_tokens, seed=seed, start=start)
         who = f"prompt {record.prompt_id!r} sample {record.sample_index}: the engine returned"
         if not 1 <= len(sampled.token_ids) <= max_tokens:
             raise RuntimeError(f"{who} {len(sampled.token_ids)} tokens, asked for 1 to {max_tokens}")
@@ -146,7 +139,6 @@ class LiveSequence:
                 read = self.computed - start
                 raise RuntimeError(f"{who} {name} of {len(values)} tokens, and read {read} since the last call")
         record.fill(start, sampled.computed)
-        return sampled.token_ids
 
 
 class Episode:
@@ -261,8 +253,12 @@ class Episode:
         # More than one round only with a parser that has `stop`: sampling pauses there, and continues with a seed of
         # its own where the turn is not over.
         while True:
+            asked: dict[str, Any] = {"max_tokens": max_tokens - len(ids), "start": sequence.computed}
+            asked |= {"stop": stop} if stop else {}
             seed = turn_seed(record.seed, number, len(ids))
-            ids += await sequence.sample(self._engine, number, max_tokens - len(ids), seed, stop)
+            sampled = await self._engine(record.token_ids.copy(), seed=seed, **asked)
+            sequence.add(sampled, number, asked["max_tokens"])
+            ids += sampled.token_ids
             ended = ids[-1] in self.codec.stop_ids
             said = self.codec.decode(ids[:-1] if ended else ids)
             cuts = [at for at in map(said.find, stop) if at >= 0]

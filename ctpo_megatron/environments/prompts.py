@@ -81,7 +81,10 @@ def usable(found: PromptSet) -> list[Prompt]:
 
 def write_record(found: PromptSet, directory: Path) -> None:
     """Write `<directory>/data.json`: the rows of the files, and those that were left out."""
-    write_json(RunPaths(directory).data, _record(found))
+    used = Counter(file for file, _ in found.places)
+    files = {str(file): {"rows": rows, "used": used[file]} for file, rows in found.rows.items()}
+    left_out = [{**asdict(row), "file": str(row.file)} for row in found.left_out]
+    write_json(RunPaths(directory).data, {"files": files, "left_out": left_out})
 
 
 def log_left_out(found: RowSet) -> None:
@@ -114,9 +117,3 @@ def _ground_truths(found: PromptSet, reward: RewardConfig) -> dict[int, Cell]:
         index: ("reward_model", found.prompts[index].answer, f"the ground truth {reason}")
         for index, reason in unverifiable(found.prompts, reward).items()
     }
-
-
-def _record(found: PromptSet) -> dict[str, Any]:
-    used = Counter(file for file, _ in found.places)
-    left_out = [{**asdict(each), "file": str(each.file)} for each in found.left_out]
-    return {"files": {str(f): {"rows": r, "used": used[f]} for f, r in found.rows.items()}, "left_out": left_out}

@@ -149,25 +149,17 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, 
             f"model.chat_template_kwargs: the chat template of {named} knows no {', '.join(unused)}; correct the "
             "name or leave it out"
         )
-    lost = hidden_tools(tokenizer, offered, model.chat_template_kwargs)
-    if lost:
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Q"}],
+        tools=[dict(schema) for schema in offered] or None,
+        tokenize=False,
+        add_generation_prompt=True,
+        **model.chat_template_kwargs,
+    )
+    names = [str(schema["function"]["name"]) for schema in offered]
+    if lost := [name for name in names if name not in str(shown)]:
         raise TokenizerError(
             f"{named}: the chat template does not show the model its tools ({', '.join(lost)}); set "
             "model.chat_template to one that does, or rollout.tool_parser: fenced, which a system prompt explains, or "
             "data.tool_in_prompt: false where data.system_prompt or SFT teach the model how to call them"
         )
-
-
-def hidden_tools(
-    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], chat_template_kwargs: Mapping[str, Any]
-) -> list[str]:
-    """Names of the tools that the chat template receives but does not render."""
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Q"}],
-        tools=[dict(schema) for schema in schemas] or None,
-        tokenize=False,
-        add_generation_prompt=True,
-        **chat_template_kwargs,
-    )
-    names = [str(schema["function"]["name"]) for schema in schemas]
-    return [name for name in names if name not in str(text)]
