@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
-from ctpo_megatron.base import clock
 from ctpo_megatron.base.signals import heeded, say_in_handler
 
 STOP_POLL_S = 0.5  # how often a waiting thread checks the stop signal
@@ -78,7 +77,7 @@ class StopSignal:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_alarm)
         if job_end is not None:
-            _alarm_in(job_end - grace_s - clock.now())
+            _alarm_in(job_end - grace_s - time.time())
 
     def is_set(self) -> bool:
         """Whether this process is to stop; local."""

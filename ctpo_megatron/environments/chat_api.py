@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ctpo_megatron.base import clock
 from ctpo_megatron.data import ChatMessage, check_messages, check_tools, plain_messages, plain_tools
 from ctpo_megatron.environments.conversation import Answer
 from ctpo_megatron.environments.episode import EpisodeOver, Sampling
@@ -211,7 +211,7 @@ def completion(answer: Answer) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{answer.turn.number}",
         "object": "chat.completion",
-        "created": int(clock.now()),
+        "created": int(time.time()),
         "model": MODEL,
         "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
         "usage": {

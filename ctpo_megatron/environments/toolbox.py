@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ctpo_megatron.base import clock
 from ctpo_megatron.base.extensions import ExtensionError, called
 from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.environments.protocol import (
@@ -159,7 +158,7 @@ class Toolbox:
         _check_arguments(self._tools[name].schema, request.arguments)
 
     async def _run(self, request: ToolCallRequest, turn: int) -> tuple[ToolCall, str]:
-        began_at, started = clock.now(), time.monotonic()
+        began_at, started = time.time(), time.monotonic()
         try:
             with called(f"the tool {request.name!r}"):
                 result = await self._tools[request.name](request.arguments)

@@ -8,10 +8,10 @@ docs/config.md says what each of them would do.
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ctpo_megatron.base import clock
 from ctpo_megatron.base.installed import TE, is_installed, te_trouble
 from ctpo_megatron.base.redact import conceals
 from ctpo_megatron.config import (
@@ -197,8 +197,8 @@ def check_run(context: RunContext) -> Iterator[Problem]:
     config = context.config
     if config.run.resume and config.run.overwrite:
         yield context.error("run.resume", "contradicts run.overwrite: true", "switch one of them off")
-    if (deadline := config.run.deadline) is not None and not 0 < deadline - clock.now() < LONGEST_S:
-        message = "is in the past" if deadline <= clock.now() else "is decades ahead"
+    if (deadline := config.run.deadline) is not None and not 0 < deadline - time.time() < LONGEST_S:
+        message = "is in the past" if deadline <= time.time() else "is decades ahead"
         yield context.error("run.deadline", message, "give seconds since the epoch, such as $(date -d +4hours +%s)")
 
     if never := [str(step) for step in config.run.profile_steps if step > config.run.steps]:

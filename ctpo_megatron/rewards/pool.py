@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from ctpo_megatron.base import clock
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.redact import hidden
@@ -233,7 +232,7 @@ class RewardPool:
         for task in tasks:
             outcomes = self._outcomes(task)
             # Where it has just ended the callback that notes the time may still be to come.
-            began, ended = [*task.times, clock.now()][:2]
+            began, ended = [*task.times, time.time()][:2]
             for (trajectory, _), found in zip(task.chunk.pairs, outcomes, strict=True):
                 trajectory.scored_at = [began, ended]
                 outcome = _of_its_turns(found, trajectory)
@@ -279,8 +278,8 @@ class RewardPool:
             if not self._workers.active(self._patience_s):
                 self._renew()
             future = self._given(sent, timeout_s, limit_s)
-            times = [clock.now()]
-            future.add_done_callback(lambda _: times.append(clock.now()))
+            times = [time.time()]
+            future.add_done_callback(lambda _: times.append(time.time()))
             return _Task(chunk, self._workers, future, self._patience_s, times)
 
     def _given(self, sent: _Chunk, timeout_s: float, limit_s: float) -> ProcessFuture[list[Scored]]:

@@ -8,7 +8,6 @@ import subprocess
 import time
 
 from ctpo_launchers.timeouts import NODE_COMMAND_TIMEOUT_S
-from ctpo_megatron.base import clock
 
 HOSTS_VARIABLE = "CTPO_HOSTS"
 """Names of the job's nodes, separated by commas, from the batch script: a container has no `scontrol`."""
@@ -43,7 +42,7 @@ def job_end() -> float | None:
     if not in_a_job():
         return None
     text = os.environ.get("SLURM_JOB_END_TIME", "")
-    if text.isdecimal() and float(text) > clock.now():
+    if text.isdecimal() and float(text) > time.time():
         return float(text)
     text = _ask("squeue", "--noheader", "--jobs", os.environ["SLURM_JOB_ID"], "--format", "%e").strip()
     try:

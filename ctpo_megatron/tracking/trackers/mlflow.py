@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base import clock
 from ctpo_megatron.config import flattened
 
 _AT_ONCE = 100  # limit of parameters in one request; of metrics it is 1000
@@ -47,7 +47,7 @@ class Mlflow:
         """Send the metrics of one step."""
         from mlflow.entities import Metric
 
-        now = int(clock.now() * 1000)
+        now = int(time.time() * 1000)
         self._client.log_batch(
             self.identity, metrics=[Metric(_allowed(name), value, now, step) for name, value in metrics.items()]
         )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base import clock
 from ctpo_megatron.tracking.timing import read_heartbeat
 
 FAULTS = (
@@ -110,7 +110,7 @@ class Prometheus:
         text = "what went wrong and was survived since the start, by its name in docs/reference/metrics.md"
         yield _family(CounterMetricFamily("ctpo_faults", text, labels=["kind"]), self._faults)
         if (heartbeat := read_heartbeat(self._run_dir)) is not None:
-            now = clock.now()
+            now = time.time()
             yield GaugeMetricFamily("ctpo_heartbeat_age_seconds", "age of the heartbeat", value=now - heartbeat.time)
             text = "seconds since the last progress on rank zero"
             yield GaugeMetricFamily("ctpo_stall_seconds", text, value=now - heartbeat.progress)

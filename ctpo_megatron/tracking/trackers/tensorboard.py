@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.base import clock
 from ctpo_megatron.base.run_paths import RunPaths
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class TensorBoard:
         if stage not in self._writers:
             self._writers[stage] = SummaryWriter(self._folder / stage, purge_step=self._purge.get(stage))
         for name, value in metrics.items():
-            self._writers[stage].add_scalar(name, value, step, clock.now())
+            self._writers[stage].add_scalar(name, value, step, time.time())
         self._writers[stage].flush()
 
     def rewind(self, step: int) -> None:
