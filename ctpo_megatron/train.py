@@ -14,8 +14,7 @@ if __name__ == "__main__":
     runpy.run_module("ctpo_megatron.cli", run_name="__main__")
 
 from ctpo_megatron.base.extensions import activate
-from ctpo_megatron.base.scheduler import stop_signal
-from ctpo_megatron.base.stop import StopSignal
+from ctpo_megatron.base.stop import StopSignal, stop_signal
 from ctpo_megatron.config import Config
 from ctpo_megatron.policy import capabilities, destroy_distributed, init_distributed
 from ctpo_megatron.run import (
