@@ -32,14 +32,16 @@ from ctpo_megatron.environments.factory import (
     make_environment,
     make_parser,
     make_toolbox,
+    names_a_server,
     needs_sandbox,
+    node_sandbox_url,
     offered_schemas,
+    open_sandbox,
     system_prompt,
     tool_schema,
     tool_schemas,
 )
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
-from ctpo_megatron.environments.node_sandbox import names_a_server, node_sandbox_url, open_sandbox
 from ctpo_megatron.environments.parsers.fenced import FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.parsers.thinking import THINK_CLOSE, left_open

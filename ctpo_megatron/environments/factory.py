@@ -1,19 +1,27 @@
-"""Creates the tools, parser, environment and limits of section `rollout`."""
+"""Creates the tools, parser, environment and limits of section `rollout`, and opens the sandbox that tools need.
+
+A run starts the sandbox, the user names one, or each node has its own, whose program names it.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from ctpo_megatron.base.extensions import ExtensionError, called, load
+from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import DataConfig, Extension, RolloutConfig, SandboxConfig, SystemPrompt, system_prompt_text
 from ctpo_megatron.environments.episode import EpisodeLimits
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
-from ctpo_megatron.environments.node_sandbox import node_sandbox_url
 from ctpo_megatron.environments.parsers.fenced import FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Environment, Schema, Tool, ToolParser
 from ctpo_megatron.environments.python_tool import PythonTool
 from ctpo_megatron.environments.toolbox import Toolbox
+from ctpo_sandbox.variables import node_url
 
 _Kind = Literal["tool", "tool_parser", "environment"]
 _OURS: dict[_Kind, dict[str, Any]] = {
@@ -71,6 +79,36 @@ def make_environment(rollout: RolloutConfig, data: DataConfig) -> Environment:
 def needs_sandbox(rollout: RolloutConfig) -> bool:
     """Whether a configured tool runs programs in the sandbox."""
     return any(tool.name == "python" for tool in rollout.tools)
+
+
+def names_a_server() -> bool:
+    """Whether this process knows the address of a sandbox on its node."""
+    return any(os.environ.get(name) for name in ("CTPO_SANDBOX_URL", "CTPO_SANDBOX_URL_FILE"))
+
+
+def node_sandbox_url() -> str:
+    """Address of this node's sandbox. Raises LookupError with advice when there is none, ValueError as `node_url`."""
+    if not (url := node_url()):
+        raise LookupError(
+            "this node has no sandbox: CTPO_SANDBOX_URL is not set for its Ray processes. Start the node with "
+            "`python -m ctpo_launchers.node`, or set sandbox.url"
+        )
+    return url
+
+
+@contextmanager
+def open_sandbox(sandbox: SandboxConfig, nodes: int, logs: Path) -> Iterator[str | None]:
+    """Yield the URL of the sandbox of all engines, or None if every node has its own; a server of ours ends after.
+
+    logs: folder for its output. Raises SandboxStartError.
+    """
+    if sandbox.url is not None or names_a_server() or nodes > 1:
+        yield sandbox.url
+    else:
+        from ctpo_sandbox import start_configured_server
+
+        with start_configured_server(sandbox, LogPaths(logs).sandbox) as server:
+            yield server.url
 
 
 def tool_schemas(rollout: RolloutConfig) -> list[Schema]:
