@@ -326,7 +326,7 @@ class TrainerGroup:
 
     @_on_all_ranks()
     def poll_save(self) -> CheckpointWriteError | None:
-        """The same if it is written by now, without waiting."""
+        """Complete a checkpoint that is already written, without waiting; returns as `finish_save`."""
         return _failure(lambda: self.trainer.finish_save(wait=False))
 
     @_on_all_ranks(gpus=True)
