@@ -54,9 +54,6 @@ class Recorder:
         assert pool is self
         self.calls.append("connect")
 
-    def disconnect(self) -> None:
-        self.calls.append("disconnect")
-
     def share_gpus(self, pool: Any) -> None:
         self.shared = pool
 
@@ -156,18 +153,17 @@ def played(run: Run, recorder: Any) -> list[str]:
 
 def played_in_this_thread(run: Run, recorder: Any) -> list[str]:
     """As `train.py` calls it: start, SFT, publish, evaluation, checkpoint, one step, export."""
-    with run:
-        recorder.work("build the model and SFT")
-        run.publish()
-        run.begin()
-        assert run.next_batch(1) is not None
-        recorder.work("update")
-        recorder.version = 1
-        run.publish()
-        recorder.batch = None
-        assert run.next_batch(2) is None
-        assert run.end()
-        recorder.work("export")
+    recorder.work("build the model and SFT")
+    run.publish()
+    run.begin()
+    assert run.next_batch(1) is not None
+    recorder.work("update")
+    recorder.version = 1
+    run.publish()
+    recorder.batch = None
+    assert run.next_batch(2) is None
+    assert run.end()
+    recorder.work("export")
     return recorder.calls  # type: ignore[no-any-return]
 
 
@@ -197,7 +193,6 @@ def test_no_gpu_holds_both_sides() -> None:
         "engines have them",
         "engines sleep 1",
         "export",
-        "disconnect",
     ]
 
 
@@ -260,7 +255,6 @@ def test_engines_that_came_up_in_another_precision_are_named(
     trainer: str, told: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run, _ = a_run(shared=False, policy=CONFIG.policy.model_copy(update={"dtype": trainer}))
-    with run:
-        run.publish()
+    run.publish()
     said = [record.message for record in caplog.records if "(policy.dtype)" in record.message]
     assert [all(name in text for name in [*told, "rollout.engine.dtype"]) for text in said] == [True] * bool(told)
