@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from benchmarks.ratio_map import archive, lab, page, runs
+from benchmarks.ratio_map import archive, lab, page, picture, runs
 from benchmarks.ratio_map.cells import RATES, SEEDS, TASKS, Cell, cells
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--estimate", action="store_true", help="print runs and hours, start nothing")
     what.add_argument("--predict", action="store_true", help="store the laboratory's predictions of all cells")
-    what.add_argument("--page", action="store_true", help="write docs/map.md from what is stored")
+    what.add_argument("--page", action="store_true", help="write docs/map.md and its picture from what is stored")
     what.add_argument("--store-start", action="store_true", help="store start models and recordings beside the results")
     options = parser.parse_args(argv)
     tried = options.set or tuple(options.seeds) != SEEDS or tuple(options.rates) != RATES
@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
     if options.results == runs.RESULTS:
         page.FILE.write_text(page.text(options.results), encoding="utf-8")
+        stored = page.Stored.load(options.results)
+        if stored.results:
+            picture.FILE.write_text(picture.draw(stored), encoding="utf-8")
     return 0
 
 

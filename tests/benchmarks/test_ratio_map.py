@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.ratio_map import archive, lab, page, runs
+from benchmarks.ratio_map import archive, lab, page, picture, runs
 from benchmarks.ratio_map.__main__ import main
 from benchmarks.ratio_map.cells import OBJECTIVES, RATES, REGIMES, SEEDS, STEPS, TASKS, Cell, cells
 from ctpo_megatron.config import ObjectiveConfig, load_config, objective_from_config
@@ -66,6 +66,16 @@ def test_stored_predictions_are_the_laboratory_s_and_take_a_second_a_cell() -> N
 
 def test_the_page_is_made_of_what_is_stored() -> None:
     assert (ROOT / "docs" / "map.md").read_text(encoding="utf-8") == page.text(runs.RESULTS)
+
+
+def test_the_picture_has_what_is_stored() -> None:
+    stored = page.Stored.load(runs.RESULTS)
+    drawn = picture.FILE.read_text(encoding="utf-8").replace("−", "-") if stored.results else ""
+    numbers = {
+        float(n) for text in re.findall(r'aria-label="([^"]*)"', drawn) for n in re.findall(r": (-?[\d.]+)", text)
+    }
+    expected = {row[name] for row in picture.rows(stored) for name in ("difference", "low", "high") if name in row}
+    assert expected <= numbers
 
 
 def test_cells_are_chosen_by_parts_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,6 +255,10 @@ def test_the_page_says_what_is_known_and_what_missed(tmp_path: Path) -> None:
     for name, measured in values.items():
         runs.write(tmp_path / chosen[name].file, result(chosen[name], measured))
     runs.write(tmp_path / runs.PREDICTIONS_FILE, {"commit": "abc", "date": "2026-01-01", "cells": predictions})
+    drawn = picture.draw(page.Stored.load(tmp_path))
+    labels = re.findall(r'aria-label="([^"]*)"', drawn.replace("−", "-"))
+    assert any("CTPO: 0.4; ratio: token; bound: limits the weight" in label for label in labels)
+    assert any("CTPO: -0.1; ratio: token; bound: cuts the gradient" in label for label in labels)  # predicted
     text = page.text(tmp_path)
     assert "48 cells, of which 4 are measured" in text and "Predicted in commit abc, 2026-01-01." in text
     (row,) = re.findall(r"^\| `cispo` \| 3e-4 .*$", text, re.MULTILINE)
