@@ -8,7 +8,6 @@ shapes: that shows that the code works and measures no goal but the numerics.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import traceback
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-import ctpo_kernels as ck
 from benchmarks.kernels import ceilings, goals, report, roofline, suite_head, suite_logits, suite_loss, suite_numerics
 from benchmarks.kernels.measure import Session
 
@@ -47,18 +45,17 @@ def main(argv: list[str] | None = None) -> int:
 
     session = Session(options.device, quick=options.quick, deadline_s=options.deadline)
     broken: list[str] = []
-    with ck.use_backend("torch") if options.device == "cpu" else contextlib.nullcontext():
-        ceilings.run(session)
-        for letter in options.suite:
-            print(f"suite {letter}: {TITLES[letter]}, {session.seconds_left():.0f} s left", file=sys.stderr, flush=True)
-            try:
-                SUITES[letter].run(session)
-            except Exception as error:
-                # What the other suites found is worth its time: report it, and fail at the end.
-                broken.append(f"suite {letter}: {type(error).__name__}: {error}")
-                traceback.print_exc()
-            session.release()
-            write(session, options, broken)
+    ceilings.run(session)
+    for letter in options.suite:
+        print(f"suite {letter}: {TITLES[letter]}, {session.seconds_left():.0f} s left", file=sys.stderr, flush=True)
+        try:
+            SUITES[letter].run(session)
+        except Exception as error:
+            # What the other suites found is worth its time: report it, and fail at the end.
+            broken.append(f"suite {letter}: {type(error).__name__}: {error}")
+            traceback.print_exc()
+        session.release()
+        write(session, options, broken)
     print(text(session, broken, report.environment(options.device)))
     failed = [record for record in session.records if "failed" in record]
     for record in failed:

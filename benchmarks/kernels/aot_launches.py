@@ -195,7 +195,6 @@ def launch_rows(
     shards: int = 1,
     entropy: bool = False,
     mixed: bool = False,
-    softcap: float = 0.0,
     differentiable: bool = False,
 ) -> None:
     """The three passes over rows of logits. mixed: a bfloat16 gradient over its logits; differentiable: the entropy."""
@@ -204,12 +203,12 @@ def launch_rows(
     shard = Shard(0, valid)
     logits = torch.zeros(rows, columns, dtype=dtype)
     labels = torch.zeros(rows, dtype=torch.int64)
-    parts = rows_triton.row_stats(logits, labels, shard, 1.0, entropy=entropy, softcap=softcap)
+    parts = rows_triton.row_stats(logits, labels, shard, 1.0, entropy=entropy)
     merged = rows_triton.merge_stats(parts.repeat(shards, 1, 1), labels, 1.0)
     out = logits.view(torch.bfloat16)[:, :columns] if mixed else logits
     g = merged.log_probs
     by_entropy = EntropyGradient(merged.entropy, g) if differentiable else None
-    rows_triton.gradient_into(out, logits, merged.lse, labels, g, shard, 1.0, softcap=softcap, entropy=by_entropy)
+    rows_triton.gradient_into(out, logits, merged.lse, labels, g, shard, 1.0, entropy=by_entropy)
 
 
 def configurations() -> dict[str, Callable[[], None]]:
@@ -231,12 +230,7 @@ def configurations() -> dict[str, Callable[[], None]]:
         "fp32 logits, odd vocabulary": (32003, 32001, fp32, {"entropy": True, "shards": 2}),
         "bf16 gradient over fp32, odd vocabulary": (32003, 32001, fp32, {"mixed": True, "shards": 4}),
         "small vocabulary": (512, 500, fp32, {}),
-        "soft cap, gradient of the entropy": (
-            151936,
-            151936,
-            fp32,
-            {"entropy": True, "mixed": True, "softcap": 30.0, "differentiable": True},
-        ),
+        "gradient of the entropy": (151936, 151936, fp32, {"entropy": True, "mixed": True, "differentiable": True}),
     }
     for name, (columns, valid, dtype, options) in rows.items():
         found[name] = partial(launch_rows, columns, valid, dtype, **options)

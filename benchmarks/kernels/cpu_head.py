@@ -40,7 +40,7 @@ def inputs(shape: dict[str, int], masked: float) -> dict[str, Tensor]:
     n, v, h, b = (shape[name] for name in ("tokens", "vocabulary", "hidden", "sequences"))
     hidden, weight = torch.randn(n, h), torch.randn(v, h) / h**0.5
     labels = torch.randint(0, v, (n,))
-    with torch.no_grad(), ck.use_backend("torch"):
+    with torch.no_grad():
         log_probs = ck.linear_log_probs(hidden, weight, labels)
     return {
         "hidden": hidden.requires_grad_(),
@@ -58,15 +58,14 @@ def run(head: str, batch: dict[str, Tensor], rows: slice = slice(None), cu: Tens
     hidden, weight, labels = batch["hidden"][rows], batch["weight"], batch["labels"][rows]
     cu = batch["cu"] if cu is None else cu
     rest = (batch["old"][rows], batch["mask"][rows], batch["advantages"][: cu.numel() - 1], cu)
-    with ck.use_backend("torch"):
-        if head == "streaming":
-            loss = ck.fused_linear_ctpo(hidden, weight, labels, *rest)[0]
-        elif head == "recompute":
-            loss = ck.ctpo_loss(ck.linear_log_probs(hidden, weight, labels, mask=rest[1]), *rest)[0]
-        else:
-            log_probs = torch.log_softmax(hidden @ weight.t(), dim=-1).gather(1, labels[:, None]).squeeze(1)
-            loss = ck.ctpo_loss(log_probs, *rest)[0]
-        loss.backward()
+    if head == "streaming":
+        loss = ck.fused_linear_ctpo(hidden, weight, labels, *rest)[0]
+    elif head == "recompute":
+        loss = ck.ctpo_loss(ck.linear_log_probs(hidden, weight, labels, mask=rest[1]), *rest)[0]
+    else:
+        log_probs = torch.log_softmax(hidden @ weight.t(), dim=-1).gather(1, labels[:, None]).squeeze(1)
+        loss = ck.ctpo_loss(log_probs, *rest)[0]
+    loss.backward()
     return float(loss.detach())
 
 

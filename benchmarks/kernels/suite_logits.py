@@ -75,10 +75,8 @@ def backward_only(logits: Tensor, labels: Tensor, upstream: Tensor) -> Callable[
     It reads and writes the same memory every time.
     """
     data, shard = logits.detach(), Shard(0, logits.shape[1])
-    merged = logprob.forward_pass(data, labels, None, shard, 1.0, softcap=0.0, entropy=False)
-    return lambda: logprob.backward_pass(
-        data, data, labels, merged.lse, merged.entropy, upstream, None, shard, 1.0, softcap=0.0
-    )
+    merged = logprob.forward_pass(data, labels, None, shard, 1.0, entropy=False)
+    return lambda: logprob.backward_pass(data, data, labels, merged.lse, merged.entropy, upstream, None, shard, 1.0)
 
 
 def step(

@@ -45,11 +45,13 @@ def main(steps=24, seed=0):
         inputs, labels = letters[:, :-1], letters[:, 1:].contiguous()
         rewards = (labels == (inputs + 1) % LETTERS).float().mean(1).view(GROUPS, SAMPLES)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
-        mask = torch.ones_like(labels)
+        labels, mask = labels.flatten(), torch.ones(labels.numel())
+        ends = torch.arange(len(inputs) + 1) * LENGTH
         with torch.no_grad():
-            old = linear_log_probs(policy(inputs)[0], policy.head.weight, labels, mask=mask)
+            old = linear_log_probs(policy(inputs)[0].flatten(0, 1), policy.head.weight, labels, mask=mask)
         for _ in range(2):  # optimizer steps of a batch: in the second one the window acts
-            loss, stats, _ = fused_linear_ctpo(policy(inputs)[0], policy.head.weight, labels, old, mask, advantages)
+            hidden = policy(inputs)[0].flatten(0, 1)
+            loss, stats, _ = fused_linear_ctpo(hidden, policy.head.weight, labels, old, mask, advantages, ends)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -5,7 +5,9 @@
 - `fused_linear_ctpo`: output layer, log-probs, loss and gradients in one sweep.
 - `chunk_rows`: the rows of logits at a time that suit a GPU's free memory.
 - `warm_up`: compiles the kernels of a run before its first step, given examples of its `LossTensors`.
-- `use_backend`: which implementation runs. `CTPOStats`, `PerToken`, `SUMS`, `MAXIMA`: what a loss reports.
+- `CTPOStats`, `PerToken`, `SUMS`, `MAXIMA`: what a loss reports.
+
+The environment variable `CTPO_KERNELS_BACKEND` chooses the implementation: `torch` or `triton`.
 
 torch is imported when the first of these is used: `ctpo_kernels.names` alone does not need it.
 """
@@ -27,7 +29,6 @@ __all__ = [
     "ctpo_loss",
     "fused_linear_ctpo",
     "linear_log_probs",
-    "use_backend",
     "vocab_parallel_log_probs",
     "warm_up",
 ]
@@ -35,7 +36,6 @@ __all__ = [
 if TYPE_CHECKING:
     from ctpo_kernels.chunks import chunk_rows
     from ctpo_kernels.compilation import warm_up
-    from ctpo_kernels.dispatch import use_backend
     from ctpo_kernels.fused_linear import fused_linear_ctpo
     from ctpo_kernels.linear import linear_log_probs
     from ctpo_kernels.logprob import vocab_parallel_log_probs
@@ -46,7 +46,6 @@ else:
     _MODULES = {
         "chunk_rows": "chunks",
         "warm_up": "compilation",
-        "use_backend": "dispatch",
         "fused_linear_ctpo": "fused_linear",
         "linear_log_probs": "linear",
         "vocab_parallel_log_probs": "logprob",

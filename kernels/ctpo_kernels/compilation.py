@@ -30,7 +30,6 @@ def warm_up(
     functions: Sequence[Callable[..., Any]] = (linear_log_probs, fused_linear_ctpo),
     loss: Mapping[str, Any] = MappingProxyType({}),
     entropy_coef: float = 0.0,
-    softcap: float | None = None,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
@@ -46,12 +45,12 @@ def warm_up(
     columns: of this rank's shard of the vocabulary: rows of the weight, last size of the logits.
     dtype: of hidden states and weight (of two, the lower precision); for `vocab_parallel_log_probs`, of the logits.
     batches: small examples of what the run will pass to `ctpo_loss` besides log-probs. As in the run: dtypes, what is
-        None, packed or padded, values per token or per sequence, counts as numbers or tensors. Default: a packed batch
+        None, values per token or per sequence, counts as numbers or tensors. Default: a packed batch
         with `old_log_probs`, one advantage per sequence, and a bool mask.
     device: of the default batch.
     functions: those that the run calls, of the four.
     loss: keywords of `ctpo_loss` that say which loss it is (`ratio_mode`, `clip_power`, `loss_agg_mode`, ...).
-    entropy_coef, softcap, vocab_size, tp_group, cp_group, return_per_token: as the functions take them. Collective in
+    entropy_coef, vocab_size, tp_group, cp_group, return_per_token: as the functions take them. Collective in
         both groups.
     return_entropy: calls with entropies follow, too, besides those without.
 
@@ -61,7 +60,7 @@ def warm_up(
     if unknown := [function for function in functions if function not in known]:
         names = ", ".join(function.__name__ for function in known)
         raise ValueError(f"functions: expected some of {names}; got {unknown[0]!r}")
-    head: dict[str, Any] = {"tp_group": tp_group, "softcap": softcap, "vocab_size": vocab_size}
+    head: dict[str, Any] = {"tp_group": tp_group, "vocab_size": vocab_size}
     of_loss = {**loss, "cp_group": cp_group}
     # No tile is skipped: the kernels of the gradient run whatever the advantages are.
     of_sweep = of_loss | {"entropy_coef": entropy_coef, "skip_zero_tiles": False}

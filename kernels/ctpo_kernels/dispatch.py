@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 Backend = Literal["torch", "triton"]
 ENVIRONMENT = "CTPO_KERNELS_BACKEND"
-
-_forced: Backend | None = None
 
 
 def require_torch(version: str) -> None:
@@ -33,22 +28,6 @@ def require_torch(version: str) -> None:
 require_torch(torch.__version__)
 
 
-@contextlib.contextmanager
-def use_backend(name: Backend | None) -> Iterator[None]:
-    """Use one backend inside the block, for every call of this process; None restores the automatic choice.
-
-    Raises ValueError for an unknown name. What cannot run raises RuntimeError at the call that needs it.
-    """
-    global _forced
-    if name is not None:
-        _check(name, "use_backend")
-    before, _forced = _forced, name
-    try:
-        yield
-    finally:
-        _forced = before
-
-
 def interpreting() -> bool:
     """Whether Triton kernels run in its interpreter (TRITON_INTERPRET=1, set before triton is imported)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "y", "yes"}
@@ -57,19 +36,19 @@ def interpreting() -> bool:
 def choose(tensor: torch.Tensor) -> Backend:
     """The backend for work on `tensor`'s device and dtype.
 
-    A forced backend (`use_backend`, or the environment variable CTPO_KERNELS_BACKEND) is used or raises RuntimeError
-    with the reason. Otherwise Triton is used where it can run and computes in float32, else the torch backend. On a
-    GPU, which the torch backend leaves mostly idle, that gives one warning with the reason. Raises RuntimeError when
+    The environment variable CTPO_KERNELS_BACKEND, read at each call, names it; RuntimeError with the reason where that
+    backend cannot run. Without it, Triton is used where it can run and computes in float32, else the torch backend. On
+    a GPU, which the torch backend leaves mostly idle, that gives one warning with the reason. Raises RuntimeError when
     the interpreter is requested (TRITON_INTERPRET=1) and Triton is missing: tests would compare the torch backend with
-    itself.
+    itself. ValueError for an unknown name.
     """
     return _choose(tensor.device, tensor.dtype)
 
 
 def _choose(device: torch.device, dtype: torch.dtype) -> Backend:
-    wanted = _forced or os.environ.get(ENVIRONMENT) or None
-    if wanted is not None:
-        _check(wanted, ENVIRONMENT)
+    wanted = os.environ.get(ENVIRONMENT) or None
+    if wanted not in (None, *get_args(Backend)):
+        raise ValueError(f"{ENVIRONMENT}: unknown backend {wanted!r}; known: {', '.join(get_args(Backend))}")
     if wanted == "torch":
         return "torch"
     problem = _obstacle(device, dtype)
@@ -114,17 +93,6 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def compiling(tensor: torch.Tensor) -> bool:
-    """Whether a call is traced (torch.compile, torch.export) or only its shapes are computed (FakeTensor)."""
-    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
-
-
-def refuse_compiled(name: str, value: bool, effect: str) -> None:
-    """Raises RuntimeError when `value` is set, which a compiled graph cannot serve: `effect` says why."""
-    if value:
-        raise RuntimeError(f"{name} cannot be compiled: it {effect}. Call outside of torch.compile, or do without it")
-
-
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel on the device of its first argument, a tensor; Triton alone would use the current device.
 
@@ -132,8 +100,3 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """
     with torch.cuda.device_of(arguments[0]):
         kernel[(programs,)](*arguments, enable_fp_fusion=True, **options)
-
-
-def _check(name: str, where: str) -> None:
-    if name not in get_args(Backend):
-        raise ValueError(f"{where}: unknown backend {name!r}; known: {', '.join(get_args(Backend))}")

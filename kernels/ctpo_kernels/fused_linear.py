@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ctpo_kernels import dispatch
 from ctpo_kernels import labels as arguments
 from ctpo_kernels.linear_head import HeadOptions
 from ctpo_kernels.loss import prepare
-from ctpo_kernels.operands import accumulation_dtype, check_operands, flat_operands, product_dtype
+from ctpo_kernels.operands import accumulation_dtype, check_operands, product_dtype
 from ctpo_kernels.packed import LossTensors
 from ctpo_kernels.spec import LossSpec
 from ctpo_kernels.stats import CTPOStats
@@ -32,7 +31,7 @@ def fused_linear_ctpo(
     old_log_probs: Tensor | None,
     response_mask: Tensor,
     advantages: Tensor,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor,
     *,
     clip_low: float = 0.025,
     clip_high: float = 0.05,
@@ -48,7 +47,6 @@ def fused_linear_ctpo(
     global_batch_size: int | Tensor | None = None,
     entropy_coef: float = 0.0,
     temperature: float = 1.0,
-    softcap: float | None = None,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
@@ -57,17 +55,15 @@ def fused_linear_ctpo(
     accumulate_into_main_grad: bool = False,
     gradient_scale: float = 1.0,
     skip_zero_tiles: bool = True,
-    skip_clipped_tiles: bool = False,
     return_entropy: bool = False,
     rows: Tensor | None = None,
     may_learn: Tensor | None = None,
 ) -> tuple[Tensor, CTPOStats, Tensor] | tuple[Tensor, CTPOStats, Tensor, Tensor]:
     """`ctpo_loss(linear_log_probs(hidden, weight, labels), ...)` with its gradients, computed in the forward pass.
 
-    hidden, weight, labels, temperature, softcap, vocab_size, tp_group, sequence_parallel, chunk_size: as
-        `linear_log_probs`. Row i of hidden predicts labels[i]; all per-token tensors are aligned with labels. All
-        others: as `ctpo_loss`; old_log_probs None means on-policy. Rows whose response_mask is 0 are dropped before the
-        first matrix product.
+    hidden, weight, labels, temperature, vocab_size, tp_group, sequence_parallel, chunk_size: as `linear_log_probs`.
+        Row i of hidden predicts labels[i]; all per-token tensors are aligned with labels. All others: as `ctpo_loss`;
+        old_log_probs None means on-policy. Rows whose response_mask is 0 are dropped before the first matrix product.
     entropy_coef: subtract this times the entropy of the loss tokens, aggregated like the loss, without `weights`. It
         needs no further matrix product, and the statistics cover the policy loss alone.
     accumulate_into_main_grad: add the weight gradient (float32) to `weight.main_grad` in the forward pass, as
@@ -78,23 +74,19 @@ def fused_linear_ctpo(
         by it in float32, before they are rounded to the dtype of the operands. The small ones of a mean over many
         tokens would be 0 in float16. The loss itself is not.
     skip_zero_tiles: skip tiles of 128 rows without any gradient in the two gradient products: rows outside of the loss,
-        or with advantage or weight 0. For ratios of the whole sequence and with `cp_group` also clipped rows. Exact;
-        one small read-back per call.
-    skip_clipped_tiles: also skip clipped tiles in a single sweep, where they are known only chunk by chunk: one
-        read-back per chunk. Always on on the CPU, where that costs nothing.
+        or with advantage or weight 0. Also clipped rows: on a GPU only for ratios of the whole sequence and with
+        `cp_group`, as in a single sweep it would wait for each chunk. Exact; one small read-back per call.
     rows: int64 `[M]`, ascending, the rows where response_mask is not 0, if the caller knows them.
     may_learn: bool `[M]` in host memory, which of `rows` may have a gradient, if the caller knows: tiles are then
         planned without a read-back. Such rows are in the loss, with advantage and weight not 0 unless there is an
         `entropy_coef`.
 
     Returns the loss (differentiable in hidden and weight), its statistics, and the log-probs; with `return_entropy`
-        also the entropies. Both are float32 in the shape of labels, detached, and 0 where the response mask is 0. One
-        backward per forward: a second one raises RuntimeError. Without grad mode only the log-probs and the loss are
-        computed. On CUDA it synchronises once for the number of rows and once for the tiles, unless `rows` and
-        `may_learn` are given.
+        also the entropies. Both are float32 `[N]`, detached, and 0 where the response mask is 0. One backward per
+        forward: a second one raises RuntimeError. Without grad mode only the log-probs and the loss are computed. On
+        CUDA it synchronises once for the number of rows and once for the tiles, unless `rows` and `may_learn` are
+        given.
     """
-    shape = labels.shape
-    hidden, labels = flat_operands(hidden, labels, sequence_parallel)
     tensors = LossTensors(
         old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights, batch_num_tokens, global_batch_size
     )
@@ -111,20 +103,10 @@ def fused_linear_ctpo(
         vocab_size,
         chunk_size,
         product_dtype(hidden, weight),
-        arguments.checked_softcap(softcap),
         entropy_gradient=entropy_coef != 0,
     )
-    skip_clipped = skip_zero_tiles and (skip_clipped_tiles or hidden.device.type == "cpu")
-    if dispatch.compiling(hidden):
-        from ctpo_kernels import ops_loss
-
-        main_grad = "adds to weight.main_grad in the forward pass"
-        dispatch.refuse_compiled("accumulate_into_main_grad=True", accumulate_into_main_grad, main_grad)
-        dispatch.refuse_compiled("gradient_scale", gradient_scale != 1, "is no argument of the compiled operator")
-        options = (cp_group, sequence_parallel, skip_zero_tiles, skip_clipped, entropy_coef, return_entropy)
-        return ops_loss.compiled_fused(hidden, weight, labels, tensors, spec, head, options, shape)
     # The sweep fills in the log-probs chunk by chunk.
-    log_probs = torch.zeros(shape, dtype=accumulation_dtype(hidden), device=hidden.device)
+    log_probs = torch.zeros(labels.shape, dtype=accumulation_dtype(hidden), device=hidden.device)
     plan = SweepPlan.of(
         prepare(log_probs, tensors, spec, cp_group),
         labels,
@@ -132,7 +114,6 @@ def fused_linear_ctpo(
         rows,
         sequence_parallel=sequence_parallel,
         skip=skip_zero_tiles,
-        skip_clipped=skip_clipped,
         may_learn=may_learn,
         entropy_coef=entropy_coef,
         entropy=return_entropy or entropy_coef != 0,
@@ -143,8 +124,8 @@ def fused_linear_ctpo(
     loss, vector, log_probs, entropy = _Sweep.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
         hidden, weight, plan, torch.is_grad_enabled(), accumulate_into_main_grad
     )
-    found = (loss, CTPOStats.from_vector(vector), log_probs.view(shape))
-    return (*found, entropy.view(shape)) if return_entropy else found
+    found = (loss, CTPOStats.from_vector(vector), log_probs)
+    return (*found, entropy) if return_entropy else found
 
 
 class _Sweep(torch.autograd.Function):

@@ -14,15 +14,6 @@ def effective(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None if group is None or group.size() == 1 else group
 
 
-def refuse_sharded(name: str, tensor: Tensor) -> None:
-    """Raises TypeError for a DTensor: a kernel would take its local part for the whole."""
-    if hasattr(tensor, "full_tensor"):
-        raise TypeError(
-            f"{name} is a DTensor {list(tensor.shape)}, whose elements lie on several ranks: give a plain tensor. "
-            "A parameter under FSDP2 (fully_shard) is one inside the forward of its module"
-        )
-
-
 def shard_of(columns: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> Shard:
     """This rank's vocabulary shard of `columns` columns; shards follow each other in rank order.
 
@@ -50,15 +41,6 @@ def checked(rows: int, labels: Tensor, device: torch.device, temperature: float)
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be positive and finite; got {temperature}")
     return labels.to(torch.int64).contiguous()
-
-
-def checked_softcap(softcap: float | None) -> float:
-    """0 for None, which leaves the logits as they are. Raises ValueError for a cap that is not positive and finite."""
-    if softcap is None:
-        return 0.0
-    if not 0 < softcap < float("inf"):
-        raise ValueError(f"softcap must be positive and finite, or None; got {softcap}")
-    return softcap
 
 
 def check_range(labels: Tensor, vocab_size: int) -> None:

@@ -9,20 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ctpo_kernels import dispatch
 from ctpo_kernels import labels as arguments
 from ctpo_kernels.linear_head import HeadOptions, LinearHead
 from ctpo_kernels.logprob import upstream_of_labels
 from ctpo_kernels.operands import (
     active_rows,
     check_operands,
-    flat_operands,
     gather_hidden,
     pick,
     product_dtype,
     reduce_d_hidden,
     scatter,
-    without_autocast,
 )
 from ctpo_kernels.rows_torch import EntropyGradient
 
@@ -38,50 +35,38 @@ def linear_log_probs(
     chunk_size: int | None = None,
     *,
     vocab_size: int | None = None,
-    softcap: float | None = None,
     mask: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(hidden weight^T / temperature)[label] of each row without the logits of all rows.
 
-    hidden: `[N, H]` or `[B, T, H]`, or `[N / tp, H]` with `sequence_parallel`; weight: `[V / tp, H]`; both
-        differentiable. Operands of two dtypes are multiplied in the lower precision; under `torch.autocast`, in its
-        dtype. Accumulation is in float32, and each gradient has the dtype of its operand.
-    labels: `[N]` or `[B, T]` global ids; -100 gives 0 and no gradient. mask: the same shape, rows to evaluate; the
-        others give 0.
+    hidden: `[N, H]`, or `[N / tp, H]` with `sequence_parallel`; weight: `[V / tp, H]`; both differentiable. Operands of
+        two dtypes are multiplied in the lower precision. Accumulation is in float32, and each gradient has the dtype of
+        its operand.
+    labels: `[N]` global ids; -100 gives 0 and no gradient. mask: `[N]`, rows to evaluate; the others give 0.
     rows: int64 `[M]`, ascending, the rows where mask is not 0, if the caller knows them: saves a synchronisation on
         CUDA.
     chunk_size: rows whose logits exist at a time. The bits depend on it, so the default is the same on every GPU,
         whatever memory is free (`chunks.CHUNK_BYTES`); `chunk_rows` chooses one that suits a GPU.
-    vocab_size, softcap: as `vocab_parallel_log_probs`.
+    vocab_size: as `vocab_parallel_log_probs`.
 
-    Returns float32 nats (float64 for float64 operands) in the shape of the labels; with `return_entropy` also the
-    entropy (nats, differentiable). Forward: one matrix product (2 M H V operations); backward: three, since logits are
-    computed again. The same rows in the same chunks give the same bits as `fused_linear_ctpo`: use it for the anchor
-    pass.
+    Returns float32 nats `[N]` (float64 for float64 operands); with `return_entropy` also the entropy (nats,
+    differentiable). Forward: one matrix product (2 M H V operations); backward: three, since logits are computed again.
+    The same rows in the same chunks give the same bits as `fused_linear_ctpo`: use it for the anchor pass.
     """
-    shape = labels.shape
-    hidden, labels = flat_operands(hidden, labels, sequence_parallel)
     group = arguments.effective(tp_group)
     labels = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
     n = labels.numel()
-    if mask is not None and mask.shape != shape:
-        raise ValueError(f"mask has shape {list(mask.shape)}; expected {list(shape)}")
-    head = HeadOptions(
-        group, temperature, vocab_size, chunk_size, product_dtype(hidden, weight), arguments.checked_softcap(softcap)
-    )
-    if dispatch.compiling(hidden):
-        from ctpo_kernels import ops
-
-        flat_mask = None if mask is None else mask.reshape(-1)
-        return ops.compiled_linear(hidden, weight, labels, flat_mask, shape, sequence_parallel, return_entropy, head)
-    active = None if mask is None else active_rows(mask.reshape(-1) != 0, rows)
+    if mask is not None and mask.shape != labels.shape:
+        raise ValueError(f"mask has shape {list(mask.shape)}; expected {list(labels.shape)}")
+    head = HeadOptions(group, temperature, vocab_size, chunk_size, product_dtype(hidden, weight))
+    active = None if mask is None else active_rows(mask != 0, rows)
     chosen = pick(labels, active)
     arguments.check_range(chosen, vocab_size or weight.shape[0] * (group.size() if group else 1))
     log_probs, entropy = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
         hidden, weight, chosen, active, n, sequence_parallel, return_entropy, head
     )
-    return (log_probs.view(shape), entropy.view(shape)) if return_entropy else log_probs.view(shape)
+    return (log_probs, entropy) if return_entropy else log_probs
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -116,7 +101,6 @@ class _LinearLogProbs(torch.autograd.Function):
         return d_hidden, d_weight, *[None] * 6
 
 
-@without_autocast
 def forward_pass(
     hidden: Tensor,
     weight: Tensor,
@@ -137,7 +121,6 @@ def forward_pass(
     return log_probs, lse, entropies
 
 
-@without_autocast
 def backward_pass(
     hidden: Tensor,
     weight: Tensor,

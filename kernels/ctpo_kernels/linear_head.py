@@ -20,8 +20,8 @@ from ctpo_kernels.tiles import Runs
 class HeadOptions(NamedTuple):
     """How an output layer is computed: the keywords of `linear_log_probs`, checked.
 
-    group: None for one rank. vocab_size, chunk_size: None for all columns, and for the default. softcap: 0 for none.
-    entropy_gradient: whether a gradient of entropies will be requested.
+    group: None for one rank. vocab_size, chunk_size: None for all columns, and for the default. entropy_gradient:
+    whether a gradient of entropies will be requested.
     """
 
     group: dist.ProcessGroup | None
@@ -29,7 +29,6 @@ class HeadOptions(NamedTuple):
     vocab_size: int | None
     chunk_size: int | None
     product_dtype: torch.dtype
-    softcap: float = 0.0
     entropy_gradient: bool = False
 
 
@@ -43,7 +42,7 @@ class LinearHead:
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions) -> None:
         hidden, weight = hidden.to(options.product_dtype), weight.to(options.product_dtype)
         self.hidden, self.labels, self.group = hidden, labels, options.group
-        self.temperature, self.softcap = options.temperature, options.softcap
+        self.temperature = options.temperature
         self.shard = arguments.shard_of(weight.shape[0], options.vocab_size, options.group)
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self.triton = dispatch.choose(hidden) == "triton"
@@ -57,7 +56,7 @@ class LinearHead:
         self._parts: Tensor | None = None
         # The torch backend's statistics overwrite the logits with exponentials, from which only the plain gradient
         # follows.
-        self._keep_logits = not self.triton and (options.softcap != 0 or options.entropy_gradient)
+        self._keep_logits = not self.triton and options.entropy_gradient
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Row ranges in order."""
@@ -74,7 +73,7 @@ class LinearHead:
         else:
             row_stats = rows_torch.row_stats
             logits = logits.clone() if self._keep_logits else logits
-        parts = row_stats(logits, labels, self.shard, self.temperature, entropy=entropy, softcap=self.softcap)
+        parts = row_stats(logits, labels, self.shard, self.temperature, entropy=entropy)
         self._parts = parts
         return merge(arguments.gather_parts(parts, self.group), labels, self.temperature, out)
 
@@ -103,12 +102,12 @@ class LinearHead:
         logits, labels = self._buffer[: end - start], self.labels[start:end]
         own = (lse, labels, g, self.shard, self.temperature)
         if not self.triton:
-            return rows_torch.gradient(logits, *own, softcap=self.softcap, entropy=entropy)
+            return rows_torch.gradient(logits, *own, entropy=entropy)
         from ctpo_kernels import rows_triton
 
         # Low-precision gradients are written to the first half of each row of logits: no second buffer.
         out = logits.view(self.hidden.dtype)[:, : logits.shape[1]] if self._mixed else logits
-        rows_triton.gradient_into(out, logits, *own, softcap=self.softcap, entropy=entropy)
+        rows_triton.gradient_into(out, logits, *own, entropy=entropy)
         return out
 
     def _logits(self, start: int, end: int) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ctpo_kernels import dispatch, rows_torch
 from ctpo_kernels import labels as arguments
-from ctpo_kernels.labels import checked_softcap
 from ctpo_kernels.rows_torch import EntropyGradient, Merged, Shard
 
 SCRATCH_BYTES = 64 << 20
@@ -26,45 +25,31 @@ def vocab_parallel_log_probs(
     inplace_backward: bool = False,
     *,
     vocab_size: int | None = None,
-    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(logits / temperature)[label] of each row, computed in float32 (float64 for float64 logits).
 
-    logits: `[N, V / tp]` or `[B, T, V / tp]`, this rank's columns, differentiable. labels: `[N]` or `[B, T]` global
-        ids; -100 gives log-prob 0 and no gradient. Another label outside the vocabulary: ValueError on the CPU, NaN in
-        its row on CUDA.
+    logits: `[N, V / tp]`, this rank's columns, differentiable. labels: `[N]` global ids; -100 gives log-prob 0 and no
+        gradient. Another label outside the vocabulary: ValueError on the CPU, NaN in its row on CUDA.
     inplace_backward: the gradient overwrites the logits, so nothing else may use them afterwards; autograd refuses a
         second backward pass. ValueError for logits whose rows share memory (`expand`).
     vocab_size: real vocabulary over all ranks; the columns beyond it are padding and are ignored.
-    softcap: logits become softcap * tanh(logits / softcap) before the temperature (Gemma's final soft-cap).
 
-    Returns float32 nats in the shape of the labels, with `return_entropy` also the entropy of each row (nats,
+    Returns float32 nats `[N]`, with `return_entropy` also the entropy of each row (nats,
     differentiable). Saves the logits and two numbers a row; collectives: one all-gather of 16 bytes a row in the
     forward pass, none in the backward.
     """
-    arguments.refuse_sharded("logits", logits)
-    if logits.dim() not in (2, 3) or not logits.is_floating_point():
-        raise ValueError(f"logits must be floating-point [N, V] or [B, T, V]; got {logits.dtype} {list(logits.shape)}")
-    shape = logits.shape[:-1]
-    if labels.shape != shape:
-        raise ValueError(f"labels has shape {list(labels.shape)}; expected {list(shape)}")
-    logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(f"logits must be floating-point [N, V]; got {logits.dtype} {list(logits.shape)}")
     if inplace_backward and any(n > 1 and step == 0 for n, step in zip(logits.shape, logits.stride(), strict=True)):
         raise ValueError("inplace_backward: rows of the logits share memory (expand): pass inplace_backward=False")
     labels = arguments.checked(logits.shape[0], labels, logits.device, temperature)
-    cap = checked_softcap(softcap)
     group = arguments.effective(tp_group)
-    if dispatch.compiling(logits):
-        dispatch.refuse_compiled("inplace_backward=True", inplace_backward, "overwrites the logits")
-        from ctpo_kernels import ops
-
-        return ops.compiled_log_probs(logits, labels, group, shape, temperature, vocab_size, cap, return_entropy)
     shard = arguments.shard_of(logits.shape[1], vocab_size, group)
     arguments.check_range(labels, vocab_size or logits.shape[1] * (group.size() if group else 1))
     log_probs, entropy = _LogProbs.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
-        logits, labels, group, shard, temperature, cap, return_entropy, inplace_backward
+        logits, labels, group, shard, temperature, return_entropy, inplace_backward
     )
-    return (log_probs.view(shape), entropy.view(shape)) if return_entropy else log_probs.view(shape)
+    return (log_probs, entropy) if return_entropy else log_probs
 
 
 class _LogProbs(torch.autograd.Function):
@@ -76,13 +61,12 @@ class _LogProbs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         shard: Shard,
         temperature: float,
-        softcap: float,
         entropy: bool,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
-        merged = forward_pass(logits, labels, group, shard, temperature, softcap=softcap, entropy=entropy)
+        merged = forward_pass(logits, labels, group, shard, temperature, entropy=entropy)
         ctx.save_for_backward(logits, labels, merged.lse, merged.entropy)
-        ctx.shard, ctx.temperature, ctx.softcap, ctx.inplace = shard, temperature, softcap, inplace
+        ctx.shard, ctx.temperature, ctx.inplace = shard, temperature, inplace
         ctx.set_materialize_grads(False)
         if not entropy:
             ctx.mark_non_differentiable(merged.entropy)
@@ -94,10 +78,10 @@ class _LogProbs(torch.autograd.Function):
         logits, labels, lse, value = ctx.saved_tensors
         out = logits.detach() if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
         upstreams = (upstream, d_entropy)
-        backward_pass(out, logits, labels, lse, value, *upstreams, ctx.shard, ctx.temperature, ctx.softcap)
+        backward_pass(out, logits, labels, lse, value, *upstreams, ctx.shard, ctx.temperature)
         if ctx.inplace:  # autograd does not see what a kernel writes
             torch.autograd.graph.increment_version(logits)
-        return out, *[None] * 7
+        return out, *[None] * 6
 
 
 def forward_pass(
@@ -107,11 +91,10 @@ def forward_pass(
     shard: Shard,
     temperature: float,
     *,
-    softcap: float,
     entropy: bool,
 ) -> Merged:
     """Log-probs, lse and entropies of checked rows."""
-    parts = _parts(logits, labels, shard, temperature, entropy=entropy, softcap=softcap)
+    parts = _parts(logits, labels, shard, temperature, entropy=entropy)
     return merge(arguments.gather_parts(parts, group), labels, temperature)
 
 
@@ -125,7 +108,6 @@ def backward_pass(
     d_entropy: Tensor | None,
     shard: Shard,
     temperature: float,
-    softcap: float,
 ) -> None:
     """Write the gradient to `out`, which may be the logits; lse, value (the entropies): of the forward pass."""
     g = upstream_of_labels(upstream, labels, lse)
@@ -133,15 +115,12 @@ def backward_pass(
     if dispatch.choose(lse) == "triton":
         from ctpo_kernels import rows_triton
 
-        own = (lse, labels, g, shard, temperature)
-        rows_triton.gradient_into(out, logits, *own, softcap=softcap, entropy=entropy)
+        rows_triton.gradient_into(out, logits, lse, labels, g, shard, temperature, entropy=entropy)
         return
     for rows in _row_slices(logits):
         part = logits[rows].to(lse.dtype, copy=True)
         extra = None if entropy is None else entropy.rows(rows)
-        own = (lse[rows], labels[rows], g[rows], shard, temperature)
-        rows_torch.gradient(part, *own, softcap=softcap, entropy=extra)
-        out[rows] = part
+        out[rows] = rows_torch.gradient(part, lse[rows], labels[rows], g[rows], shard, temperature, entropy=extra)
 
 
 def upstream_of_labels(upstream: Tensor | None, labels: Tensor, like: Tensor) -> Tensor:
@@ -160,19 +139,15 @@ def merge(parts: Tensor, labels: Tensor, temperature: float, out: Tensor | None 
     return rows_torch.merge_stats(parts, labels, temperature, out)
 
 
-def _parts(
-    logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool, softcap: float
-) -> Tensor:
+def _parts(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool) -> Tensor:
     """Statistics `[N, 4]` of this rank's columns; the logits are not changed."""
     if dispatch.choose(logits) == "triton":
         from ctpo_kernels import rows_triton
 
-        return rows_triton.row_stats(logits, labels, shard, temperature, entropy=entropy, softcap=softcap)
+        return rows_triton.row_stats(logits, labels, shard, temperature, entropy=entropy)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     parts = [
-        rows_torch.row_stats(
-            logits[rows].to(dtype, copy=True), labels[rows], shard, temperature, entropy=entropy, softcap=softcap
-        )
+        rows_torch.row_stats(logits[rows].to(dtype, copy=True), labels[rows], shard, temperature, entropy=entropy)
         for rows in _row_slices(logits)
     ]
     return torch.cat(parts) if parts else logits.new_empty(0, 4, dtype=dtype)

@@ -25,7 +25,7 @@ def ctpo_loss(
     old_log_probs: Tensor | None,
     response_mask: Tensor,
     advantages: Tensor,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor,
     *,
     clip_low: float = 0.025,
     clip_high: float = 0.05,
@@ -44,15 +44,14 @@ def ctpo_loss(
 ) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
     """Policy-gradient loss of packed sequences: CTPO (arXiv 2605.07331) and related objectives.
 
-    log_probs: float32 `[N]` nats, the only differentiable input (float64 too, in the torch backend). Or padded
-        `[B, T]`, without `cu_seqlens`: then all per-token tensors are, and response_mask is 0 on padding.
+    log_probs: float32 `[N]` nats, the only differentiable input (float64 too, in the torch backend).
     old_log_probs: `[N]`, log-probs the ratio is taken against; None: on-policy (every ratio 1).
     response_mask: `[N]`, 1 where the policy sampled the token (the model mask): only these enter the prefix sum and
         advance the position.
     advantages: `[N]` or `[1, N]`, one value per token, or `[B]` or `[B, 1]`, one per sequence. With N == B > 1 a flat
         tensor is ambiguous and is refused. weights: the same shapes, detached factors of the token loss (default 1).
-    cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding. None for `[B, T]`. On a
-        GPU they are not read back: wrong ones make the loss and the gradient NaN.
+    cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding. On a GPU they are not
+        read back: wrong ones make the loss and the gradient NaN.
     clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"). Or bounds of r_t itself ("ratio":
         1 - low, 1 + high, c). clip_c bounds the ratio from above at negative advantages; None or negative: off.
     ratio_mode: log r_t is the prefix sum S_t ("cumprod", CTPO), S_t / t ("geomean"), the token's own d_t ("token"),
@@ -75,16 +74,12 @@ def ctpo_loss(
     )
     spec = LossSpec(clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
     group = effective(cp_group)
-    if dispatch.compiling(log_probs):
-        from ctpo_kernels import ops_loss
-
-        return ops_loss.compiled_loss(log_probs, tensors, spec, group, return_per_token)
     prepared = prepare(log_probs, tensors, spec, group)
     loss, out = _Loss.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
-        log_probs.reshape(-1), lambda: whole_pass(*prepared, group, per_token=return_per_token)
+        log_probs, lambda: whole_pass(*prepared, group, per_token=return_per_token)
     )
     stats = CTPOStats.from_vector(out.vector)
-    return (loss, stats, out.per_token.view(log_probs.shape)) if return_per_token else (loss, stats)
+    return (loss, stats, out.per_token) if return_per_token else (loss, stats)
 
 
 class PreparedLoss(NamedTuple):

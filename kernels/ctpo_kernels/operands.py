@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ctpo_kernels import labels as arguments
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 def gather_hidden(hidden: Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
@@ -41,8 +34,6 @@ def check_operands(
     hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, sp: bool, temperature: float
 ) -> Tensor:
     """The labels `[N]` as `labels.checked` returns them; raises ValueError or TypeError naming what does not fit."""
-    for name, operand in (("hidden", hidden), ("weight", weight), ("labels", labels)):
-        arguments.refuse_sharded(name, operand)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden [N, H] and weight [V, H] do not fit: {list(hidden.shape)}, {list(weight.shape)}")
     if hidden.device != weight.device:
@@ -52,10 +43,9 @@ def check_operands(
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of the matrix product: the common one, the lower precision of two, or autocast's where that is enabled.
+    """The dtype of the matrix product: the common one, or the lower precision of two.
 
-    As in `torch.nn.functional.linear`, autocast does not change float64. Raises TypeError for float16 with bfloat16,
-    for float64 with another dtype, and for a dtype that is not floating.
+    Raises TypeError for float16 with bfloat16, for float64 with another dtype, and for a dtype that is not floating.
     """
     kinds = {hidden.dtype, weight.dtype}
     low = kinds - {torch.float32}
@@ -63,44 +53,7 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
         raise TypeError(f"hidden and weight have no common floating dtype: {hidden.dtype} and {weight.dtype}")
     if torch.float64 in kinds and len(kinds) > 1:
         raise TypeError(f"hidden and weight must both be float64 or neither: {hidden.dtype} and {weight.dtype}")
-    if torch.float64 not in kinds and _autocasts(hidden):
-        return torch.get_autocast_dtype(hidden.device.type)
     return next(iter(low or kinds))
-
-
-def _autocasts(hidden: Tensor) -> bool:
-    kind = hidden.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
-def without_autocast(
-    function: Callable[Concatenate[Tensor, Arguments], Result],
-) -> Callable[Concatenate[Tensor, Arguments], Result]:
-    """The function with autocast disabled on the device of its first argument."""
-
-    @functools.wraps(function)
-    def run(hidden: Tensor, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not _autocasts(hidden):
-            return function(hidden, *args, **kwargs)
-        with torch.autocast(hidden.device.type, enabled=False):
-            return function(hidden, *args, **kwargs)
-
-    return run
-
-
-def flat_operands(hidden: Tensor, labels: Tensor, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
-    """Flatten `[B, T, H]` and `[B, T]` to hidden states `[N, H]` and labels `[N]`; flat operands are returned
-    unchanged.
-
-    Raises ValueError for labels of another shape, and for `[B, T, H]` whose rows lie on several ranks.
-    """
-    if hidden.dim() != 3:
-        return hidden, labels
-    if sequence_parallel:
-        raise ValueError("sequence_parallel: give this rank's rows as hidden [N / tp, H], not [B, T, H]")
-    if labels.shape != hidden.shape[:2]:
-        raise ValueError(f"labels has shape {list(labels.shape)}; expected {list(hidden.shape[:2])}")
-    return hidden.reshape(-1, hidden.shape[2]), labels.reshape(-1)
 
 
 def active_rows(mask: Tensor, known: Tensor | None = None) -> Tensor | None:

@@ -10,19 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ctpo_kernels.labels import refuse_sharded
-
 
 class LossTensors(NamedTuple):
-    """What a loss call receives besides its log-probs, unchecked, as `ctpo_loss` documents each.
-
-    The fields are in the order of the operators' schemas (`ops_loss`).
-    """
+    """What a loss call receives besides its log-probs, unchecked, as `ctpo_loss` documents each."""
 
     old_log_probs: Tensor | None
     response_mask: Tensor
     advantages: Tensor
-    cu_seqlens: Tensor | None = None
+    cu_seqlens: Tensor
     loss_mask: Tensor | None = None
     weights: Tensor | None = None
     batch_num_tokens: int | Tensor | None = None
@@ -132,24 +127,18 @@ class PackedTokens:
 
     @classmethod
     def of(cls, log_probs: Tensor, given: LossTensors) -> PackedTokens:
-        """Check shapes, dtypes and devices. Padded `[B, T]` tokens come without boundaries: a sequence every T tokens.
+        """Check shapes, dtypes and devices.
 
         The values of `cu_seqlens` are checked where that needs no device synchronisation: when it lies on the CPU.
         Raises TypeError for dtypes, ValueError for shapes, devices and boundaries; each names the argument.
         """
-        device, n, shape = log_probs.device, log_probs.numel(), log_probs.shape
-        cu_seqlens = given.cu_seqlens
-        refuse_sharded("log_probs", log_probs)
+        device, n, cu_seqlens = log_probs.device, log_probs.numel(), given.cu_seqlens
         if log_probs.dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"log_probs must be float32 or float64: the cumulative ratio adds up the rounding of {log_probs.dtype}"
             )
-        if log_probs.dim() != (1 if cu_seqlens is not None else 2):
-            raise ValueError(
-                f"log_probs must be packed [N] with cu_seqlens, or padded [B, T] without; got shape {list(shape)}"
-            )
-        if cu_seqlens is None:
-            cu_seqlens = torch.arange(shape[0] + 1, device=device) * shape[1]
+        if log_probs.dim() != 1:
+            raise ValueError(f"log_probs must be packed [N] with cu_seqlens; got shape {list(log_probs.shape)}")
         if cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
             raise TypeError(f"cu_seqlens must be integers; got {cu_seqlens.dtype}")
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
@@ -164,7 +153,7 @@ class PackedTokens:
             if value is None:
                 continue
             may_be_per_sequence = name in ("advantages", "weights")
-            _check_shape(name, value, shape, b if may_be_per_sequence else None)
+            _check_shape(name, value, n, b if may_be_per_sequence else None)
             if value.device != device:
                 raise ValueError(f"{name} is on {value.device}, log_probs on {device}: move it")
         dtype = log_probs.dtype
@@ -191,16 +180,15 @@ def _is_aligned(values: Tensor) -> bool:
     return values.data_ptr() % 16 == 0
 
 
-def _check_shape(name: str, value: Tensor, tokens: torch.Size, b: int | None) -> None:
+def _check_shape(name: str, value: Tensor, n: int, b: int | None) -> None:
     """Raises ValueError for values that are neither per token nor (b given) per sequence, or that may be either."""
-    n, packed = tokens.numel(), len(tokens) == 1
-    shapes: list[tuple[int, ...]] = [tuple(tokens)]
+    shapes: list[tuple[int, ...]] = [(n,)]
     if b is not None:
-        shapes += [(b,), (1, n), (b, 1)] if packed else [(b,), (b, 1)]
+        shapes += [(b,), (1, n), (b, 1)]
     if tuple(value.shape) not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name} has shape {list(value.shape)}; expected {expected}")
-    if packed and n == b and n > 1 and value.dim() == 1:
+    if n == b and n > 1 and value.dim() == 1:
         raise ValueError(
             f"{name} [{n}] may be one value per token or one per sequence, of which there are {n} too: "
             f"give [1, {n}] or [{n}, 1]"

@@ -12,17 +12,6 @@ PER_ROW = ["labels", "parts", "log_probs", "lse", "entropy", "g", "entropy_g"]
 """One or four values per row, in slices with any offset: Triton would recompile for unaligned addresses."""
 
 
-@triton.jit
-def tanh(x):
-    """Relative error 3e-7 everywhere: (1 - e) / (1 + e) cancels near 0, where the series is exact enough."""
-    e = tl.exp2(tl.abs(x) * LOG2E * -2.0)
-    far = (1.0 - e) / (1.0 + e)
-    y = x * x
-    near = tl.abs(x) * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
-    size = tl.where(tl.abs(x) < 0.3, near, far)
-    return tl.where(x < 0, -size, size)
-
-
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_ROW)
 def row_stats_kernel(
     logits,
@@ -32,10 +21,8 @@ def row_stats_kernel(
     first_column,
     valid_columns,
     inverse_temperature,
-    softcap,
     BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
-    SOFTCAP: tl.constexpr,
 ):
     """Grid: rows. parts `[C, 4]` as `rows_torch` describes them.
 
@@ -49,8 +36,6 @@ def row_stats_kernel(
     for start in range(0, valid_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(base + column, mask=column < valid_columns, other=float("-inf")).to(tl.float32)
-        if SOFTCAP:
-            x = tl.where(column < valid_columns, softcap * tanh(x / softcap), float("-inf"))
         new_top = tl.maximum(top, tl.max(x, 0))
         # If everything so far is -inf, shift by 0 to avoid inf - inf.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -66,8 +51,6 @@ def row_stats_kernel(
     label = tl.load(labels + row) - first_column
     owned = (label >= 0) & (label < valid_columns)
     target = tl.load(base + tl.where(owned, label, 0), mask=owned, other=float("nan")).to(tl.float32)
-    if SOFTCAP:
-        target = softcap * tanh(target / softcap)
     tl.store(parts + row * 4, top)
     tl.store(parts + row * 4 + 1, total)
     tl.store(parts + row * 4 + 2, (target - tl.where(top == float("-inf"), 0.0, top)) * inverse_temperature)
@@ -123,19 +106,17 @@ def gradient_kernel(
     valid_columns,
     columns,
     inverse_temperature,
-    softcap,
     entropy,
     entropy_g,
     BLOCK: tl.constexpr,
     OVERLAPPING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
     """Grid: rows. out = (onehot(label) - softmax(z)) g / T, zero in padding columns.
 
-    ENTROPY: adds -p (log p + entropy) entropy_g / T. SOFTCAP: times the slope of softcap * tanh(logit / softcap).
-    OVERLAPPING: out shares its memory with the logits in a narrower dtype, and each row begins where its logits begin.
-    A block is read before any thread writes, and a write never reaches logits that are read later.
+    ENTROPY: adds -p (log p + entropy) entropy_g / T. OVERLAPPING: out shares its memory with the logits in a narrower
+    dtype, and each row begins where its logits begin. A block is read before any thread writes, and a write never
+    reaches logits that are read later.
     """
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * logits_stride
@@ -156,17 +137,12 @@ def gradient_kernel(
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
             z = tl.load(source + column, mask=column < valid_columns, other=float("-inf")).to(tl.float32)
-            if SOFTCAP:
-                bend = tanh(z / softcap)
-                z = tl.where(column < valid_columns, softcap * bend, float("-inf"))
             log_p = z * inverse_temperature - shift
             p = tl.exp2(log_p * LOG2E)
             p = tl.where(column < valid_columns, p, 0.0)
             dz = coefficient * (tl.where(column == label, 1.0, 0.0) - p)
             if ENTROPY:
                 dz -= spread * p * (tl.where(p == 0.0, 0.0, log_p) + own_entropy)
-            if SOFTCAP:
-                dz *= 1.0 - bend * bend
             dz = tl.where(column < valid_columns, dz, 0.0)
             if OVERLAPPING:
                 tl.debug_barrier()

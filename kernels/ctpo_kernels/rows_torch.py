@@ -59,15 +59,8 @@ class EntropyGradient:
         return EntropyGradient(self.value[rows], self.g[rows])
 
 
-def row_stats(
-    logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool, softcap: float = 0.0
-) -> Tensor:
-    """Statistics `[C, 4]` of this shard. float32 or float64 `logits` `[C, V]` become e^a.
-
-    softcap: logits first become softcap * tanh(logits / softcap); 0 leaves them unchanged.
-    """
-    if softcap:
-        logits.div_(softcap).tanh_().mul_(softcap)
+def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool) -> Tensor:
+    """Statistics `[C, 4]` of this shard. float32 or float64 `logits` `[C, V]` become e^a."""
     if shard.valid < logits.shape[1]:
         logits[:, max(shard.valid, 0) :] = float("-inf")
     largest = logits.amax(dim=1)
@@ -128,18 +121,12 @@ def gradient(
     shard: Shard,
     temperature: float,
     *,
-    softcap: float = 0.0,
     entropy: EntropyGradient | None = None,
 ) -> Tensor:
     """The same from fresh float32 or float64 logits and the lse of an earlier pass, in place.
 
     entropy: also adds the gradient of sum_i g_i entropy_i with these g.
     """
-    slope = None
-    if softcap:
-        logits.div_(softcap).tanh_()
-        slope = 1.0 - logits.square()
-        logits.mul_(softcap)
     if shard.valid < logits.shape[1]:
         logits[:, max(shard.valid, 0) :] = float("-inf")
     if temperature != 1.0:
@@ -148,9 +135,7 @@ def gradient(
     logits.sub_(lse[:, None])
     extra = None if entropy is None else _entropy_gradient(logits, entropy, temperature)
     _add_at_labels(logits.exp_().mul_(-g[:, None]), labels, g, shard)
-    if extra is not None:
-        logits.add_(extra)
-    return logits if slope is None else logits.mul_(slope)
+    return logits if extra is None else logits.add_(extra)
 
 
 def _entropy_gradient(log_p: Tensor, entropy: EntropyGradient, temperature: float) -> Tensor:

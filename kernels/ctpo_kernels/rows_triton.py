@@ -20,9 +20,7 @@ def _block(columns: int, largest: int) -> int:
     return max(16, min(largest, int(triton.next_power_of_2(columns))))
 
 
-def row_stats(
-    logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool, softcap: float = 0.0
-) -> Tensor:
+def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool) -> Tensor:
     """Statistics float32 `[C, 4]` as `rows_torch.row_stats`; the logits (any float dtype) are not changed."""
     rows, columns = logits.shape
     parts = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
@@ -38,10 +36,8 @@ def row_stats(
             shard.start,
             shard.valid,
             1.0 / temperature,
-            softcap,
             BLOCK=_block(columns, STATS[0]),
             ENTROPY=entropy,
-            SOFTCAP=softcap != 0.0,
             num_warps=STATS[1],
         )
     return parts
@@ -79,7 +75,6 @@ def gradient_into(
     shard: Shard,
     temperature: float,
     *,
-    softcap: float = 0.0,
     entropy: EntropyGradient | None = None,
 ) -> None:
     """Write `rows_torch.gradient` to out `[C, V]`, which may be the logits or the first part of each of their rows."""
@@ -88,7 +83,7 @@ def gradient_into(
         return
     if out.stride(-1) != 1:
         dense = torch.empty(rows, columns, dtype=out.dtype, device=out.device)
-        gradient_into(dense, logits, lse, labels, g, shard, temperature, softcap=softcap, entropy=entropy)
+        gradient_into(dense, logits, lse, labels, g, shard, temperature, entropy=entropy)
         out.copy_(dense)
         return
     source = _unit_stride(logits)
@@ -107,12 +102,10 @@ def gradient_into(
         shard.valid,
         columns,
         1.0 / temperature,
-        softcap,
         lse if entropy is None else entropy.value,  # stands in for pointers that the kernel does not read
         lse if entropy is None else entropy.g,
         BLOCK=_block(columns, GRADIENT[0]),
         OVERLAPPING=same_memory and out.dtype != source.dtype,
-        SOFTCAP=softcap != 0.0,
         ENTROPY=entropy is not None,
         num_warps=GRADIENT[1],
     )

@@ -32,11 +32,7 @@ class Bounds(NamedTuple):
 
 
 class LossSpec(NamedTuple):
-    """What a loss call computes: the keywords of `ctpo_loss`, with its defaults.
-
-    The fields are in the order of the operators' schemas (`ops_loss`). Construction checks nothing, so that a traced
-    call can hold one; `check` does.
-    """
+    """What a loss call computes: the keywords of `ctpo_loss`, with its defaults. `check` checks them."""
 
     clip_low: float = 0.025
     clip_high: float = 0.05

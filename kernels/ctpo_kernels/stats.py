@@ -42,7 +42,7 @@ class CTPOStats:
 
 @dataclass(frozen=True)
 class PerToken:
-    """Per-token results in the shape of the log-probs, detached; 0 where they do not apply.
+    """Per-token results `[N]`, detached; 0 where they do not apply.
 
     loss: float, l_t w_t before aggregation. log_ratio: float, log r_t before the cap (response tokens), nats.
     prefix: int64, S_t in units of 2^-40 nats. clip: int8, of loss tokens. 0: inside the window; 1: above it (A > 0); 2:
@@ -53,7 +53,3 @@ class PerToken:
     log_ratio: torch.Tensor
     prefix: torch.Tensor
     clip: torch.Tensor
-
-    def view(self, shape: torch.Size) -> PerToken:
-        """The same in the shape of the caller's tokens."""
-        return PerToken(*(values.view(shape) for values in (self.loss, self.log_ratio, self.prefix, self.clip)))

@@ -14,7 +14,7 @@ from ctpo_kernels import labels as arguments
 from ctpo_kernels.entropy import EntropyBonus, rows_with_gradient
 from ctpo_kernels.linear_head import HeadOptions, LinearHead, leave_out
 from ctpo_kernels.loss import PreparedLoss, loss_implementation, loss_stream, whole_pass
-from ctpo_kernels.operands import active_rows, gather_hidden, pick, reduce_d_hidden, scatter, without_autocast
+from ctpo_kernels.operands import active_rows, gather_hidden, pick, reduce_d_hidden, scatter
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.rows_torch import EntropyGradient
 from ctpo_kernels.spec import LossSpec, inverse_of_loss_tokens
@@ -37,7 +37,6 @@ class SweepPlan:
     cp_group: dist.ProcessGroup | None
     sequence_parallel: bool
     skip: bool
-    skip_clipped: bool
     may_learn: Tensor | None
     entropy_coef: float
     entropy: bool
@@ -119,7 +118,8 @@ class _Gradients:
         """The rows of a chunk to multiply, for `add`; the gradients of the other rows are written here."""
         all_of_them = [(0, end - start)]
         runs = all_of_them if self._runs is None else self._runs[start // self._head.chunk_size]
-        if runs and self._plan.skip_clipped:
+        # Clipped rows are known only now. To read them back from a GPU would wait for each chunk.
+        if runs and self._plan.skip and g.device.type == "cpu":
             (runs,) = active_runs(rows_with_gradient(g, extra), end - start)
         if runs != all_of_them:
             leave_out(g, None if self.d_hidden is None else self.d_hidden[start:end], self.d_weight)
@@ -130,7 +130,6 @@ class _Gradients:
         self._head.accumulate(dz, start, self.d_hidden, self.d_weight, runs)
 
 
-@without_autocast
 def sweep(hidden: Tensor, weight: Tensor, plan: SweepPlan, *, want_hidden: bool, d_weight: Tensor | None) -> Swept:
     """Run a plan. d_weight: the buffer that the weight's gradient is added to; None when it is not requested."""
     group = plan.head.group

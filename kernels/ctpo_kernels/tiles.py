@@ -1,8 +1,7 @@
 """Which tiles of rows the gradient products skip: those without any gradient.
 
 The rows in the loss are known before the sweep, so the tiles of all chunks are planned with one read-back, or with none
-when the caller knows the rows. Clipped rows are known only once the log-probs of their chunk are: skipping them too
-takes one read-back per chunk.
+when the caller knows the rows. Clipped rows are known only once the log-probs of their chunk are.
 """
 
 from __future__ import annotations

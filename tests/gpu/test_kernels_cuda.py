@@ -22,6 +22,7 @@ from ctpo_kernels.packed import LossTensors, PackedTokens
 from ctpo_kernels.rows_torch import Shard
 from ctpo_kernels.spec import LossSpec
 from tests.kernels.harness import observed, poisoned_memory
+from tests.support.backends import use_backend
 
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 on_cuda = pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
@@ -45,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where the Triton backend runs."""
     if request.param == "cuda":
-        with ck.use_backend("triton"):
+        with use_backend("triton"):
             yield "cuda"
         return
     if importlib.util.find_spec("triton") is None:
@@ -54,7 +55,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         pytest.skip("triton compiles for the GPU in this process and cannot interpret too")
     # Kernels are interpreted if the variable is set when they are defined (tests/conftest.py).
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with ck.use_backend("triton"), poisoned_memory(), observed():
+    with use_backend("triton"), poisoned_memory(), observed():
         yield "cpu"
 
 
@@ -267,7 +268,7 @@ def plain_head(
     x, w = hidden.to(compute), weight.to(compute)
     z = (x @ w.t()).requires_grad_()
     log_probs = z.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
-    with ck.use_backend("torch"):
+    with use_backend("torch"):
         loss = ck.ctpo_loss(log_probs + (found - log_probs).detach(), **values)[0]
         dz = torch.autograd.grad(loss, z)[0].to(rounded).to(compute)
     return loss.detach(), (dz @ w).to(rounded), (dz.t() @ x).to(rounded)
@@ -382,7 +383,7 @@ def test_memory_of_the_sweep_does_not_grow_with_tokens(cuda: str) -> None:
 def test_tensors_on_another_device_than_the_current_one() -> None:
     """Triton launches where torch stands, which is not where these tensors are."""
     logits, labels = torch.randn(33, 1000), torch.randint(0, 1000, (33,))
-    with ck.use_backend("triton"), torch.cuda.device(0):
+    with use_backend("triton"), torch.cuda.device(0):
         found = ck.vocab_parallel_log_probs(logits.to("cuda:1"), labels.to("cuda:1"))
     wanted = logits.double().log_softmax(1).gather(1, labels[:, None]).squeeze(1)
     assert found.device == torch.device("cuda:1")

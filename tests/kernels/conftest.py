@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ctpo_kernels import use_backend
 from tests.kernels.harness import observed, poisoned_memory
+from tests.support.backends import use_backend
 
 
 def _obstacle() -> str | None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ctpo_kernels import CTPOStats, ctpo_loss, fused_linear_ctpo, use_backend
+from ctpo_kernels import CTPOStats, ctpo_loss, fused_linear_ctpo
 from tests.kernels.packings import random_batch
+from tests.support.backends import use_backend
 
 LENGTHS = [30, 0, 22, 17, 9, 1]
 

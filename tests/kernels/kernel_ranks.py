@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ctpo_kernels import ctpo_loss, fused_linear_ctpo, linear_log_probs, use_backend, vocab_parallel_log_probs
+from ctpo_kernels import ctpo_loss, linear_log_probs, vocab_parallel_log_probs
 from tests.kernels.heads import Head, Swept, random_head, sweep
 from tests.kernels.packings import random_batch, run, without
+from tests.support.backends import use_backend
 from tests.support.deadlines import scaled
 
 RANKS = 2
 LENGTHS = [16, 4, 0, 8]  # multiples of 2 R, for the pieces of context parallelism
 RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
 VOCABS = {"padding in the last shard": (50, 6), "last shard all padding": (20, 36)}  # real columns, padding
-SOFTCAP = 5.0
 TOKENS = 20  # loss tokens of the "step", given from outside
 
 
@@ -95,9 +95,6 @@ def run_cases(rank: int, dtype: torch.dtype) -> dict[Any, Any]:
     for ratio in ("cumprod", "sequence-geomean"):
         out["context parallel head", ratio] = context_parallel_head(rank, head_of(name, dtype), ratio_mode=ratio)
     out["refusals"] = refusals(case_batch(dtype))
-    if dtype == torch.float64:
-        out["sharded"] = sharded(head_of(name, dtype))
-        out["compiled"] = tensor_parallel(rank, head_of(name, dtype), sequence_parallel=True, compiled=True)
     return out
 
 
@@ -106,12 +103,11 @@ def shard(weight: Tensor, rank: int) -> Tensor:
     return weight[rank * columns : (rank + 1) * columns]
 
 
-def tensor_parallel(rank: int, head: Head, *, compiled: bool = False, **options: bool) -> dict[str, Any]:
-    call: Any = torch.compile(fused_linear_ctpo, fullgraph=True, backend="eager") if compiled else fused_linear_ctpo
+def tensor_parallel(rank: int, head: Head, **options: bool) -> dict[str, Any]:
     n = head.hidden.shape[0]
     rows = slice(rank * n // RANKS, (rank + 1) * n // RANKS) if options.get("sequence_parallel") else slice(None)
     mine = replace(head, hidden=head.hidden[rows], weight=shard(head.weight, rank))
-    return fields_of(sweep(mine, call, tp_group=dist.group.WORLD, chunk_size=16, **options))
+    return fields_of(sweep(mine, tp_group=dist.group.WORLD, chunk_size=16, **options))
 
 
 def fields_of(found: Swept) -> dict[str, Any]:
@@ -121,12 +117,11 @@ def fields_of(found: Swept) -> dict[str, Any]:
 
 
 def log_probs(rank: int, head: Head, *, sequence_parallel: bool = False) -> dict[str, Any]:
-    """Both log-prob functions with a soft-cap, the upstream gradients known functions of the row."""
+    """Both log-prob functions, the upstream gradients known functions of the row."""
     n = head.hidden.shape[0]
     labels = head.labels.clamp(min=0)
     g = torch.sin(torch.arange(n, dtype=head.hidden.dtype))
     settings = {"temperature": head.temperature, "vocab_size": head.vocab_size, "return_entropy": True}
-    settings["softcap"] = SOFTCAP
     rows = slice(rank * n // RANKS, (rank + 1) * n // RANKS) if sequence_parallel else slice(None)
     hidden, weight = head.hidden[rows].clone().requires_grad_(), shard(head.weight, rank).clone().requires_grad_()
     log_probs, entropy = linear_log_probs(
@@ -165,37 +160,6 @@ def context_parallel_head(rank: int, head: Head, **keywords: Any) -> dict[str, A
     batch["cu_seqlens"] = head.batch["cu_seqlens"] // RANKS
     mine = replace(head, hidden=head.hidden[rows], labels=head.labels[rows], batch=batch)
     return fields_of(sweep(mine, cp_group=dist.group.WORLD, chunk_size=8, **keywords))
-
-
-def sharded(head: Head) -> dict[str, Any]:
-    """A weight under FSDP2, in the forward of its module: every rank has the same tokens. Messages of calls outside."""
-    from torch.distributed.fsdp import fully_shard
-
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(head.weight.clone())
-
-        def forward(self) -> Any:
-            return fused_linear_ctpo(**{**head.arguments(), "weight": self.weight}, chunk_size=16)
-
-    layer = fully_shard(Layer(), mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,)))
-    loss, _, log_probs = layer()
-    loss.backward()
-    layer.reshard()
-    weight, labels = layer.weight, head.labels
-    messages = []
-    for call in (
-        lambda: fused_linear_ctpo(**{**head.arguments(), "weight": weight}),
-        lambda: linear_log_probs(head.hidden, weight, labels),
-        lambda: vocab_parallel_log_probs(weight, labels),
-    ):
-        try:
-            call()
-        except TypeError as error:
-            messages.append(str(error))
-    gradient = weight.grad.full_tensor()
-    return {"loss": loss.detach(), "log_probs": log_probs, "d_weight": gradient, "messages": messages}
 
 
 def refusals(batch: dict[str, Tensor]) -> list[str]:

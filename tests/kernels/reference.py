@@ -172,14 +172,12 @@ def exact_log_probs(
     labels: Tensor,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the labels (0 at IGNORED_LABEL) and entropies, differentiable, in the dtype of the logits `[N, V]`.
 
     Columns from `vocab_size` on are padding.
     """
-    z = logits[:, :vocab_size]
-    table = ((z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature).log_softmax(1)
+    table = (logits[:, :vocab_size] / temperature).log_softmax(1)
     own = table.gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
     entropy = -(table.exp() * table.clamp(min=torch.finfo(table.dtype).min)).sum(1)
     return torch.where(labels == IGNORED_LABEL, 0.0, own), entropy

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import ctpo_kernels
-from ctpo_kernels import ctpo_loss, dispatch, fused_linear_ctpo, linear_log_probs, use_backend, vocab_parallel_log_probs
+from ctpo_kernels import ctpo_loss, dispatch, fused_linear_ctpo, linear_log_probs, vocab_parallel_log_probs
 from ctpo_kernels.spec import LossSpec
 from tests.kernels.heads import random_head
 from tests.kernels.packings import random_batch
+from tests.support.backends import use_backend
 from tests.support.deadlines import scaled
 
 N, B = 36, 3
@@ -174,31 +175,20 @@ def test_double_backward_of_the_loss_is_refused(backend: str) -> None:
         gradient.nansum().backward()
 
 
-def test_unknown_backend() -> None:
-    with (
-        pytest.raises(ValueError, match="use_backend: unknown backend 'cuda'; known: torch, triton"),
-        use_backend("cuda"),
-    ):
-        raise AssertionError("the block must not run")
-
-
 def test_unknown_backend_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CTPO_KERNELS_BACKEND", "numpy")
-    with pytest.raises(ValueError, match="CTPO_KERNELS_BACKEND: unknown backend 'numpy'"):
+    with pytest.raises(ValueError, match="CTPO_KERNELS_BACKEND: unknown backend 'numpy'; known: torch, triton"):
         loss_with()
 
 
-def test_backend_of_the_environment_gives_way_to_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CTPO_KERNELS_BACKEND", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match="triton backend was requested"):
         loss_with()
-    with use_backend("torch"):
+    for other in ("torch", ""):
+        monkeypatch.setenv("CTPO_KERNELS_BACKEND", other)
         loss_with()
-        with use_backend(None), pytest.raises(RuntimeError):
-            loss_with()
-    monkeypatch.setenv("CTPO_KERNELS_BACKEND", "")
-    loss_with()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -258,12 +248,6 @@ def test_plain_torch_on_a_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch) -> N
             assert dispatch._choose(torch.device("cuda:0"), torch.float64) == "torch"  # as its precision asks
             assert dispatch._choose(torch.device("cpu"), torch.float32) == "torch"
     assert len(caught) == 1
-
-
-def test_backend_is_restored_after_an_error() -> None:
-    with pytest.raises(KeyError), use_backend("triton"):
-        raise KeyError
-    assert dispatch.choose(torch.zeros(1)) == "torch"
 
 
 def test_interpreter_leaves_no_trace_in_the_environment() -> None:

@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ctpo_kernels import SUMS, use_backend
+from ctpo_kernels import SUMS
 from tests.kernels.heads import random_head, sweep
 from tests.kernels.packings import assert_reference, distance, random_batch, run, same_bits, without
 from tests.kernels.reference import ctpo_loss_reference, linear_ctpo_reference
+from tests.support.backends import use_backend
 
 
 def interpreted(examples: int) -> settings:

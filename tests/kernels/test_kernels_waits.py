@@ -35,7 +35,7 @@ def head_of(rows: int) -> Head:
 def test_a_chunk_takes_seven_launches(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three products, statistics, merge, loss, gradient by the logits. On CUDA an eighth rounds d_hidden.
 
-    skip_zero_tiles: a CPU looks for clipped tiles after each chunk, which a GPU does only where it is asked to.
+    skip_zero_tiles: a CPU looks for clipped tiles after each chunk, which a GPU does not.
     """
     from triton.runtime.interpreter import GridExecutor
 

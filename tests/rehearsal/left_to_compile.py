@@ -13,12 +13,12 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.kernels.aot_launches import recorded
-from ctpo_kernels import use_backend
 from ctpo_megatron.config import ObjectiveConfig, objective_from_config
 from ctpo_megatron.policy import MiniBatch, Trainer, destroy_distributed, init_distributed, policy_gradient, supervised
 from tests.policy import models
 from tests.rehearsal.cases import Case
 from tests.rehearsal.job import config_of
+from tests.support.backends import use_backend
 
 TRAJECTORIES = 8
 

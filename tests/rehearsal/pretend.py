@@ -6,9 +6,9 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from ctpo_kernels import use_backend
 from tests.rehearsal.answers import Requests
 from tests.rehearsal.rules import Rules
+from tests.support.backends import use_backend
 
 
 class _Thread(threading.local):

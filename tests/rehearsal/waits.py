@@ -22,7 +22,6 @@ EXPECTED = {
     "ratio of the sequence": 1,
     "ratio of the sequence, tiles known": 0,
     "entropy": 1,
-    "clipped tiles": 1 + CHUNKS,
     "token-mean, uncounted": 0,
     "a power without a formula": 0,
 }
@@ -31,7 +30,6 @@ _KEYWORDS: dict[str, dict[str, Any]] = {
     "ratio of the sequence": {"ratio_mode": "sequence"},
     "ratio of the sequence, tiles known": {"ratio_mode": "sequence"},
     "entropy": {"entropy_coef": 0.1},
-    "clipped tiles": {"skip_clipped_tiles": True},
     "token-mean, uncounted": {"loss_agg_mode": "token-mean"},
     "a power without a formula": {"clip_power": 0.3},
 }
