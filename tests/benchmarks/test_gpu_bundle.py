@@ -22,6 +22,7 @@ from benchmarks.gpu_bundle.contents import Contents
 from benchmarks.gpu_bundle.wheels import Lock
 from tests.support.prefork import ROOT
 
+pytestmark = pytest.mark.slow  # benchmarks are run by hand: weekly is often enough
 PTX, CUBIN = 1, 2
 PYTHON = "{}.{}".format(*sys.version_info)
 CODE = 400_000

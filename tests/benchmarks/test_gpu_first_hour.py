@@ -28,6 +28,7 @@ from tests.support import children
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 
+pytestmark = pytest.mark.slow  # benchmarks are run by hand: weekly is often enough
 CPU = Machine("cpu", 0, "a-processor")
 ENVIRONMENT = {"device": "a processor", "versions": {"torch": "2"}, "commit": "c" * 40, "date": "today"}
 
@@ -386,7 +387,6 @@ def test_it_starts_where_no_package_is_but_torch() -> None:
     assert done.returncode == 0 and "--bundle" in done.stdout, done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2700)
 def test_every_stage_that_a_cpu_can_run_passes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_first_hour", "--device", "cpu"]

@@ -212,6 +212,7 @@ def test_a_stored_start_is_the_same_on_another_machine(tmp_path: Path) -> None:
     assert names == {"sft/sft_model/model.safetensors", *kept}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", REGIMES, ids=lambda regime: regime.name)
 def test_settings_of_cells_are_known(regime, stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command of a cell is a configuration, and its objective is the one that the laboratory has."""

@@ -21,6 +21,7 @@ from ctpo_megatron.data.prompt import Prompt
 from tests.support import children
 from tests.support.prefork import ROOT
 
+pytestmark = pytest.mark.slow  # benchmarks are run by hand: weekly is often enough
 CLIENT = "import sys, ctpo_sandbox.client; print(*[m.__file__ for n, m in sys.modules.items() if 'ctpo_sandbox' in n])"
 WATCHING = """
 import json, sys

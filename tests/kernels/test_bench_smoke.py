@@ -15,6 +15,7 @@ from benchmarks.kernels import __main__ as bench
 from benchmarks.kernels import goals, measure, roofline, suite_loss
 from tests.support import children, ranks
 
+pytestmark = pytest.mark.slow  # benchmarks are run by hand: weekly is often enough
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,7 +27,7 @@ def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return children.run(command, environment=environ, directory=ROOT, deadline_s=120)
 
 
-@pytest.mark.parametrize("suites", ["D", pytest.param("A B C D", marks=pytest.mark.slow)], ids=["exactness", "all"])
+@pytest.mark.parametrize("suites", ["D", "A B C D"], ids=["exactness", "all"])
 def test_suites_run_and_measure_what_a_cpu_can(suites: str, tmp_path: Path) -> None:
     chosen = suites.split()
     arguments = ["--device", "cpu", "--quick", "--suite", *chosen, "--out", str(tmp_path)]
@@ -58,7 +59,6 @@ def test_all_suites_run_on_a_gpu(tmp_path: Path) -> None:
     assert all(record["graph_s"] > 0 and record["peak_bytes"] > 0 for record in forward)
 
 
-@pytest.mark.slow
 def test_heads_on_a_cpu(tmp_path: Path) -> None:
     done = run("benchmarks.kernels.cpu_head", "--quick", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,7 +73,6 @@ def session(deadline_s: float = 60) -> measure.Session:
     return measure.Session("cpu", quick=True, deadline_s=deadline_s)
 
 
-@pytest.mark.slow
 def test_a_rival_that_cannot_run_is_listed_and_ours_counts_as_a_failure() -> None:
     def refuse() -> list[measure.Call]:
         raise ModuleNotFoundError("No module named 'rival'")
@@ -93,7 +92,6 @@ def test_nothing_starts_after_the_deadline() -> None:
     assert found.records[0]["not_run"] == "deadline" and not started
 
 
-@pytest.mark.slow
 def test_a_broken_gate_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     wrong = suite_loss.kernel
     monkeypatch.setattr(suite_loss, "kernel", lambda batch: -wrong(batch))

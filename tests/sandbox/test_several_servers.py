@@ -50,6 +50,7 @@ def _burst(urls: list[str], count: int = BURST) -> tuple[ClientStats, float]:
     return asyncio.run(all_of_them())
 
 
+@pytest.mark.slow
 def test_the_bench_shows_how_servers_share_the_work(pair: Pair) -> None:
     urls = [server.url for server in pair]
     found = measure_all(urls, "print", concurrency=8, seconds=0.5)
