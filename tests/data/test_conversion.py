@@ -71,25 +71,48 @@ def lines_of(message: str) -> str:
     return lines.partition("\n\n")[0]
 
 
-def made(message: str, folder: Path) -> Path:
-    """The file that the lines make, in an interpreter that has nothing of ours on its path."""
-    lines = lines_of(message)
-    assert len(lines.splitlines()) <= 8
+EXECUTE = """
+import json, os, sys
+for folder, lines in json.load(sys.stdin):
+    os.chdir(folder)
+    exec(lines, {})
+"""
+
+
+def made(messages: dict[Path, str]) -> list[Path]:
+    """Return the file that the lines of each folder's message make, in an interpreter with nothing of ours."""
+    programs = [(str(folder), lines_of(message)) for folder, message in messages.items()]
+    assert all(len(lines.splitlines()) <= 8 for _, lines in programs)
     done = subprocess.run(
-        [sys.executable, "-I", "-c", lines], cwd=folder, capture_output=True, text=True, timeout=scaled(60)
+        [sys.executable, "-I", "-c", EXECUTE],
+        input=json.dumps(programs),
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
     )
     assert (done.returncode, done.stderr) == (0, "")
-    (file,) = folder.glob("*_[pc][ro][on]*s.parquet")
-    return file
+    files = [[*folder.glob("*_[pc][ro][on]*s.parquet")] for folder in messages]
+    assert [len(found) for found in files] == [1] * len(messages)
+    return [file for (file,) in files]
+
+
+@pytest.fixture(scope="module")
+def prompt_files(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> dict[str, Path]:
+    """The converted file of each case."""
+    messages: dict[Path, str] = {}
+    for name, rows, _ in PROMPTS.values():
+        folder = tmp_path_factory.mktemp("prompts")
+        save(folder / name, rows)
+        with pytest.raises(DataError) as refused:
+            load_prompts([str(folder / name)], tokenizer, PromptRules(64))
+        messages[folder] = str(refused.value)
+    return dict(zip(PROMPTS, made(messages), strict=True))
 
 
 @pytest.mark.parametrize("case", PROMPTS)
-def test_prompts(case: str, tmp_path: Path, tokenizer) -> None:
-    name, rows, truths = PROMPTS[case]
-    save(tmp_path / name, rows)
-    with pytest.raises(DataError) as refused:
-        load_prompts([str(tmp_path / name)], tokenizer, PromptRules(64))
-    prompts = load_prompts([str(made(str(refused.value), tmp_path))], tokenizer, PromptRules(64))
+def test_prompts(case: str, prompt_files: dict[str, Path], tokenizer) -> None:
+    _, rows, truths = PROMPTS[case]
+    prompts = load_prompts([str(prompt_files[case])], tokenizer, PromptRules(64))
     assert [prompt.answer for prompt in prompts] == truths
     assert {message["content"] for prompt in prompts for message in prompt.messages} <= {"1+1?", "x"}
     assert {prompt.id for prompt in prompts} >= {row["id"] for row in rows if "id" in row}
@@ -103,14 +126,18 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CONVERSATIONS)
-def test_conversations(case: str, tmp_path: Path, tokenizer) -> None:
-    write(tmp_path / "sft.jsonl", CONVERSATIONS[case])
-    with pytest.raises(DataError) as refused:
-        load_conversations([str(tmp_path / "sft.jsonl")], tokenizer)
-    (found,) = load_conversations([str(made(str(refused.value), tmp_path))], tokenizer)
+def test_conversations(tmp_path: Path, tokenizer) -> None:
+    messages: dict[Path, str] = {}
+    for number, cells in enumerate(CONVERSATIONS.values()):
+        (folder := tmp_path / str(number)).mkdir()
+        write(folder / "sft.jsonl", cells)
+        with pytest.raises(DataError) as refused:
+            load_conversations([str(folder / "sft.jsonl")], tokenizer)
+        messages[folder] = str(refused.value)
     (whole,) = load_conversations([write(tmp_path / "ours.jsonl", {"messages": [USER, SAID]})], tokenizer)
-    assert found.token_ids == whole.token_ids
+    for case, file in zip(CONVERSATIONS, made(messages), strict=True):
+        (found,) = load_conversations([str(file)], tokenizer)
+        assert found.token_ids == whole.token_ids, case
 
 
 @pytest.mark.parametrize("cells", [{"a": 1}, {"prompt": 3, "answer": "2"}, {"question": "x", "answer": ["2"]}])
@@ -138,6 +165,6 @@ def test_a_dry_run_takes_what_the_lines_made(own: Path, capsys: pytest.CaptureFi
     assert cli.main([*words, "data.train=[theirs.jsonl]"]) == 2
     message = capsys.readouterr().err
     assert message.count("theirs.jsonl: no columns 'data_source', 'reward_model'; the columns are prompt, answer") == 1
-    file = made(message, own)
+    (file,) = made({own: message})
     assert cli.main([*words, f"data.train=[{file.name}]"]) == 0
     assert "0+1?" in capsys.readouterr().out
