@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=CUDA), "interpreter"])
+@pytest.fixture(params=[pytest.param("cuda", marks=CUDA), pytest.param("interpreter", marks=pytest.mark.slow)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where the Triton backend runs."""
     if request.param == "cuda":

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,16 +19,13 @@ from tests.support.backends import use_backend
 
 
 def interpreted(examples: int) -> settings:
-    """The interpreter is slow: a failing example is shown as it was found, not shrunk.
+    """The interpreter is slow: a failing example is shown as it was found, not shrunk."""
+    return settings(max_examples=examples, derandomize=True, phases=[Phase.explicit, Phase.generate])
 
-    Its fixture only switches the backend, so nothing of it needs to be new for every example.
-    """
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        phases=[Phase.explicit, Phase.generate],
-        suppress_health_check=[HealthCheck.function_scoped_fixture],
-    )
+
+def drawn(few: int, many: int) -> pytest.MarkDecorator:
+    """The number of examples: few of them, and many in the slow tests."""
+    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
 LENGTHS = st.lists(st.integers(0, 24), min_size=0, max_size=6)
@@ -77,15 +74,19 @@ def test_twin(batch: dict[str, Tensor], chosen: dict[str, Any]) -> None:
         assert_reference(run(batch, **chosen), ctpo_loss_reference(**batch, **chosen))
 
 
-@given(batch=batches(torch.float32), chosen=keywords())
-@interpreted(25)
-def test_interpreter(interpreter: None, batch: dict[str, Tensor], chosen: dict[str, Any]) -> None:
-    found = run(batch, **chosen)
-    assert_reference(found, ctpo_loss_reference(**batch, **chosen))
-    with use_backend("torch"):
-        twin = run(batch, **chosen)
-    assert same_bits(found.per_token.prefix, twin.per_token.prefix)
-    assert same_bits(found.per_token.clip, twin.per_token.clip)
+@drawn(8, 25)
+def test_interpreter(interpreter: None, examples: int) -> None:
+    @given(batch=batches(torch.float32), chosen=keywords())
+    @interpreted(examples)
+    def check(batch: dict[str, Tensor], chosen: dict[str, Any]) -> None:
+        found = run(batch, **chosen)
+        assert_reference(found, ctpo_loss_reference(**batch, **chosen))
+        with use_backend("torch"):
+            twin = run(batch, **chosen)
+        assert same_bits(found.per_token.prefix, twin.per_token.prefix)
+        assert same_bits(found.per_token.clip, twin.per_token.clip)
+
+    check()
 
 
 @given(
@@ -123,18 +124,22 @@ def test_head_in_float64(
     assert found.stats.sums.tolist() == pytest.approx([expected.loss.stats[name] for name in SUMS], rel=1e-9, abs=1e-9)
 
 
-@given(
-    seed=st.integers(0, 10**6),
-    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=4),
-    chunk=st.sampled_from([None, 5, 8]),
-    ratio=st.sampled_from(["cumprod", "geomean", "token", "sequence", "sequence-geomean"]),
-)
-@interpreted(15)
-def test_head_interpreted(interpreter: None, seed: int, lengths: list[int], chunk: int | None, ratio: str) -> None:
-    assume(sum(lengths) != len(lengths))
-    head = random_head(seed, lengths, width=4, vocab=19, padded=2, temperature=0.8)
-    found = sweep(head, chunk_size=chunk, ratio_mode=ratio)
-    expected = linear_ctpo_reference(**head.arguments(), ratio_mode=ratio)
-    assert distance(found.d_hidden, expected.d_hidden) <= 5e-6
-    assert distance(found.d_weight, expected.d_weight) <= 5e-6
-    assert math.isclose(float(found.loss), expected.loss.loss, rel_tol=1e-5, abs_tol=1e-5)
+@drawn(5, 15)
+def test_head_interpreted(interpreter: None, examples: int) -> None:
+    @given(
+        seed=st.integers(0, 10**6),
+        lengths=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+        chunk=st.sampled_from([None, 5, 8]),
+        ratio=st.sampled_from(["cumprod", "geomean", "token", "sequence", "sequence-geomean"]),
+    )
+    @interpreted(examples)
+    def check(seed: int, lengths: list[int], chunk: int | None, ratio: str) -> None:
+        assume(sum(lengths) != len(lengths))
+        head = random_head(seed, lengths, width=4, vocab=19, padded=2, temperature=0.8)
+        found = sweep(head, chunk_size=chunk, ratio_mode=ratio)
+        expected = linear_ctpo_reference(**head.arguments(), ratio_mode=ratio)
+        assert distance(found.d_hidden, expected.d_hidden) <= 5e-6
+        assert distance(found.d_weight, expected.d_weight) <= 5e-6
+        assert math.isclose(float(found.loss), expected.loss.loss, rel_tol=1e-5, abs_tol=1e-5)
+
+    check()

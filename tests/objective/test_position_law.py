@@ -15,7 +15,7 @@ from ctpo_megatron.report.position_law import Points, fit_law, points_of_bins
 SIGMA = 0.0387
 
 
-def walks(power: float = 0.5, trajectories: int = 2_000, longest: int = 1_200, seed: int = 0) -> list[Any]:
+def walks(power: float = 0.5, trajectories: int = 800, longest: int = 1_200, seed: int = 0) -> list[Any]:
     """S_t of trajectories of several lengths, whose standard deviation is SIGMA t^power."""
     rng = np.random.default_rng(seed)
     t = np.arange(1, longest + 1)
@@ -47,8 +47,9 @@ def authors_fit(rows: list[Any], least: int = 30) -> float:
     return top / bottom
 
 
-def test_the_law_is_found_where_it_holds() -> None:
-    rows = walks(trajectories=3_000)
+@pytest.mark.parametrize("trajectories", [800, pytest.param(3_000, marks=pytest.mark.slow)])
+def test_the_law_is_found_where_it_holds(trajectories: int) -> None:
+    rows = walks(trajectories=trajectories)
     law = fit_law(points_of_bins(stats(rows)))
     assert law is not None
     assert law.sigma == pytest.approx(SIGMA, rel=0.03) and law.exponent == pytest.approx(0.5, abs=0.03)
@@ -56,9 +57,10 @@ def test_the_law_is_found_where_it_holds() -> None:
     assert law.sigma == pytest.approx(authors_fit(rows), rel=2e-3)
 
 
+@pytest.mark.parametrize("trajectories", [500, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("power", [0.05, 1.0])
-def test_another_exponent_is_named(power: float) -> None:
-    law = fit_law(points_of_bins(stats(walks(power))))
+def test_another_exponent_is_named(power: float, trajectories: int) -> None:
+    law = fit_law(points_of_bins(stats(walks(power, trajectories))))
     assert law is not None and law.exponent == pytest.approx(power, abs=0.05)
     assert law.free_r2 > max(law.r2, 0.95 if power == 1 else 0)
     assert law.how == "" and law.free_fit == f"t^{law.exponent:.2f}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -13,23 +16,29 @@ from ctpo_megatron.report.confidence import hierarchical_interval, seeds_interva
 RUNS, RESAMPLES = 500, 1000
 
 
+def one_of(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The first case of a kind, and the others as slow tests."""
+    first, *others = cases
+    return [pytest.param(*first), *(pytest.param(*case, marks=pytest.mark.slow) for case in others)]
+
+
 @pytest.mark.parametrize(
     ("case", "covers", "apart_at_most"),
     [
         # Without any effect of seeds, one seed is enough.
-        *(
+        *one_of(
             (case, (0.93, 0.97), 0.07)
-            for case in (Accuracies(1, 30, 8, 0, 0), Accuracies(1, 30, 1, 0, 0.5), Accuracies(1, 100, 1, 0, 0))
+            for case in (Accuracies(1, 30, 1, 0, 0.5), Accuracies(1, 30, 8, 0, 0), Accuracies(1, 100, 1, 0, 0))
         ),
         # Where the spread of the seeds decides.
-        *(
+        *one_of(
             (Accuracies(seeds, 30, 8, 0.5, effect), (0.93, 0.98), 0.06)
             for seeds, effect in ((3, 0.0), (5, 0.3), (10, 0.0))
         ),
         # Two seeds may differ by chance less than seeds do, and where seeds have no effect, that is not known.
-        *((Accuracies(seeds, 30, 1, 0, 0), (0.95, 1.0), 0.05) for seeds in (2, 5)),
-        (Accuracies(2, 30, 8, 0.5, 0.3), (0.95, 1.0), 0.05),
-        *(
+        *one_of((Accuracies(seeds, 30, 1, 0, 0), (0.95, 1.0), 0.05) for seeds in (2, 5)),
+        pytest.param(Accuracies(2, 30, 8, 0.5, 0.3), (0.95, 1.0), 0.05, marks=pytest.mark.slow),
+        *one_of(
             (Accuracies(seeds, 30, 8, 0.5, effect, paired=False), (0.95, 1.0), 0.05)
             for seeds, effect in ((3, 0.3), (5, 0.0))
         ),
@@ -108,7 +117,7 @@ def test_seeds_that_agree_by_chance_leave_what_their_problems_leave() -> None:
     assert (low, high) == pytest.approx((-1.96 * np.sqrt(2) * error, 1.96 * np.sqrt(2) * error), abs=0.001)
 
 
-@pytest.mark.parametrize("seeds", [2, 3])
+@pytest.mark.parametrize("seeds", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chance", [0.6, 0.99])
 def test_seeds_with_problems_of_their_own_cover_other_seeds(chance: float, seeds: int) -> None:
     """Near the ceiling the means of two seeds are often equal: Student's interval covered 83 % there."""

@@ -151,10 +151,11 @@ def test_the_visible_difference_is_seen_in_four_of_five() -> None:
 @pytest.mark.parametrize(
     ("case", "most"),
     [
-        *((Rewards(seeds, None, slower), MOST) for seeds, slower in ((2, 0.0), (3, 0.3), (5, 0.0))),
-        *((Rewards(3, threshold, 0.3), 1.0) for threshold in (0.5, 0.75)),
+        (Rewards(3, None, 0.3), MOST),
         (Rewards(3, 0.7), 1.0),
         (Rewards(3, None, paired=False), 1.0),
+        *(pytest.param(Rewards(seeds, None), MOST, marks=pytest.mark.slow) for seeds in (2, 5)),
+        *(pytest.param(Rewards(3, threshold, 0.3), 1.0, marks=pytest.mark.slow) for threshold in (0.5, 0.75)),
     ],
 )
 def test_intervals_cover_other_seeds(case: Rewards, most: float) -> None:
@@ -164,7 +165,13 @@ def test_intervals_cover_other_seeds(case: Rewards, most: float) -> None:
     assert case.slower or apart <= 0.07
 
 
-@pytest.mark.parametrize("case", [Rewards(3, None), Rewards(5, 0.7), Accuracies(1, 100, 1, 0, 0)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Rewards(3, None),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in (Rewards(5, 0.7), Accuracies(1, 100, 1, 0, 0))),
+    ],
+)
 def test_a_visible_difference_is_mostly_seen(case: Rewards | Accuracies) -> None:
     larger = case.with_difference(covered(case, 200)[2])
     assert larger is not None and 0.7 <= covered(larger, 300, seed=6)[1] <= 0.93

@@ -91,7 +91,7 @@ class Verbs:
         kept.rename(run)
 
 
-@pytest.mark.parametrize("every", [0, 2, 3, 5])
+@pytest.mark.parametrize("every", [2, *(pytest.param(every, marks=pytest.mark.slow) for every in (0, 3, 5))])
 def test_every_verb_after_every_other(runs: ScriptedRuns, tmp_path: Path, every: int) -> None:
     verbs, run, kept = Verbs(runs, every), tmp_path / "run", tmp_path / "kept"
     runs.train(verbs.config(run.name, FIRST))

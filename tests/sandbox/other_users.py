@@ -58,8 +58,8 @@ HOSTS = [
     Host("D as a user", "seccomp", OTHER_USER),
     Host("B as a user", "namespaces-user", OTHER_USER),
 ]
-TWICE = {"C with users of its own", "C as a user", "D as a user"}
-"""Of `make test-slow` where tests run everywhere: others have the same level, and the same kind of user."""
+TWICE = {"B", "C with users of its own", "C as a user", "D with users of its own", "D as a user"}
+"""Of `make test-slow` where tests run everywhere: others have the same walls, and the same kind of user."""
 EVERYWHERE = [
     pytest.param(host, marks=pytest.mark.slow if host.name in TWICE else (), id=host.name)
     for host in (Host("A", "namespaces-root"), Host("B", "namespaces-user"), Host("C", "landlock"), *HOSTS)

@@ -105,8 +105,8 @@ def runnable(level: str, attack: Attack) -> bool:
 
 
 GROUPS = {level: pytest.mark.xdist_group(f"sandbox-{letter}") for level, letter in zip(LEVELS, "ABCDE", strict=True)}
-BREADTH = {level: [pytest.mark.slow] for level in ("namespaces-user", "none")}
-"""Of `make test-slow`: B has the walls of A but the users, and E has limits alone."""
+BREADTH = {level: [pytest.mark.slow] for level in LEVELS if level not in ("namespaces-root", "landlock")}
+"""Of `make test-slow`: two levels have all mechanisms, and others have some of them."""
 CASES = [
     pytest.param(level, attack, id=f"{level}-{attack.name}", marks=[GROUPS[level], *BREADTH.get(level, ())])
     for level in LEVELS
@@ -114,7 +114,9 @@ CASES = [
     if runnable(level, attack)
 ]
 EVERY_LEVEL = pytest.mark.parametrize(
-    "target", [pytest.param(level, marks=group) for level, group in GROUPS.items()], indirect=True
+    "target",
+    [pytest.param(level, marks=[group, *BREADTH.get(level, ())]) for level, group in GROUPS.items()],
+    indirect=True,
 )
 
 

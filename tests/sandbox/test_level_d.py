@@ -14,7 +14,7 @@ from ctpo_sandbox.confine import Confinement
 from tests.sandbox.conftest import runner
 from tests.sandbox.other_users import HOSTS, OTHER_USER, ROOT, Host, command_as, ids, open_folder, server_of
 
-pytestmark = pytest.mark.xdist_group("sandbox-users")
+pytestmark = [pytest.mark.xdist_group("sandbox-users"), pytest.mark.slow]
 
 OPEN_OTHERS = """
 import os
