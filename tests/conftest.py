@@ -26,8 +26,8 @@ from tests.support import ranks
 from tests.support.command import Invoke, Result
 from tests.support.deadlines import scaled
 
-ENGINES = {"stage", "users_stage", "shared_ray"}
-"""Fixtures of the fleets that tests share."""
+SHARED = {"engines": {"stage", "users_stage", "shared_ray"}, "report": {"demo_run", "page"}}
+"""Fixtures of what tests share: of fleets, and of a run with its report."""
 
 FIRST = (
     "ring",
@@ -61,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # of SIGALRM, the deadline of the test, then ran for ever in Python 3.11.
     phases = [phase for phase in Phase if phase is not Phase.explain]
     settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=phases)
+    settings.register_profile("few", settings.get_profile("tests"), max_examples=30, derandomize=True)
     settings.load_profile("tests")
     ranks.Default.pretend_cuda = config.getoption("--pretend-cuda")
     if workers := getattr(config.option, "tx", None):  # only in the process that starts the others
@@ -105,8 +106,9 @@ def _group(item: pytest.Item) -> str:
         return str(marker.args[0])
     path = item.nodeid.partition("::")[0]
     folder, _, file = path.removeprefix("tests/").partition("/")
-    if ENGINES & set(getattr(item, "fixturenames", ())):
-        return "engines"
+    for group, fixtures in SHARED.items():
+        if fixtures & set(getattr(item, "fixturenames", ())):
+            return group
     if folder == "end_to_end":
         return "resume" if file == "test_kill_resume.py" else "ring"
     if folder == "rehearsal":

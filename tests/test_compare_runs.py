@@ -19,6 +19,8 @@ import pytest
 from tests.compare_runs import compare
 from tests.support.deadlines import scaled
 
+pytestmark = pytest.mark.slow  # of a tool that is run by hand
+
 ROOT = Path(__file__).resolve().parents[1]
 Record = dict[str, Any]
 Edit = Callable[[Path], None]

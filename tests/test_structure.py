@@ -11,6 +11,8 @@ from tests import structure
 from tests.walk import merged
 from tests.walk.hook.sitecustomize import DOOR, DOORS, ROW, WEIGHTS
 
+pytestmark = pytest.mark.slow  # of a tool that is run by hand
+
 CORE = '''\
 """A module."""
 POLL_S, NAME = 0.5, "n"

@@ -1,4 +1,4 @@
-"""The tests of a file run in one process of pytest-xdist, as they share a judge."""
+"""The tests run in one process of pytest-xdist, as they share a judge, and SymPy takes seconds to import."""
 
 import pytest
 
@@ -9,4 +9,4 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    item.add_marker(pytest.mark.xdist_group(item.path.name))
+    item.add_marker(pytest.mark.xdist_group("answers"))

@@ -19,7 +19,7 @@ from child_judge import Judge, scaled
 from ctpo_answers import ground_truth_problem, score_math, score_reference
 
 FILES = {
-    file.stem: yaml.safe_load(file.read_text(encoding="utf-8"))
+    file.stem: yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
     for file in sorted(Path(__file__).parent.glob("ground_truths*.yaml"))
 }
 TABLE: dict[str, list[dict[str, Any]]] = {name: rows for classes in FILES.values() for name, rows in classes.items()}

@@ -30,7 +30,7 @@ from ctpo_megatron.environments import (
 )
 from tests.extend.scripted import Codec
 
-CORPUS = yaml.safe_load((Path(__file__).parent / "model_outputs.yaml").read_text(encoding="utf-8"))
+CORPUS = yaml.load((Path(__file__).parent / "model_outputs.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
 NAMED = {"argvalues": CORPUS, "ids": [case["name"] for case in CORPUS]}
 PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "fenced": FencedParser}
 STOP = 0

@@ -10,6 +10,8 @@ from tests.rehearsal.budget import limit, over_budget
 from tests.rehearsal.cases import CASES
 from tests.support import ranks
 
+pytestmark = pytest.mark.slow  # of the harness, which changes seldom
+
 
 def test_operands_of_two_devices_and_hidden_copies_are_refused() -> None:
     (found,) = ranks.run(detector.refusals, pretend_cuda=True)

@@ -51,7 +51,10 @@ def test_training_on_pretended_gpus(case: Case, models_dir: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("family", "dtype", "tolerance"),
-    [*((family, "float32", 1e-3) for family in start.FAMILIES), ("qwen3-tied", "bfloat16", 0.1)],
+    [
+        *(pytest.param(family, "float32", 1e-3, marks=pytest.mark.slow) for family in start.FAMILIES),
+        ("qwen3-tied", "bfloat16", 0.1),
+    ],
 )
 def test_the_tests_that_wait_for_a_gpu_run(family: str, dtype: str, tolerance: float, tmp_path: Path) -> None:
     """tests/gpu/test_policy_cuda.py: log-probs as transformers gives them on the CPU, and an update."""

@@ -10,6 +10,8 @@ import pytest
 from tests.support import children
 from tests.support.deadlines import scaled
 
+pytestmark = pytest.mark.slow  # of the harness, which changes seldom
+
 ANOTHER = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
 
 

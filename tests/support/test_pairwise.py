@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.pairwise import pairwise
 
+pytestmark = pytest.mark.slow  # of the harness, which changes seldom
+
 FACTORS: dict[str, list[Any]] = {
     "a, b": [(1, 2), (3, 4), (5, 6)],
     "c": [{}, {"x": 1}],

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from tests.support import children, ranks
 
+pytestmark = pytest.mark.slow  # of the harness, which changes seldom
+
 
 def environment_of_a_rank() -> tuple[str | None, str | None, int]:
     return os.environ.get("RANK"), os.environ.get("WORLD_SIZE"), torch.get_num_threads()
