@@ -104,7 +104,6 @@ def assert_text(tokenizer: Any, ids: Sequence[int], harmless_ids: Sequence[int])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_a_rendered_conversation(name: str, data: Any) -> None:
     """Of edited histories at the endpoint, and of prompts."""
@@ -120,7 +119,6 @@ def test_a_rendered_conversation(name: str, data: Any) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(deadline=None, max_examples=60)
 @given(first=contents, second=contents, tool=contents)
 def test_messages_after_a_turn(name: str, first: str, second: str, tool: str) -> None:
     tokenizer = tokenizer_of(name)
@@ -133,7 +131,6 @@ def test_messages_after_a_turn(name: str, first: str, second: str, tool: str) ->
     assert shown.strip() in tokenizer.decode(ids) and second.strip() in tokenizer.decode(ids)
 
 
-@settings(deadline=None, max_examples=60)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40), name=st.sampled_from([*TEMPLATES]))
 def test_ordinary_contents_have_the_tokens_that_the_whole_text_has(text: str, name: str) -> None:
     tokenizer = tokenizer_of(name)

@@ -69,10 +69,10 @@ def test_interpreter_and_twin_decide_alike(interpreter: None, ratio: str, power:
 @pytest.mark.parametrize(
     ("span", "block"),
     [
-        (64, 64),
         (64, 16),
-        (4096, 32),
         (4096, 512),
+        pytest.param(64, 64, marks=pytest.mark.slow),
+        pytest.param(4096, 32, marks=pytest.mark.slow),
         pytest.param(16, 16, marks=pytest.mark.slow),
         pytest.param(128, 32, marks=pytest.mark.slow),
     ],

@@ -108,7 +108,7 @@ def test_low_precision_operands(backend: str, dtype: torch.dtype) -> None:
             assert distance(getattr(found, name), getattr(exact, name)) <= allowed
 
 
-@pytest.mark.parametrize("chunks", [(1, 3), (16, 64), (29, None)])
+@pytest.mark.parametrize("chunks", [pytest.param((1, 3), marks=pytest.mark.slow), (16, 64), (29, None)])
 def test_chunks_leave_integers_and_decisions(backend: str, chunks: tuple[int | None, int | None]) -> None:
     """Hidden states that make every logit exact: log-probs then have the same bits however the product is cut."""
     head = random_head(12, width=4)

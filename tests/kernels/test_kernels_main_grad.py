@@ -11,6 +11,7 @@ from torch import Tensor
 from ctpo_kernels import fused_linear_ctpo, linear_log_probs
 from tests.kernels.heads import Head, random_head, sweep
 from tests.kernels.packings import distance, same_bits
+from tests.support.pairwise import pairwise
 
 SCALE = 2.0**16
 
@@ -37,8 +38,14 @@ def widened(head: Head) -> Head:
     return Head(head.hidden.float(), head.weight.float(), head.labels, head.batch)
 
 
-@pytest.mark.parametrize("ratio", ["cumprod", "sequence"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pairwise(
+    {
+        "backend": ["torch", "triton"],
+        "dtype": [torch.float32, torch.bfloat16],
+        "ratio": ["cumprod", "sequence"],
+    },
+    indirect=["backend"],
+)
 def test_gradient_is_added_in_float32(backend: str, dtype: torch.dtype, ratio: str) -> None:
     head, options = random_head(1, dtype=dtype), {"chunk_size": 16, "ratio_mode": ratio}
     weight, hidden = with_main_grad(head, start=0.5), head.hidden.clone().requires_grad_()
@@ -84,7 +91,11 @@ def backward_of_scaled(head: Head, scale: float, **options: Any) -> tuple[Tensor
 OPTIONS = [{}, {"ratio_mode": "sequence"}, {"entropy_coef": 0.1}, {"ratio_mode": "sequence", "entropy_coef": 0.1}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["one sweep", "two", "one, entropy", "two, entropy"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(each, marks=pytest.mark.slow if each in OPTIONS[1:3] else ()) for each in OPTIONS],
+    ids=["one sweep", "two", "one, entropy", "two, entropy"],
+)
 def test_a_known_upstream_scalar_scales_both_gradients(backend: str, options: dict[str, object]) -> None:
     head = random_head(5)
     plain, scaled = backward_of_scaled(head, 1.0, **options), backward_of_scaled(head, SCALE, **options)

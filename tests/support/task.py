@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.support.deadlines import scaled
-from tests.support.prefork import ROOT
+from tests.support.prefork import ROOT, SHARED, Client
 
 SMALL_TASK = ("train_prompts=64", "heldout_prompts=16", "sft_conversations=640", "tokenizer_conversations=400")
 _SOURCES = ROOT / "examples" / "toolmath"
@@ -31,7 +31,13 @@ def task_folder(*settings: str) -> Path:
 
 
 def write_task(folder: Path, *settings: str) -> None:
-    """`python -m examples.toolmath folder settings`."""
+    """`python -m examples.toolmath folder settings`; forked by a server of test processes where there is one."""
+    if SHARED in os.environ:
+        from examples.toolmath.__main__ import main
+
+        done = Client(os.environ[SHARED]).run(main, argv=["toolmath", str(folder), *settings], deadline_s=120)
+        assert done.returncode == 0, done.stderr
+        return
     command = [sys.executable, "-m", "examples.toolmath", str(folder), *settings]
     paths = [str(ROOT), *(str(ROOT / part) for part in ("answers", "kernels", "sandbox", "launchers"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
