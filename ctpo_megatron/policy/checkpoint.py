@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.api import CheckpointException as DistributedW
 from ctpo_megatron.base.files import patiently
 from ctpo_megatron.base.run_paths import step_name
 from ctpo_megatron.base.signals import children_spared
+from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import checkpoint_files as files
@@ -64,46 +65,6 @@ _CUT_SHORT = ("PytorchStreamWriter failed", "inline_container", "No space left",
 """In errors of torch's writers or of the system: the file could not be written to its end."""
 _NO_RESULTS = "results_queue should not be empty"
 _MOST_TENSOR_PARALLEL = 64
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """The state of a rank, as a checkpoint stores it: weights, optimizer, schedule and random streams.
-
-    settings: configuration keys that decide which tensors exist, with their values.
-    """
-
-    model: BuiltModel
-    steps: OptimizerSteps
-    settings: Mapping[str, Any]
-
-    def shards(self, *, is_loading: bool) -> dict[str, Any]:
-        """This rank's part of model and optimizer as megatron's sharded tensors."""
-        weights = weight_shards(self.model)
-        return {"model": weights, "optimizer": self.steps.sharded_state(weights, _metadata(), is_loading=is_loading)}
-
-    def unsharded(self, layout: Layout) -> dict[str, Any]:
-        """The state that is neither model nor optimizer; collective."""
-        streams = {"layout": _sizes(layout), "ranks": gather_objects(random_streams())}
-        return {"scheduler": self.steps.scheduler.state_dict(), "random": streams}
-
-    def restore(self, loaded: dict[str, Any], layout: Layout) -> bool:
-        """Copy in what was loaded for `shards`.
-
-        Random streams only in the layout that wrote them: a rank of another one has no counterpart. Returns whether it
-        is the same.
-        """
-        self.model.load_state(loaded["model"])
-        self.steps.load_state(loaded["optimizer"], loaded["scheduler"])
-        same_layout: bool = loaded["random"]["layout"] == _sizes(layout)
-        if same_layout:
-            set_random_streams(loaded["random"]["ranks"][layout.rank])
-        return same_layout
-
-
-def weight_shards(model: BuiltModel) -> dict[str, Any]:
-    """This rank's weights as megatron's sharded tensors."""
-    return model.sharded_state(_metadata())
 
 
 def _metadata() -> dict[str, Any]:
@@ -176,15 +137,15 @@ def start_results_queue() -> None:
         filesystem_async._results_queue = _PickledQueue(manager.Queue())
 
 
-class Writer:
-    """Writes checkpoints, at most one at a time; every method is collective.
+class Checkpoints:
+    """Saves and loads the state of training, at most one save at a time; every method is collective.
 
-    timeout_s: deadline of a save, counted from when `finish` begins to wait for it.
+    `policy.timeout_minutes` is the deadline of a save, counted from when `finish` begins to wait for it.
     """
 
-    def __init__(self, layout: Layout, timeout_s: float) -> None:
-        self._layout = layout
-        self._timeout_s = timeout_s
+    def __init__(self, model: BuiltModel, layout: Layout, policy: PolicyConfig) -> None:
+        self._model, self._layout, self._policy = model, layout, policy
+        self._timeout_s = policy.timeout_minutes * 60
         self._queue = AsyncCallsQueue()
         self._aside = Path()
         self._look_again = 0.0
@@ -198,7 +159,7 @@ class Writer:
         self,
         directory: Path,
         step: int,
-        state: TrainState,
+        steps: OptimizerSteps,
         run_state: dict[str, Any],
         config: CheckpointConfig,
         score: float | None,
@@ -221,9 +182,12 @@ class Writer:
         self._aside = aside
         # 0.16 writes the state that is neither model nor optimizer now, with torch.save.
         with _named_failure(aside):
-            content = state.shards(is_loading=False) | state.unsharded(self._layout)
+            content = self._shards(steps, is_loading=False) | {
+                "scheduler": steps.scheduler.state_dict(),
+                "random": {"layout": _sizes(self._layout), "ranks": gather_objects(random_streams())},
+            }
             request = megatron_versions.begin_save(content, aside, dict(FORMAT))
-        marker = Marker(step, score, run_state, {}, {**state.settings, **model_settings(state.model.spec)})
+        marker = Marker(step, score, run_state, {}, {**self._settings(steps), **model_settings(self._model.spec)})
         request.add_finalize_fn(partial(self._publish, aside, marker, config))
         with _named_failure(aside):
             self._queue.schedule_async_request(request)
@@ -281,6 +245,62 @@ class Writer:
         self._layout.on_rank_zero(
             lambda: files.publish(aside, whole, keep_last=config.keep_last, keep_best=config.keep_best)
         )
+
+    def _shards(self, steps: OptimizerSteps | None, *, is_loading: bool) -> dict[str, Any]:
+        """This rank's weights, and with `steps` the state of the optimizer, as megatron's sharded tensors."""
+        weights = self._model.sharded_state(_metadata())
+        if steps is None:
+            return {"model": weights}
+        return {"model": weights, "optimizer": steps.sharded_state(weights, _metadata(), is_loading=is_loading)}
+
+    def _settings(self, steps: OptimizerSteps) -> dict[str, Any]:
+        """Configuration keys that decide which tensors exist, with their values."""
+        return {
+            "policy.dtype": self._policy.dtype,
+            "policy.use_distributed_optimizer": self._policy.use_distributed_optimizer,
+            "optimizer.weight_decay_of": steps.weight_decay_of,
+        }
+
+    def load(self, checkpoint: Path, steps: OptimizerSteps | None) -> dict[str, Any]:
+        """Restore a complete checkpoint of any parallel layout and return the driver's state in it.
+
+        steps: None for the weights only, which are converted from another precision, with a line in the log. Files, and
+        names, shapes and dtypes of all tensors, are checked before anything is copied. Random streams are restored when
+        the layout is the same; a rank of another layout has no counterpart. Raises CheckpointError.
+        """
+        marker, spec = self._verified(checkpoint), self._model.spec
+        if steps is not None:
+            check_settings(checkpoint, marker.settings, self._settings(steps))
+        wanted = self._shards(steps, is_loading=True)
+        check_fit(checkpoint, wanted, spec.vocab_size, weights_only=steps is None)
+        check_settings(checkpoint, marker.settings, model_settings(spec))
+        with refused_as_one(checkpoint):
+            loaded = megatron_versions.load(wanted, checkpoint)
+        self._model.load_state(loaded["model"])
+        if steps is not None:
+            steps.load_state(loaded["optimizer"], loaded["scheduler"])
+            if loaded["random"]["layout"] == _sizes(self._layout):
+                set_random_streams(loaded["random"]["ranks"][self._layout.rank])
+            else:
+                log.info("%s was written in another layout: random streams start again from run.seed", checkpoint)
+        log.info("restored %s%s", "" if steps is not None else "the weights of ", checkpoint)
+        return marker.run
+
+    def _verified(self, checkpoint: Path) -> Marker:
+        """Compare every file with the manifest; each rank reads its share.
+
+        Raises CheckpointError on every rank, naming all broken files and an older intact checkpoint.
+        """
+        layout = self._layout
+        marker: Marker = layout.on_rank_zero(lambda: files.read_marker(checkpoint))
+        problems: list[str] = layout.on_rank_zero(lambda: files.size_problems(checkpoint, marker.files))
+        if not problems:
+            mine = sorted(marker.files)[layout.rank :: layout.world_size]
+            found = gather_objects(files.content_problems(checkpoint, marker.files, mine))
+            problems = [problem for part in found for problem in part]
+        if problems:
+            raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}{files.advice(checkpoint)}")
+        return marker
 
 
 def _abandon(queue: AsyncCallsQueue) -> None:
@@ -346,58 +366,6 @@ def _ended(writer: Any) -> str:
         return "a process that writes ended"
     how = f"status {writer.exitcode}" if writer.exitcode > 0 else signal.Signals(-writer.exitcode).name
     return f"the process that writes it ({writer.pid}) ended by {how}"
-
-
-def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
-    """Restore a complete checkpoint of any parallel layout and return the driver's state in it.
-
-    Files, and names, shapes and dtypes of all tensors, are checked before anything is copied. Random streams are
-    restored when the layout is the same; a rank of another layout has no counterpart. Raises CheckpointError.
-    """
-    marker = verify(checkpoint, layout)
-    check_settings(checkpoint, marker.settings, state.settings)
-    wanted = state.shards(is_loading=True)
-    check_fit(checkpoint, wanted, state.model.spec.vocab_size)
-    check_settings(checkpoint, marker.settings, model_settings(state.model.spec))
-    with refused_as_one(checkpoint):
-        loaded = megatron_versions.load(wanted, checkpoint)
-    if not state.restore(loaded, layout):
-        log.info("%s was written in another layout: random streams start again from run.seed", checkpoint)
-    log.info("restored %s", checkpoint)
-    return marker.run
-
-
-def load_weights(checkpoint: Path, layout: Layout, model: BuiltModel) -> dict[str, Any]:
-    """Restore only the weights of a complete checkpoint of any layout; returns the driver's state. Same checks as
-    `load`.
-
-    Weights of another precision are converted, with a line in the log.
-    """
-    marker = verify(checkpoint, layout)
-    wanted = {"model": weight_shards(model)}
-    check_fit(checkpoint, wanted, model.spec.vocab_size, weights_only=True)
-    check_settings(checkpoint, marker.settings, model_settings(model.spec))
-    with refused_as_one(checkpoint):
-        loaded = megatron_versions.load(wanted, checkpoint)
-    model.load_state(loaded["model"])
-    log.info("restored the weights of %s", checkpoint)
-    return marker.run
-
-
-def verify(checkpoint: Path, layout: Layout) -> Marker:
-    """Compare every file with the manifest; each rank reads its share. Collective.
-
-    Raises CheckpointError on every rank, naming all broken files and an older intact checkpoint.
-    """
-    marker: Marker = layout.on_rank_zero(lambda: files.read_marker(checkpoint))
-    problems: list[str] = layout.on_rank_zero(lambda: files.size_problems(checkpoint, marker.files))
-    if not problems:
-        mine = sorted(marker.files)[layout.rank :: layout.world_size]
-        found = gather_objects(files.content_problems(checkpoint, marker.files, mine))
-        problems = [problem for part in found for problem in part]
-    if problems:
-        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}{files.advice(checkpoint)}")
-    return marker
 
 
 def model_settings(spec: ModelSpec) -> dict[str, Any]:

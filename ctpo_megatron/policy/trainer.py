@@ -36,7 +36,8 @@ from ctpo_megatron.objective import (
     warm_up_kernels,
     window_metrics,
 )
-from ctpo_megatron.policy import checkpoint, device, hf
+from ctpo_megatron.policy import device, hf
+from ctpo_megatron.policy.checkpoint import Checkpoints
 from ctpo_megatron.policy.hf import write_directory
 from ctpo_megatron.policy.memory import DeviceMemory
 from ctpo_megatron.policy.minibatch import (
@@ -146,7 +147,7 @@ class Trainer:
             hf.load(self._model, weights or model_path, layout)
         self._memory = DeviceMemory(config, self._model)
         self._passes = Passes(self._model, layout, self._memory, temperature)
-        self._writer = checkpoint.Writer(layout, config.timeout_minutes * 60)
+        self._checkpoints = Checkpoints(self._model, layout, config)
         self._optimizer_steps: OptimizerSteps | None = None
         self._rl: _Reinforcement | None = None
 
@@ -420,33 +421,24 @@ class Trainer:
         score: float | None = None,
         attached: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
     ) -> Path:
-        """Checkpoint weights, optimizer, schedule, random streams and the driver's state; see `checkpoint.Writer`."""
+        """Checkpoint weights, optimizer, schedule, random streams and the driver's state; see `Checkpoints.save`."""
         with self._memory.weights_complete():
             settings = config or CheckpointConfig()
-            return self._writer.save(directory, step, self._train_state(), run_state, settings, score, attached)
+            return self._checkpoints.save(directory, step, self._steps, run_state, settings, score, attached)
 
     def finish_save(self, *, wait: bool = True) -> None:
-        """Complete an asynchronous save; without `wait`, only if it is done. See `checkpoint.Writer.finish`."""
+        """Complete an asynchronous save; without `wait`, only if it is done. See `Checkpoints.finish`."""
         with device.scope():
-            self._writer.finish(wait=wait)
+            self._checkpoints.finish(wait=wait)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore a checkpoint and return the driver's state in it, which sets `version`; see `checkpoint.load`."""
+        """Restore a checkpoint and return the driver's state in it, which sets `version`; see `Checkpoints.load`."""
         with self._memory.in_use():
-            run_state = checkpoint.load(path, self.layout, self._train_state())
+            run_state = self._checkpoints.load(path, self._steps)
         self.version = run_state.get("weights_version", 1)  # a checkpoint of SFT has no version
         return run_state
 
     def load_weights(self, path: Path) -> dict[str, Any]:
         """Restore the weights of a checkpoint, no optimizer; returns the driver's state in it."""
         with self._memory.in_use():
-            return checkpoint.load_weights(path, self.layout, self._model)
-
-    def _train_state(self) -> checkpoint.TrainState:
-        steps = self._steps
-        settings = {
-            "policy.dtype": self.config.dtype,
-            "policy.use_distributed_optimizer": self.config.use_distributed_optimizer,
-            "optimizer.weight_decay_of": steps.weight_decay_of,
-        }
-        return checkpoint.TrainState(self._model, steps, settings)
+            return self._checkpoints.load(path, None)

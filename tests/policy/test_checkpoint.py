@@ -166,7 +166,7 @@ def test_a_trainer_ends_with_its_last_reference(make: Make, tmp_path: Path) -> N
     """
     policy = make()
     policy.save(tmp_path, 1, {"step": 1})
-    writer = weakref.ref(policy._writer)
+    writer = weakref.ref(policy._checkpoints)
     del policy
     gc.collect()
     assert writer() is None
@@ -199,7 +199,7 @@ def test_a_full_disk_is_named(
 def test_a_writer_that_cannot_write_is_reported(make: Make, tmp_path: Path) -> None:
     policy = make()
     policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
-    (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
+    (process,) = [call.async_caller.process for call in policy._checkpoints._queue.async_calls]
     process.kill()
     how = rf"the process that writes it \({process.pid}\) ended by SIGKILL before its end"
     with pytest.raises(CheckpointWriteError, match=f"could not be written.*{how}; was it killed"):
@@ -231,7 +231,7 @@ def test_a_writer_that_is_frozen_is_named(
     monkeypatch.setattr(checkpoint, "_LOOK_S", 0.2)
     policy = make()
     policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
-    (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
+    (process,) = [call.async_caller.process for call in policy._checkpoints._queue.async_calls]
     os.kill(process.pid, signal.SIGSTOP)
     threading.Timer(1.0, os.kill, (process.pid, signal.SIGCONT)).start()
     policy.finish_save()
@@ -248,8 +248,8 @@ def test_a_writer_that_hangs_is_discarded_and_does_not_outlive_the_job(
         CheckpointError, match=r"not done after 0\.3 s \(policy\.timeout_minutes\).*was one of them killed"
     ):
         policy.finish_save()
-    (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
-    checkpoint._abandon(policy._writer._queue)
+    (process,) = [call.async_caller.process for call in policy._checkpoints._queue.async_calls]
+    checkpoint._abandon(policy._checkpoints._queue)
     process.join(timeout=scaled(5))
     assert not process.is_alive()
 
