@@ -148,7 +148,8 @@ def share_outline(
     """What `read` gives on rank zero, without its tokens, on every rank; collective. Rank zero keeps its tokens.
 
     Also the advantage of each sequence, and, if `ordered`, the order of the sequences by their tokens. advantages: of
-    the trajectories, used on rank zero only. Of those of turns the largest by size counts: 0 where nothing is learned.
+    the trajectories, used on rank zero only. Of a tuple, one for each turn, the largest by size counts: it is 0 where
+    nothing is learned.
     """
     kept: list[TokenSequence] = []
 
