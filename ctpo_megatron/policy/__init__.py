@@ -27,7 +27,7 @@ for _name in (
     "dist_checkpointing.strategies.common",
 ):
     logging.getLogger(f"megatron.core.{_name}").setLevel(logging.ERROR)
-# What a writer of checkpoints logs comes back as the error that `Checkpoints` raises, in a sentence.
+# What a writer of checkpoints logs comes back as the error that `CheckpointStore` raises, in a sentence.
 logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async").setLevel(logging.CRITICAL)
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 

@@ -137,7 +137,7 @@ def start_results_queue() -> None:
         filesystem_async._results_queue = _PickledQueue(manager.Queue())
 
 
-class Checkpoints:
+class CheckpointStore:
     """Saves and loads the state of training, at most one save at a time; every method is collective.
 
     `policy.timeout_minutes` is the deadline of a save, counted from when `finish` begins to wait for it.

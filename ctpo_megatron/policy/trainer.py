@@ -37,7 +37,7 @@ from ctpo_megatron.objective import (
     window_metrics,
 )
 from ctpo_megatron.policy import device, hf
-from ctpo_megatron.policy.checkpoint import Checkpoints
+from ctpo_megatron.policy.checkpoint import CheckpointStore
 from ctpo_megatron.policy.hf import write_directory
 from ctpo_megatron.policy.memory import DeviceMemory
 from ctpo_megatron.policy.minibatch import (
@@ -147,7 +147,7 @@ class Trainer:
             hf.load(self._model, weights or model_path, layout)
         self._memory = DeviceMemory(config, self._model)
         self._passes = Passes(self._model, layout, self._memory, temperature)
-        self._checkpoints = Checkpoints(self._model, layout, config)
+        self._checkpoints = CheckpointStore(self._model, layout, config)
         self._optimizer_steps: OptimizerSteps | None = None
         self._rl: _Reinforcement | None = None
 
@@ -421,18 +421,18 @@ class Trainer:
         score: float | None = None,
         attached: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
     ) -> Path:
-        """Checkpoint weights, optimizer, schedule, random streams and the driver's state; see `Checkpoints.save`."""
+        """Checkpoint weights, optimizer, schedule, random streams, driver's state; see `CheckpointStore.save`."""
         with self._memory.weights_complete():
             settings = config or CheckpointConfig()
             return self._checkpoints.save(directory, step, self._steps, run_state, settings, score, attached)
 
     def finish_save(self, *, wait: bool = True) -> None:
-        """Complete an asynchronous save; without `wait`, only if it is done. See `Checkpoints.finish`."""
+        """Complete an asynchronous save; without `wait`, only if it is done. See `CheckpointStore.finish`."""
         with device.scope():
             self._checkpoints.finish(wait=wait)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore a checkpoint and return the driver's state in it, which sets `version`; see `Checkpoints.load`."""
+        """Restore a checkpoint and return the driver's state, which sets `version`; see `CheckpointStore.load`."""
         with self._memory.in_use():
             run_state = self._checkpoints.load(path, self._steps)
         self.version = run_state.get("weights_version", 1)  # a checkpoint of SFT has no version
