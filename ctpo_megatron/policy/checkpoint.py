@@ -247,14 +247,14 @@ class CheckpointStore:
         )
 
     def _shards(self, steps: OptimizerSteps | None, *, is_loading: bool) -> dict[str, Any]:
-        """This rank's weights, and with `steps` the state of the optimizer, as megatron's sharded tensors."""
+        """Return this rank's weights, and with `steps` the state of the optimizer, as megatron's sharded tensors."""
         weights = self._model.sharded_state(_metadata())
         if steps is None:
             return {"model": weights}
         return {"model": weights, "optimizer": steps.sharded_state(weights, _metadata(), is_loading=is_loading)}
 
     def _settings(self, steps: OptimizerSteps) -> dict[str, Any]:
-        """Configuration keys that decide which tensors exist, with their values."""
+        """Return the configuration keys that decide which tensors exist, with their values."""
         return {
             "policy.dtype": self._policy.dtype,
             "policy.use_distributed_optimizer": self._policy.use_distributed_optimizer,

@@ -145,11 +145,11 @@ def checked_sequences(
 def share_outline(
     read: Callable[[], list[TokenSequence]], advantages: Sequence[Advantage], layout: Layout, *, ordered: bool
 ) -> tuple[list[TokenSequence], list[float | None], PrefixOrder | None]:
-    """What `read` gives on rank zero, without its tokens, on every rank; collective. Rank zero keeps its tokens.
+    """Tell every rank what `read` gives on rank zero, without its tokens; collective. Rank zero keeps its tokens.
 
-    Also the advantage of each sequence, and, if `ordered`, the order of the sequences by their tokens. advantages: of
-    the trajectories, used on rank zero only. Of a tuple, one for each turn, the largest by size counts: it is 0 where
-    nothing is learned.
+    Also tells the advantage of each sequence, and, if `ordered`, the order of the sequences by their tokens.
+    advantages: of the trajectories, used on rank zero only. Of a tuple, one for each turn, the largest by size counts:
+    it is 0 where nothing is learned.
     """
     kept: list[TokenSequence] = []
 

@@ -272,7 +272,7 @@ class OptimizerSteps:
             self.scheduler.step(increment=0)
 
     def sharded_state(self, weights: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-        """The state of the optimizer as megatron's sharded tensors. weights: of the model, in the same form."""
+        """Return the state of the optimizer as megatron's sharded tensors. weights: of the model, in the same form."""
         # So that a checkpoint before the first step has the same tensors as any other.
         _fill_state(self.optimizer)
         state: dict[str, Any] = self.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)

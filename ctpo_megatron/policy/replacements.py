@@ -37,7 +37,7 @@ _Replacement = tuple[Any, str, Any, str]
 
 
 def _replacements(*, cuda: bool) -> Iterator[_Replacement]:
-    """The functions whose cause holds, according to megatron-core itself."""
+    """Yield the functions whose cause holds, according to megatron-core itself."""
     writer: Any = filesystem_async.FileSystemWriterAsync
     if not cuda:
         yield torch.cuda, "current_device", current_device, "gradient buffers, RoPE, TP and PP buffers"
