@@ -272,3 +272,13 @@ class ObjectiveConfig(Section):
     def by_turn(self) -> bool:
         """Whether the rewards of turns are trained on."""
         return self.credit == "turn"
+
+    @property
+    def needs_zero_advantage(self) -> bool:
+        """Whether a step without the trajectories of advantage 0 would be another.
+
+        A user's objective may learn from them, an entropy bonus does, and a correction counts their remaining tokens or
+        weights.
+        """
+        learns = self.function is not None or bool(self.entropy_coef)
+        return learns or self.correction.rejects or self.correction.normalize

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.reads import Reads, exists
-from ctpo_megatron.config.section import Seconds, Section
+from ctpo_megatron.config.section import Precision, Seconds, Section
 
 COLDEST, HOTTEST = 0.01, 2.0
 """Sampling temperatures of vLLM 0.32: it raises lower ones to 0.01 with only a log line, and refuses higher ones."""
@@ -40,6 +40,10 @@ class EngineConfig(Section):
     extra: Annotated[dict[str, Any], Reads(exists)] = Field(
         default_factory=dict, description="further vLLM engine arguments, passed as they are"
     )
+
+    def precision(self, of_trainer: Precision) -> Precision:
+        """Return the precision of the engine: `dtype`, or the trainer's where it is auto."""
+        return of_trainer if self.dtype == "auto" else self.dtype
 
 
 Transport = Literal["tcp", "nccl", "ipc"]

@@ -451,17 +451,4 @@ class Config(Section):
     @property
     def engine_dtype(self) -> Precision:
         """Precision of the engines: `rollout.engine.dtype`, the trainer's where it is auto."""
-        chosen = self.rollout.engine.dtype
-        return self.policy.dtype if chosen == "auto" else chosen
-
-    @property
-    def leaves_out_zero_advantage(self) -> bool:
-        """Whether trajectories of advantage 0 are skipped in the passes: `policy.skip_zero_advantage`, if exact.
-
-        A user's objective may learn from them, an entropy bonus does, and a correction counts their remaining tokens or
-        weights.
-        """
-        correction = self.objective.correction
-        learns = self.objective.function is not None or bool(self.objective.entropy_coef)
-        needs_all = learns or correction.rejects or correction.normalize
-        return self.policy.skip_zero_advantage and not needs_all
+        return self.rollout.engine.precision(self.policy.dtype)

@@ -99,11 +99,9 @@ class _Reinforcement:
         run: RunConfig,
         tracking: TrackingConfig,
         phases: Phases,
-        sampler_dtype: str,
-        skip_zero_advantage: bool,
     ) -> None:
         self.config, self.rollout, self.run, self.tracking, self.phases = config, rollout, run, tracking, phases
-        self.sampler_dtype, self.skip_zero_advantage = sampler_dtype, skip_zero_advantage
+        self.skip_zero_advantage = policy.skip_zero_advantage and not config.needs_zero_advantage
         self.updates_per_batch = rollout.prompts_per_step // policy.mini_batch_prompts * policy.passes_per_batch
         self.mini_batch_size = policy.mini_batch_prompts * rollout.samples_per_prompt
         self.foreign = rollout.replay is not None and config.anchor == "behaviour"
@@ -179,16 +177,12 @@ class Trainer:
         run: RunConfig,
         tracking: TrackingConfig,
         phases: Phases,
-        *,
-        sampler_dtype: str,
-        skip_zero_advantage: bool,
     ) -> None:
         """Start the RL phase, for `train`: a fresh optimizer with a schedule over all batches.
 
-        sampler_dtype: `Config.engine_dtype`. skip_zero_advantage: trajectories of advantage 0 stay out of the model's
-        passes. Raises ExtensionError for a user's objective that cannot be found or called.
+        Raises ExtensionError for a user's objective that cannot be found or called.
         """
-        rl = _Reinforcement(objective, self.config, rollout, run, tracking, phases, sampler_dtype, skip_zero_advantage)
+        rl = _Reinforcement(objective, self.config, rollout, run, tracking, phases)
         self.use_optimizer(self.config.optimizer, run.steps * rl.updates_per_batch)
         self._rl = rl
 
@@ -232,7 +226,7 @@ class Trainer:
                 if not updates:
                     # Now all old log-probs are known and no weight has changed, so a bad batch can still be refused.
                     metrics |= old_log_probs.after_first_gradient(mini_batches)
-                    dtypes = self.config.dtype, rl.sampler_dtype
+                    dtypes = self.config.dtype, rollout.engine.precision(self.config.dtype)
                     check_mismatch(metrics, rollout.mismatch_limit, rollout.max_response_tokens, dtypes)
                 updates.append(steps.apply(gradient))
                 trained.append(mini_batch)

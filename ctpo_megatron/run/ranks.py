@@ -233,15 +233,7 @@ class TrainerGroup:
     @_on_all_ranks(gpus=True)
     def prepare_rl(self) -> None:
         config = self._config
-        self.trainer.prepare_rl(
-            config.objective,
-            config.rollout,
-            config.run,
-            config.tracking,
-            self.phases,
-            sampler_dtype=config.engine_dtype,
-            skip_zero_advantage=config.leaves_out_zero_advantage,
-        )
+        self.trainer.prepare_rl(config.objective, config.rollout, config.run, config.tracking, self.phases)
 
     def train(self, batch: Batch) -> TrainResult:
         """The updates of one RL step; see `Trainer.train`."""

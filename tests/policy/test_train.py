@@ -93,6 +93,7 @@ class Run:
             optimizer=optimizer,
             mini_batch_prompts=prompts,
             passes_per_batch=repeats,
+            skip_zero_advantage=skip,
             **config,
         )
         self.objective, self.size = objective, size
@@ -109,8 +110,6 @@ class Run:
             RunConfig(name="test", steps=batches, seed=seed),
             TrackingConfig(dump_every=dump_every),
             self.timer,
-            sampler_dtype="float32",
-            skip_zero_advantage=skip,
         )
         self.passes = 0
         self.trainer._model.gpt[0].register_forward_hook(self._count)

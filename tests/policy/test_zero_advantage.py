@@ -213,4 +213,5 @@ def test_they_stay_where_something_needs_them(override: str, skips: bool) -> Non
     key, _, value = override.partition("=")
     section, _, name = key.partition(".")
     sections[section] = {name: yaml.safe_load(value)}
-    assert Config(**sections).leaves_out_zero_advantage is skips
+    config = Config(**sections)
+    assert (config.policy.skip_zero_advantage and not config.objective.needs_zero_advantage) is skips
