@@ -63,7 +63,21 @@ SIDE_DOORS = (
 )
 # Packages whose own tests import the front door only; all tests, where a package has none of its own. `base` has no
 # door: each of its modules is documented, and may be named (SIDE_DOORS).
-BY_THE_DOOR = ("data", "engines", "environments", "models", "rewards", "rollouts", "run", "tracking")
+BY_THE_DOOR = ("data", "engines", "environments", "models", "policy", "rewards", "rollouts", "run", "tracking")
+# But for their tests of arithmetic that no front door shows: of attention and its rows, of replayed routers, of what
+# each rank is sent, and of what is found on a machine.
+OF_ARITHMETIC = tuple(
+    f"tests/policy/{name}.py"
+    for name in (
+        "te_layers",
+        "test_attention",
+        "test_capabilities",
+        "test_exchange",
+        "test_nodes",
+        "test_router_replay",
+        "test_shared_prefixes",
+    )
+)
 # Heavy packages that a package must not import anywhere, not even lazily.
 NEVER_IMPORT = {
     "ctpo_megatron.models": ("transformers", "ray", "vllm", "megatron"),  # torch where a tensor is, never at import
@@ -232,15 +246,30 @@ def test_light_packages_stay_light(package: str) -> None:
 
 @pytest.mark.parametrize("package", BY_THE_DOOR)
 def test_tests_import_the_front_door(package: str) -> None:
-    inside, own = f"ctpo_megatron.{package}", ROOT / "tests" / package
+    own = ROOT / "tests" / package
     wrong = [
-        show(path, line, name)
+        found
         for path in modules_of(own if own.is_dir() else ROOT / "tests")
-        for line, name in imports_of(path, f"tests.{package}")
-        if name.startswith(f"{inside}.") and name not in _offered(inside) and _is_module(name.rpartition(".")[0])
-        if not any(within(name, door) for door in SIDE_DOORS)
+        if str(path.relative_to(ROOT)) not in OF_ARITHMETIC
+        for found in _inner_imports(path, package)
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("file", OF_ARITHMETIC)
+def test_every_test_of_arithmetic_needs_inner_modules(file: str) -> None:
+    assert list(_inner_imports(ROOT / file, Path(file).parts[1]))
+
+
+def _inner_imports(path: Path, package: str) -> Iterator[str]:
+    """Imports of a test from modules of the package it tests."""
+    inside = f"ctpo_megatron.{package}"
+    for line, name in imports_of(path, f"tests.{package}"):
+        is_inner = (
+            name.startswith(f"{inside}.") and name not in _offered(inside) and _is_module(name.rpartition(".")[0])
+        )
+        if is_inner and not any(within(name, door) for door in SIDE_DOORS):
+            yield show(path, line, name)
 
 
 def test_driver_is_short() -> None:

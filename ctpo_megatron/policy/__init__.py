@@ -50,7 +50,7 @@ from ctpo_megatron.policy.parallel import (
     gather_objects,
     init_distributed,
 )
-from ctpo_megatron.policy.passes import configured_loss, policy_gradient, supervised
+from ctpo_megatron.policy.passes import configured_loss, function_gradient, policy_gradient, supervised
 from ctpo_megatron.policy.reports import (
     StepOutcome,
     StepPositions,
@@ -80,6 +80,7 @@ __all__ = [
     "destroy_distributed",
     "device_name",
     "discard_checkpoints",
+    "function_gradient",
     "gather_objects",
     "gather_positions",
     "gpu_bytes",

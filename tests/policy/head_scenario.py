@@ -19,11 +19,11 @@ from ctpo_megatron.policy import (
     MiniBatch,
     Trainer,
     apply_correction,
+    function_gradient,
     init_distributed,
     policy_gradient,
     supervised,
 )
-from ctpo_megatron.policy.passes import function_gradient
 from tests.policy import models
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from ctpo_megatron.base.run_paths import MARKER
 from ctpo_megatron.policy import CheckpointError, checkpoint_files, latest_checkpoint
-from ctpo_megatron.policy.checkpoint_files import MARKER, Marker
 
 WRITTEN = (
     '{"step": 1, "score": 0.5, "run": {"step": 1, "weights_version": 2}, '
@@ -27,7 +27,7 @@ def write(directory: Path, step: int, score: float | None = None, keep_last: int
     for name in ("a.distcp", "common.pt"):
         (aside / name).write_bytes(f"{name} of {step}".encode() * 100)
     manifest = checkpoint_files.digests(aside, ["a.distcp", "common.pt"])
-    marker = Marker(step, score, {"step": step}, manifest, settings={})
+    marker = checkpoint_files.Marker(step, score, {"step": step}, manifest, settings={})
     return checkpoint_files.publish(aside, marker, keep_last=keep_last, keep_best=keep_best)
 
 

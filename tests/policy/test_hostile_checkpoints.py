@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from ctpo_megatron.base.run_paths import MARKER
 from ctpo_megatron.policy import (
     CheckpointError,
     Layout,
     Trainer,
     checkpoint_files,
 )
-from ctpo_megatron.policy.checkpoint_files import MARKER, metadata_from
 from tests.end_to_end.small_run import Ctpo
 from tests.policy import megatron_checkpoints as checkpoints
 from tests.policy.stepping import has_weights, weights
@@ -226,7 +226,7 @@ HOSTILE: dict[str, bytes] = {
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_a_description_that_is_none_is_refused(content: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"^x/\.metadata is no description of a checkpoint: .* Take another"):
-        metadata_from(content, Path("x/.metadata"))
+        checkpoint_files.metadata_from(content, Path("x/.metadata"))
 
 
 @pytest.mark.parametrize("path", ["../other.distcp", "/etc/passwd", "a/b"])
@@ -235,16 +235,15 @@ def test_a_description_names_files_of_its_folder_alone(tmp_path: Path, path: str
     described = pickle.loads(content)
     next(iter(described.storage_data.values())).relative_path = path
     with pytest.raises(CheckpointError, match=f"it names a file elsewhere, '{path}'"):
-        metadata_from(pickle.dumps(described), tmp_path)
+        checkpoint_files.metadata_from(pickle.dumps(described), tmp_path)
 
 
 def test_what_is_allowed_is_what_checkpoints_of_both_releases_contain() -> None:
-    from ctpo_megatron.policy.checkpoint_files import ALLOWED
-
+    allowed = checkpoint_files.ALLOWED
     asked = set()
     for archive in checkpoints.FOLDER.glob("*.zip"):
         with zipfile.ZipFile(archive) as opened:
             content = opened.read("step_000002/.metadata")
         words = [argument for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)]
-        asked |= {name for name in ALLOWED if {*name} <= {*words}}
-    assert {name for name in ALLOWED if not isinstance(ALLOWED[name], torch.dtype)} <= asked
+        asked |= {name for name in allowed if {*name} <= {*words}}
+    assert {name for name in allowed if not isinstance(allowed[name], torch.dtype)} <= asked

@@ -22,7 +22,6 @@ from ctpo_megatron.policy import (
     init_distributed,
     summarize_updates,
 )
-from ctpo_megatron.policy.optimizer import LossScale
 from tests.policy import models
 from tests.policy.jobs import CP2, DISTOPT, EP2, OVERLAP, PP2, TP2
 from tests.policy.stepping import has_weights, step, weights
@@ -48,10 +47,17 @@ def start(layout: Layout, model: Path, **settings: Any) -> Trainer:
     return policy
 
 
+@pytest.fixture(scope="module")
+def scale(layout: Layout, folder: Path) -> Any:
+    """The loss scale of a trainer, which begins at 16."""
+    return start(layout, folder / "qwen3-tied", initial_loss_scale=2.0**4)._model.loss_scale
+
+
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 3))
-def test_the_scale_is_megatrons_and_follows_steps_alone(overflows: list[bool], optimizers: int) -> None:
+def test_the_scale_is_megatrons_and_follows_steps_alone(scale: Any, overflows: list[bool], optimizers: int) -> None:
+    ours = scale
     with device.scope():
-        ours = LossScale(2.0**4)
+        ours.restart()
         theirs = DynamicGradScaler(2.0**4, 1.0, 2.0, 0.5, 1000, 2)
         for overflow in overflows:
             for number in range(optimizers):  # each reports what it found; the last of them nothing
@@ -62,16 +68,17 @@ def test_the_scale_is_megatrons_and_follows_steps_alone(overflows: list[bool], o
         assert ours.state_dict() == theirs.state_dict()
 
 
-def test_a_loss_scale_is_doubled_after_a_thousand_steps_and_restarts() -> None:
+def test_a_loss_scale_is_doubled_after_a_thousand_steps_and_restarts(scale: Any) -> None:
     with device.scope():
-        scale = LossScale(2.0**4)
+        scale.restart()
+        fresh = scale.state_dict()
         for overflow in [True, True] + [False] * 1000:
             scale.note(overflow=overflow)
         assert scale.value == 2.0**4
         scale.note(overflow=True)  # patient again
         assert scale.value == 2.0**4
         scale.restart()
-        assert scale.state_dict() == LossScale(2.0**4).state_dict()
+        assert scale.state_dict() == fresh
 
 
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:

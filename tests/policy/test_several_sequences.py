@@ -15,7 +15,6 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tokens import joined
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Layout, Trainer, policy_gradient
-from ctpo_megatron.policy.reports import of_trajectories
 from tests.policy import models
 from tests.policy.test_train import Run
 from tests.support.recorded import through_a_file
@@ -102,10 +101,3 @@ def test_a_step_compares_conversations_and_traces_whole_trajectories(model: Path
     assert [len(result.diagnostics[place]["log_ratio"]) for place in range(3)] == [len(each) for each in trajectories]
     if credit == "turn":
         assert len(result.diagnostics[0]["turn_advantages"]) == trajectories[0].turns
-
-
-def test_traces_of_a_sequence_that_no_pass_ran_over_are_missing() -> None:
-    parts = models.trajectories(3)
-    whole = as_one(parts[:2])
-    each = {"advantage": 1.0, "log_ratio": np.zeros(1)}
-    assert of_trajectories({0: each, 2: each}, [whole, parts[2]]) == {1: each}
