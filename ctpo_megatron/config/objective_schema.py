@@ -61,6 +61,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Ours: around the drift of noise with the paper's sigma at step 100, .0387.
     "ctpo-drift": {"clip_drift": 0.0015},
     "ctpo-geomean": {"ratio_mode": "geomean", "clip_power": -0.5},
+    # Ours, with the limit of `cispo`.
+    "ctpo-weight": {"clip_mode": "detached_ratio", "clip_low": 1.0, "clip_high": 4.0, "clip_c": None},
     "grpo": _PPO,
     "dr-grpo": {**_PPO, "clip_c": None, "loss_agg_mode": "seq-mean-token-sum"},
     "dapo": {**_PPO, "clip_high": 0.28, "loss_agg_mode": "token-mean"},

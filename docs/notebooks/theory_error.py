@@ -11,7 +11,7 @@ import torch
 from ctpo_megatron.objective import PolicyObjective, policy_loss
 from theory_tree import BoolArray, FloatArray, Tree, relative_bias
 
-OBJECTIVES = {"ctpo": "CTPO", "grpo": "GRPO", "gspo": "GSPO", "cispo": "CISPO"}
+OBJECTIVES = {"ctpo": "CTPO", "grpo": "GRPO", "gspo": "GSPO", "cispo": "CISPO", "ctpo-weight": "CTPO, limited weight"}
 """Preset -> what the tables call it."""
 
 

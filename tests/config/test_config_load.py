@@ -133,7 +133,7 @@ def test_all_problems_at_once_each_with_its_place(refusal: Refusal) -> None:
     assert problems == [
         "command line: run.seed = -1: must be greater than or equal to 0",
         'command line: objective.preset = "gropo": must be one of ctpo, ctpo-paper, ctpo-uniform, ctpo-fixed, '
-        "ctpo-drift, ctpo-geomean, grpo, dr-grpo, dapo, gspo, cispo, sapo, gmpo, dppo-tv, dppo-kl, cppo, "
+        "ctpo-drift, ctpo-geomean, ctpo-weight, grpo, dr-grpo, dapo, gspo, cispo, sapo, gmpo, dppo-tv, dppo-kl, cppo, "
         "cppo-base, trm-k3, sequence; did you mean grpo?",
         'base.yaml:12: eval.samples = "none": must be an integer',
         "base.yaml:13: eval.evry = 3: unknown key; did you mean eval.every?",

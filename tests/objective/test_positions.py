@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,9 +117,13 @@ def test_the_bins() -> None:
     assert [int(bin_of(np.array([t]))[0]) for t in (65_536, 65_537, 10**9)] == [63, 63, 63]
 
 
+DRAWN: dict[str, dict[str, Any]] = {"cispo": {"spread": 3.0}, "ctpo-weight": {"seed": 9, "spread": 1.0}}
+"""Preset -> batch of which its bounds act on some tokens."""
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_sum_is_that_of_the_tokens(name: str) -> None:
-    batch, objective = a_batch(spread=3.0 if name == "cispo" else 0.3), PolicyObjective.preset(name)
+    batch, objective = a_batch(**DRAWN.get(name, {})), PolicyObjective.preset(name)
     found, expected = stats(batch, objective), oracle(batch, objective)
     clipped = {"clip_high", "clip_low", "clip_dual"}
     for sign, cells in zip(SIGNS, found.cells, strict=True):
@@ -180,7 +185,7 @@ def test_rates_are_also_given_for_each_sign() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_bounds_do_to_uncertain_tokens(name: str) -> None:
-    batch, objective = a_batch(spread=3.0 if name == "cispo" else 0.3), PolicyObjective.preset(name)
+    batch, objective = a_batch(**DRAWN.get(name, {})), PolicyObjective.preset(name)
     sampler = a_sampler(batch)
     found, p = stats(batch, objective, sampler=sampler), iter(sampler.log_probs.exp().tolist())
     tokens: dict[str, float] = defaultdict(float)

@@ -35,6 +35,7 @@ LINES = {
     "ctpo-fixed": "cumulative ratio, window (0.5, 5) of r, no dual bound, mean per sequence",
     "ctpo-drift": "cumulative ratio, window (-0.025, +0.05) sqrt(t) - 0.00075 t, dual 0.05, mean per sequence",
     "ctpo-geomean": "geometric mean ratio of the prefix, window (-0.025, +0.05) t^-0.5, dual 0.05, mean per sequence",
+    "ctpo-weight": "cumulative ratio, window (0, 5) of r without its gradient, mean per sequence",
     "grpo": "token ratio, window (0.8, 1.2) of r, dual 3, mean per sequence",
     "dr-grpo": "token ratio, window (0.8, 1.2) of r, no dual bound, sum per sequence / 1, advantages not divided by "
     "their standard deviation",
