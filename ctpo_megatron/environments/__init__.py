@@ -12,9 +12,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ctpo_megatron.base.front_door import import_when_used
 from ctpo_megatron.environments.episode import (
     Episode,
     EpisodeLimits,
@@ -73,7 +73,7 @@ from ctpo_megatron.environments.tokenizer import (
 )
 from ctpo_megatron.environments.toolbox import Toolbox, example_call
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the first loads an HTTP server, the second rewards and the files of prompts
     from ctpo_megatron.environments.endpoint import AgentTask, EndpointEnvironment
     from ctpo_megatron.environments.prompts import (
         chat_tokenizer,
@@ -83,15 +83,6 @@ if TYPE_CHECKING:
         usable,
         write_record,
     )
-
-_LATER = {
-    "endpoint": ("AgentTask", "EndpointEnvironment"),
-    "prompts": (
-        *("chat_tokenizer", "held_out_prompts", "log_left_out"),
-        *("training_prompts", "usable", "write_record"),
-    ),
-}
-"""Module -> its names. The first loads an HTTP server, the second rewards and the files of prompts."""
 
 __all__ = [
     "AgentTask",
@@ -113,10 +104,4 @@ __all__ = [
 ]
 """What users' parts import."""
 
-
-def __getattr__(name: str) -> Any:
-    """Import the module of a name of `_LATER`."""
-    for module, names in _LATER.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_when_used(__name__)

@@ -1,12 +1,14 @@
 """Run: where a run stands, and what it owns: directory, reporter, checkpoints, the ranks of the trainer.
 
 `TrainerGroup` is the trainer on all ranks. `Run` is what rank zero does: it samples, publishes, evaluates and saves.
+Names are imported on first use: `ctpo sweep` needs no torch to see that a run is done.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ctpo_megatron.base.front_door import import_when_used
 
 if TYPE_CHECKING:
     from ctpo_megatron.run.checkpoints import Checkpoints
@@ -25,23 +27,4 @@ if TYPE_CHECKING:
     from ctpo_megatron.run.reporter import Reporter
     from ctpo_megatron.run.run import Run, Services, TooManyFailed, start_services
 
-_MODULES = {
-    "checkpoints": ("Checkpoints",),
-    "directory": (
-        *("RunDirectoryError", "check_there", "former_choice", "is_finished", "needed", "open_run_directory"),
-        *("record_finish", "take_over"),
-    ),
-    "provenance": ("commit_of_code", "describe_environment"),
-    "ranks": ("TrainerGroup",),
-    "reporter": ("Reporter",),
-    "run": ("Run", "Services", "TooManyFailed", "start_services"),
-}
-"""Module -> the names that it has. Imported when first used: `ctpo sweep` needs no torch to see that a run is done."""
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module of a front-door name."""
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_when_used(__name__)

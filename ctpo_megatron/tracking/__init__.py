@@ -12,9 +12,9 @@ What reads and writes dumps is imported on first use: it needs numpy and pyarrow
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ctpo_megatron.base.front_door import import_when_used
 from ctpo_megatron.tracking.display import Display
 from ctpo_megatron.tracking.display_view import PHASES, duration
 from ctpo_megatron.tracking.dump_writer import FAILURES as DUMP_FAILURES
@@ -48,50 +48,7 @@ if TYPE_CHECKING:
         write_trajectories,
     )
 
-__all__ = [
-    "DUMP_FAILURES",
-    "PHASES",
-    "PROMETHEUS_ADDRESS",
-    "TRACES",
-    "Decode",
-    "Display",
-    "DumpWriter",
-    "Head",
-    "Heartbeat",
-    "MetricsWriter",
-    "PhaseTimer",
-    "Phases",
-    "PositionsWriter",
-    "Progress",
-    "Record",
-    "TimeSpent",
-    "TrainLog",
-    "discard_dumps",
-    "duration",
-    "groups_to_dump",
-    "open_trackers",
-    "peak_flops",
-    "phase_peaks",
-    "read_heads",
-    "read_heartbeat",
-    "read_metrics",
-    "read_positions",
-    "read_scores",
-    "read_stages",
-    "read_texts",
-    "read_trajectories",
-    "recorded_trajectories",
-    "records_at",
-    "sft_metrics",
-    "throughput_metrics",
-    "tracker_problem",
-    "trajectory_files",
-    "write_trajectories",
-]
+__getattr__ = import_when_used(__name__)
 
-
-def __getattr__(name: str) -> Any:
-    """Import what reads and writes dumps."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.trajectories"), name)
+__all__ = ["Record", "read_metrics", "read_trajectories"]
+"""What users' programs import."""
