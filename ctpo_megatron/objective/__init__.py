@@ -42,41 +42,5 @@ from ctpo_megatron.objective.positions import (
 from ctpo_megatron.objective.stats import LossStats, PolicyLossOutput, merge, summarize
 from ctpo_megatron.objective.surrogate import TokenDiagnostics, token_diagnostics
 
-__all__ = [
-    "PRESETS",
-    "Advantage",
-    "Corrected",
-    "Denominators",
-    "LossStats",
-    "MismatchRows",
-    "Objective",
-    "ObjectiveInputs",
-    "ObjectiveOutput",
-    "PolicyLossOutput",
-    "PolicyObjective",
-    "PositionStats",
-    "SamplerTokens",
-    "TokenDiagnostics",
-    "batch_advantages",
-    "correct",
-    "correction_metrics",
-    "function_loss",
-    "group_advantages",
-    "linear_policy_loss",
-    "load_objective",
-    "merge",
-    "noise_metrics",
-    "objective_from_config",
-    "objective_problem",
-    "policy_loss",
-    "position_metrics",
-    "position_stats",
-    "skipped_stats",
-    "summarize",
-    "supervised_loss",
-    "token_diagnostics",
-    "turn_advantages",
-    "warm_up_kernels",
-    "weight_mean",
-    "window_metrics",
-]
+__all__ = ["ObjectiveInputs", "ObjectiveOutput"]
+"""What users' parts import."""

@@ -15,32 +15,3 @@ from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.sampled_rewards import mean_sampled_reward
 from ctpo_megatron.report.summary import conversation_uses, print_summary, summarize
 from ctpo_megatron.report.trajectories.filters import TrajectoryFilters
-
-__all__ = [
-    "FALLEN",
-    "Axis",
-    "Chart",
-    "Comparison",
-    "Curve",
-    "Decline",
-    "Figure",
-    "RunData",
-    "TrajectoryFilters",
-    "bars",
-    "conversation_uses",
-    "cost_table",
-    "curves",
-    "cycled",
-    "decline_of",
-    "difference_table",
-    "first_batch_warnings",
-    "mean_sampled_reward",
-    "print_summary",
-    "save_figures",
-    "summarize",
-    "value_table",
-    "write_comparison",
-    "write_page",
-    "write_report",
-    "write_trajectories_page",
-]
