@@ -123,11 +123,10 @@ class Checkpoints:
         """
         done = -1
         if checkpoint is not None:
-            state = self._trainer.load(checkpoint)
+            state = self._trainer.load(checkpoint, total_steps)
             _check_version(checkpoint, state, "order")
             _check_order(checkpoint, state["order"], order, self._config.data.rerender)
             done = state["step"]
-            self._trainer.set_schedule(done / total_steps)
         self._take_over()
         self._paths.sft_record.unlink(missing_ok=True)
         discard_checkpoints(self._paths.sft_checkpoints, done)
@@ -165,9 +164,8 @@ class Checkpoints:
             self._start_over()
             return None
         # Loaded first: what refuses the checkpoint does so before anything is discarded.
-        state = self._trainer.load(checkpoint)
+        state = self._trainer.load(checkpoint, self._config.run.steps)
         _check_version(checkpoint, state, "rollouts")
-        self._trainer.set_schedule(state["step"] / max(1, self._config.run.steps))  # an evaluation alone has none
         own = checkpoint.resolve().parent == self._directory.resolve()
         self._first = state.get("first_step", state["step"]) if own else state["step"]
         if own:

@@ -322,12 +322,11 @@ class TrainerGroup:
         return _failure(lambda: self.trainer.finish_save(wait=False))
 
     @_on_all_ranks(gpus=True)
-    def load(self, checkpoint: Path) -> dict[str, Any]:
-        return self.trainer.load(checkpoint)
-
-    @_on_all_ranks()
-    def set_schedule(self, fraction: float) -> None:
-        self.trainer.set_scheduler_step(fraction)
+    def load(self, checkpoint: Path, steps: int) -> dict[str, Any]:
+        """Restore a checkpoint, with the schedule of a stage of `steps` steps; returns the run's state in it."""
+        state = self.trainer.load(checkpoint)
+        self.trainer.set_scheduler_step(state.get("step", 0) / max(1, steps))  # an evaluation alone has none
+        return state
 
     @_on_all_ranks(gpus=True)
     def export(self, directory: Path, step: int | None = None, /) -> None:

@@ -58,7 +58,6 @@ class ScriptedTrainer:
             "build",
             "prepare_rl",
             "release",
-            "set_schedule",
             "disconnect",
             "stop_agreed",
             "finish_save",
@@ -91,7 +90,7 @@ class ScriptedTrainer:
         marker = checkpoint_files.Marker(step, score, json.loads(json.dumps(state)), files, settings={})
         checkpoint_files.publish(aside, marker, keep_last=settings.keep_last, keep_best=settings.keep_best)
 
-    def load(self, checkpoint: Path) -> dict[str, Any]:
+    def load(self, checkpoint: Path, _steps: int) -> dict[str, Any]:
         state = checkpoint_files.read_marker(checkpoint).run
         self.version = int((checkpoint / WEIGHTS).read_text()) + 1
         assert self.version == state["weights_version"]

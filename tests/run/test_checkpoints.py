@@ -104,11 +104,9 @@ class Saved:
     def __init__(self, **state: Any) -> None:
         self._state = state
 
-    def load(self, directory: Path) -> dict[str, Any]:
+    def load(self, directory: Path, steps: int) -> dict[str, Any]:
+        self.steps = steps
         return self._state
-
-    def set_schedule(self, share: float) -> None:
-        assert share == self._state["step"] / 9
 
 
 def test_sft_goes_on_with_the_batches_it_was_begun_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -118,7 +116,11 @@ def test_sft_goes_on_with_the_batches_it_was_begun_with(tmp_path: Path, caplog: 
     ours = {"seed": 0, "conversations_per_step": 8, "conversations": "aa"}
 
     def restored(**saved: Any) -> int:
-        return checkpoints_of(config, Saved(step=3, **saved)).restore_sft(9, checkpoint, ours)
+        trainer = Saved(step=3, **saved)
+        try:
+            return checkpoints_of(config, trainer).restore_sft(9, checkpoint, ours)
+        finally:
+            assert trainer.steps == 9  # of the schedule
 
     assert restored(order=dict(ours)) == 3 and not caplog.records
     with pytest.raises(CheckpointError) as refused:
