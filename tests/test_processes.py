@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ctpo_megatron.base.processes import end_all, runs, wait_for
-from ctpo_megatron.base.signals import end_with
+from ctpo_megatron.base.stop import end_with
 from tests.support.deadlines import scaled
 
 # The kernel needs time to free so much.

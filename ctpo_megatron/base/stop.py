@@ -1,25 +1,36 @@
 """The stop signal: set by a scheduler, the keyboard or the clock; what waits checks it, and the run saves its state.
 
-The times of the job's scheduler and launcher, too: its end, and the wait after SIGTERM.
+The times of the job's scheduler and launcher, too: its end, and the wait after SIGTERM. And who is kept from signals
+that go to all processes of a job: those that a run still needs to save its state.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Protocol
 
-from ctpo_megatron.base.signals import heeded, say_in_handler
-
 log = logging.getLogger(__name__)
+
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Schedulers send the first two, a keyboard the third, a terminal or an SSH connection that is closed the last."""
+
+_STDERR = 2
+_LARGEST_SIGACTION = 1024
+"""Bytes for C's struct sigaction, of 152 with glibc on x86-64."""
 
 STOP_POLL_S = 0.5  # how often a waiting thread checks the stop signal
 
@@ -42,11 +53,11 @@ class NeverStop:
     """For callers that never stop early."""
 
     def is_set(self) -> bool:
-        """See `Stop`."""
+        """Return False."""
         return False
 
     def ask(self, cause: str) -> None:
-        """See `StopRequest`; the caller raises what has happened."""
+        """Do nothing: the caller raises what has happened."""
 
 
 class Cancelled(Exception):
@@ -103,7 +114,10 @@ class StopSignal:
         return self.is_set()
 
     def ask(self, cause: str) -> None:
-        """See `StopRequest`. Outside of `deferred` nothing follows until it begins: what runs there may not need it."""
+        """Stop for a cause that another start mends; from any thread.
+
+        Outside of `deferred` nothing follows until it begins: what runs there may not need it.
+        """
         if self._set_by:
             return
         self._set_by, self._set_at, self.status = cause, time.monotonic(), TRY_AGAIN
@@ -224,3 +238,64 @@ def _warn(grace_s: float, limit_s: float, who: str, remedy: str) -> None:
 
 def _alarm_in(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))  # 0 would switch it off
+
+
+def heeded() -> tuple[signal.Signals, ...]:
+    """The signals of `ENDING` that this process acts on: under `nohup` it survives its terminal."""
+    spared = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in ENDING if not (spared and number == signal.SIGHUP))
+
+
+def say_in_handler(line: str) -> None:
+    """Write a line to stderr from a signal handler: a stream of Python may be in the middle of a write."""
+    with suppress(OSError):  # Ctrl-C has ended `tee`, too, or the terminal is closed
+        os.write(_STDERR, f"{line}\n".encode())
+
+
+@contextmanager
+def action_kept(number: signal.Signals) -> Iterator[None]:
+    """Afterwards this process acts on the signal as before, whatever libraries have installed within, in C too.
+
+    In any thread, where Python's own function is for the main thread. Raises OSError.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = ctypes.create_string_buffer(_LARGEST_SIGACTION)
+    _checked(libc.sigaction(number, None, before))
+    try:
+        yield
+    finally:
+        _checked(libc.sigaction(number, before, None))
+
+
+def _checked(status: int) -> None:
+    if status:
+        raise OSError(ctypes.get_errno(), "sigaction")
+
+
+@contextmanager
+def children_spared() -> Iterator[None]:
+    """Processes started within, and theirs, never act on `ENDING` (SIGKILL ends them); the caller does, afterwards."""
+    # multiprocessing starts it before any other child, and unblocks the signals then.
+    resource_tracker.ensure_running()
+    # A blocked signal is inherited through fork and exec, as an ignored one is, but is not lost to the caller.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with(process: int) -> None:
+    """Have this process killed when another one ends, which need not be its parent, and may have ended already."""
+
+    def wait() -> None:
+        try:
+            ended = select.poll()  # `select` takes no descriptor beyond 1023
+            ended.register(os.pidfd_open(process), select.POLLIN)
+            ended.poll()
+        except OSError as error:
+            if error.errno not in (errno.ESRCH, errno.EINVAL):  # EINVAL: it is being reaped
+                raise
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with", daemon=True).start()

@@ -20,7 +20,7 @@ from types import FrameType
 
 from ctpo_megatron.base.files import write_json
 from ctpo_megatron.base.run_paths import TUNING, TUNING_RECORD
-from ctpo_megatron.base.signals import heeded
+from ctpo_megatron.base.stop import heeded
 from ctpo_megatron.cli.compare import show_comparison
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError

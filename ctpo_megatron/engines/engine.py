@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from ctpo_megatron.base.extensions import activate, contain_tasks, shown
 from ctpo_megatron.base.printable import say
-from ctpo_megatron.base.signals import end_with
+from ctpo_megatron.base.stop import end_with
 from ctpo_megatron.config import engine_count
 from ctpo_megatron.data.tokens import ROUTER_CHOICES
 from ctpo_megatron.data.tool_call import ToolCall

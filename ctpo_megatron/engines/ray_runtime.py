@@ -28,8 +28,7 @@ from ctpo_megatron.base.cuda_environment import of_this_rank
 from ctpo_megatron.base.processes import end_all, runs
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN, TOKEN_FILE
 from ctpo_megatron.base.ray_orphans import PARENT, PREFIX, end_orphans
-from ctpo_megatron.base.signals import action_kept, children_spared
-from ctpo_megatron.base.stop import STOP_POLL_S
+from ctpo_megatron.base.stop import STOP_POLL_S, action_kept, children_spared
 from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.engines.cluster import NODE_POLL_S, RayCluster
 from ctpo_megatron.engines.tasks import EngineError

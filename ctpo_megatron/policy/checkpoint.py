@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException as DistributedW
 
 from ctpo_megatron.base.files import patiently
 from ctpo_megatron.base.run_paths import step_name
-from ctpo_megatron.base.signals import children_spared
+from ctpo_megatron.base.stop import children_spared
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.models import ModelSpec, padded_vocabulary

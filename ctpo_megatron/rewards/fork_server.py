@@ -10,7 +10,7 @@ from multiprocessing.context import BaseContext
 
 from pebble import CONSTS
 
-from ctpo_megatron.base.signals import children_spared
+from ctpo_megatron.base.stop import children_spared
 from ctpo_sandbox.libc import die_with_parent
 
 _ALWAYS = ["__main__", "ctpo_megatron.rewards.pool", "ctpo_megatron.data.trajectory"]

@@ -12,7 +12,7 @@ from types import FrameType
 
 import psutil
 
-from ctpo_megatron.base.signals import heeded
+from ctpo_megatron.base.stop import heeded
 
 
 def torchrun(arguments: Sequence[str]) -> int:

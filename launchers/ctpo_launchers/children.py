@@ -15,7 +15,7 @@ import psutil
 
 from ctpo_launchers.timeouts import CHILD_POLL_S, KILL_TIMEOUT_S
 from ctpo_megatron.base.processes import runs
-from ctpo_megatron.base.signals import children_spared
+from ctpo_megatron.base.stop import children_spared
 
 _TAIL_LINES = 15
 

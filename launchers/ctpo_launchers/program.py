@@ -22,7 +22,7 @@ from ctpo_launchers.services import RayNode, new_ray_directory, sandbox, shared_
 from ctpo_launchers.timeouts import AFTER_GRACE_S, CHILD_POLL_S
 from ctpo_megatron.base.ray_environment import ADDRESS, ray_with_token
 from ctpo_megatron.base.run_paths import LogPaths, RunPaths
-from ctpo_megatron.base.signals import heeded
+from ctpo_megatron.base.stop import heeded
 from ctpo_megatron.config import Config
 from ctpo_megatron.preflight import NodeNeeds
 

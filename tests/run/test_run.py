@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ctpo_megatron.base.signals import ENDING
-from ctpo_megatron.base.stop import BEGUN, Cancelled, StopSignal
+from ctpo_megatron.base.stop import BEGUN, ENDING, Cancelled, StopSignal
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
 from ctpo_megatron.data.verdict import NoVerdict

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.base.signals import ENDING
-from ctpo_megatron.base.stop import StopSignal, job_end, warn_of_short_grace
+from ctpo_megatron.base.stop import ENDING, StopSignal, job_end, warn_of_short_grace
 
 
 @pytest.fixture(autouse=True)
