@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.exports import checkpoint_steps, exports
-from ctpo_megatron.base.printable import ranges
 from ctpo_megatron.base.run_paths import MARKER, RunPaths, step_name
+from ctpo_megatron.base.text import ranges
 from ctpo_megatron.config import (
     ELEMENT_BYTES,
     ConfigError,

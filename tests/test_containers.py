@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.base.redact import is_secret
+from ctpo_megatron.base.text import is_secret
 from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[1]

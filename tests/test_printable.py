@@ -16,8 +16,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ctpo_megatron.base.printable import PrintableFormatter, printable, say
 from ctpo_megatron.base.terminal import Terminal
+from ctpo_megatron.base.text import PrintableFormatter, printable, say
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import report_error
 from ctpo_megatron.config import ConfigError, Problem

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.base.printable import PrintableFormatter, say
-from ctpo_megatron.base.redact import concealed, conceals, hidden, redacted, redacted_words
+from ctpo_megatron.base.text import PrintableFormatter, concealed, conceals, hidden, redacted, redacted_words, say
 from ctpo_megatron.config import Config, ConfigError, Problem, dump, dump_differences, load_config
 from ctpo_megatron.preflight.check import RunContext
 from ctpo_megatron.preflight.configuration import check_concealed

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.installed import SEPARATE
-from ctpo_megatron.base.printable import printable
+from ctpo_megatron.base.text import printable
 
 _NOT_USERS = {"__main__", "__mp_main__", "ctpo_megatron", *SEPARATE, "ctpo_sandbox", "ctpo_launchers"}
 

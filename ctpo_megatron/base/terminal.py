@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from ctpo_megatron.base.printable import printable
+from ctpo_megatron.base.text import printable
 
 
 class Terminal(Console):

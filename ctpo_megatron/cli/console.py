@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from ctpo_megatron.base.printable import say
 from ctpo_megatron.base.terminal import Terminal
+from ctpo_megatron.base.text import say
 from ctpo_megatron.config import Problem
 
 

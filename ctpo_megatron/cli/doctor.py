@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ctpo_megatron.base.printable import say
+from ctpo_megatron.base.text import say
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import Job, Problem, load_with_sources

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from ctpo_megatron.base.files import FULL
 from ctpo_megatron.base.installed import SEPARATE, install_command, separate_command
-from ctpo_megatron.base.printable import say
 from ctpo_megatron.base.stop import BEGUN, TRY_AGAIN
+from ctpo_megatron.base.text import say
 
 # Module (already imported if its error was raised) -> names of exceptions.
 _USER_ERRORS = {  # their message is all the user needs

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ctpo_megatron.base.printable import log_to_terminal
 from ctpo_megatron.base.ray_orphans import end_orphans
 from ctpo_megatron.base.run_paths import step_name
 from ctpo_megatron.base.stop import ENDING, heeded
+from ctpo_megatron.base.text import log_to_terminal
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import Config, Sources

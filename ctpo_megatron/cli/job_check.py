@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 
-from ctpo_megatron.base.printable import say
+from ctpo_megatron.base.text import say
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.doctor import STATUS
 from ctpo_megatron.config import ConfigError, Job, Problem, load_with_sources

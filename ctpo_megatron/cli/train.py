@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ctpo_megatron.base.cuda_environment import order_kernels
-from ctpo_megatron.base.printable import log_to_terminal, say
 from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.base.ray_orphans import end_orphans
-from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.base.stop import TRY_AGAIN
+from ctpo_megatron.base.text import log_to_terminal, redacted_words, say
 from ctpo_megatron.cli.console import print_table, print_warnings
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
 from ctpo_megatron.config import (

@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ctpo_megatron.base.redact import concealed, secrets_in
+from ctpo_megatron.base.text import concealed, secrets_in
 from ctpo_megatron.config import peers, removed
 from ctpo_megatron.config.data_schema import WEIGHTED
 from ctpo_megatron.config.extension import Extension

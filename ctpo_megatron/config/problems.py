@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from ctpo_megatron.base.redact import hidden, redacted
+from ctpo_megatron.base.text import hidden, redacted
 
 Severity = Literal["ok", "warning", "missing", "error"]
 """`missing`: an error that an installation fixes."""

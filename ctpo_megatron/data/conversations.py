@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctpo_megatron.base.printable import printable
+from ctpo_megatron.base.text import printable
 from ctpo_megatron.data.data_files import data_stem
 from ctpo_megatron.data.marks import rfind_token, unmarked
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, dropped_calls

@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.base.printable import printable
+from ctpo_megatron.base.text import printable
 from ctpo_megatron.data.data_files import data_stem, find_files
 from ctpo_megatron.data.marks import unmarked
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools

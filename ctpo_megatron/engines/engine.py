@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from ctpo_megatron.base.extensions import activate, contain_tasks, shown
-from ctpo_megatron.base.printable import say
 from ctpo_megatron.base.stop import end_with
+from ctpo_megatron.base.text import say
 from ctpo_megatron.config import engine_count
 from ctpo_megatron.data.tokens import ROUTER_CHOICES
 from ctpo_megatron.data.tool_call import ToolCall

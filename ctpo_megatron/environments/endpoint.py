@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ctpo_megatron.base.extensions import ExtensionError, called, load, shown
-from ctpo_megatron.base.printable import say
+from ctpo_megatron.base.text import say
 from ctpo_megatron.config import EndpointConfig, Extension
 from ctpo_megatron.environments.chat_api import MODEL, ChatRequest, RefusedRequest, completion, models, over_budget
 from ctpo_megatron.environments.conversation import Answer, Conversation

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ctpo_megatron.base.installed import TE, is_installed, te_trouble
-from ctpo_megatron.base.redact import conceals
+from ctpo_megatron.base.text import conceals
 from ctpo_megatron.config import (
     COLDEST,
     ELEMENT_BYTES,

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from ctpo_megatron.base.files import read_mapping, write_text
-from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.base.text import redacted
 from ctpo_megatron.report.charts import Chart
 from ctpo_megatron.report.comparison import Comparison, in_short, page_values
 from ctpo_megatron.report.figures import Figure, charts_of, figures_of, write_figures

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.files import aside
-from ctpo_megatron.base.printable import printable
+from ctpo_megatron.base.text import printable
 from ctpo_megatron.report.charts import Chart
 from ctpo_megatron.report.theme import CONFIG, DARK, LIGHT, sizes
 

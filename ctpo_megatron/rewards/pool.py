@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from ctpo_megatron.base.extensions import ExtensionError
-from ctpo_megatron.base.printable import printable
-from ctpo_megatron.base.redact import hidden
+from ctpo_megatron.base.text import hidden, printable
 from ctpo_megatron.data.verdict import MissingCause, NoVerdict
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server

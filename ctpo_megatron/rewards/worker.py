@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctpo_megatron.base.extensions import ExtensionError, activate, end_copy_of, load, shown
-from ctpo_megatron.base.printable import printable
 from ctpo_megatron.base.stop import ENDING
+from ctpo_megatron.base.text import printable
 from ctpo_megatron.data.verdict import NoVerdict, Unreachable
 from ctpo_megatron.rewards.fork_server import end_with_trainer
 from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward

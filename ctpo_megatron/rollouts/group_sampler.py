@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.base.printable import printable
-from ctpo_megatron.base.redact import hidden
+from ctpo_megatron.base.text import hidden, printable
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory

@@ -16,9 +16,8 @@ import yaml
 from ctpo_megatron import __version__
 from ctpo_megatron.base.extensions import loaded_files
 from ctpo_megatron.base.files import DamagedFileError, claim, read_mapping, read_note, write_json, write_text
-from ctpo_megatron.base.printable import printable
-from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.base.text import printable, redacted
 from ctpo_megatron.config import (
     Chosen,
     flattened,

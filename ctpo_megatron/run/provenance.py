@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron import __version__
-from ctpo_megatron.base.redact import redacted_words
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.base.text import redacted_words
 from ctpo_megatron.config import world_size
 
 log = logging.getLogger(__name__)

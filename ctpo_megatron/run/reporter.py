@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ctpo_megatron.base.printable import ranges
 from ctpo_megatron.base.run_paths import EVALUATION, SFT_METRICS, TRAJECTORIES, RunPaths
+from ctpo_megatron.base.text import ranges
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
 from ctpo_megatron.environments import decoder

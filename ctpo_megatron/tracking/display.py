@@ -14,8 +14,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, TextIO
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from ctpo_megatron.base.redact import hidden
 from ctpo_megatron.base.terminal import Terminal
+from ctpo_megatron.base.text import hidden
 from ctpo_megatron.tracking.display_view import State, accuracy_lines, plain_progress, plain_step, render
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from ctpo_megatron.base.printable import PrintableFormatter
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.base.text import PrintableFormatter
 
 log = logging.getLogger(__name__)
 _FORMAT = "%(asctime)s %(levelname)-7s %(message)s"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from ctpo_megatron.base.printable import say
+from ctpo_megatron.base.text import say
 from ctpo_megatron.config import RewardConfig
 from ctpo_megatron.data import DataError, Prompt, marked_messages, token_ids
 from ctpo_megatron.environments import TokenizerError, read_tokenizer, template_problem

@@ -17,7 +17,7 @@ from ctpo_launchers.command import COMMANDS
 from ctpo_launchers.environment import ROOT
 from ctpo_launchers.jobs import Launch, VerbJob, check_folder, of_the_launch
 from ctpo_launchers.timeouts import CHECK_POLL_S, CHECK_WAIT_S, SUBMIT_COMMAND_TIMEOUT_S
-from ctpo_megatron.base.printable import say
+from ctpo_megatron.base.text import say
 from ctpo_megatron.config import ConfigError, Problem, load_config
 
 FOLDER = ROOT / "configs" / "clusters"

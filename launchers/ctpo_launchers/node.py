@@ -18,8 +18,8 @@ from pathlib import Path
 from ctpo_launchers import slurm
 from ctpo_launchers.job import NodeJob
 from ctpo_launchers.program import NodeProgram
-from ctpo_megatron.base.printable import log_to_terminal, say
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.base.text import log_to_terminal, say
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_sandbox.arguments import positive
 

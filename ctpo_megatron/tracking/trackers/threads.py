@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.extensions import activate, shown
-from ctpo_megatron.base.redact import hidden, redacted
 from ctpo_megatron.base.stop import children_spared
+from ctpo_megatron.base.text import hidden, redacted
 from ctpo_megatron.tracking.trackers.protocol import Tracker, make
 
 if TYPE_CHECKING:
