@@ -32,6 +32,9 @@ from ctpo_megatron.report.confidence import Ends, student_interval, variance
 from ctpo_megatron.report.power import visible_difference
 
 FILE = ROOT / "docs" / "map.md"
+PICTURE = (
+    "\n![For each ratio and each kind of bound: the difference from CTPO, measured and predicted](figures/map.svg)\n"
+)
 NOTHING = "–"
 HEAD = """\
 # Which ratio wins where
@@ -41,7 +44,7 @@ HEAD = """\
 Six objectives in four regimes on two tasks: {count} cells, of which {measured} are measured. Next to each measurement
 stands what a [laboratory](../benchmarks/ratio_map/lab.py) of numpy had predicted. It trains tables in place of a model,
 with the same batches, updates and windows, in about a second a cell. A prediction that missed stays.
-
+{picture}
 ## What a cell is
 | objective | ratio | its bound | settings |
 |---|---|---|---|
@@ -155,6 +158,7 @@ def _head(stored: Stored) -> str:
         tuning=TUNING_SEED,
         seeds=", ".join(map(str, SEEDS)),
         every=EVAL_EVERY,
+        picture=PICTURE if stored.results else "",
     )
 
 

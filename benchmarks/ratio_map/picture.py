@@ -59,7 +59,7 @@ def spec(stored: Stored) -> dict[str, Any]:
             "legend": {"title": "its bound", "orient": "top"},
         },
     }
-    value = {"type": "quantitative", "title": "mean reward less that of CTPO"}
+    value = {"type": "quantitative", "title": "mean reward minus CTPO's"}
     layers = [
         {"mark": {"type": "rule", "color": "#868e96"}, "encoding": {"x": {"datum": 0, **value}}},
         {

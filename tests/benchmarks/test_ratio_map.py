@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shlex
@@ -257,9 +258,9 @@ def test_the_page_says_what_is_known_and_what_missed(tmp_path: Path) -> None:
         runs.write(tmp_path / chosen[name].file, result(chosen[name], measured))
     runs.write(tmp_path / runs.PREDICTIONS_FILE, {"commit": "abc", "date": "2026-01-01", "cells": predictions})
     drawn = picture.draw(page.Stored.load(tmp_path))
-    labels = re.findall(r'aria-label="([^"]*)"', drawn.replace("−", "-"))
-    assert any("CTPO: 0.4; ratio: token; bound: limits the weight" in label for label in labels)
-    assert any("CTPO: -0.1; ratio: token; bound: cuts the gradient" in label for label in labels)  # predicted
+    labels = [html.unescape(text) for text in re.findall(r'aria-label="([^"]*)"', drawn.replace("−", "-"))]
+    assert any("CTPO's: 0.4; ratio: token; bound: limits the weight" in label for label in labels)
+    assert any("CTPO's: -0.1; ratio: token; bound: cuts the gradient" in label for label in labels)  # predicted
     text = page.text(tmp_path)
     assert "48 cells, of which 4 are measured" in text and "Predicted in commit abc, 2026-01-01." in text
     (row,) = re.findall(r"^\| `cispo` \| 3e-4 .*$", text, re.MULTILINE)
