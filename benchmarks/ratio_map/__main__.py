@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.store_start:
         for task in TASKS:
             if (options.folder / task.name / archive.MODEL).exists():
-                archive.pack(options.folder / task.name, runs.archive_of(task), frozenset(SEEDS))
+                archive.pack(options.folder / task.name, runs.archive_of(task), frozenset(SEEDS), runs.ROOT)
         return 0
     if options.predict:
         predict(options.results)

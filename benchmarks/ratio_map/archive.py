@@ -5,6 +5,7 @@ With it a cell can be measured again, or the next one, on another machine from t
 
 from __future__ import annotations
 
+import io
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,19 @@ KEPT = ("config.yaml", "data.json", "rendering.json", "metrics.jsonl", "trajecto
 """Of a recording: what a replay reads."""
 
 
-def pack(folder: Path, file: Path, seeds: frozenset[int]) -> None:
-    """Write the start model of a task's folder, and its recordings of these seeds. Raises FileNotFoundError."""
+def pack(folder: Path, file: Path, seeds: frozenset[int], root: Path) -> None:
+    """Write the start model of a task's folder, and its recordings of these seeds. Raises FileNotFoundError.
+
+    root: of the checkout, which the paths in configurations become relative to.
+    """
     with tarfile.open(file, "w:xz", preset=9) as archive:
         for path in _members(folder, seeds):
-            archive.add(path, path.relative_to(folder), filter=_without_owner)
+            member = _without_owner(archive.gettarinfo(path, str(path.relative_to(folder))))
+            content = path.read_bytes()
+            if path.suffix in (".yaml", ".json"):
+                content = content.replace(f"{root}/".encode(), b"")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
 
 
 def unpack(file: Path, folder: Path) -> None:
@@ -33,11 +42,13 @@ def _members(folder: Path, seeds: frozenset[int]) -> Iterator[Path]:
     yield from sorted((folder / MODEL).iterdir())
     for run in sorted(folder.glob(RECORDINGS)):
         if run.is_dir() and int(run.name.removeprefix(RECORDINGS[:-1])) in seeds:
-            yield from (run / name for name in KEPT)
+            yield from (
+                path for name in KEPT for path in sorted({run / name, *(run / name).glob("*")}) if path.is_file()
+            )
 
 
 def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """The same content makes the same file, whoever packs it."""
+    """Return the member with which the same content makes the same file, whoever packs it."""
     member.uid = member.gid = member.mtime = 0
     member.uname = member.gname = ""
     return member

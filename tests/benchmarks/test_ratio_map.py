@@ -202,12 +202,13 @@ def test_a_stored_start_is_the_same_on_another_machine(tmp_path: Path) -> None:
         Path("recording-seed0.log"),
     ):
         (made / file).parent.mkdir(parents=True, exist_ok=True)
-        (made / file).write_text(str(file))
-    archive.pack(made, runs.archive_of(task, tmp_path), frozenset(SEEDS))
+        (made / file).write_text(f"{tmp_path}/{file}")
+    archive.pack(made, runs.archive_of(task, tmp_path), frozenset(SEEDS), tmp_path)
     measuring = runs.Measuring(tmp_path / "other", tmp_path, tmp_path)
     (tmp_path / "other" / "data" / task.name).mkdir(parents=True)
-    assert measuring.start(task).joinpath("model.safetensors").read_text() == "sft/sft_model/model.safetensors"
+    assert measuring.start(task).joinpath("model.safetensors").read_text().endswith("/sft/sft_model/model.safetensors")
     other = tmp_path / "other" / "toolmath"
+    assert (other / "recording-seed0" / "config.yaml").read_text() == "recording-seed0/config.yaml"
     names = {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()}
     kept = {f"recording-seed0/{name}" for name in (*archive.KEPT[:-1], "trajectories/a")}
     assert names == {"sft/sft_model/model.safetensors", *kept}
