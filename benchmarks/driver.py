@@ -44,7 +44,7 @@ from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.rewards import RewardPool, Scorer, ScoreReport
 from ctpo_megatron.rollouts.filters import Filters
 from ctpo_megatron.rollouts.metrics import staleness_metrics
-from ctpo_megatron.rollouts.open_batch import Draw, OpenBatch
+from ctpo_megatron.rollouts.rollouts import Draw, OpenBatch
 from ctpo_megatron.tracking import write_trajectories
 
 SAMPLES, MEAN_TOKENS, MINI_BATCH, REPLICAS = 8, 3_300, 32, 8

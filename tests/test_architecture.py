@@ -123,7 +123,6 @@ WHOLE_CONFIG = (
     "train.py",
     "engines",  # the actors get it as a whole
     "environments/prompts.py",  # rows, rendering, parser and rewards decide which prompts there are
-    "rollouts/rollouts.py",  # the settings are read from several sections
     "tracking/trackers/threads.py",  # trackers record it
 )
 """Where a parameter may be the whole configuration; others take a section or the few values."""

@@ -12,7 +12,7 @@ from ctpo_megatron.rollouts.filters import Filters, filter_problem
 from ctpo_megatron.rollouts.group_sampler import GroupSampler, Quarantined, TooManyQuarantined
 from ctpo_megatron.rollouts.metrics import rollout_metrics
 from ctpo_megatron.rollouts.replay import Replay, ReplayError
-from ctpo_megatron.rollouts.rollouts import AccountingError, Rollouts, RolloutSettings
+from ctpo_megatron.rollouts.rollouts import AccountingError, Rollouts
 
 __all__ = [
     "AccountingError",
@@ -24,7 +24,6 @@ __all__ = [
     "Quarantined",
     "Replay",
     "ReplayError",
-    "RolloutSettings",
     "Rollouts",
     "TooManyQuarantined",
     "filter_problem",

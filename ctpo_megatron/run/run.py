@@ -40,7 +40,6 @@ from ctpo_megatron.rollouts import (
     GroupSampler,
     Replay,
     Rollouts,
-    RolloutSettings,
 )
 from ctpo_megatron.run.checkpoints import Checkpoints
 from ctpo_megatron.run.ranks import TrainerGroup
@@ -100,8 +99,12 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
         if (overlong := config.reward.overlong_penalty) is not None:
             penalty = OverlongPenalty(overlong.buffer, overlong.penalty, config.rollout.max_response_tokens)
         scoring = Scorer(scorers, penalty, by_turn=config.objective.by_turn)
-        settings = RolloutSettings.of(config)
-        rollouts = Rollouts(settings, loop, sampler, scoring, prompts, stop, phases)
+        rollouts = Rollouts(
+            *(config.rollout, loop, sampler, scoring, prompts, stop, phases),
+            steps=config.run.steps,
+            mini_batch_prompts=config.policy.mini_batch_prompts,
+            by_turn=config.objective.by_turn,
+        )
         evaluation = Evaluation(config.eval, loop, answering, Scorer(scorers), held_out, stop, phases)
         record = partial(write_record, train, directory)
         yield Services(stack.enter_context(rollouts), stack.enter_context(evaluation), pool, record)

@@ -31,7 +31,7 @@ from ctpo_megatron.data import (
     PromptStream,
     Trajectory,
 )
-from ctpo_megatron.rollouts.open_batch import OpenBatch
+from ctpo_megatron.rollouts.rollouts import OpenBatch
 from ctpo_megatron.run import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
 from tests import compare_runs

@@ -13,7 +13,7 @@ from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.config import ConfigError, Extension, RolloutConfig, load_config
 from ctpo_megatron.data import Curriculum, Prompt, PromptSampler
 from ctpo_megatron.preflight.extensions import check_extensions
-from ctpo_megatron.rollouts import GroupSampler, Rollouts, RolloutSettings
+from ctpo_megatron.rollouts import GroupSampler, Rollouts
 from ctpo_megatron.tracking import Phases
 from tests.extend.document_examples import example
 from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer, Stops
@@ -37,10 +37,9 @@ def ids(prompts: list[Prompt]) -> list[str]:
 
 def rollouts(prompts: Any, reward: float, ahead: int = 0) -> Rollouts:
     config = RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_staleness=ahead, group_timeout_s=20)
-    settings = RolloutSettings(config, 20)
     scorer = ScriptedScorer(lambda prompt, sample: reward)
     sampler = GroupSampler(ScriptedEngines(), config)  # type: ignore[arg-type]
-    return Rollouts(settings, EventLoop(), sampler, scorer, prompts, Stops(), Phases())  # type: ignore[arg-type]
+    return Rollouts(config, EventLoop(), sampler, scorer, prompts, Stops(), Phases(), steps=20)  # type: ignore[arg-type]
 
 
 def train(source: Rollouts, *steps: int) -> list[list[str]]:

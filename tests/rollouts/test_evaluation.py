@@ -12,7 +12,7 @@ from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import EvalConfig, RolloutConfig
 from ctpo_megatron.data import Prompt, PromptSampler
 from ctpo_megatron.engines import Sampling
-from ctpo_megatron.rollouts import Evaluated, Evaluation, EventLoop, GroupSampler, Rollouts, RolloutSettings
+from ctpo_megatron.rollouts import Evaluated, Evaluation, EventLoop, GroupSampler, Rollouts
 from ctpo_megatron.tracking import Phases
 from tests.rollouts.scripted import RecordedPhases, ScriptedEngines, ScriptedScorer, Stops
 
@@ -128,7 +128,7 @@ def test_an_evaluation_does_not_wait_for_training_that_is_sampled_ahead() -> Non
     engines, scorer = ScriptedEngines(stuck=[(1, place) for place in range(60)]), ScriptedScorer()
     config = CONFIG.model_copy(update={"max_staleness": 1, "prompts_per_step": 60})
     shared: Any = EventLoop(), GroupSampler(engines, config), scorer
-    with Rollouts(RolloutSettings(config, 3), *shared, PromptSampler(PROMPTS, 0), Stops(), Phases()) as source:
+    with Rollouts(config, *shared, PromptSampler(PROMPTS, 0), Stops(), Phases(), steps=3) as source:
         source.publish(None, 1)  # type: ignore[arg-type]
         assert len(Evaluation(EvalConfig(samples=2), *shared, PROMPTS[:2], Stops(), Phases()).run(9).groups) == 2
         assert engines.in_flight > 0

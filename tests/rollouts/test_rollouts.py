@@ -25,7 +25,6 @@ from ctpo_megatron.rollouts import (
     GroupSampler,
     Quarantined,
     Rollouts,
-    RolloutSettings,
     TooManyQuarantined,
 )
 from ctpo_megatron.tracking import Phases
@@ -66,13 +65,16 @@ class Run:
         self.prompts = prompts or PromptSampler(PROMPTS, seed=0)
         self.loop, self.scorer = EventLoop(), scorer or ScriptedScorer(reward)
         self.source = Rollouts(
-            RolloutSettings(config, steps, mini, by_turn),
+            config,
             self.loop,
             GroupSampler(self.engines, config),
             self.scorer,
             self.prompts,
             stop or threading.Event(),
             phases or Phases(),
+            steps=steps,
+            mini_batch_prompts=mini,
+            by_turn=by_turn,
         )
         self.done, self.steps = done, steps
         if state is not None:

@@ -22,7 +22,7 @@ from ctpo_megatron.cli import export as export_verb
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
 from ctpo_megatron.policy import Layout, TrainResult, checkpoint_files, write_directory
-from ctpo_megatron.rollouts import Evaluation, EventLoop, GroupSampler, Rollouts, RolloutSettings
+from ctpo_megatron.rollouts import Evaluation, EventLoop, GroupSampler, Rollouts
 from ctpo_megatron.run import Services
 from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer
 from tests.tracking.synthetic_run import make_config
@@ -153,8 +153,9 @@ class ScriptedRuns:
     @contextmanager
     def _services(self, config: Config, _directory: Path, phases: Any, stop: Any) -> Iterator[Services]:
         scorer, sampler = ScriptedScorer(), GroupSampler(ScriptedEngines(), config.rollout)
-        settings, prompts = RolloutSettings.of(config), PromptSampler(PROMPTS, seed=0)
+        prompts = PromptSampler(PROMPTS, seed=0)
+        settings = {"steps": config.run.steps, "mini_batch_prompts": config.policy.mini_batch_prompts}
         with EventLoop() as loop:
             evaluation = Evaluation(config.eval, loop, sampler, scorer, [], Stop(), phases)
-            with Rollouts(settings, loop, sampler, scorer, prompts, Stop(), phases) as rollouts:
+            with Rollouts(config.rollout, loop, sampler, scorer, prompts, Stop(), phases, **settings) as rollouts:
                 yield Services(rollouts, evaluation)
