@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.engines.setup import engine_setup
-from ctpo_megatron.engines.stats import pool_stats
 from ctpo_megatron.engines.tasks import (
     EngineDied,
     EngineError,
@@ -22,24 +21,22 @@ from ctpo_megatron.engines.tasks import (
     GroupTask,
     Sampling,
     UpdateReport,
+    pool_stats,
 )
 
 if TYPE_CHECKING:
-    from ctpo_megatron.engines.cluster import RayCluster
     from ctpo_megatron.engines.engine import RolloutEngine
     from ctpo_megatron.engines.handle import EngineHandle
-    from ctpo_megatron.engines.open import open_engines
-    from ctpo_megatron.engines.pool import EnginePool
+    from ctpo_megatron.engines.pool import EnginePool, open_engines
     from ctpo_megatron.engines.ray_runtime import RayRuntime, join_ray
 
 _LATER = {
-    "RayCluster": "cluster",
     "EngineHandle": "handle",
     "EnginePool": "pool",
     "RayRuntime": "ray_runtime",
     "RolloutEngine": "engine",
     "join_ray": "ray_runtime",
-    "open_engines": "open",
+    "open_engines": "pool",
 }
 
 __all__ = [
@@ -52,7 +49,6 @@ __all__ = [
     "GroupLost",
     "GroupOutcome",
     "GroupTask",
-    "RayCluster",
     "RayRuntime",
     "RolloutEngine",
     "Sampling",

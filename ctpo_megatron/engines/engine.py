@@ -29,7 +29,6 @@ from ctpo_megatron.engines.setup import engine_setup, leave_out_expected
 from ctpo_megatron.engines.tasks import (
     CORE_SHUTDOWN_S,
     INITIAL_VERSION,
-    LOG_MARK,
     EngineDied,
     EngineSeat,
     EngineSpec,
@@ -72,7 +71,7 @@ class RolloutEngine:
         os.environ.update(self._setup.environment(spec.config.rollout.engine))
         if spec.transport == "ipc":  # handles of GPU memory travel pickled, from our trainer to our engine
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        self._spec, self._config, self._address = spec, spec.config, address
+        self._index, self._spec, self._config, self._address = index, spec, spec.config, address
         self._requests = 0
         self._version, self._updated = INITIAL_VERSION, asyncio.Condition()
         self._asleep = False
@@ -196,9 +195,9 @@ class RolloutEngine:
         if not self._asleep and await self._llm.is_paused():
             await self._llm.resume_generation()
 
-    async def start_profile(self, name: str) -> None:
-        """Record the steps of the engine, until `stop_profile`. name: how its files begin."""
-        await self._llm.start_profile(profile_prefix=name)
+    async def start_profile(self, step: str) -> None:
+        """Record the steps of the engine, until `stop_profile`. step: its files begin with it."""
+        await self._llm.start_profile(profile_prefix=f"{step}_engine_{self._index}")
 
     async def stop_profile(self) -> None:
         """Write what was recorded, one file for each of its workers."""
@@ -273,19 +272,13 @@ class RolloutEngine:
 
 
 def _log_path_here(spec: EngineSpec, index: int) -> Path:
-    """Where engine `index` writes on this node: the run directory, if this node sees it, or a file of the node."""
+    """Where engine `index` writes on this node: the folder of logs, if this node sees it, or a file of the node."""
     path = spec.log_path(index)
-    try:
-        if not spec.log_mark or (spec.log_dir / LOG_MARK).read_text(encoding="utf-8") == spec.log_mark:
-            return path
-    except OSError:
-        pass
-    return Path(tempfile.gettempdir()) / f"ctpo-logs-{spec.log_mark}" / f"{path.stem}.{os.getpid()}.log"
+    return path if spec.log_dir.is_dir() else Path(tempfile.mkdtemp(prefix="ctpo-logs-")) / path.name
 
 
 def _redirect_output(path: Path) -> None:
     """Send this process's and its children's stdout and stderr to `path`. Raises OSError that names it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import CpuCache, Device, Transport, free_memory, spec_for
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.tool_call import TOOL_STATUSES, ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments import Sampling as Sampling
 
@@ -24,16 +25,14 @@ CORE_SHUTDOWN_S = 2.0
 """For the current step of an engine core and the release of its model."""
 INITIAL_VERSION = 0
 """Version of the weights an engine loads from its model directory, before the first update."""
-LOG_MARK = ".engines"
-"""Name of a file in the folder of logs: a node that reads the mark of the run in it sees that folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """What every engine of a pool is made from.
 
-    sandbox_url: None: the sandbox of the engine's own node. log_mark: text of `LOG_MARK` in `log_dir` on a cluster.
-    driver: the process that engines of a private Ray end with; None: Ray is a cluster's.
+    sandbox_url: None: the sandbox of the engine's own node. log_dir: folder of logs; a node that does not see it writes
+    them elsewhere. driver: the process that engines of a private Ray end with; None: Ray is a cluster's.
     """
 
     config: Config
@@ -41,7 +40,6 @@ class EngineSpec:
     log_dir: Path
     device: Device = "cpu"
     transport: Transport = "tcp"
-    log_mark: str = ""
     driver: int | None = None
 
     @property
@@ -135,3 +133,13 @@ class UpdateReport:
     version: str
     sums: list[Sums]
     seconds: float = 0.0
+
+
+def pool_stats(counts: Mapping[str, float]) -> dict[str, float]:
+    """Every count of `EnginePool.stats`, absent ones as 0, and the rate of the weight updates where there were any."""
+    names = ["group_retries", "late_groups", "quarantined", "engine_restarts", "sync_s", "sync_bytes"]
+    names += [f"lost_{status}" for status in TOOL_STATUSES]
+    stats = dict.fromkeys(names, 0.0) | {name: float(count) for name, count in counts.items()}
+    if stats["sync_bytes"]:
+        stats["sync_gb_per_s"] = stats["sync_bytes"] / 1e9 / stats["sync_s"]
+    return stats

@@ -8,8 +8,7 @@ import itertools
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,9 +104,8 @@ class GroupSampler:
         self._lengths: dict[str, float] = {}
         self._sum = 0.0
         self._under_way: set[asyncio.Task[Any]] = set()
-        self._tending: asyncio.Task[None] | None = None
-        self._failure: BaseException | None = None
         self._idle = asyncio.Event()
+        engines.observers.append(self._changed)
 
     async def sample(self, task: GroupTask, *, urgent: bool = False) -> list[Trajectory]:
         """Return the trajectories of a group; of a failed attempt with the same seeds from another one.
@@ -115,18 +113,39 @@ class GroupSampler:
         urgent: groups that are not yield to it, whatever their step. Raises GroupFailed after `max_group_retries`, and
         EngineError when the engines cannot continue.
         """
-        self.engines.check_prompt(task.prompt)
-        with self._tended():
-            for failures in itertools.count(1):
-                try:
-                    return await self._attempt(task, urgent)
-                except GroupFailed as error:
-                    if isinstance(error, GroupLost) or failures > self._config.max_group_retries:
-                        cause = printable(hidden(str(error)))
-                        raise GroupFailed(f"failed {failures} times, the last: {cause}") from error
-                self.engines.counts["group_retries"] += 1
-                await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (failures - 1)))
+        if self.engines.failure is not None:
+            raise self.engines.failure
+        work = asyncio.current_task()
+        assert work is not None
+        self._under_way.add(work)
+        try:
+            return await self._sampled(task, urgent)
+        except asyncio.CancelledError:
+            if self.engines.failure is None:
+                raise
+            work.uncancel()
+            raise self.engines.failure from None
+        finally:
+            self._under_way.discard(work)
+
+    async def _sampled(self, task: GroupTask, urgent: bool) -> list[Trajectory]:
+        for failures in itertools.count(1):
+            try:
+                return await self._attempt(task, urgent)
+            except GroupFailed as error:
+                if isinstance(error, GroupLost) or failures > self._config.max_group_retries:
+                    cause = printable(hidden(str(error)))
+                    raise GroupFailed(f"failed {failures} times, the last: {cause}") from error
+            self.engines.counts["group_retries"] += 1
+            await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (failures - 1)))
         raise AssertionError  # it counts for ever
+
+    def _changed(self) -> None:
+        """An engine serves that did not, or the engines cannot continue, which ends every group."""
+        self._assign()
+        if self.engines.failure is not None:
+            for work in self._under_way:
+                work.cancel()
 
     def lose(self, prompt: Prompt, step: int, error: GroupFailed) -> None:
         """Put a prompt into quarantine, once. Raises TooManyQuarantined."""
@@ -198,7 +217,6 @@ class GroupSampler:
     def _take(self, index: int, size: int, urgent: bool) -> None:
         self._load[index] += size
         self._urgent[index] += size * urgent
-        self.engines.note_load(index, size)
 
     def _leave(self, index: int, size: int, urgent: bool) -> None:
         self._take(index, -size, urgent)
@@ -209,36 +227,3 @@ class GroupSampler:
         mean = statistics.fmean(trajectory.response_tokens for trajectory in trajectories)
         self._sum += mean - self._lengths.get(prompt.id, 0.0)
         self._lengths[prompt.id] = mean
-
-    # Engines that start, or cannot continue.
-
-    @contextmanager
-    def _tended(self) -> Iterator[None]:
-        """Within, what ends the sampling of an engine pool ends every group."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._under_way.add(task)
-        if self._tending is None:
-            self._failure, self._tending = None, asyncio.create_task(self._tend())
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._failure is None:
-                raise
-            task.uncancel()
-            raise self._failure from None
-        finally:
-            self._under_way.discard(task)
-            if not self._under_way and self._tending is not None:
-                self._tending.cancel()
-                self._tending = None
-
-    async def _tend(self) -> None:
-        try:
-            while True:
-                await self.engines.changed()
-                self._assign()
-        except Exception as error:
-            self._failure = error
-            for task in self._under_way:
-                task.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ class Replay:
     the weights that are sent here; None without evaluations.
     """
 
-    name, index, live = "the recording", 0, True
+    name, index, live, failure = "the recording", 0, True, None
 
     def __init__(
         self,
@@ -44,6 +43,7 @@ class Replay:
         self._given: set[tuple[str, int]] = set()
         self.counts: Counter[str] = Counter()
         self.engines: Sequence[Replay] = [self]
+        self.observers: list[Callable[[], None]] = []
 
     async def sample(self, _engine: Replay, task: GroupTask) -> list[Trajectory]:
         """The recorded group of a prompt. Raises ReplayError, and GroupLost for a prompt that was not recorded."""
@@ -100,9 +100,7 @@ class Replay:
         return pool_stats(counts)
 
     def wait_ready(self, *_: object) -> None:
-        """Nothing has to start, lacks room or is counted."""
-
-    check_prompt = note_load = wait_ready
+        """Nothing has to start."""
 
     def send(self, trainer: SendsWeights, version: int) -> None:
         """Hand the weights on to the engines that evaluate, as `EnginePool.send`; a recording takes none."""
@@ -111,7 +109,3 @@ class Replay:
 
     async def check(self, _engine: Replay) -> None:
         """It always answers."""
-
-    async def changed(self) -> None:
-        """It never dies."""
-        await asyncio.Event().wait()

@@ -79,10 +79,10 @@ class _Served:
         """Why a fleet of this configuration does not start."""
         from ctpo_megatron.base.event_loop import EventLoop
         from ctpo_megatron.engines import EngineError, EnginePool
-        from tests.engines.pool_helpers import cluster_of, make_config
+        from tests.engines.pool_helpers import check_of, make_config
 
         config = make_config(Path(model), Path(root), **rollout)
-        with EventLoop() as loop, EnginePool(config, sandbox_url, loop, cluster=cluster_of(config)) as fleet:
+        with EventLoop() as loop, EnginePool(config, sandbox_url, loop, check=check_of(config)) as fleet:
             try:
                 fleet.start()
                 fleet.wait_ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -70,6 +71,6 @@ def test_a_run_without_its_raylet_goes_on_until_an_engine_is_to_be_replaced(tmp_
 
     status, output = ctpo.train_disturbed("[rl] step   2/", disturb, *SETTINGS, "run.steps=900")
     assert status == TRY_AGAIN, output[-4000:]
-    assert "cannot be replaced" in output and "Ray's raylet (process " in output
+    assert re.search(r"Ray's raylet \(process \d+\) died: a checkpoint follows", output)
     done = records(run)[-1]["step"]
     assert (run / f"checkpoints/step_{done:06d}/COMPLETE.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,10 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.fixture(scope="session")
 def shared_ray() -> Iterator[None]:
     """Ray with a processor for each fleet that is kept, and two; a fleet that finds it does not start its own."""
-    runtime = RayRuntime(4, lambda gpus: None)
+    runtime = RayRuntime(4, lambda gpus: None, timeout_s=scaled(120))
     try:
-        runtime.wait(scaled(120))
+        while not runtime.is_up():
+            time.sleep(0.01)
         yield
     finally:
         runtime.close()

@@ -20,7 +20,7 @@ from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import EngineHandle, EnginePool, GroupFailed, GroupTask, RayCluster, Sampling
+from ctpo_megatron.engines import EngineHandle, EnginePool, GroupFailed, GroupTask, Sampling
 from ctpo_megatron.engines.weights import TransportSettings, WeightTransport, checksums, open_transport
 from ctpo_megatron.preflight import NodeComparison
 from ctpo_megatron.rollouts import GroupSampler
@@ -62,9 +62,9 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
     )
 
 
-def cluster_of(config: Config) -> RayCluster | None:
-    """The Ray cluster that this process joins, as a run does; None where Ray is private."""
-    return RayCluster(config.cluster, NodeComparison.of(config)) if os.environ.get("RAY_ADDRESS") else None
+def check_of(config: Config) -> NodeComparison | None:
+    """What nodes of the Ray cluster have to pass that this process joins, as in a run; None where Ray is private."""
+    return NodeComparison.of(config) if os.environ.get("RAY_ADDRESS") else None
 
 
 class Sender:
@@ -97,7 +97,7 @@ class Stage:
         self.version = 0
         self.config = make_config(self.path, root, **rollout)
         self.loop = EventLoop()
-        self.fleet = EnginePool(self.config, sandbox_url, self.loop, cluster=cluster_of(self.config))
+        self.fleet = EnginePool(self.config, sandbox_url, self.loop, check=check_of(self.config))
         self.sampler = GroupSampler(self.fleet, self.config.rollout)
         self.fleet.start()
         self._sender: Sender | None = None

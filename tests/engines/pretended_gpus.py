@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import ray
 
@@ -31,9 +32,10 @@ def main() -> None:
     order_kernels()
     placed = Placement.of(readme(rollout={"engine": {"tensor_parallel_size": 2}}), Job(4))
     counted: list[float] = []
-    runtime = RayRuntime(1, counted.append, placed.engine_devices(VISIBLE))
+    runtime = RayRuntime(1, counted.append, placed.engine_devices(VISIBLE), timeout_s=120.0)
     try:
-        runtime.wait(120)
+        while not runtime.is_up():
+            time.sleep(0.01)
         assert counted == [4.0]
         assert os.environ["CUDA_VISIBLE_DEVICES"] == VISIBLE
         assert MAX_CONNECTIONS in os.environ  # this rank keeps its own

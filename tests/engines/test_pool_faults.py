@@ -26,7 +26,7 @@ class Engine:
     def __init__(self, index: int) -> None:
         self.index, self.name = index, f"rollout engine {index}"
         self.live = self.up = True
-        self.version, self.launches, self.ready_ref = 0, 1, object()
+        self.version, self.launches = 0, 1
         self.calls: list[str] = []
         self.dies: set[str] = set()
 
@@ -41,19 +41,13 @@ class Engine:
         if method in self.dies:
             self.dies.remove(method)
             raise EngineDied(f"{self.name} died")
-        return UpdateReport(str(arguments[0]), [SUMS])
+        if method == CALL:
+            return UpdateReport(str(arguments[0]), [SUMS])
+        self.calls.append(" ".join(("wake", *arguments[0])) if method == "wake_up" else method)
+        return None
 
-    async def sleep(self, level: int, limit_s: float) -> None:
-        self._called("sleep")
-
-    async def wake(self, tags: list[str], limit_s: float) -> None:
-        self._called(f"wake {' '.join(tags)}")
-
-    def _called(self, name: str) -> None:
-        self.calls.append(name)
-        if name in self.dies:
-            self.dies.remove(name)
-            raise EngineDied(f"{self.name} died")
+    def take_idle(self) -> float:
+        return 0.0
 
 
 async def nothing() -> None:

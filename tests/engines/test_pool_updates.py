@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,9 +73,15 @@ def test_other_values_than_were_sent_are_seen(stage: Stage) -> None:
 def stalled(stage: Stage, address: tuple[str, int]) -> Iterator[None]:
     """The second engine is told to fetch from where nothing comes."""
     second = stage.fleet.engines[1]
-    update = second.update
+    call = second.call
+
+    def misled(method: str, *arguments: Any) -> Any:
+        if method == "update_weights":
+            arguments = ({**arguments[0], "servers": [address]}, *arguments[1:])
+        return call(method, *arguments)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(second, "update", lambda message, version: update({**message, "servers": [address]}, version))
+        patch.setattr(second, "call", misled)
         yield
 
 

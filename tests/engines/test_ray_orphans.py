@@ -22,8 +22,8 @@ _RUN = """
 import sys, time
 import psutil
 from ctpo_megatron.engines import RayRuntime
-runtime = RayRuntime(1, lambda gpus: None)
-runtime.wait(float(sys.argv[1]))
+runtime = RayRuntime(1, lambda gpus: None, timeout_s=float(sys.argv[1]))
+while not runtime.is_up(): time.sleep(0.01)
 below = psutil.Process().children(recursive=True)
 print(runtime._folder, *(process.pid for process in below if process.name().endswith("Agent")), flush=True)
 time.sleep(3600)

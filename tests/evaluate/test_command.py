@@ -64,25 +64,16 @@ class Ended(Exception):
 class Scripted:
     """Answers instead of engines; ends the evaluation when it has answered `stop_after` samples."""
 
-    name, index, live = "scripted", 0, True
+    name, index, live, failure = "scripted", 0, True, None
 
     def __init__(self, tokenizer: Any, stop_after: int | None = None, lost: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop_after, self.lost = tokenizer, stop_after, lost
         self.played: list[tuple[str, int]] = []
         self.engines, self.counts = [self], Counter[str]()
+        self.observers: list[Callable[[], None]] = []
 
     def wait_ready(self) -> None:
         """There is nothing to wait for."""
-
-    def check_prompt(self, prompt: Prompt) -> None:
-        """Every prompt has room."""
-
-    async def changed(self) -> None:
-        """It never dies."""
-        await asyncio.Event().wait()
-
-    def note_load(self, index: int, samples: int) -> None:
-        """Nothing reads it."""
 
     async def sample(self, _: Any, task: GroupTask) -> list[Trajectory]:
         if task.prompt.id in self.lost:

@@ -54,6 +54,8 @@ class ScriptedEngines:
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.in_flight = self.cancelled = 0
+        self.observers: list[Callable[[], None]] = []
+        self.failure: BaseException | None = None
 
     async def sample(self, engine: ScriptedEngine, task: GroupTask) -> list[Trajectory]:
         self.tasks.append(task)
@@ -85,25 +87,29 @@ class ScriptedEngines:
         """Also while trajectories are in flight."""
         self.in_update, self.version = self.in_flight, version
 
+    def notify(self, failure: BaseException | None = None) -> None:
+        """An engine serves that did not, or none can any more."""
+        self.failure = failure
+        for observer in self.observers:
+            observer()
+
     def wait_ready(self) -> None:
         """Always ready."""
-
-    def check_prompt(self, prompt: Prompt) -> None:
-        """Every prompt has room."""
 
     async def check(self, engine: ScriptedEngine) -> None:
         """It always answers."""
 
-    async def changed(self) -> None:
-        """None of them dies."""
-        await asyncio.Event().wait()
-
-    def note_load(self, index: int, samples: int) -> None:
-        """Nothing reads it."""
-
     def stats(self) -> dict[str, float]:
         counts, self.counts = self.counts, Counter()
         return pool_stats(counts)
+
+
+class BrokenEngines(ScriptedEngines):
+    """They are gone as soon as a group has begun."""
+
+    async def sample(self, engine: ScriptedEngine, task: GroupTask) -> list[Trajectory]:
+        asyncio.get_running_loop().call_soon(self.notify, RuntimeError("all engines are gone"))
+        return await super().sample(engine, task)
 
 
 UNJUDGED = NoVerdict("exception", "the script has no reward for it")

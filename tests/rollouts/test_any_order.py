@@ -17,15 +17,6 @@ from tests.rollouts.test_rollouts import ORDER, PROMPTS, Run, accounted
 STEPS = 1000
 
 
-class Going(ScriptedEngines):
-    """An engine that is gone serves again soon."""
-
-    async def changed(self) -> None:
-        await asyncio.sleep(0.001)
-        for engine in self.engines:
-            engine.live = True
-
-
 class AnyOrder(RuleBasedStateMachine):
     """A run, and what it has to be whatever happens: every prompt accounted for, no token too stale, no step twice."""
 
@@ -47,7 +38,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.starts += 1
         self.stop = threading.Event()
         start: dict[str, Any] = {"done": self.done, "state": self.saved, "stop": self.stop} | self.settings
-        self.run = Run(Going(self.starts, self.lost), steps=STEPS, **start)
+        self.run = Run(ScriptedEngines(self.starts, self.lost), steps=STEPS, **start)
         self.stack = ExitStack()
         self.stack.enter_context(self.run.going())
 
@@ -74,8 +65,17 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1))
     def an_engine_is_gone(self, number: int) -> None:
-        engine: ScriptedEngine = self.run.engines.engines[number]
+        """It serves again soon."""
+        engines = self.run.engines
+        engine: ScriptedEngine = engines.engines[number]
         engine.live = False
+
+        async def serve_again() -> None:
+            await asyncio.sleep(0.001)
+            engine.live = True
+            engines.notify()
+
+        self.run.loop.begin(serve_again())
 
     @rule()
     def save(self) -> None:

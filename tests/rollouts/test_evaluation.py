@@ -14,7 +14,7 @@ from ctpo_megatron.data import Prompt, PromptSampler
 from ctpo_megatron.engines import Sampling
 from ctpo_megatron.rollouts import Evaluated, Evaluation, EventLoop, GroupSampler, Rollouts
 from ctpo_megatron.tracking import Phases
-from tests.rollouts.scripted import RecordedPhases, ScriptedEngines, ScriptedScorer, Stops
+from tests.rollouts.scripted import BrokenEngines, RecordedPhases, ScriptedEngines, ScriptedScorer, Stops
 
 CONFIG = RolloutConfig(prompts_per_step=2, samples_per_prompt=2)
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(10)]
@@ -101,11 +101,7 @@ def test_an_evaluation_behind_the_training_finds_the_same() -> None:
 
 
 def test_what_ends_an_evaluation_behind_the_training_ends_whoever_waits_for_it() -> None:
-    class Broken(ScriptedEngines):
-        async def changed(self) -> None:
-            raise RuntimeError("all engines are gone")
-
-    broken = evaluation(Broken(stuck=[(1, 0)]))
+    broken = evaluation(BrokenEngines(stuck=[(1, 0)]))
     broken.begin(1)
     with pytest.raises(RuntimeError, match="all engines are gone"):
         broken.end()

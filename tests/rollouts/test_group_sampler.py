@@ -132,13 +132,15 @@ def test_a_group_is_tried_again_as_often_as_is_allowed(failures: int) -> None:
 
 
 def test_an_engine_that_comes_back_gets_what_waits_for_it() -> None:
-    class Starting(ScriptedEngines):
-        async def changed(self) -> None:
-            if self.engines[0].live:
-                await super().changed()
-            await asyncio.sleep(0.01)
-            self.engines[0].live = True
-
-    engines = Starting()
+    engines = ScriptedEngines()
     engines.engines = [ScriptedEngine(0, live=False)]
-    assert len(asyncio.run(asyncio.wait_for(GroupSampler(engines, settings()).sample(task("p")), 5))) == 4
+
+    async def started() -> list[Trajectory]:
+        waiting = asyncio.create_task(GroupSampler(engines, settings()).sample(task("p")))
+        await asyncio.sleep(0.01)
+        assert not engines.tasks
+        engines.engines[0].live = True
+        engines.notify()
+        return await asyncio.wait_for(waiting, 5)
+
+    assert len(asyncio.run(started())) == 4

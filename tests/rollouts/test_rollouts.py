@@ -28,7 +28,7 @@ from ctpo_megatron.rollouts import (
     TooManyQuarantined,
 )
 from ctpo_megatron.tracking import Phases
-from tests.rollouts.scripted import RecordedPhases, ScriptedEngines, ScriptedScorer, quarantined
+from tests.rollouts.scripted import BrokenEngines, RecordedPhases, ScriptedEngines, ScriptedScorer, quarantined
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(50)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(200)]
@@ -342,12 +342,8 @@ def test_a_prompt_that_is_nowhere_ends_the_run() -> None:
 
 
 def test_what_ends_the_engines_ends_whoever_waits() -> None:
-    class Broken(ScriptedEngines):
-        async def changed(self) -> None:
-            raise RuntimeError("all engines are gone")
-
     for ahead in (0, 1):
-        engines = Broken(stuck=[(1, 1)])
+        engines = BrokenEngines(stuck=[(1, 1)])
         with (
             Run(engines, max_staleness=ahead).going() as run,
             pytest.raises(RuntimeError, match="all engines are gone"),

@@ -107,7 +107,7 @@ class Engine(EngineHandle):
     def _begin(self) -> None:
         self.launches += 1
         self.version, self.process = 0, Process(self._transport)
-        self.ready_ref, self.up = object(), True
+        self.up = True
 
     async def start(self) -> None:
         self._begin()
@@ -201,8 +201,7 @@ class Fleet:
             engine.process.dead.set()
         if self.trainer is not None:
             self.trainer.close()
-        if self.pool._current is not None:
-            self.loop.call(self.pool._break_off(self.pool._current))
+        self.loop.call(self.pool._break_off())
         self.loop.__exit__(None, None, None)
 
 

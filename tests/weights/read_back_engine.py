@@ -52,7 +52,7 @@ async def read_back(folder: Path, settings: dict[str, Any], planted: dict[str, P
     build_tiny_model(folder / "model", **settings)
     tensors = load_file(folder / "model" / "model.safetensors")
     config = make_config(folder / "model", folder, tools=[])
-    engine = RolloutEngine(0, EngineSpec(config, "unused", folder / "logs"), ADDRESS)
+    engine = RolloutEngine(0, EngineSpec(config, "unused", folder), ADDRESS)
     try:
         facts = await engine.start()
         transport = open_transport(ONE_RANK, facts, TransportSettings(1 << 16, 60.0), manifest_of(tensors), None)
