@@ -25,6 +25,7 @@ from ctpo_sandbox import temporary
 from tests.support import ranks
 from tests.support.command import Invoke, Result
 from tests.support.deadlines import scaled
+from tests.support.rewriting import write_bytecode
 
 SHARED = {"engines": {"stage", "users_stage", "shared_ray"}, "report": {"demo_run", "page"}}
 """Fixtures of what tests share: of fleets, and of a run with its report."""
@@ -66,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks.Default.pretend_cuda = config.getoption("--pretend-cuda")
     if workers := getattr(config.option, "tx", None):  # only in the process that starts the others
         config.add_cleanup(ranks.share().close)
+        write_bytecode(config)  # while the server imports
         config.option.tx = [f"popen//python={sys.executable} -m tests.support.worker"] * len(workers)
     if ranks.Default.pretend_cuda and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         config.args = ["tests/rehearsal"]
