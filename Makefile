@@ -57,8 +57,8 @@ quickstart: $(INSTALLED)
 # processes, as it would not see forked ranks and engines.
 # Bytecode is kept, whatever a container says: compiling our sources again costs each of the many processes 3 CPU-s.
 ELSEWHERE := not gpu and not cluster and not machine and not browser and not cuda_environment
-# Properties (hypothesis) have 30 examples, the same in every run, and a hundred new ones in `make test-slow`.
-FAST := -m pytest --hypothesis-profile few -m "not slow and $(ELSEWHERE)"
+# Properties (hypothesis) have 30 examples here, the same in every run, and a hundred new ones in `make test-slow`.
+FAST := -m pytest -m "not slow and $(ELSEWHERE)"
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python $(FAST)
 LIGHT := tests/config tests/data tests/objective tests/preflight $(wildcard tests/test_*.py)
 PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.preflight ctpo_megatron.cli

@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     phases = [phase for phase in Phase if phase is not Phase.explain]
     settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=phases)
     settings.register_profile("few", settings.get_profile("tests"), max_examples=30, derandomize=True)
-    settings.load_profile("tests")
+    settings.load_profile("few" if "not slow" in config.getoption("markexpr") else "tests")
     ranks.Default.pretend_cuda = config.getoption("--pretend-cuda")
     if workers := getattr(config.option, "tx", None):  # only in the process that starts the others
         config.add_cleanup(ranks.share().close)

@@ -9,7 +9,6 @@ from xdist.scheduler import LoadGroupScheduling
 from xdist.workermanage import WorkerController
 
 WAITING = (
-    "benchmarks/test_gpu_first_hour.py",
     "engines/test_private_ray.py",
     "engines/test_ray_",
     "launchers/",
