@@ -24,7 +24,6 @@ def fused(family: str) -> Scenarios:
 
 ONE: Scenarios = {
     "tied": {},
-    "bias": {"family": "qwen2.5", "policy": BF16},
     "experts": {"family": "qwen3-moe", "policy": BF16},
     **fused(FUSED[1]),
 }
@@ -35,6 +34,7 @@ TWO: Scenarios = {
     "ep2": {"family": "qwen3-moe", "policy": BF16 | EP2},
 }
 MORE_OF_ONE: Scenarios = {
+    "bias": {"family": "qwen2.5", "policy": BF16},
     "untied-bfloat16": {"family": "qwen3-untied", "policy": BF16},
     "llama": {"family": "llama"},
     "bias-float32": {"family": "qwen2.5"},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.run.scripted_run import ScriptedRuns, steps_of, write_model
 
 EVERY = (0, 2, 3, 5, "auto")
 FIRST, LONGER = 5, 10
+CHANGING = ("resume", "extend", "extend without export", "export", "export the oldest")
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +92,15 @@ class Verbs:
         kept.rename(run)
 
 
-@pytest.mark.parametrize("every", [2, *(pytest.param(every, marks=pytest.mark.slow) for every in (0, 3, 5))])
-def test_every_verb_after_every_other(runs: ScriptedRuns, tmp_path: Path, every: int) -> None:
+@pytest.mark.parametrize(
+    ("every", "first_ones"),
+    [(2, CHANGING), *(pytest.param(every, None, marks=pytest.mark.slow) for every in (0, 2, 3, 5))],
+    ids=str,
+)
+def test_every_verb_after_every_other(
+    runs: ScriptedRuns, tmp_path: Path, every: int, first_ones: Sequence[str] | None
+) -> None:
+    """first_ones: those that others come after; all where None. The others leave the run as it was."""
     verbs, run, kept = Verbs(runs, every), tmp_path / "run", tmp_path / "kept"
     runs.train(verbs.config(run.name, FIRST))
 
@@ -110,7 +118,7 @@ def test_every_verb_after_every_other(runs: ScriptedRuns, tmp_path: Path, every:
         verbs.all["eval"](run)
 
     copied(run, trained := tmp_path / "trained")
-    for first in verbs.all:
+    for first in first_ones or verbs.all:
         copied(trained, run)
         type_and_look(first)
         copied(run, kept)
