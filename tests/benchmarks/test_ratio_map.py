@@ -131,6 +131,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "run.py"
     program.write_text(RUN)
     monkeypatch.setattr(runs, "train", lambda *settings: [sys.executable, str(program), *settings])
+    monkeypatch.setattr(runs, "RESULTS", tmp_path / "none")  # no start is stored
     for task in TASKS:
         (tmp_path / "runs" / "data" / task.name).mkdir(parents=True)
     return tmp_path / "runs"
