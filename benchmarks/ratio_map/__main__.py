@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.store_start:
         for task in TASKS:
             if (options.folder / task.name / archive.MODEL).exists():
-                archive.pack(options.folder / task.name, runs.archive_of(task), frozenset(SEEDS), runs.ROOT)
+                recordings = frozenset(SEEDS if task is TASKS[0] else ())  # those of one task suffice to measure again
+                archive.pack(options.folder / task.name, runs.archive_of(task), recordings, runs.ROOT)
         return 0
     if options.predict:
         predict(options.results)
