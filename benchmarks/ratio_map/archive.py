@@ -48,7 +48,7 @@ def _members(folder: Path, seeds: frozenset[int]) -> Iterator[Path]:
 
 
 def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Return the member with which the same content makes the same file, whoever packs it."""
+    """Return the member without owner and time, so that packing the same files gives the same bytes."""
     member.uid = member.gid = member.mtime = 0
     member.uname = member.gname = ""
     return member
