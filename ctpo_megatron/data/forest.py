@@ -7,14 +7,15 @@ shares with the one before gives the row of every token.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 
 class PrefixSegment(NamedTuple):
@@ -34,20 +35,26 @@ class Forest:
     """Distinct prefixes of a batch of N tokens as n rows, depth first.
 
     row: `[N]`, the row of each token. first: `[n]`, a token of each row. distinct: rows that are of a token. segments:
-    in the order of their rows, so that parents come before children. derived: what follows from it, kept for all passes
-    over the batch.
+    in the order of their rows, so that parents come before children.
     """
 
     row: Ints
     first: Ints
     distinct: int
     segments: tuple[PrefixSegment, ...]
-    derived: dict[str, Any] = field(default_factory=dict, repr=False)
+    _derived: dict[type, Any] = field(default_factory=dict, repr=False)
 
     @property
     def rows(self) -> int:
         """n."""
         return len(self.first)
+
+    def derive(self, kind: type[T], make: Callable[[], T]) -> T:
+        """Return what `make` makes of the forest, made once for all passes over the batch."""
+        if kind not in self._derived:
+            self._derived[kind] = make()
+        made: T = self._derived[kind]
+        return made
 
     @classmethod
     def of(cls, token_ids: NDArray[np.integer], bounds: Sequence[int], multiple: int = 1) -> Forest:

@@ -236,12 +236,9 @@ class ForestPlan:
     @classmethod
     def of(cls, batch: PackedBatch, rules: AttentionRules) -> ForestPlan:
         """The plan of a batch that has a forest, made once for all passes, for one pass, whose masks end with it."""
-        assert batch.forest is not None
-        plans = batch.forest.derived
-        if "plan" not in plans:
-            plans["plan"] = cls(batch.forest, batch.token_ids.device, rules)
-        plan: ForestPlan = copy.copy(plans["plan"])
-        return plan
+        forest = batch.forest
+        assert forest is not None
+        return copy.copy(forest.derive(cls, lambda: cls(forest, batch.token_ids.device, rules)))
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """`[N]` of the tokens -> `[n]` of the rows."""
@@ -277,12 +274,9 @@ class WholeSequences:
     @classmethod
     def of(cls, batch: PackedBatch) -> WholeSequences:
         """Return the sequences of a batch that has a forest, made once for all passes."""
-        assert batch.forest is not None
-        plans = batch.forest.derived
-        if "whole" not in plans:
-            plans["whole"] = cls(batch.forest, batch.token_ids.device)
-        plan: WholeSequences = plans["whole"]
-        return plan
+        forest = batch.forest
+        assert forest is not None
+        return forest.derive(cls, lambda: cls(forest, batch.token_ids.device))
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Take `[N]` of the tokens to `[n]` of the rows."""

@@ -109,15 +109,15 @@ class SharedRows:
     @classmethod
     def of(cls, batch: PackedBatch, forest: Forest, predicting: Tensor) -> SharedRows:
         """The pairs of `Targets.rows`, made once for all passes."""
-        if (known := forest.derived.get("pairs")) is None:
+
+        def pairs() -> SharedRows:
             tokens = predicting.numpy()
             # The row of the label, as children of a row have different tokens.
             _, at, pair = np.unique(forest.row[tokens + 1], return_index=True, return_inverse=True)
             parts = (forest.row[tokens[at]], tokens[at], pair.reshape(-1))
-            known = cls(*(torch.from_numpy(each).to(batch.token_ids.device, non_blocking=True) for each in parts))
-            forest.derived["pairs"] = known
-        found: SharedRows = known
-        return found
+            return cls(*(torch.from_numpy(each).to(batch.token_ids.device, non_blocking=True) for each in parts))
+
+        return forest.derive(cls, pairs)
 
     def spread(self, values: Tensor) -> Tensor:
         """`[m]` of the pairs -> `[M]`, differentiable."""
