@@ -6,6 +6,9 @@
 
 What these names need, as aiohttp, is imported when the first of them is used.
 
+`client` sends code, and `server` runs it. `inside` has what runs in the processes of programs, `isolation` what
+confines them.
+
 The contract, the limits and what is not enforced: docs/sandbox.md.
 """
 

@@ -21,8 +21,6 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ctpo_sandbox.timeouts import (
     BODY_TIMEOUT_S,
-    HALF_CLOSE_PROBE_AGAIN_S,
-    HALF_CLOSE_PROBE_S,
     HEAD_TIMEOUT_S,
     REPLY_TIMEOUT_S,
 )
@@ -37,12 +35,11 @@ MAX_UNREAD_BYTES = 256 << 20
 _BACKLOG = 2048
 _log = logging.getLogger("ctpo_sandbox.front")
 _SLOW = "the request body did not come within {:g} s"
-_INTERIM_RESPONSE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 
 class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol, with deadlines for the head of a request and for the reading of an answer, support for
-    clients that half-close, and a bounded number of connections.
+    """uvicorn's protocol, with deadlines for the head of a request and for the reading of an answer, and a bounded
+    number of connections. A client that closes its side of a connection is gone.
     """
 
     _unread: ClassVar[dict["HttpProtocol", asyncio.TimerHandle]] = {}
@@ -95,20 +92,6 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def _is_read(self) -> None:
         if (deadline := self._unread.pop(self, None)) is not None:
             deadline.cancel()
-
-    def eof_received(self) -> bool:
-        """Whether to keep the connection: clients that are gone and clients that wait differ only on a write."""
-        if self._idle or self.cycle.scope["http_version"] != "1.1":
-            return False
-        self.cycle.keep_alive = False
-        self._probe(HALF_CLOSE_PROBE_S)
-        return True
-
-    def _probe(self, next_s: float) -> None:
-        """Send an interim response, which clients ignore; if the client is gone, writing breaks the connection."""
-        if not (self.transport.is_closing() or self.cycle.response_started):
-            self.transport.write(_INTERIM_RESPONSE)
-            self.loop.call_later(next_s, self._probe, HALF_CLOSE_PROBE_AGAIN_S)
 
     def _make_room(self) -> None:
         """If there are too many connections, close the one that has asked for nothing for the longest time."""

@@ -10,20 +10,18 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import httpx
 
 from ctpo_sandbox.errors import SandboxStartError
 from ctpo_sandbox.records import Limits, option
-from ctpo_sandbox.supervise import Restarter, environment
 from ctpo_sandbox.temporary import folder
 from ctpo_sandbox.timeouts import (
     GROUP_GRACE_S,
-    RESTART_PAUSES_S,
+    RESTART_PAUSE_S,
     START_ATTEMPTS,
     START_POLL_S,
     STOP_TIMEOUT_S,
@@ -32,6 +30,7 @@ from ctpo_sandbox.timeouts import (
 from ctpo_sandbox.variables import authorization
 
 _LOG_LINES = 20
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 _log = logging.getLogger("ctpo_sandbox.launch")
 _DEFAULT_LIMITS = Limits()
 
@@ -47,17 +46,10 @@ class SandboxServer:
         self._stopping = threading.Event()
         self.process, self.url, self.health = self._first_start()
         self._port = int(self.url.rpartition(":")[2])
-        self._restarter = Restarter(
-            self._restart, self._port, stopping=self._stopping.is_set, pauses_s=RESTART_PAUSES_S
-        )
-        watch = partial(self._restarter.run, self.process)
-        self._watcher = threading.Thread(target=watch, name="sandbox-watcher", daemon=True)
-        self._watcher.start()
-
-    @property
-    def restarts(self) -> int:
+        self.restarts = 0
         """How often the server was restarted."""
-        return self._restarter.restarts
+        self._watcher = threading.Thread(target=self._keep_up, name="sandbox-watcher", daemon=True)
+        self._watcher.start()
 
     def stop(self) -> None:
         """Stop the server and all its processes, with SIGKILL after ten seconds. Safe to call twice.
@@ -98,7 +90,7 @@ class SandboxServer:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=environment(),
+                    env=_environment(),
                     start_new_session=True,
                 )
             try:
@@ -143,12 +135,28 @@ class SandboxServer:
                 except httpx.TransportError:
                     time.sleep(START_POLL_S)
 
-    def _restart(self) -> subprocess.Popen[bytes]:
-        _stop(self.process)  # its templates and workers may have survived it
-        self.process, _, _ = self._start(self._port)
-        if self._stopping.is_set():  # `stop` saw the old process
-            _stop(self.process)
-        return self.process
+    def _keep_up(self) -> None:
+        """Restart the server on its port whenever it exits, until `stop`: at once, then after each failed start."""
+        while True:
+            status, pause_s = self.process.wait(), 0.0
+            while not self._stopping.wait(pause_s):
+                self.restarts += 1
+                _log.error("the sandbox server ended with status %d; starting it again on port %d", status, self._port)
+                _stop(self.process)  # its templates and workers may have survived it
+                try:
+                    self.process, _, _ = self._start(self._port)
+                    break
+                except SandboxStartError as error:
+                    _log.error("%s", error)
+                    pause_s = RESTART_PAUSE_S
+            if self._stopping.is_set():  # `stop` may have seen the old process
+                return _stop(self.process)
+
+
+def _environment() -> dict[str, str]:
+    """Our environment, in which this package can be imported."""
+    path = os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -204,25 +212,12 @@ def start_server(
     return SandboxServer(command, log_path, start_timeout_s)
 
 
-class ServerSettings(Protocol):
-    """Sandbox settings of a configuration: these, and every limit by its name. warm: modules, separated by commas."""
+def start_configured_server(settings: Any, log_path: Path) -> SandboxServer:
+    """`start_server` with the section `sandbox` of a configuration.
 
-    @property
-    def slots(self) -> int: ...
-    @property
-    def start_timeout_s(self) -> float: ...
-    @property
-    def require(self) -> str: ...
-    @property
-    def warm(self) -> str: ...
-
-
-def start_configured_server(settings: ServerSettings, log_path: Path) -> SandboxServer:
-    """`start_server` with the given settings.
-
-    At level D programs can open what their user can, so the calling process hides from /proc, as the server does.
+    settings: has slots, start_timeout_s, require, warm (modules, separated by commas), and every limit by its name.
     """
-    server = start_server(
+    return start_server(
         slots=settings.slots,
         limits=Limits.of(settings),
         start_timeout_s=settings.start_timeout_s,
@@ -230,16 +225,6 @@ def start_configured_server(settings: ServerSettings, log_path: Path) -> Sandbox
         warm=settings.warm.split(","),
         log_path=log_path,
     )
-    if server.health["level"] == "seccomp" and os.geteuid() != 0:
-        from ctpo_sandbox import libc  # of Linux, as the server is
-
-        hidden = (
-            "This process is hidden from /proc: no debugger can attach, and it leaves no core dump"
-            if libc.hide()
-            else "On Linux before 5.14 they may open the memory of this process through /proc, too"
-        )
-        _log.warning("sandbox level D: programs run as this user and may open its files. %s", hidden)
-    return server
 
 
 def _tail(path: Path) -> str:

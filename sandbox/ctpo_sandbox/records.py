@@ -3,10 +3,11 @@
 import math
 import struct
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from ctpo_sandbox.timeouts import CPU_SLACK_S
 
+Verdict = Literal["success", "timeout", "runtime_error"]
 READY = b"ready"
 FAILED = b"failed"
 STOP = b"stop"
@@ -20,15 +21,14 @@ _LEAST_STACK_KB, _MOST_STACK_KB = 128, 8192
 MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES = 16 * 1024, 64
 
 LEVELS = {
-    "namespaces-root": "A: own process ids, network, mounts and user id per slot, in addition to C and D",
-    "namespaces-user": "B: own process ids, network and mounts in a user namespace, in addition to C and D",
-    "landlock": "C: files by Landlock, in addition to D",
-    "seccomp": "D: system calls filtered; no isolation from the files of the user that runs it",
-    "none": "E: resource limits only; snippets have the rights of the server's user",
+    "namespaces-root": "landlock, and a process id space, network, mounts and a user id of its own for each slot",
+    "namespaces-user": "landlock, and a process id space, network and mounts of its own, in a user namespace",
+    "landlock": "files by Landlock, and an allow-list of system calls",
+    "none": "resource limits only; snippets have the rights of the server's user",
 }
 """Levels of isolation, the strongest first."""
 
-USERS_OF_RUNS = ("namespaces-root", "landlock", "seccomp")
+USERS_OF_RUNS = ("namespaces-root", "landlock")
 """Levels at which a server of root gives each slot a user id."""
 
 

@@ -1,7 +1,7 @@
-"""A ledger of temporary names: each is noted before it is made, so that a later start removes what a kill has left.
+"""Temporary names: each is noted before it is made, so that a later start removes what a kill has left.
 
-The ledger of a process is a file that it keeps locked. The kernel gives that lock back however the process ends. A
-process id would not do: another process may have got it since, or may be in another container.
+The notes of a process are links in a private folder, which it keeps locked. The kernel gives that lock back however the
+process ends. A process id would not do: another process may have got it since, or may be in another container.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 import threading
@@ -22,86 +23,59 @@ from multiprocessing import process as processes
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from ctpo_sandbox.remove import remove_tree, remove_whole
-from ctpo_sandbox.timeouts import LEDGER_ATTEMPTS, SWEEP_PATIENCE_S, SWEEP_POLL_S
+from ctpo_sandbox.isolation.remove import remove_tree, remove_whole
+from ctpo_sandbox.timeouts import SWEEP_PATIENCE_S, SWEEP_POLL_S
 
 _log = logging.getLogger("ctpo_sandbox.temporary")
 _OURS = ("ctpo-", "sem.ctpo-")
-"""How the names begin that a ledger may hold: no other is ever removed."""
+"""How the names begin that may be noted: no other is ever removed."""
 _SEMAPHORES = Path("/dev/shm")
 
 
-def ledgers() -> Path:
-    """The folder of this user's ledgers: not below TMPDIR, which may differ between two starts."""
-    return Path(f"/tmp/ctpo-ledgers-{os.geteuid()}")
+def private_folders() -> Path:
+    """Where the private folders of this user's processes are: not below TMPDIR, which may differ between two starts."""
+    return Path(f"/tmp/ctpo-{os.geteuid()}")
 
 
-class _Ledger:
-    """Of one process. Raises OSError where none can be kept."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-        self._file, self.path = _locked_file()
-
-    def add(self, name: str) -> None:
-        self._names.add(name)
-        if not os.fstat(self._file).st_nlink:  # something that cleans /tmp has removed it
-            os.close(self._file)
-            self._file, self.path = _locked_file()
-        self._write()
-
-    def remove(self, name: str) -> None:
-        self._names.discard(name)
-        self._write()
-
-    def close(self) -> None:
-        """Remove the ledger itself, unless something that it names is there."""
-        if not any(map(_of_ours, self._names)):
-            self.path.unlink(missing_ok=True)
-
-    def _write(self) -> None:
-        """Killed in between, it leaves the end of an older text: names that are gone, and never come again."""
-        text = "".join(f"{name}\n" for name in sorted(self._names)).encode()
-        os.pwrite(self._file, text, 0)
-        os.ftruncate(self._file, len(text))
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[Path]:
+    """`private_folders`, where no other process makes a folder or takes one meanwhile. Raises OSError."""
+    folder = private_folders()
+    lock = _opened(folder)
+    try:
+        if os.fstat(lock).st_uid != os.geteuid():
+            raise PermissionError(f"{folder} is not a folder of this user; remove it")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        os.close(lock)
 
 
-def _locked_file() -> tuple[int, Path]:
-    folder = ledgers()
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise PermissionError(f"{folder} is not a folder of this user; remove it")
-    for _ in range(LEDGER_ATTEMPTS):
-        path = folder / f"{os.getpid()}-{secrets.token_hex(4)}"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.lockf(file, fcntl.LOCK_EX)  # not flock: forked children would share it
-        if os.fstat(file).st_nlink:
-            return file, path
-        os.close(file)  # a sweep has taken it before it was locked
-    raise OSError(errno.EBUSY, f"{LEDGER_ATTEMPTS} new files were removed at once", folder)
+def _opened(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 class _Process:
-    """The ledger of this process, and its lock. ledger: None before the first name; False where none can be kept."""
+    """The private folder of this process, and the descriptor by which it is locked; None before the first name."""
 
-    lock = threading.Lock()
-    ledger: _Ledger | bool | None = None
-    own: Path | None = None
-    """The latest ledger of this process: its lock does not keep this process itself out."""
+    busy = threading.Lock()
+    folder: Path | None = None
+    lock: int | None = None
     moved_in = False
 
     @classmethod
     def forget(cls) -> None:
-        """A forked child keeps a ledger of its own."""
-        cls.lock, cls.ledger, cls.own = threading.Lock(), None, None
+        """A forked child has a folder of its own, and does not keep its parent's locked."""
+        if cls.lock is not None:
+            os.close(cls.lock)
+        cls.busy, cls.folder, cls.lock = threading.Lock(), None, None
 
     @classmethod
     def close(cls) -> None:
-        if isinstance(cls.ledger, _Ledger):
-            with contextlib.suppress(OSError):  # the next sweep does it
-                cls.ledger.close()
+        """Remove the folder, unless something that it links to is there."""
+        with contextlib.suppress(OSError):  # the next sweep does it
+            if cls.folder is not None and not _there(cls.folder):
+                shutil.rmtree(cls.folder)
 
 
 os.register_at_fork(after_in_child=_Process.forget)
@@ -110,61 +84,52 @@ os.register_at_fork(after_in_child=_Process.forget)
 def note(name: str | Path) -> None:
     """Note a path that is about to be made; one that ends with `*` stands for all that begin so.
 
-    Where no ledger can be kept, as on a full disk, that is logged once.
+    Where that cannot be done, as on a full disk, it is logged.
     """
-    with _Process.lock:
+    with _Process.busy:
         try:
-            if _Process.ledger is None:
-                _Process.ledger = _Ledger()
+            if _Process.folder is None:
+                _Process.folder, _Process.lock = _private_folder()
                 # After everything of multiprocessing's, and so after what is noted.
                 Finalize(None, _Process.close, exitpriority=-200)
-            if isinstance(_Process.ledger, _Ledger):
-                try:
-                    _Process.ledger.add(str(name))
-                finally:
-                    _Process.own = _Process.ledger.path
+            with contextlib.suppress(FileExistsError):
+                (_Process.folder / os.path.basename(name)).symlink_to(name)
         except OSError as error:
-            _Process.ledger = False
-            _log.warning("what this process makes is not removed by a later start, should it be killed: %s", error)
+            _log.warning("a later start will not remove %s, should this process be killed: %s", name, error)
 
 
-def forget(name: str | Path) -> None:
-    """Take back a note, unless something of that name is still there: then a later start removes it."""
-    with _Process.lock:
-        if isinstance(_Process.ledger, _Ledger):
-            with contextlib.suppress(OSError):  # the note stays, which does no harm
-                if not _of_ours(str(name)):
-                    _Process.ledger.remove(str(name))
+def _private_folder() -> tuple[Path, int]:
+    """A new one, and the descriptor by which it is locked. Raises OSError.
+
+    The lock also keeps systemd from removing it for its age.
+    """
+    with contextlib.suppress(FileExistsError):
+        private_folders().mkdir(0o700)
+    with _undisturbed() as folders:  # no sweep takes it before it is locked
+        folder = folders / f"{os.getpid()}-{secrets.token_hex(4)}"
+        folder.mkdir(0o700)
+        lock = _opened(folder)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return folder, lock
 
 
 def new_folder(prefix: str, parent: str | Path | None = None) -> Path:
     """A noted, empty folder of mode 0700 in `parent`, or in the temporary directory. Raises OSError."""
-    path = _noted(prefix, "", parent)
+    assert prefix.startswith(_OURS)
+    path = Path(tempfile.gettempdir() if parent is None else parent, f"{prefix}{secrets.token_hex(6)}")
+    note(path)
     path.mkdir(0o700)
     return path
 
 
-def new_file(prefix: str, suffix: str, parent: str | Path) -> tuple[int, Path]:
-    """A noted, empty file of mode 0600: its descriptor, open for reading and writing, and its path. Raises OSError."""
-    path = _noted(prefix, suffix, parent)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), path
-
-
-def _noted(prefix: str, suffix: str, parent: str | Path | None) -> Path:
-    assert prefix.startswith(_OURS)
-    path = Path(tempfile.gettempdir() if parent is None else parent, f"{prefix}{secrets.token_hex(6)}{suffix}")
-    note(path)
-    return path
-
-
 @contextlib.contextmanager
-def folder(prefix: str, parent: str | Path | None = None) -> Iterator[Path]:
-    """`new_folder` for as long as the context lasts."""
-    path = new_folder(prefix, parent)
+def folder(prefix: str) -> Iterator[Path]:
+    """`new_folder` in the temporary directory for as long as the context lasts."""
+    path = new_folder(prefix)
     try:
         yield path
     finally:
-        _give_back(path)
+        remove_tree(str(path))
 
 
 def move_in() -> None:
@@ -184,7 +149,7 @@ def move_in() -> None:
     place.chmod(0o711)  # runs of the sandbox have other users, and their folders below
     tempfile.tempdir = os.environ["TMPDIR"] = str(place)
     # The priority of multiprocessing's own: its helpers end by messages through sockets there.
-    Finalize(None, _give_back, args=(place,), exitpriority=-100)
+    Finalize(None, remove_tree, args=(str(place),), exitpriority=-100)
 
 
 def _user() -> str:
@@ -195,60 +160,54 @@ def _user() -> str:
         return f"uid_{os.getuid()}"
 
 
-def _give_back(path: Path) -> None:
-    remove_tree(str(path))
-    forget(path)
-
-
 def sweep() -> list[str]:
-    """Remove what is noted in ledgers of processes that are gone; returns the paths.
+    """Remove what processes have noted that are gone; returns the paths.
 
-    Ledgers of living processes stay, and names that other users have taken since.
+    What living processes have noted stays, and names that other users have taken since.
     """
-    swept: list[str] = []
-    own = _Process.own
     try:
-        found = [path for path in ledgers().iterdir() if path != own]
+        with _undisturbed() as folders:
+            found = sorted(path for path in folders.iterdir() if path.is_dir())
+            abandoned = [(path, lock) for path in found if (lock := _taken(path)) is not None]
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return swept
-    for path in sorted(found):
+        return []
+    swept: list[str] = []
+    for path, lock in abandoned:
         try:
             swept += _swept(path)
         except OSError as error:
             _log.warning("what a killed process has noted in %s is left behind: %s", path, error)
+        finally:
+            os.close(lock)
     if swept:
         _log.info("removed what killed processes had left: %s", ", ".join(swept))
     return swept
 
 
-def _swept(ledger: Path) -> list[str]:
+def _taken(folder: Path) -> int | None:
+    """The descriptor by which a private folder is now locked; None where its process lives, this one included."""
+    lock = _opened(folder)
     try:
-        file = os.open(ledger, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:  # another sweep was faster
-        return []
-    try:
-        if not _is_abandoned(file):
-            return []
-        text = os.pread(file, os.fstat(file).st_size, 0).decode(errors="surrogateescape")
-        named = [line for line in text.split("\n") if _may_be_removed(line)]
-        there = [path for name in named for path in _of_ours(name)]
-        for path in there:
-            _remove(path)
-        if not any(map(_of_ours, named)):
-            ledger.unlink(missing_ok=True)
-        return there
-    finally:
-        os.close(file)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
 
 
-def _is_abandoned(ledger: int) -> bool:
-    if os.fstat(ledger).st_uid != os.geteuid():
-        return False
-    try:
-        fcntl.lockf(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # its process lives
-        return False
-    return True
+def _swept(folder: Path) -> list[str]:
+    there = _there(folder)
+    for path in there:
+        _remove(path)
+    if not _there(folder):
+        shutil.rmtree(folder)
+    return there
+
+
+def _there(folder: Path) -> list[str]:
+    """What there is of the names in a private folder."""
+    names = [os.readlink(link) for link in folder.iterdir() if link.is_symlink()]
+    return [path for name in names if _may_be_removed(name) for path in _of_ours(name)]
 
 
 def _may_be_removed(name: str) -> bool:

@@ -15,25 +15,20 @@ PROBE_TIMEOUT_S = 2.0  # for the answer to one probe
 PROBE_MISSES = 2  # failed probes in a row after which a server counts as unavailable
 HEALTH_ATTEMPT_TIMEOUT_S = 30.0  # for the harmless program that a server runs after it failed over another
 SMOKE_TIMEOUT_S = 60.0  # one request of `ctpo sandbox smoke`
-BENCH_FIRST_RUN_S = 10.0  # the first run on each server, before anything is timed
 
 # HTTP server.
 HEAD_TIMEOUT_S = 10.0  # to receive the head of a request
 BODY_TIMEOUT_S = 60.0  # to receive the body of a request
 REPLY_TIMEOUT_S = 60.0  # for a client to read what the kernel does not hold of an answer
-HALF_CLOSE_PROBE_S = 0.05  # after a client closed its side, before the server checks whether it still reads
-HALF_CLOSE_PROBE_AGAIN_S = 1.0  # between later checks
 KEEP_ALIVE_S = 30  # idle connections; longer than clients keep them, because clients must be the ones to close
 
 # Start, stop and restart of a server.
 START_ATTEMPTS = 3  # for a server, template or worker that dies while it first starts, as something may have killed it
 TEMPLATE_START_SHARE = 0.8  # of the time for a server to start: its error, which names the process, comes first
-START_POLL_S = 0.05  # how often a starting server is checked, and whether a pause before a restart was cancelled
+START_POLL_S = 0.05  # how often a starting or stopping server is checked
 STOP_TIMEOUT_S = 10.0  # from SIGINT to SIGKILL, and from SIGKILL to the end
 GROUP_GRACE_S = 2.0  # for templates and workers to exit and remove their files, before SIGKILL
-SUPERVISE_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before a restart, by early exits in a row
-SUPERVISE_STEADY_S = 60.0  # a supervised server that ran this long did not exit early
-RESTART_PAUSES_S = (0.0, 1.0)  # the same for a server next to a trainer: at once, then after each failed start
+RESTART_PAUSE_S = 1.0  # of a server next to a trainer, after a failed start
 
 # Templates, workers and runs.
 WORKER_START_TIMEOUT_S = 15.0  # to fork a worker, and for the worker to confine itself
@@ -49,7 +44,6 @@ EXCESS_POLL_S = 0.02  # between two checks of a run for too many threads or file
 EXCESS_POLL_MAX_S = 0.25  # the longest pause between them: on a slow machine a check takes seconds
 STOP_RUN_TIMEOUT_S = 2.0  # for the threads of a run to stand still while its files are counted
 STOP_POLL_S = 0.0005  # between two checks of that
-LEDGER_ATTEMPTS = 100  # to make a ledger that no sweep takes before it is locked
 SWEEP_PATIENCE_S = 2.0  # for dying processes to let go of what is removed after them
 SWEEP_POLL_S = 0.05  # between two attempts at that
 GROUP_REMOVE_TIMEOUT_S = 2.0  # for the processes of a control group to exit

@@ -42,16 +42,16 @@ def _from_environment(variable: str, *, fix: str, private: bool = False) -> str 
     if value := os.environ.get(variable):
         return value
     name = os.environ.get(f"{variable}_FILE")
-    return _read(f"{variable}_FILE", Path(name), fix, private) if name else None
-
-
-def _read(variable: str, path: Path, fix: str, private: bool) -> str:
+    if not name:
+        return None
+    path = Path(name)
+    named = f"{variable}_FILE={path}"
     try:
         others, value = path.stat().st_mode & 0o077, path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise ValueError(f"{variable}={path}: {error.strerror}; {fix}") from error
+        raise ValueError(f"{named}: {error.strerror}; {fix}") from error
     if private and others:
-        raise ValueError(f"{variable}={path} can be read or written by other users; type chmod 600 {path}")
+        raise ValueError(f"{named} can be read or written by other users; type chmod 600 {path}")
     if not value:
-        raise ValueError(f"{variable}={path} is empty; {fix}")
+        raise ValueError(f"{named} is empty; {fix}")
     return value

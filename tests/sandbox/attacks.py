@@ -66,8 +66,8 @@ ENDLESS = {
 }
 HOARDS = {
     "many large files": ("import time\nfor i in range(40): open(f'f{i}', 'wb').write(bytes(4 << 20))\ntime.sleep(2)"),
-    "very many files": "for i in range(10**5): open(f'f{i}', 'w').close()",
-    "very many directories": "import os\nfor i in range(10**5): os.mkdir(f'd{i}')",
+    "very many files": "import time\nfor i in range(10**5): open(f'f{i}', 'w').close()\ntime.sleep(2)",
+    "very many directories": "import os, time\nfor i in range(10**5): os.mkdir(f'd{i}')\ntime.sleep(2)",
     "files without a name": (
         "import os, time\nkept = []\nfor i in range(40):\n    kept.append(open('f', 'wb', 0)); os.remove('f')\n"
         "    kept[-1].write(bytes(4 << 20))\ntime.sleep(2)"

@@ -29,6 +29,8 @@ PROGRAMS: list[str] = [
     "exit(2)",
     "quit()",
     "raise SystemExit([1, 2])",
+    "raise SystemExit(-3)",
+    "raise SystemExit(256)",
     "import os; print('lost'); os._exit(3)",
     "import atexit; atexit.register(print, 'bye'); print('hello')",
     "import sys\ntry: sys.exit(4)\nfinally: print('finally')",

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from ctpo_sandbox import SandboxServer
-from ctpo_sandbox.readable import readable_trees
+from ctpo_sandbox.isolation.readable import readable_trees
 from tests.sandbox.conftest import SHARED_MEMORY, Runner, runner
 from tests.support.deadlines import scaled
 
@@ -54,11 +54,9 @@ class Host:
 HOSTS = [
     Host("C with users of its own", "landlock", 0),
     Host("C as a user", "landlock", OTHER_USER),
-    Host("D with users of its own", "seccomp", 0),
-    Host("D as a user", "seccomp", OTHER_USER),
     Host("B as a user", "namespaces-user", OTHER_USER),
 ]
-TWICE = {"B", "C with users of its own", "C as a user", "D with users of its own", "D as a user"}
+TWICE = {"B", "C with users of its own", "C as a user"}
 """Of `make test-slow` where tests run everywhere: others have the same walls, and the same kind of user."""
 EVERYWHERE = [
     pytest.param(host, marks=pytest.mark.slow if host.name in TWICE else (), id=host.name)
@@ -106,7 +104,7 @@ def _closed_above(tree: Path) -> str | None:
 
 @contextlib.contextmanager
 def open_interpreter() -> Iterator[None]:
-    """Servers of root that start inside have an interpreter that every user may read, as level D needs it then."""
+    """Servers of root that start inside have an interpreter that every user may read: runs have users of their own."""
     if os.geteuid() != 0:
         yield
         return

@@ -15,11 +15,7 @@ HTTP = httpx.Client(trust_env=False, timeout=scaled(40))
 
 def post(server: SandboxServer, request: Any, path: str = "/faas/sandbox/") -> httpx.Response:
     """One request for an execution; lone surrogates and NaN go through."""
-    return post_bytes(server, json.dumps(request).encode(), path)
-
-
-def post_bytes(server: SandboxServer, body: bytes, path: str = "/faas/sandbox/") -> httpx.Response:
-    """The same from bytes that need not be JSON."""
+    body = json.dumps(request).encode()
     return HTTP.post(f"{server.url}{path}", content=body, headers={"content-type": "application/json"})
 
 

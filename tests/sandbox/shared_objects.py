@@ -14,7 +14,7 @@ LEVELS = ("A", "B", "C")
 
 @dataclass(frozen=True)
 class Row:
-    """name: as in docs/sandbox.md. answers: at each of `LEVELS`. start: of both programs."""
+    """name: as in the table of docs/sandbox.md. answers: at each of `LEVELS`. start: of both programs."""
 
     name: str
     answers: tuple[str, ...]
@@ -91,7 +91,7 @@ _WAITS = "waits(0)\nwaits(9, None, -1)\nwaits(256 | 9, None, -1)"
 
 ROWS = [
     _row(
-        "pages of libraries, as futexes",
+        "futexes on library pages",
         REFUSED,
         "for flag in (0, 256):\n    carried_out('wake', 202, at, flag | 1, 1)\n"
         "    carried_out('wake some', 202, at, flag | 10, 1, None, None, -1)\n"
@@ -104,14 +104,14 @@ ROWS = [
         _PAGE,
     ),
     _row(
-        "the ends of threads, which wake who waits at an address",
+        "wake-ups at thread exit",
         REFUSED,
         "left[0] -= 1\nif left[0] > 0:\n    threading.Thread(target=call, args=(218, at)).start()\ntime.sleep(0.02)",
         _WAITS,
         _PAGE,
     ),
     _row(
-        "threads of a user",
+        "threads",
         OWN,
         "while len(kept) < 125:\n    kept.append(threading.Thread(target=time.sleep, args=[5], daemon=True))\n"
         "    kept[-1].start()",
@@ -121,25 +121,25 @@ ROWS = [
         "kept = []",
     ),
     _row(
-        "signals that wait, of a user",
+        "queued signals",
         REFUSED,
         "for _ in range(100): carried_out('queued', 234, os.getpid(), threading.get_native_id(), 40)",
         start="signal.pthread_sigmask(signal.SIG_BLOCK, [40])",
     ),
-    _row("timers that send signals, of a user", REFUSED, "carried_out('timer', 222, 0, None, ctypes.byref(timer))",
+    _row("POSIX timers", REFUSED, "carried_out('timer', 222, 0, None, ctypes.byref(timer))",
          start="timer = ctypes.c_int()"),
     _row(
-        "System V and POSIX queues, semaphores, shared memory",
+        "System V and POSIX IPC",
         REFUSED,
         "carried_out('memory', 29, 4711, 4096, 0o1666)\ncarried_out('semaphore', 64, 4711, 1, 0o1666)\n"
         "carried_out('queue', 68, 4711, 0o1666)\ncarried_out('named queue', 240, b'x', 0o102, 0o666, None)\n"
         "carried_out('file of memory', 319, b'x', 0)\nattempt('file', open, '/dev/shm/ctpo-shared', 'w')",
     ),
-    _row("locked memory of a user", REFUSED, "carried_out('page', 149, place, 4096)\ncarried_out('all', 151, 1)",
+    _row("locked memory", REFUSED, "carried_out('page', 149, place, 4096)\ncarried_out('all', 151, 1)",
          start="place = ctypes.create_string_buffer(8192)"),
-    _row("watches of files, of a user", REFUSED, "carried_out('inotify', 294, 0)\ncarried_out('fanotify', 300, 0, 0)"),
+    _row("inotify and fanotify", REFUSED, "carried_out('inotify', 294, 0)\ncarried_out('fanotify', 300, 0, 0)"),
     _row(
-        "watches of epoll, of a user",
+        "epoll watches",
         (OWN, SIDE_CHANNEL, SIDE_CHANNEL),
         "for one in kept[:40]:\n    poll = select.epoll()\n    for end in kept: poll.register(end)",
         "with select.epoll() as poll:\n"
@@ -147,15 +147,16 @@ ROWS = [
         "import select\nkept = [end for _ in range(40) for end in os.pipe()]",
     ),
     _row(
-        "pages of pipes, of a user",
+        "pipe buffers",
         (OWN, SIDE_CHANNEL, SIDE_CHANNEL),
         "while len(kept) < 100:\n    kept.append(os.pipe())\n    os.write(kept[-1][1], bytes(65536))",
         "ends = os.pipe()\nif fcntl.fcntl(ends[0], 1032) != 65536: seen.append('small')\n"
         "for end in ends: os.close(end)",
         "kept = []",
     ),
-    _row("keys", REFUSED, "carried_out('key', 248, b'user', b'x', b'y', 1, -4)\ncarried_out('ring', 250, 0, -4, 1)"),
-    _row("rings and queues of requests to disks", REFUSED,
+    _row("kernel keyrings", REFUSED,
+         "carried_out('key', 248, b'user', b'x', b'y', 1, -4)\ncarried_out('ring', 250, 0, -4, 1)"),
+    _row("io_uring and AIO", REFUSED,
          "carried_out('aio', 206, 8, ctypes.byref(ring))\ncarried_out('ring', 425, 8, ctypes.byref(options))",
          start="ring, options = ctypes.c_ulong(), ctypes.create_string_buffer(128)"),
     _row(
@@ -168,21 +169,21 @@ ROWS = [
         "left = [1]",
     ),
     _row(
-        "clocks of processes",
+        "process clocks",
         REFUSED,
         "os.getpid()",
         "for number in range(1, 3000):\n    if number != os.getpid():\n"
         "        attempt(number, time.clock_gettime, ~number << 3 | 2)",
     ),
     _row(
-        "signals to processes",
+        "signals",
         REFUSED,
         "os.getpid()",
         "for number in range(1, 3000):\n    if number != os.getpid():\n        try: os.kill(number, 0)\n"
         "        except PermissionError: continue\n        except OSError: pass\n        seen.append(number)",
     ),
     _row(
-        "locks, leases and notices on files",
+        "file locks, leases and notices",
         REFUSED,
         "fcntl.lockf(file, fcntl.LOCK_SH)\nattempt('flock', fcntl.flock, file, fcntl.LOCK_SH)\n"
         "attempt('open file', fcntl.fcntl, file, 37, record)\nattempt('lease', fcntl.fcntl, file, 1024, 0)\n"
@@ -191,7 +192,7 @@ ROWS = [
         "import struct\nfile = open(json.__file__)\nrecord = struct.pack('hhqqi', fcntl.F_WRLCK, 0, 0, 0, 0)",
     ),
     _row(
-        "files and names of a run",
+        "files of a run",
         OWN,
         "open('secret', 'w').close()",
         "for path in ('..', '../..', '/tmp', '/var/tmp', '/dev/shm', '/proc/1/cwd'):\n"
@@ -201,7 +202,7 @@ ROWS = [
     _row("mounts and namespaces", REFUSED,
          "carried_out('mount', 165, b'none', b'.', b'tmpfs', 0, None)\ncarried_out('namespace', 272, 0x10000000)"),
     _row(
-        "sockets with a name or an address",
+        "named sockets",
         REFUSED,
         "for kind in (socket.AF_UNIX, socket.AF_INET, socket.AF_NETLINK, 38, 40):\n"
         "    attempt(kind, socket.socket, kind, socket.SOCK_DGRAM)\n"
@@ -209,41 +210,41 @@ ROWS = [
     ),
     _row("terminals", REFUSED, "for name in ('ptmx', 'tty', 'pts/ptmx'): attempt(name, os.open, f'/dev/{name}', 0)"),
     _row(
-        "settings of the kernel, control groups",
+        "kernel settings and control groups",
         REFUSED,
         "for path in ('/proc/sys/kernel/domainname', '/proc/self/oom_score_adj', '/sys/fs/cgroup/cgroup.procs'):\n"
         "    attempt(path, open, path, 'r+')\nattempt('host', socket.sethostname, 'x')",
     ),
     _row(
-        "dates of reading of libraries",
+        "access times of libraries",
         (OWN, OWN, SIDE_CHANNEL),
         "open(json.decoder.__file__, 'rb').read()",
         "if os.stat(json.decoder.__file__).st_atime_ns != before: seen.append('read')",
         "before = os.stat(json.decoder.__file__).st_atime_ns",
     ),
     _row(
-        "free space of a file system",
+        "free disk space",
         (OWN, OWN, SIDE_CHANNEL),
         "with open('full', 'wb') as file: file.write(bytes(4 << 20))\nos.remove('full')",
         "if os.statvfs('.').f_bfree != before: seen.append('used')",
         "before = os.statvfs('.').f_bfree",
     ),
     _row(
-        "pages of files in memory",
+        "page cache",
         SIDE_CHANNEL,
         "os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)",
         "try: os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)\nexcept OSError: seen.append('away')",
         "file = open(json.__file__, 'rb')",
     ),
     _row(
-        "numbers that the kernel counts up",
+        "kernel counters",
         SIDE_CHANNEL,
         "for end in os.pipe(): os.close(end)",
         "numbers = []\nfor _ in range(2):\n    ends = os.pipe()\n    numbers.append(os.fstat(ends[0]).st_ino)\n"
         "    for end in ends: os.close(end)\nif numbers[1] - numbers[0] > 1: seen.append('counted')",
     ),
     _row(
-        "memory, processors and load of the machine, and the time that they take",
+        "memory, CPU and load",
         SIDE_CHANNEL,
         "bytearray(32 << 20)",
         "if os.getloadavg()[0] > 0 or os.sysconf('SC_AVPHYS_PAGES') != before: seen.append('load')",

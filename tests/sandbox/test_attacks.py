@@ -15,10 +15,9 @@ import pytest
 
 from ctpo_sandbox import Limits, SandboxServer, SandboxStartError
 from ctpo_sandbox.records import LEVELS
-from ctpo_sandbox.selftest import PROMISES
+from ctpo_sandbox.server.selftest import PROMISES
 from tests.sandbox.attacks import ATTACKS, ESCAPED, ODDITIES, TRACES, Attack
 from tests.sandbox.conftest import server_in_memory, wait_until
-from tests.sandbox.other_users import open_interpreter
 from tests.sandbox.sandbox_http import health, post
 from tests.support.deadlines import scaled
 
@@ -30,7 +29,7 @@ OF_THE_BOX = {
     f"reading /proc/{name}"
     for name in ["kallsyms", "1/cmdline", "net/tcp", "self/mountinfo", "self/net/unix", "sys/kernel/random/boot_id"]
 }
-"""What a run at A and B may read where the kernel has no Landlock; test_neighbours.py looks at what it finds there."""
+"""What a run in namespaces may read where the kernel has no Landlock; test_neighbours.py says what that is."""
 
 SHORT_S = scaled(0.2)
 MAX_GROWTH = 100 * 2**20
@@ -70,8 +69,6 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         def start(level: str) -> Target | SandboxStartError | str:
             log: Path = tmp_path_factory.mktemp(f"attacks-{level}") / "log"
             try:
-                if level == "seccomp":
-                    servers.enter_context(open_interpreter())
                 server = servers.enter_context(server_in_memory(**options, log_path=log, level=level))
             except SandboxStartError as error:
                 if "self-test" in str(error):  # it offers the level, and the level does not hold
@@ -104,7 +101,7 @@ def runnable(level: str, attack: Attack) -> bool:
     return (not attack.needs or attack.needs in PROMISES[level]) and not other_numbers
 
 
-GROUPS = {level: pytest.mark.xdist_group(f"sandbox-{letter}") for level, letter in zip(LEVELS, "ABCDE", strict=True)}
+GROUPS = {level: pytest.mark.xdist_group(f"sandbox-{letter}") for level, letter in zip(LEVELS, "ABCD", strict=True)}
 BREADTH = {level: [pytest.mark.slow] for level in LEVELS if level not in ("namespaces-root", "landlock")}
 """Of `make test-slow`: two levels have all mechanisms, and others have some of them."""
 CASES = [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,51 +10,11 @@ import pytest
 
 from ctpo_sandbox import ExecutionResult, SandboxServer, SandboxUnavailable
 from tests.sandbox.conftest import client_of
+from tests.sandbox.fragile import fragile
 from tests.sandbox.sandbox_http import post
 from tests.support.deadlines import scaled
 
-FRAGILE = """
-import contextlib, os, signal, sys, threading
-import psutil
-from ctpo_sandbox import processes
-run = processes.Worker.run
-
-def kill_the_run(worker, over):
-    while not over.wait(0.3):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(worker).children():
-                child.kill()
-
-async def failing(worker, files, run_timeout_s):
-    code = os.pread(files[0], 100, 0)
-    if b"WORKER" in code or os.path.exists(broken):
-        os.kill(worker.pid, signal.SIGKILL)
-    if b"DEFECT" in code:
-        raise ZeroDivisionError
-    over = threading.Event()
-    if b"KILLED" in code:
-        threading.Thread(target=kill_the_run, args=[worker.pid, over]).start()
-    try:
-        return await run(worker, files, run_timeout_s)
-    finally:
-        over.set()
-
-broken = sys.argv.pop(1)
-processes.Worker.run = failing
-from ctpo_sandbox.server import main
-raise SystemExit(main())
-"""
-"""A server that fails over some programs, or over all once a file exists. None known to us does that to it today."""
-
-OPTIONS = ["--slots", "2", "--tiers", "stdlib"]
 WORKER, KILLED, DEFECT = "'WORKER'", "import time; time.sleep(9); 'KILLED'", "'DEFECT'"
-
-
-@contextlib.contextmanager
-def fragile(folder: Path, number: int = 0) -> Iterator[SandboxServer]:
-    command = [sys.executable, "-c", FRAGILE, str(folder / "broken"), *OPTIONS]
-    with SandboxServer(command, folder / f"log{number}", scaled(60)) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import signal
 import socket
@@ -11,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -19,11 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctpo_sandbox import SandboxServer, start_server
-from ctpo_sandbox.launch import _is_alive
-from ctpo_sandbox.pool import Pool, RunResult
-from tests.sandbox.conftest import Runner
+from tests.sandbox.conftest import Runner, small_server
 from tests.sandbox.sandbox_http import HTTP, health, post
-from tests.sandbox.test_lost_processes import one_slot
 from tests.support.deadlines import scaled
 
 PAUSES = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
@@ -169,35 +164,6 @@ def test_no_bytes_of_a_request_are_answered_by_an_error_of_the_server(
             assert not answer or answer.split()[1][:1] in (b"1", b"2", b"3", b"4"), answer
 
 
-def test_a_defect_anywhere_is_a_counted_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a 500: the request may be sent again, and the metrics show it. Its text need not be encodable."""
-    from fastapi.testclient import TestClient
-
-    from ctpo_sandbox.app import EXECUTE_PATH, FUSION_PATH, ServerState, create_app
-
-    async def broken(self: Pool, code: str, stdin: str, run_timeout_s: float) -> RunResult:
-        raise ZeroDivisionError("a \ud800 defect")
-
-    async def late(self: Pool, code: str, stdin: str, run_timeout_s: float) -> RunResult:
-        raise TimeoutError("of the run's own")
-
-    async def answers() -> tuple[list[Any], str]:
-        async with one_slot() as pool:
-            with TestClient(create_app(pool, ServerState({})), base_url="http://localhost") as client:
-                replies = []
-                for defect in (broken, late):
-                    monkeypatch.setattr(Pool, "run", defect)
-                    replies += [client.post(path, json={"code": "print(1)"}) for path in (EXECUTE_PATH, FUSION_PATH)]
-                monkeypatch.setattr(Pool, "missing", property(lambda self: 1 / 0))
-                replies.append(client.get("/health"))
-                return replies, client.get("/metrics").text
-
-    replies, metrics = asyncio.run(answers())
-    assert [reply.status_code for reply in replies] == [503] * 5
-    assert "ZeroDivisionError" in replies[0].json()["detail"] and replies[0].headers["x-sandbox-fault"] == "defect"
-    assert 'code="503",node=""} 5.0' in metrics
-
-
 NAMES = {
     "a byte that is no text": b"\xff",
     "half a letter": "abcdefghijklmn\u00e4".encode(),
@@ -207,17 +173,17 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_name_of_another_process_keeps_a_server_from_stopping(name: str) -> None:
+def test_no_name_of_another_process_keeps_a_server_from_stopping(tmp_path: Path) -> None:
     """It looks at all processes of the machine for those of its group."""
-    renamed = f"ctypes.CDLL(None).prctl(15, {NAMES[name]!r}, 0, 0, 0)"
-    code = f"import ctypes, time; {renamed}; print(flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as named:
-        assert named.stdout is not None and named.stdout.readline() == b"\n"
-        try:
-            assert not _is_alive(-1)
-        finally:
-            named.kill()
+    with contextlib.ExitStack() as others:
+        for name in NAMES.values():
+            renamed = f"ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)"
+            code = f"import ctypes, time; {renamed}; print(flush=True); time.sleep(60)"
+            named = others.enter_context(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE))
+            others.callback(named.kill)
+            assert named.stdout is not None and named.stdout.readline() == b"\n"
+        with small_server(tmp_path, level="none", require="none"):
+            pass
 
 
 def test_the_name_of_a_thread_ends_nothing(server_at: Callable[[str], AbstractContextManager[Runner]]) -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ctpo_sandbox import ExecutionResult, Limits
-from ctpo_sandbox.watch import Watch
+from ctpo_sandbox.inside.watch import Watch
 from tests.sandbox.conftest import client_of, runner, server_in_memory, small_server
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled

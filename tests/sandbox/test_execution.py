@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from ctpo_sandbox.libraries import PROMISED
+from ctpo_sandbox.inside.libraries import PROMISED
 from tests.sandbox.conftest import runner, small_server
 from tests.support.deadlines import scaled
 

@@ -41,7 +41,7 @@ for _ in range(1500):
             folder.chmod(0o711)
     with (
         open_interpreter(),
-        small_server(tmp_path, level="seccomp", require="none") as server,
+        small_server(tmp_path, level="landlock") as server,
         runner(server.url) as execute,
     ):
         directory = Path(execute(code).stdout.strip())

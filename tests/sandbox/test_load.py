@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ctpo_sandbox import ClientStats, ExecutionResult, Limits, SandboxServer
 from tests.sandbox.conftest import client_of, small_server
-from tests.sandbox.sandbox_http import health, post, post_bytes
+from tests.sandbox.sandbox_http import health, post
 from tests.support.deadlines import scaled
 
 CONCURRENCY = 32
@@ -178,17 +178,3 @@ def test_any_json_is_answered_with_a_verdict_or_a_refusal(sandbox_server: Sandbo
         assert response.json()["status"] in ("success", "timeout", "runtime_error")
     else:
         assert response.json()["detail"]
-
-
-@few
-@given(body=st.binary(max_size=60))
-def test_any_bytes_are_refused_politely(sandbox_server: SandboxServer, body: bytes) -> None:
-    assert post_bytes(sandbox_server, body).status_code in (400, 422)
-
-
-@few
-@given(value=st.integers(-300, 300))
-def test_exit_codes_are_those_of_a_process(sandbox_server: SandboxServer, value: int) -> None:
-    reply = post(sandbox_server, {"code": f"raise SystemExit({value})"}).json()
-    assert reply["run_result"]["return_code"] == value % 256
-    assert reply["status"] == ("success" if value % 256 == 0 else "runtime_error")

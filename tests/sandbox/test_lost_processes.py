@@ -5,124 +5,89 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ctpo_sandbox import Limits, SandboxStartError, start_server
-from ctpo_sandbox.errors import RunFault, WorkerLost
-from ctpo_sandbox.libraries import BUILT_IN
-from ctpo_sandbox.pool import Pool, RunResult
-from ctpo_sandbox.processes import Template, Worker
-from tests.support.deadlines import scaled
+from ctpo_sandbox import Limits, SandboxServer, SandboxStartError
+from ctpo_sandbox.errors import WorkerLost
+from ctpo_sandbox.inside.libraries import BUILT_IN
+from ctpo_sandbox.server.processes import Template
+from tests.sandbox.conftest import small_server
+from tests.sandbox.fragile import fragile
+from tests.sandbox.sandbox_http import HTTP, health, post
 
-STDLIB = BUILT_IN[0]
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxServer]:
+    with fragile(tmp_path_factory.mktemp("lost")) as server:
+        yield server
 
 
-@asynccontextmanager
-async def one_slot() -> AsyncIterator[Pool]:
-    pool = Pool(
-        slots=1, limits=Limits(), level="none", libraries=[STDLIB], start_timeout_s=scaled(60), max_waiting=4
-    )  # fmt: skip
-    try:
-        await pool.start()
-        yield pool
-    finally:
-        pool.close()
+def printed(server: SandboxServer, comment: str = "") -> str:
+    return post(server, {"code": f"print('well') # {comment}"}).json()["run_result"]["stdout"]
+
+
+def metric(server: SandboxServer, start: str) -> float:
+    """Of the metric whose line begins so."""
+    (line,) = (each for each in HTTP.get(f"{server.url}/metrics").text.splitlines() if each.startswith(start))
+    return float(line.split()[-1])
 
 
 def test_a_worker_lost_while_it_cleans_up_after_a_fault_leaves_no_request_without_verdict(
-    monkeypatch: pytest.MonkeyPatch,
+    server: SandboxServer,
 ) -> None:
-    """A real worker, but for its first run and the clean-up after it: nobody hits those two moments from outside."""
-    faults: list[Exception] = [RunFault("killed by signal 9", passes=False)]
-    losses = [WorkerLost("died")]
-    run, finish = Worker.run, Worker.finish
-
-    async def scripted_run(worker: Worker, *arguments: object) -> object:
-        if faults:
-            raise faults.pop()
-        return await run(worker, *arguments)  # type: ignore[arg-type]
-
-    async def scripted_finish(worker: Worker) -> None:
-        if losses and not faults:
-            raise losses.pop()
-        await finish(worker)
-
-    monkeypatch.setattr(Worker, "run", scripted_run)
-    monkeypatch.setattr(Worker, "finish", scripted_finish)
-
-    async def run_one() -> tuple[str, int]:
-        async with one_slot() as pool, asyncio.timeout(scaled(20)):
-            return (await pool.run("print('well')", "", 9.0)).stdout, pool.restarts
-
-    assert asyncio.run(run_one()) == ("well\n", 1)
+    before = health(server.url)["restarts"]
+    assert printed(server, "FAULT") == "well\n"
+    assert health(server.url)["restarts"] == before + 1
 
 
-BAD = b"the program that ends its worker"
+def test_a_program_that_ends_one_worker_after_another_gets_a_verdict(server: SandboxServer) -> None:
+    reply = post(server, {"code": "'RAISES'"}).json()
+    assert (reply["status"], reply["run_result"]["return_code"]) == ("runtime_error", -9)
+    said = "[killed because it ended its worker 2 times, and the worker runs other programs]\n"
+    assert reply["run_result"]["stderr"] == said
+    assert printed(server) == "well\n"
 
 
-@pytest.fixture
-def fragile(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Real workers that die of one program; every program that they ran. No program known to us does that today."""
-    ran: list[bytes] = []
-    run = Worker.run
-
-    async def dying_run(worker: Worker, files: list[int], run_timeout_s: float) -> object:
-        code = os.pread(files[0], 100, 0)
-        ran.append(code)
-        if code == BAD:
-            raise WorkerLost("died", raised=True)
-        return await run(worker, files, run_timeout_s)
-
-    monkeypatch.setattr(Worker, "run", dying_run)
-    return ran
-
-
-def test_a_program_that_ends_one_worker_after_another_gets_a_verdict(fragile: list[bytes]) -> None:
-    async def run_three() -> list[RunResult]:
-        async with one_slot() as pool, asyncio.timeout(scaled(20)):
-            return [await pool.run(code, "", 9.0) for code in ("print('well')", BAD.decode(), "print('well')")]
-
-    first, bad, last = asyncio.run(run_three())
-    assert (first.stdout, last.stdout) == ("well\n", "well\n")
-    assert (bad.outcome.timed_out, bad.outcome.exit_code) == (False, -signal.SIGKILL)
-    assert "ended its worker 2 times" in bad.outcome.killed_for
-    assert fragile.count(BAD) == 2
-
-
-def test_workers_that_die_of_any_program_are_no_verdict(fragile: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_die_of_any_program_are_no_verdict(tmp_path: Path) -> None:
     """The machine is at fault then."""
-    monkeypatch.setattr("ctpo_sandbox.pool._HARMLESS", BAD)
-
-    async def run_one() -> None:
-        async with one_slot() as pool, asyncio.timeout(scaled(20)):
-            await pool.run(BAD.decode(), "", 9.0)
-
-    with pytest.raises(RunFault, match="died; then died"):
-        asyncio.run(run_one())
+    with fragile(tmp_path) as server:
+        (tmp_path / "raising").touch()
+        reply = post(server, {"code": "'RAISES'"})
+    assert reply.status_code == 503 and "died; then died" in reply.json()["detail"]
 
 
-def test_a_pool_that_is_closed_leaves_no_request_without_an_answer() -> None:
-    async def close_during_a_run() -> None:
-        async with one_slot() as pool:
-            run = asyncio.ensure_future(pool.run("import time; time.sleep(60)", "", 60.0))
-            await asyncio.sleep(0.05)
-        async with asyncio.timeout(scaled(20)):
-            await run
+def test_a_defect_anywhere_is_a_counted_503(tmp_path: Path) -> None:
+    """Not a 500: the request may be sent again, and the metrics show it. Its text need not be encodable."""
+    with fragile(tmp_path) as server:
+        paths = itertools.product(("'DEFECT'", "'LATE'"), ("/faas/sandbox/", "/run_code"))
+        replies = [post(server, {"code": code}, path) for code, path in paths]
+        (tmp_path / "sick").touch()
+        replies.append(HTTP.get(f"{server.url}/health"))
+        assert metric(server, 'ctpo_sandbox_rejected_total{code="503"') == 5
+    assert [reply.status_code for reply in replies] == [503] * 5
+    assert "ZeroDivisionError" in replies[0].json()["detail"] and replies[0].headers["x-sandbox-fault"] == "defect"
 
-    with pytest.raises(Exception, match="the server ends"):
-        asyncio.run(close_during_a_run())
+
+def test_a_template_that_is_killed_as_it_first_starts_is_replaced(tmp_path: Path) -> None:
+    with fragile(tmp_path, killed=2) as server:
+        assert printed(server) == "well\n" and metric(server, "ctpo_sandbox_lost{") == 2
 
 
-def killed_as_they_start(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many of the next processes that are started."""
+def test_a_template_that_is_always_killed_is_said(tmp_path: Path) -> None:
+    said = r"the template of stdlib .* died instead of being there to start"
+    with pytest.raises(SandboxStartError, match=said), fragile(tmp_path, killed=3):
+        pass
+
+
+@pytest.mark.parametrize(("times", "starts"), [(2, True), (3, False)])
+def test_a_server_that_is_killed_as_it_first_starts_is_replaced(
+    times: int, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     numbers = itertools.count()
 
     class Killed(subprocess.Popen[bytes]):
@@ -132,47 +97,17 @@ def killed_as_they_start(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 self.kill()
 
     monkeypatch.setattr(subprocess, "Popen", Killed)
-
-
-def test_a_template_that_is_killed_as_it_first_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed_as_they_start(2, monkeypatch)
-
-    async def run_one() -> tuple[str, int]:
-        async with one_slot() as pool, asyncio.timeout(scaled(60)):
-            return (await pool.run("print('well')", "", 9.0)).stdout, pool.lost
-
-    assert asyncio.run(run_one()) == ("well\n", 2)
-
-
-def test_a_template_that_is_always_killed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed_as_they_start(3, monkeypatch)
-
-    async def start() -> None:
-        async with one_slot():
-            pass
-
-    with pytest.raises(WorkerLost, match=r"the template of stdlib .* died instead of being there to start"):
-        asyncio.run(start())
-
-
-@pytest.mark.parametrize(("times", "starts"), [(2, True), (3, False)])
-def test_a_server_that_is_killed_as_it_first_starts_is_replaced(
-    times: int, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    killed_as_they_start(times, monkeypatch)
     with contextlib.ExitStack() as stack:
         if not starts:
             stack.enter_context(pytest.raises(SandboxStartError, match="it ended with status -9"))
-        server = stack.enter_context(
-            start_server(slots=1, start_timeout_s=scaled(60), log_path=tmp_path / "log", tiers=("stdlib",))
-        )
+        server = stack.enter_context(small_server(tmp_path))
         assert server.health["status"] == "ok"
     assert caplog.text.count("something killed the sandbox server while it started") == 2
 
 
 def test_a_template_that_is_slow_to_start_is_gone_afterwards(tmp_path: Path) -> None:
     """Its hello would be taken for the answer to the next request."""
-    template = Template(STDLIB, "none", Limits(), tmp_path, start_timeout_s=0.01)
+    template = Template(BUILT_IN[0], "none", Limits(), tmp_path, start_timeout_s=0.01)
 
     async def spawn() -> None:
         with pytest.raises(WorkerLost, match=r"waited 0.01 s"):

@@ -11,7 +11,7 @@ import pytest
 
 from ctpo_megatron.base.processes import wait_for
 from ctpo_sandbox import Limits, SandboxServer, SandboxStartError
-from ctpo_sandbox.control_groups import MemoryGroups, own_group
+from ctpo_sandbox.isolation.control_groups import MemoryGroups, own_group
 from tests.sandbox.conftest import Runner, runner, small_server
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_sandbox.libraries import PROMISED
-from ctpo_sandbox.readable import readable_above, readable_files, readable_trees
+from ctpo_sandbox.inside.libraries import PROMISED
+from ctpo_sandbox.isolation.readable import readable_above, readable_files, readable_trees
 from tests.sandbox.other_users import Host, runner_of
 
 pytestmark = pytest.mark.xdist_group("sandbox-users")

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ctpo_sandbox import ClientStats, SandboxClient, SandboxServer, SandboxUnavailable, bench
-from ctpo_sandbox.bench import measure_all
+from ctpo_sandbox import ClientStats, SandboxClient, SandboxServer, SandboxUnavailable
 from tests.sandbox.conftest import client_of, small_server
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
@@ -48,22 +47,6 @@ def _burst(urls: list[str], count: int = BURST) -> tuple[ClientStats, float]:
             return client.stats, max(seconds)
 
     return asyncio.run(all_of_them())
-
-
-@pytest.mark.slow
-def test_the_bench_shows_how_servers_share_the_work(pair: Pair) -> None:
-    urls = [server.url for server in pair]
-    found = measure_all(urls, "print", concurrency=8, seconds=0.5)
-    assert (found.lost, found.retries) == (0, 0) and found.runs > 0
-    assert list(found.shares) == urls and sum(found.shares.values()) == pytest.approx(1.0)
-    # The first eight go to the two in turn. Who gets those after them depends on who answers sooner.
-    assert round(min(found.shares.values()) * found.runs) >= 4
-
-
-def test_the_bench_ends_at_once_where_no_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "BENCH_FIRST_RUN_S", 0.5)
-    with pytest.raises(SandboxUnavailable, match=r"127\.0\.0\.1:9"):
-        bench.run(["http://127.0.0.1:9"], 60.0, [1])
 
 
 def test_a_burst_is_balanced(pair: Pair) -> None:

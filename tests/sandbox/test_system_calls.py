@@ -14,8 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctpo_sandbox.filters import ANY_PID, compiled
-from ctpo_sandbox.syscalls import CLOCKS_OF_PROCESSES, CLONE_ALLOWED, FUTEX_WAITS, MESSAGE_FLAGS, THREAD_SHARES
+from ctpo_sandbox.isolation.filters import ANY_PID, compiled
+from ctpo_sandbox.isolation.syscalls import (
+    CLOCKS_OF_PROCESSES,
+    CLONE_ALLOWED,
+    FUTEX_WAITS,
+    MESSAGE_FLAGS,
+    THREAD_SHARES,
+)
 
 _DATA = struct.Struct("=iIQ6Q")  # struct seccomp_data: number, architecture, instruction pointer, arguments
 _INSTRUCTION = struct.Struct("=HBBI")

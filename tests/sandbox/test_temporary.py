@@ -1,4 +1,4 @@
-"""The ledger of temporary names: what killed processes left goes at the next start, and nothing else does."""
+"""Temporary names: what killed processes left goes at the next start, and nothing else does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import multiprocessing, os, sys, tempfile, time
 from pathlib import Path
 from ctpo_sandbox import temporary
 place = tempfile.tempdir = sys.argv[1]
-temporary.ledgers = lambda: Path(sys.argv[2])
+temporary.private_folders = lambda: Path(sys.argv[2])
 temporary.move_in()
 lock = multiprocessing.get_context("spawn").Lock()
 of_a_library = tempfile.mkdtemp()
@@ -32,10 +32,9 @@ folder = temporary.new_folder("ctpo-test-", place)
 (folder / "deep" / "er").mkdir(parents=True)
 (folder / "deep" / "er" / "file").write_text("x")
 (folder / "link").symlink_to("/etc")
-handle, file = temporary.new_file("ctpo-test-", ".bin", place)
-gone = temporary.new_folder("ctpo-test-", place)
-gone.rmdir()
-temporary.forget(gone)
+temporary.note(f"{place}/ctpo-test-file")
+Path(place, "ctpo-test-file").write_text("x")
+temporary.new_folder("ctpo-test-", place).rmdir()
 {then}
 os.write(1, f"made {multiprocessing.process.current_process()._config['semprefix']}\\n".encode())
 time.sleep(600)
@@ -43,9 +42,12 @@ time.sleep(600)
 MADE = 3
 """Names in its place, of which one is the folder of what libraries make."""
 FORKS = """
+begun, begins = os.pipe()
 if (child := os.fork()) == 0:
+    os.write(begins, b"x")
     time.sleep(600)
     os._exit(0)
+os.read(begun, 1)
 os.write(1, f"{child}\\n".encode())
 """
 FILLS = """
@@ -57,21 +59,21 @@ while time.monotonic() < end:
         os.mkdir(f"{sys.argv[1]}/{time.monotonic_ns()}")
     time.sleep(0.01)
 """
-ENDS = "from ctpo_sandbox import temporary as t\nwith t.folder('ctpo-test-') as f: print(f, t._Process.ledger.path)"
+ENDS = "import os\nfrom ctpo_sandbox import temporary as t\nwith t.folder('ctpo-test-') as f: print(f, os.getpid())"
 
 
 @pytest.fixture(autouse=True)
-def _own_ledgers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every server that another test starts meanwhile sweeps the ledgers of the user."""
-    folder = tmp_path_factory.mktemp("ledgers") / "own"
-    monkeypatch.setattr(temporary, "ledgers", lambda: folder)
-    monkeypatch.setattr(temporary._Process, "ledger", None)
+def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every server that another test starts meanwhile sweeps the folders of the user."""
+    folder = tmp_path_factory.mktemp("private") / "own"
+    monkeypatch.setattr(temporary, "private_folders", lambda: folder)
+    monkeypatch.setattr(temporary._Process, "folder", None)
 
 
 @contextmanager
 def maker(place: Path, then: str = "") -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """A process that has made temporary names in `place`, and the lines that it said."""
-    command = [sys.executable, "-c", MAKES.replace("{then}", then), str(place), str(temporary.ledgers())]
+    command = [sys.executable, "-c", MAKES.replace("{then}", then), str(place), str(temporary.private_folders())]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stdout is not None
@@ -101,14 +103,14 @@ def names(place: Path) -> list[str]:
 
 
 def test_what_a_killed_process_made_goes_with_the_next_start(tmp_path: Path) -> None:
-    with maker(tmp_path) as (process, lines):
+    with maker(tmp_path) as (_, lines):
         pass
     assert len(names(tmp_path)) == MADE and len(semaphores(lines)) == 1  # a kill leaves them
     swept = temporary.sweep()
     assert names(tmp_path) == [] and semaphores(lines) == []
     assert len([path for path in swept if path.startswith(str(tmp_path))]) == MADE
     assert os.listdir("/etc")
-    assert not list(temporary.ledgers().glob(f"{process.pid}-*"))
+    assert names(temporary.private_folders()) == []
 
 
 def test_what_a_living_process_made_stays(tmp_path: Path) -> None:
@@ -123,7 +125,7 @@ def test_what_a_living_process_made_stays(tmp_path: Path) -> None:
         assert (names(there), semaphores(others)) == ([], [])
 
 
-def test_a_forked_child_does_not_keep_the_ledger(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     with maker(tmp_path, FORKS) as (process, lines):
         os.kill(process.pid, signal.SIGKILL)
         process.wait(scaled(10))
@@ -132,71 +134,46 @@ def test_a_forked_child_does_not_keep_the_ledger(tmp_path: Path) -> None:
         assert names(tmp_path) == []
 
 
-def test_a_ledger_that_names_what_is_not_ours_removes_nothing(tmp_path: Path) -> None:
+def test_links_to_what_is_not_ours_remove_nothing(tmp_path: Path) -> None:
     foreign, other = tmp_path / "ctpo-foreign", tmp_path / "other"
     (foreign / "in").mkdir(parents=True)
     other.mkdir()
-    with maker(tmp_path) as (process, _):
-        (ledger,) = temporary.ledgers().glob(f"{process.pid}-*")
-    lines = [other, f"{tmp_path}/ctpo-x/../other", "ctpo-relative", f"{tmp_path}/*", "\udcff", f"{tmp_path}/ctpo-"]
-    if os.geteuid() == 0:
-        os.chown(foreign, 1000, 1000)
-        lines.append(foreign)
-    with ledger.open("a", errors="surrogateescape") as file:
-        file.writelines(f"{line}\n" for line in lines)
+    with maker(tmp_path):
+        (private,) = temporary.private_folders().iterdir()
+        linked = [other, f"{tmp_path}/ctpo-x/../other", "ctpo-relative", f"{tmp_path}/*", "\udcff", f"{tmp_path}/ctpo-"]
+        if os.geteuid() == 0:
+            os.chown(foreign, 1000, 1000)
+            linked.append(foreign)
+        for number, name in enumerate(linked):
+            (private / str(number)).symlink_to(name)
+        (private / "no link").write_text(str(other))
     temporary.sweep()
-    assert names(tmp_path) == ["ctpo-foreign", "other"]
+    assert names(tmp_path) == ["ctpo-foreign", "other"] and names(temporary.private_folders()) == []
 
 
-def test_a_process_that_ends_by_itself_leaves_no_ledger() -> None:
+def test_a_process_that_ends_by_itself_leaves_nothing() -> None:
     said = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True).stdout.split()
-    assert len(said) == 2 and not any(Path(path).exists() for path in said)
+    assert not Path(said[0]).exists() and list(Path(f"/tmp/ctpo-{os.geteuid()}").glob(f"{said[1]}-*")) == []
 
 
-def test_a_ledger_that_was_cleaned_away_is_written_again(tmp_path: Path) -> None:
-    then = "temporary._Process.ledger.path.unlink(); temporary.new_folder('ctpo-late-', place)"
-    with maker(tmp_path, then):
-        pass
-    assert len(names(tmp_path)) == MADE + 1
-    temporary.sweep()
-    assert names(tmp_path) == []
-
-
-def test_without_a_ledger_names_are_made_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_private_folder_names_are_made_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Something else stands in its place."""
     taken = tmp_path / "taken"
     taken.write_text("")
-    monkeypatch.setattr(temporary, "ledgers", lambda: taken)
-    monkeypatch.setattr(temporary._Process, "ledger", None)
-    with temporary.folder("ctpo-test-", tmp_path) as made:
-        assert made.is_dir()
+    monkeypatch.setattr(temporary, "private_folders", lambda: taken)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary.folder("ctpo-test-") as made:
+        assert made.is_dir() and f"a later start will not remove {made}" in caplog.text
     assert temporary.sweep() == [] and names(tmp_path) == ["taken"]
-
-
-def test_a_ledger_whose_file_is_always_taken_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    lock = temporary.fcntl.lockf
-
-    def lock_taken(file: int, how: int) -> None:
-        for path in temporary.ledgers().iterdir():
-            path.unlink()
-        lock(file, how)
-
-    monkeypatch.setattr(temporary.fcntl, "lockf", lock_taken)
-    with temporary.folder("ctpo-test-", tmp_path) as made:
-        assert made.is_dir()
-    assert "new files were removed at once" in caplog.text
 
 
 def test_names_are_for_their_user_alone() -> None:
     with temporary.folder("ctpo-test-") as made:
-        assert made.parent == Path(tempfile.gettempdir()) and made.stat().st_mode & 0o777 == 0o700
-        handle, file = temporary.new_file("ctpo-test-", ".bin", made)
-        os.close(handle)
-        assert file.stat().st_mode & 0o777 == 0o600
-        temporary.forget(file)
-    assert temporary.ledgers().stat().st_mode & 0o777 == 0o700
+        assert made.parent == Path(tempfile.gettempdir())
+        for folder in (made, temporary.private_folders(), *temporary.private_folders().iterdir()):
+            assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_what_a_dying_process_still_fills_is_waited_for(tmp_path: Path) -> None:
@@ -211,26 +188,16 @@ def test_what_a_dying_process_still_fills_is_waited_for(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_what_could_not_be_removed_stays_noted(tmp_path: Path) -> None:
-    folder = temporary.new_folder("ctpo-test-", tmp_path)
-    temporary.forget(folder)
-    (ledger,) = temporary.ledgers().iterdir()
-    assert str(folder) in ledger.read_text()
-    folder.rmdir()
-    temporary.forget(folder)
-    assert str(folder) not in ledger.read_text()
-
-
 @pytest.mark.timeout(scaled(20))
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_what_is_listed_though_it_is_gone_is_not_waited_for_longer(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As shared file systems may do."""
-    noted = tmp_path / "ctpo-test-listed"
+    """As shared file systems may do. It stays noted."""
+    noted, private = tmp_path / "ctpo-test-listed", temporary.private_folders() / "1-dead"
     noted.touch() if kind == "file" else noted.mkdir()
-    temporary.ledgers().mkdir()
-    (temporary.ledgers() / "1-dead").write_text(f"{noted}\n")
+    private.mkdir(parents=True)
+    (private / noted.name).symlink_to(noted)
     gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     monkeypatch.setattr(temporary, "SWEEP_PATIENCE_S", 0.2)
     if kind == "file":
@@ -238,7 +205,7 @@ def test_what_is_listed_though_it_is_gone_is_not_waited_for_longer(
     else:
         monkeypatch.setattr(temporary, "remove_whole", lambda path: None)
     assert temporary.sweep() == []
-    assert "is left behind: " in caplog.text and str(temporary.ledgers() / "1-dead") in caplog.text
+    assert "is left behind: " in caplog.text and str(private) in caplog.text and (private / noted.name).is_symlink()
 
 
 def test_a_user_without_a_name_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +216,6 @@ def test_a_user_without_a_name_has_a_number(monkeypatch: pytest.MonkeyPatch) -> 
     assert temporary._user() == f"uid_{os.getuid()}"
 
 
-def test_a_sweep_leaves_the_ledger_of_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock does not keep its own process out, also where it can note nothing more, as on a full disk."""
+def test_a_sweep_leaves_what_its_own_process_made(tmp_path: Path) -> None:
     folder = temporary.new_folder("ctpo-test-", tmp_path)
-    monkeypatch.setattr(temporary._Process, "ledger", False)
     assert temporary.sweep() == [] and folder.exists()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_sandbox import SandboxServer, SandboxStartError, users
-from ctpo_sandbox.users import FREE, UserIds
+from ctpo_sandbox import SandboxServer, SandboxStartError
+from ctpo_sandbox.isolation import users
+from ctpo_sandbox.isolation.users import FREE, UserIds
 from tests.sandbox.conftest import side_by_side
 from tests.sandbox.other_users import HOSTS, Host, server_of
 from tests.support.deadlines import scaled
@@ -58,7 +59,7 @@ def test_threads_of_another_server_do_not_decide_a_verdict(host: Host) -> None:
 def test_ids_of_a_killed_server_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(users, "FREE", (range(61000, 61003),))
     hold = (
-        "from ctpo_sandbox import users; users.FREE = (range(61000, 61003),)\n"
+        "from ctpo_sandbox.isolation import users; users.FREE = (range(61000, 61003),)\n"
         "held = users.UserIds(2); print(*held.ids, flush=True); input()"
     )
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
@@ -84,7 +85,10 @@ def test_ids_of_accounts_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_without_enough_ids_does_not_start_with_less_isolation(tmp_path: Path) -> None:
-    start = "from ctpo_sandbox import server, users; users.FREE = (range(61004, 61006),); server.main()"
+    start = (
+        "from ctpo_sandbox import server; from ctpo_sandbox.isolation import users\n"
+        "users.FREE = (range(61004, 61006),); server.main()"
+    )
     with pytest.raises(SandboxStartError, match=r"3 user ids are needed, .* only 2 of 61004 to 61005 are left"):
         SandboxServer([sys.executable, "-c", start, "--slots", "2"], tmp_path / "log", scaled(60))
 
@@ -93,8 +97,8 @@ def test_a_server_without_enough_ids_does_not_start_with_less_isolation(tmp_path
 def test_ids_that_a_user_namespace_does_not_have_are_not_given(mapped: int, most: int) -> None:
     look = (
         "import os, sys; ready = os.read(0, 1)\n"
-        "from ctpo_sandbox import users; print(len(users.UserIds(8).ids), next((len(r) for r in users.FREE if "
-        "users._is_mapped(r)), 0))"
+        "from ctpo_sandbox.isolation import users\n"
+        "print(len(users.UserIds(8).ids), next((len(r) for r in users.FREE if users._is_mapped(r)), 0))"
     )
     with subprocess.Popen(
         ["unshare", "--user", sys.executable, "-c", look], stdin=subprocess.PIPE, stdout=subprocess.PIPE
