@@ -30,16 +30,13 @@ import torch
 from benchmarks.dump import byte_tokenizer, decoding_s
 from benchmarks.kernels import report
 from ctpo_megatron.config import AdvantageConfig, Extension, PolicyConfig, RewardConfig, RolloutConfig
-from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.packing import split_evenly
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.records import Prompt, ToolCall
+from ctpo_megatron.data.trajectory import Group, Trajectory
 from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
-from ctpo_megatron.engines import GroupOutcome
 from ctpo_megatron.models import FAMILIES, ModelSpec
 from ctpo_megatron.objective import batch_advantages
-from ctpo_megatron.policy.minibatch import checked_sequences, make_mini_batches, share_of
+from ctpo_megatron.policy.minibatch import checked_sequences, make_mini_batches, packing_rules, share_of
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.rewards import RewardPool, Scorer, ScoreReport
 from ctpo_megatron.rollouts.filters import Filters
@@ -111,7 +108,7 @@ def pickled(group: list[Trajectory]) -> tuple[bytes, list[bytes]]:
     """An engine's answer as it travels: what Ray pickles, and the buffers that it leaves in its object store."""
     buffers: list[pickle.PickleBuffer] = []
     sink = io.BytesIO()
-    pickle.Pickler(sink, protocol=5, buffer_callback=buffers.append).dump(GroupOutcome(group))
+    pickle.Pickler(sink, protocol=5, buffer_callback=buffers.append).dump(group)
     return sink.getvalue(), [bytes(buffer.raw()) for buffer in buffers]
 
 
@@ -132,9 +129,9 @@ def measure(count: int) -> dict[str, Any]:
     del made
     stage = Stages()
     with stage(RECEIVE):
-        outcomes = [pickle.loads(answer, buffers=buffers) for answer, buffers in answers]
-        groups = [Group(prompt, outcome.trajectories) for prompt, outcome in zip(prompts, outcomes, strict=True)]
-    del answers, outcomes
+        sampled = [pickle.loads(answer, buffers=buffers) for answer, buffers in answers]
+        groups = [Group(prompt, trajectories) for prompt, trajectories in zip(prompts, sampled, strict=True)]
+    del answers, sampled
     gc.collect()
     held = memory_bytes() - before
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -196,10 +193,10 @@ def distribute(trajectories: list[Trajectory], rewards: list[list[float | None]]
             sequences,
             advantages,
             size=size,
-            config=PolicyConfig(micro_batch_tokens=40_960),
+            rules=packing_rules(PolicyConfig(micro_batch_tokens=40_960)),
             layout=layout,
-            spec=SPEC,
-            attention=None,
+            flops=SPEC.forward_flops,
+            whole_attention=True,
             skip_zero_advantage=True,
         )
     with stage(SHARES):

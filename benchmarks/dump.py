@@ -15,9 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.kernels import report
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.trajectory import Group, Trajectory
 from ctpo_megatron.tracking import read_trajectories, recorded_trajectories, write_trajectories
 
 LENGTHS = (500, 2_000, 8_000, 32_000)

@@ -37,14 +37,14 @@ from benchmarks import runs
 from benchmarks.kernels import report
 from benchmarks.measured import spread
 from ctpo_megatron.base.event_loop import EventLoop
+from ctpo_megatron.checks import NodeComparison
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Prompt
-from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.records import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import GroupTask, Sampling, open_engines
 from ctpo_megatron.environments import Episode, Message, Schema, ToolCallRequest, ToolResult, ToolUnavailable
 from ctpo_megatron.evaluate import find_target, read_config
-from ctpo_megatron.preflight import NodeComparison
 from ctpo_megatron.rollouts import GroupSampler
 from examples.toolmath import Task, TinyModel, write_task
 

@@ -24,7 +24,9 @@ from typing import Any
 
 from benchmarks.kernels import report
 from ctpo_megatron.base.positions import LAST_POSITIONS, PositionStats
-from ctpo_megatron.config import ELEMENT_BYTES
+from ctpo_megatron.plan import (
+    ELEMENT_BYTES,
+)
 
 ENDS = (16, 64, 128, 256, 512, 1024)
 """Last positions of the rows."""

@@ -31,8 +31,7 @@ from ctpo_megatron.data import PrefixOrder, Trajectory, token_sequences
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import objective_from_config
 from ctpo_megatron.policy import Layout, MiniBatch, Trainer, destroy_distributed, init_distributed, policy_gradient
-from ctpo_megatron.policy.attention_plan import EXACT
-from ctpo_megatron.policy.minibatch import make_mini_batches
+from ctpo_megatron.policy.minibatch import make_mini_batches, packing_rules
 from ctpo_megatron.tracking import recorded_trajectories, trajectory_files
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -143,8 +142,8 @@ def busiest(case: Case, spec: ModelSpec, replicas: int = 8) -> float:
                 rank=0, world_size=1, dp_rank=rank, dp_size=replicas, device=torch.device("cpu"), **one
             )  # fmt: skip
             made = make_mini_batches(
-                sequences, advantages, size=case.size, config=PolicyConfig(), layout=layout, spec=spec,
-                attention=EXACT, order=known,
+                sequences, advantages, size=case.size, rules=packing_rules(PolicyConfig()), layout=layout,
+                flops=spec.forward_flops, whole_attention=False, order=known,
             )  # fmt: skip
             rows.append([sum(micro.num_rows for micro in mini.micro_batches) for mini in made])
         found.append(sum(map(max, zip(*rows, strict=True))))

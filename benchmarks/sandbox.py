@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,7 @@ from typing import Any
 import httpx
 import psutil
 
-from ctpo_sandbox import Limits, SandboxStartError, start_server
-from ctpo_sandbox.bench import SNIPPETS, measure
+from ctpo_sandbox import Limits, SandboxClient, SandboxStartError, start_server
 from ctpo_sandbox.records import LEVELS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +40,13 @@ GOALS = {("numpy", 8): 15.0, ("integrate", 8): 25.0, ("solve", 8): 25.0, ("print
 CROWD = 128
 P99_GOAL = 3.0  # of `print`, in units of a crowd's fair share of the time: requests in flight / runs per second
 START_S = 30.0
+SNIPPETS = {
+    "print": "print(1 + 1)",
+    "numpy": "import numpy as np\nprint(np.linalg.norm(np.arange(100.0)))",
+    "integrate": "import sympy\nx = sympy.symbols('x')\nprint(sympy.integrate(x**3 + 2 * x, x))",
+    "heavy": "import sympy\nx = sympy.symbols('x')\nprint(sympy.integrate(x**2 * sympy.sin(x), x))",
+    "solve": "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - 7 * x + 10, x))",
+}
 HEAD = (
     "| snippet | concurrency | ours, runs/s | other, runs/s | ratio (range) | goal | ours, CPU-ms | other, CPU-ms "
     "| ours, p50 / p99 ms | other, p50 / p99 ms |\n|---|---|---|---|---|---|---|---|---|---|"
@@ -76,6 +83,42 @@ def baseline(isolation: str) -> Iterator[tuple[str, int]]:
     finally:
         process.terminate()
         process.wait(START_S)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One snippet at one concurrency. Latencies as seen by the client, including queueing, in milliseconds."""
+
+    runs: int
+    per_second: float
+    p50_ms: float
+    p99_ms: float
+
+
+async def measure(url: str, snippet: str, concurrency: int, seconds: float) -> Measurement:
+    """Keep `concurrency` requests in flight for `seconds`. Raises RuntimeError for a run that does not succeed."""
+    client = SandboxClient(url, max_concurrency=concurrency, request_timeout_s=300)
+    code, latencies = SNIPPETS[snippet], list[float]()
+    await client.run(code, run_timeout_s=20)  # connections and the worker's first run
+    end = time.monotonic() + seconds
+
+    async def one_after_another() -> None:
+        while time.monotonic() < end:
+            started = time.monotonic()
+            result = await client.run(code, run_timeout_s=20)
+            latencies.append(time.monotonic() - started)
+            if result.status != "success":
+                raise RuntimeError(f"{url}: {snippet} ended with {result.status}: {result.stderr[-500:]}")
+
+    started = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(one_after_another())
+    elapsed = time.monotonic() - started
+    await client.aclose()
+    latencies.sort()
+    p50, p99 = (1000 * latencies[min(len(latencies) - 1, int(q * len(latencies)))] for q in (0.5, 0.99))
+    return Measurement(len(latencies), len(latencies) / elapsed, p50, p99)
 
 
 def tree_cpu_s(pid: int | None) -> float:

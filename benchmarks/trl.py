@@ -5,7 +5,7 @@
 
 Model, start weights, prompts and their order, samples, token limits, optimizer steps and sandbox are the same on both
 sides. Each side first shows with how many threads it samples and trains fastest. Then each round runs one after the
-other, the order alternating, every time from the same start. `docs/benchmarks.md` lists the differences that are left.
+other, in alternating order, every time from the same start. `benchmarks/README.md` lists the differences that remain.
 The first call installs TRL into an environment of its own in the cache folder, and makes the start weights there.
 """
 
@@ -48,16 +48,35 @@ def trl_environment(folder: Path) -> Path:
     return python
 
 
-def play_ours(size: Size, start: tuple[Path, Path], way: Way, steps: int, folder: Path) -> Figures:
+def watch_ours(size: Size, start: tuple[Path, Path], way: Way, steps: int, folder: Path) -> measured.Observed:
     """One run of ours; `folder` is empty."""
-    settings = our_settings(size, start, way, steps, folder)
-    observed = measured.watch(
-        runs.train(*settings),
+    return measured.watch(
+        runs.train(*our_settings(size, start, way, steps, folder)),
         folder / "ours" / "metrics.jsonl",
         folder / "ours.log",
         environment=runs.environment(),
         deadline_s=DEADLINE_S,
     )
+
+
+def watch_trl(
+    size: Size, start: tuple[Path, Path], way: Way, steps: int, folder: Path, python: Path
+) -> measured.Observed:
+    """One run of TRL, with our sandbox beside it; `folder` is empty."""
+    with runs.sandbox(folder) as url:
+        options = trl_options(size, start, way, steps, url, folder / "trl.jsonl")
+        return measured.watch(
+            [str(python), "-P", str(Path(__file__).with_name("trl_side.py")), json.dumps(options)],
+            folder / "trl.jsonl",
+            folder / "trl.log",
+            environment={"PYTHONPATH": str(runs.ROOT / "sandbox")},
+            deadline_s=DEADLINE_S,
+        )
+
+
+def play_ours(size: Size, start: tuple[Path, Path], way: Way, steps: int, folder: Path) -> Figures:
+    """The figures of one run of ours; `folder` is empty."""
+    observed = watch_ours(size, start, way, steps, folder)
     counted = observed.lines[1 + size.warm :]
     trained = [line["tokens/model"] for line in counted]
     passes = sum(line["time/old_log_probs_cpu"] + line["time/update_cpu"] for line in counted)
@@ -73,16 +92,8 @@ def play_ours(size: Size, start: tuple[Path, Path], way: Way, steps: int, folder
 
 
 def play_trl(size: Size, start: tuple[Path, Path], way: Way, steps: int, folder: Path, python: Path) -> Figures:
-    """One run of TRL, with our sandbox beside it; `folder` is empty."""
-    with runs.sandbox(folder) as url:
-        options = trl_options(size, start, way, steps, url, folder / "trl.jsonl")
-        observed = measured.watch(
-            [str(python), "-P", str(Path(__file__).with_name("trl_side.py")), json.dumps(options)],
-            folder / "trl.jsonl",
-            folder / "trl.log",
-            environment={"PYTHONPATH": str(runs.ROOT / "sandbox")},
-            deadline_s=DEADLINE_S,
-        )
+    """The figures of one run of TRL; `folder` is empty."""
+    observed = watch_trl(size, start, way, steps, folder, python)
     counted = observed.lines[1 + size.warm :]
     found = figures(size, observed, [line["trained_tokens"] for line in counted], [line["reward"] for line in counted])
     found["rollout_s"] = sum(line["rollout_s"] for line in counted)

@@ -122,7 +122,7 @@ class Marks(TrainerCallback):
 
 
 def settings() -> GRPOConfig:
-    """The same work as ours; see `docs/benchmarks.md` for every difference that is left."""
+    """The same work as ours; see `benchmarks/README.md` for every difference that is left."""
     rows, updates, pieces = OPTIONS["samples"], OPTIONS["updates"], OPTIONS["pieces"]
     return GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"),

@@ -89,7 +89,7 @@ def text(result: dict[str, Any]) -> str:
         [
             f"# Training steps beside TRL's: {size.name}",
             f"{size.about} {len(result['found'][OURS])} rounds in alternating order of {size.steps} counted steps each"
-            f"{f' after {size.warm}' if size.warm else ''}. What is the same and what is not: docs/benchmarks.md.",
+            f"{f' after {size.warm}' if size.warm else ''}. What is the same and what is not: benchmarks/README.md.",
             sides(result),
             compared(result, size),
             parts(result),

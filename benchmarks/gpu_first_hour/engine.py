@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu_first_hour import reference
 from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.config import Config
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EnginePool, GroupTask, Sampling
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, open_transport

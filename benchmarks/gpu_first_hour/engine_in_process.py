@@ -99,9 +99,9 @@ async def measure(config: Config, device: str, logs: Path) -> dict[str, Any]:
 
 async def _sample(engine: RolloutEngine, prompts: list[Prompt], version: int) -> list[Trajectory]:
     samples = tuple(range(reference.SAMPLES))
-    tasks = [GroupTask(prompt, version, samples, Sampling(), version=version) for prompt in prompts]
-    outcomes = await asyncio.gather(*map(engine.run_group, tasks))
-    return [trajectory for outcome in outcomes for trajectory in outcome.trajectories or ()]
+    tasks = [GroupTask(prompt, version, samples, Sampling()) for prompt in prompts]
+    groups = await asyncio.gather(*(engine.run_group(task, version) for task in tasks))
+    return [trajectory for group in groups for trajectory in group]
 
 
 @contextmanager
@@ -143,16 +143,16 @@ def _receive(pipe: Connection) -> Any:
 
 async def _serve(engine: RolloutEngine, pipe: Connection, version: int) -> None:
     """Do what the second process asks of the engine, until the engine reports what it has, which has to be the same."""
-    report = None
+    received = None
     while (call := await asyncio.to_thread(_receive, pipe))[0] != "sums":
         method, *arguments = call
         if method == FAILED:
             raise RuntimeError(f"the process with the weights failed:\n{arguments[0]}")
         result = await getattr(engine, method)(*arguments)
-        report = result or report
+        received = result or received
         pipe.send(method)
-    assert report is not None and report.version == str(version), report
-    if wrong := [name for sums in report.sums for name in different(call[1], sums)]:
+    assert received is not None and await engine.ping() == str(version)
+    if wrong := [name for sums in received for name in different(call[1], sums)]:
         raise RuntimeError(f"the engine has received other values than it was sent in {', '.join(wrong[:5])}")
     print("sums agree", flush=True)
 
@@ -178,10 +178,12 @@ def _send_weights(pipe: Connection, config: Config, facts: EngineFacts, device: 
     transport = open_transport(ranks, facts, settings, source.manifest(), pool)
     message = transport.announce(1)
     if message is not None:
-        pipe.send(("update_weights", message, 1))
+        pool.lead("start_weight_update")
+        pipe.send(("receive_weights", message))
     sums = transport.send(source.tensors.items(), 1)
     if message is not None:
         _receive(pipe)
+        pool.lead("finish_weight_update", lambda _: [1])
     pipe.send(("sums", sums))
     transport.close()
 
@@ -194,9 +196,9 @@ class Pool:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
-    def lead(self, method: str, arguments: Any = None, abort: Any = None) -> list[str]:
+    def lead(self, method: str, arguments: Any = lambda _: (), abort: Any = None) -> list[str]:
         """Have the engine do it; returns when it has."""
-        self._pipe.send((method, *([] if arguments is None else [arguments(0)])))
+        self._pipe.send((method, *arguments(0)))
         _receive(self._pipe)
         return []
 

@@ -20,8 +20,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_first_hour import update_profile
 from benchmarks.gpu_first_hour.reference import ROOT, write_model
-from ctpo_megatron.config import Config, Job, load_config, objective_from_config, spec_for
+from ctpo_megatron.config import (
+    Config,
+    Job,
+    load_config,
+    objective_from_config,
+    spec_for,
+)
 from ctpo_megatron.data import Trajectory
+from ctpo_megatron.plan import (
+    GIB,
+    GpuMemory,
+    settled,
+)
 from ctpo_megatron.policy import (
     MiniBatch,
     Trainer,
@@ -31,8 +42,6 @@ from ctpo_megatron.policy import (
     policy_gradient,
     product_precision,
 )
-from ctpo_megatron.preflight import settled
-from ctpo_megatron.preflight.placement import GIB, GpuMemory
 from ctpo_megatron.tracking import peak_flops
 
 PROMPT_TOKENS, SHARE_OF_TOOLS = 200, 0.2
