@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ctpo_megatron.report.charts import Axis, Chart, Curve, Spec, curves, for_file, points
+from ctpo_megatron.report.charts import DASHED, SOLID, Axis, Chart, Curve, Spec, curves, for_file
 from theory_error import OBJECTIVES, GradientError, clipped_weights, normalized_reward
 from theory_tree import (
     RATIOS,
@@ -322,12 +322,10 @@ class Figure:
 
     def __repr__(self) -> str:
         lines = [str(self.spec["description"])]
-        for part in (self.spec, *self.spec["layer"]):
-            series: dict[str, list[str]] = {}
-            for row in part.get("data", {}).get("values", ()):
-                series.setdefault(row["series"], []).append(f"{row['x']:g} {_shown(row['y'])}")
-            of_line = "" if part is self.spec else ", line"
-            lines += [f"{name}{of_line}: {', '.join(pairs)}" for name, pairs in series.items()]
+        series: dict[str, list[str]] = {}
+        for row in self.spec["data"]["values"]:
+            series.setdefault(row.get("member", row["series"]), []).append(f"{row['x']:g} {_shown(row['y'])}")
+        lines += [f"{name}: {', '.join(pairs)}" for name, pairs in series.items()]
         return "\n".join(lines)
 
     def _repr_svg_(self) -> str:
@@ -342,7 +340,13 @@ def position_figure(table: Table, names: Sequence[str], y: str, caption: str, *,
     """Columns of a table over its column t."""
     t = [float(cell) for cell in table.column("t")]
     series = [
-        Curve(name, t, [float(cell) for cell in table.column(name)], COLOURS[name], name == "sequence")
+        Curve(
+            name,
+            t,
+            [float(cell) for cell in table.column(name)],
+            COLOURS[name],
+            DASHED if name == "sequence" else SOLID,
+        )
         for name in names
     ]
     axis = Axis(y, log=log, low=None if log else 0)
@@ -357,7 +361,7 @@ def clip_figure(table: Table, window: str) -> Figure:
         t, formula, simulated = (list(map(float, rows.column(name))) for name in ("t", "formula", "simulated"))
         walks.append(Curve(kind, t, simulated, colour))
         if kind != TOKENS:  # the line of the drift is theirs as well
-            formulas.append(Curve(kind, t, formula, colour))
+            formulas.append(Curve(f"{kind}, line", t, formula, colour, of=kind))
     caption = f"Share of tokens that the {window} window cuts: lines by formula, points counted over simulated walks."
-    spec = points(walks, formulas, Axis("position t", log=True), Axis("clip rate", low=0))
+    spec = curves([*walks, *formulas], Axis("position t", log=True), Axis("clip rate", low=0), joined=False)
     return Figure(for_file(Chart("", "", caption, spec)))

@@ -1,10 +1,14 @@
-"""Writes docs/reference: `make reference`. Keys, command line, API of four packages, memory of models."""
+"""Writes docs/reference, and the tables of `docs.site.peers`: `make reference`.
+
+Pages of keys, of the command line, of metrics, of the API of four packages and of the memory of models.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +20,8 @@ from ctpo_megatron import cli
 from ctpo_megatron.config import known_keys
 from ctpo_megatron.config.keys import Key
 from ctpo_megatron.config.problems import show
+from ctpo_megatron.tracking import KNOWN_METRICS
+from docs.site.peers import DOCS, peer_pages
 from docs.site.sizing import chosen, sizing
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
@@ -45,8 +51,17 @@ What `policy.micro_batch_tokens: auto` and `policy.recompute: auto` are in the r
 used. [How they are chosen](../parallelism.md#micro-batch-and-recomputation). Seconds are arithmetic for an H100, to
 compare choices.
 """
-HAND_WRITTEN = {"dumps.md", "metrics.md"}
-"""Pages of the folder that are not generated: test_metrics_page and test_dump_format of tests/tracking check them."""
+HAND_WRITTEN = {
+    "dumps.md",
+    "names.md",
+    "run_directory.md",
+    *(f"keys_of_{peer}.md" for peer in ("trl", "verl", "nemo_rl_and_slime")),
+}
+"""Pages of the folder that are not generated here. `docs.site.peers` writes the tables of names and keys.
+
+tests/tracking/test_dump_format.py and tests/test_run_paths.py check the others.
+"""
+METRICS_HEAD = "| metric | unit | definition |\n|---|---|---|\n"
 
 
 def pages() -> dict[str, str]:
@@ -57,6 +72,7 @@ def pages() -> dict[str, str]:
         "command_line.md": command_line(),
         **apis,
         "launchers.md": launchers(),
+        "metrics.md": metrics((FOLDER / "metrics.md").read_text(encoding="utf-8")),
         "sizing.md": memory(),
     }
 
@@ -118,6 +134,22 @@ def launchers() -> str:
         default = "**required**" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
         rows.append(f"| `{name}` | {default} | {_cell(field.description or '')} |")
     return "\n".join([*parts, *rows, ""])
+
+
+def metrics(page: str) -> str:
+    """Fill the tables of the page of metrics, one a heading, from `KNOWN_METRICS`; what is between them stays."""
+    sections = {row.section for row in KNOWN_METRICS}
+    tables = re.compile(rf"^#+ (.+?)(?: \(.*\))?\n(?:(?!#).*\n)*?{re.escape(METRICS_HEAD)}((?:\|.*\n)*)", re.MULTILINE)
+    if absent := sections - {found[1] for found in tables.finditer(page)}:
+        raise ValueError(f"metrics.md has no heading with a table of metrics: {', '.join(sorted(absent))}")
+    return tables.sub(lambda found: found[0].removesuffix(found[2]) + _metric_rows(found[1]), page)
+
+
+def _metric_rows(section: str) -> str:
+    rows = (row for row in KNOWN_METRICS if row.section == section)
+    return "".join(
+        f"| {', '.join(f'`{name}`' for name in row.names)} | {row.unit} | {row.definition} |\n" for row in rows
+    )
 
 
 def memory() -> str:
@@ -221,3 +253,5 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for page, text in pages().items():
         (FOLDER / page).write_text(text, encoding="utf-8")
+    for page, text in peer_pages().items():
+        (DOCS / page).write_text(text, encoding="utf-8")

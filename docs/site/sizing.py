@@ -6,19 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ctpo_megatron.config import (
-    GIB,
-    GPU_GIB,
     Job,
-    Split,
-    head_chunk_rows,
     load_config,
-    peak_memory,
     read_shapes,
-    stage_parameters,
 )
 from ctpo_megatron.models import ModelSpec
-from ctpo_megatron.preflight import GpuMemory
-from ctpo_megatron.preflight.choice import Candidate, choices
+from ctpo_megatron.plan import (
+    GIB,
+    GPU_GIB,
+    Candidate,
+    GpuMemory,
+    Split,
+    choices,
+    head_chunk_rows,
+    peak_memory,
+    stage_parameters,
+)
 
 _COMMON = Split(distributed_optimizer=True, recompute=("full",), micro_batch_tokens=16384, shared_prefixes=True)
 
