@@ -1,24 +1,28 @@
-# make quickstart   fresh machine -> .venv -> the whole pipeline on CPU -> report
-# make test         fresh machine -> .venv -> the CPU test suite
-# make test-cluster several nodes on this one: a Slurm, and Ray nodes in network namespaces (needs root); INSTALL=1
-#                  installs Debian's packages of Slurm where they are missing
-# make test-long-life  a run of 600 steps with 60 injected faults, compared with undisturbed runs (45 minutes, root)
-# make test-kernels the sandbox on Debian's kernels 5.10, 6.1 and 6.12, in QEMU (needs root, x86-64); INSTALL=1 installs it
-# make test-cuda-environment   the lock for GPUs in .venv-cuda, without a GPU: everything imports, fits and compiles (an hour,
-#                  30 GB), and the bundle of benchmarks.gpu_bundle; CUDA_PYTHON=python3.12 for another Python
-# make test-browser the pages in Debian's chromium, also on phones, and what axe-core says of them
-# make coverage     the lines that the light half of the suite runs
-# make lint         ruff, mypy, the links of the documents, and the prose
-# make docs         the documentation site, build/site/docs/index.html; warnings are errors
-# make reference    docs/reference from the code, and the outputs of docs/notebooks
-# make lint-containers   the Dockerfiles, by hadolint
-# make mutation     planted bugs, each of which the tests have to see (an hour)
-# make locks        requirements/{cpu,cuda}-{3.11,3.12,3.13}.txt from setup.py; pins stay as they are where they can
-# make newest       the newest release of each direct dependency, in a copy of .venv: what breaks; NEWEST="ray pebble" for some
-# make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
-# make bench-guard  CPU-seconds of the quickstart's steps against a stored commit; GUARD="--pairs 5 --steps 6"
-# make gpu-first-hour   all that a GPU can tell, stage by stage; HOUR="--device cpu" to try it without one, "--bundle DIR
-#                  --budget-s 800" on a machine without network
+## make quickstart   fresh machine -> .venv -> the whole pipeline on CPU -> report
+## make test         fresh machine -> .venv -> the CPU test suite
+## make test-slow    the tests that cost too much for every change, and more examples of the others
+## make test-gpu     the tests that need a CUDA device
+## make test-cluster several nodes on this one: a Slurm, and Ray nodes in network namespaces (needs root); INSTALL=1
+##                   installs Debian's packages of Slurm where they are missing
+## make lint         ruff, mypy, the links of the documents, and the prose
+## make docs         the documentation site, build/site/docs/index.html; warnings are errors
+## make locks        requirements/*.txt from setup.py; pins stay as they are where they can
+## make bench        the benchmarks; NAME=sandbox ARGS="..." runs one of them
+#
+#: make coverage     the lines that the light half of the suite runs
+#: make test-browser the pages in Debian's chromium, also on phones, and what axe-core says of them
+#: make test-long-life   a run of 600 steps with 60 injected faults, compared with undisturbed runs (45 minutes, root)
+#: make test-kernels the sandbox on Debian's kernels 6.1 and 6.12, in QEMU (needs root, x86-64); INSTALL=1 installs it
+#: make test-cuda-environment   the lock for GPUs in .venv-cuda, without a GPU: everything imports, fits and compiles (an
+#:                   hour, 30 GB), and the bundle of benchmarks.gpu_bundle; CUDA_PYTHON=/path/to/python3.12
+#: make mutation     planted bugs, each of which the tests have to see (an hour)
+#: make newest       the newest release of each direct dependency, in a copy of .venv: what breaks; NEWEST="ray pebble" for some
+#: make reference    docs/reference from the code, and the outputs of docs/notebooks
+#: make lint-containers   the Dockerfiles, by hadolint
+#: make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
+#: make bench-guard  CPU-seconds of the quickstart's steps against a stored commit; GUARD="--pairs 5 --steps 6"
+#: make gpu-first-hour   all that a GPU can tell, stage by stage; HOUR="--device cpu" to try it without one, "--bundle DIR
+#:                   --budget-s 800" on a machine without network
 #
 # On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
 VENV := .venv
@@ -32,6 +36,7 @@ SITE := .venv-docs/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Versions that have locks, the one that most was measured with first. PYTHON=... decides; else a fitting one is sought.
 PYTHONS := 3.11 3.12 3.13
+CUDA_VERSION := 3.12
 ifeq ($(PYTHON)$(wildcard $(BIN)/python),)
 PYTHON := $(shell sh requirements/python.sh $(PYTHONS))
 endif
@@ -40,7 +45,7 @@ FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 VERSION := $(if $(FOUND_PYTHON),$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
 LOCK := requirements/cpu-$(or $(VERSION),none).txt
 
-.PHONY: quickstart test coverage test-slow test-browser test-cluster test-long-life test-kernels test-cuda-environment test-gpu mutation newest bench-kernels bench-guard gpu-first-hour lint lint-containers docs reference locks clean
+.PHONY: quickstart help help-all bench test coverage test-slow test-browser test-cluster test-long-life test-kernels test-cuda-environment test-gpu mutation newest bench-kernels bench-guard gpu-first-hour lint lint-containers docs reference locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -49,6 +54,13 @@ quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
 	set -x; [ -d data/toolmath ] || $(BIN)/python -m examples.toolmath data/toolmath; \
 	$(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
+
+help:
+	@sed -n 's/^## //p' Makefile
+	@echo "make help-all     all the others, too"
+
+help-all:
+	@sed -n 's/^#[#:] //p' Makefile
 
 # Five processes on two cores, two of them for tests that mostly wait (tests/support/lanes.py); tests that share engines or a
 # sandbox stay together (tests/conftest.py). One server, which imports torch and megatron, forks them and their ranks. On a
@@ -60,8 +72,8 @@ ELSEWHERE := not gpu and not cluster and not machine and not browser and not cud
 # Properties (hypothesis) have 30 examples here, the same in every run, and a hundred new ones in `make test-slow`.
 FAST := -m pytest -m "not slow and $(ELSEWHERE)"
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python $(FAST)
-LIGHT := tests/config tests/data tests/objective tests/preflight $(wildcard tests/test_*.py)
-PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.preflight ctpo_megatron.cli
+LIGHT := tests/config tests/data tests/objective tests/plan tests/checks $(wildcard tests/test_*.py)
+PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.plan ctpo_megatron.checks ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
 	$(PYTEST) $(or $(strip $(ARGS)),--numprocesses 5 --dist loadgroup --no-loadscope-reorder)
 
@@ -95,6 +107,8 @@ CUDA_PYTHON ?= $(FOUND_PYTHON)
 ON_TWO_CORES = $(or $(strip $(ARGS)),--numprocesses 2 --dist loadgroup)
 WITH_CUDA := LD_LIBRARY_PATH=$(CURDIR)/$(CUDA_VENV)/driver $(CUDA_VENV)/bin/python
 test-cuda-environment:
+	@found=$$($(CUDA_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); [ "$$found" = $(CUDA_VERSION) ] || { \
+		echo "CUDA_PYTHON=$(CUDA_PYTHON) is Python $$found; the lock for GPUs is for $(CUDA_VERSION)" >&2; exit 1; }
 	$(CUDA_PYTHON) -m tests.cuda_environment.install $(CUDA_VENV) $(CUDA_PYTHON)
 	$(WITH_CUDA) -m pytest -m cuda_environment tests/cuda_environment $(ON_TWO_CORES)
 	PYTHONPATH=.:kernels $(WITH_CUDA) -m benchmarks.kernels.aot --arch 90 100
@@ -107,6 +121,9 @@ mutation: $(INSTALLED) $(TRITON)
 # Upgraded one by one and imported; then all that fit, with the light tests. Half a minute a package, and 4 GB of links.
 newest: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m tests.newest $(NEWEST) --tests $(LIGHT)
+
+bench: $(INSTALLED)
+	$(if $(NAME),PYTHONPATH=.:answers:kernels:sandbox:launchers $(BIN)/python -m benchmarks.$(NAME) $(ARGS),@cat benchmarks/README.md)
 
 # Exit status 1 when more than 5 % is lost. Made for a machine that does nothing else meanwhile.
 bench-guard: $(INSTALLED)
@@ -135,8 +152,11 @@ lint: $(INSTALLED)
 # leads to the packages, as to a mirror, pip installs them. A hash is wanted of everything or of nothing, and CPU builds of
 # torch differ by source: so torch comes last, with the dependencies of its build. Those of a CPU build are there by then.
 # Without --no-warn-conflicts pip would report, as an error, the packages that the overrides leave out.
+OURS = [ -e $(VENV)/.made ] || [ -e $(INSTALLED) ] || { echo "$(VENV) was not made by make, which would replace what is there. \
+Use it as it is (uv run ctpo ..., uv run pytest), move it away, or have make use another: make VENV=.venv-make ..." >&2; exit 1; }
 HASHED := --no-deps --require-hashes -r $(VENV)/hashed.txt
 $(INSTALLED): $(LOCK) setup.py answers/pyproject.toml kernels/pyproject.toml | $(BIN)/python
+	@$(OURS)
 	@echo "setting up $(VENV) (a minute or two, about 3.5 GB)"
 	grep -v '^torch==' $(LOCK) > $(VENV)/hashed.txt
 	{ $(MAKE) --no-print-directory $(UV) && \
@@ -155,6 +175,7 @@ requirements/cpu-%.txt:
 $(BIN)/python:
 	@echo "Python $(VERSION) for $(VENV): $(PYTHON)"
 	$(PYTHON) -m venv $(VENV)
+	touch $(VENV)/.made
 
 $(TRITON): $(INSTALLED) requirements/kernels.txt
 	$(PIP) --no-deps -r requirements/kernels.txt
@@ -166,21 +187,21 @@ $(BROWSER): $(INSTALLED) requirements/browser.txt
 
 # Another folder, LOCKS=..., serves to compare.
 LOCKS := requirements
-COMPILE = $(UV) pip compile setup.py --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
-	--no-python-downloads --python-platform x86_64-manylinux_2_28 --extra train --extra sandbox --extra sandbox-math --extra wandb --extra dev
+COMPILE = $(UV) --no-config pip compile setup.py --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
+	--no-python-downloads --python-platform x86_64-manylinux_2_28 --extra sandbox-math --extra wandb --group pyproject.toml:tools
 COMPILE_SITE = $(UV) pip compile requirements/docs.in --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
 	--no-python-downloads --universal --python-version 3.11
 locks: $(UV)
 	set -e; for python in $(PYTHONS); do \
-		$(COMPILE) --python-version $$python --extra cuda --output-file $(LOCKS)/cuda-$$python.txt; \
 		$(COMPILE) --python-version $$python --extra cpu --overrides requirements/cpu-overrides.txt \
 			--output-file $(LOCKS)/cpu-$$python.txt; \
 		sed -i -E '/^torch==/,/[^\\]$$/ { s/^(torch==\S+).*/\1/; /--hash/d }' $(LOCKS)/cpu-$$python.txt; \
 	done
-
+	$(COMPILE) --python-version $(CUDA_VERSION) --extra cuda --output-file $(LOCKS)/cuda-$(CUDA_VERSION).txt
 	$(COMPILE_SITE) --output-file $(LOCKS)/docs.txt
 
 $(UV): requirements/uv.txt | $(BIN)/python
+	@$(OURS)
 	$(PIP) --no-deps --require-hashes -r requirements/uv.txt
 	touch $@
 

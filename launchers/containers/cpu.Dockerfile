@@ -4,7 +4,7 @@
 #     docker run --rm --shm-size 4g --ulimit nofile=65536 -v "$PWD/runs:/ctpo/runs" ctpo:cpu train quickstart.yaml
 #
 # --build-arg TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries. The tag of the base names one
-# version in full; pin its digest, too, where images are built unattended (docs/containers.md).
+# version in full; pin its digest, too, where images are built unattended (docs/install_cuda.md).
 FROM python:3.12.11-slim-bookworm AS packages
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1

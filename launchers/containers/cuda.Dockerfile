@@ -7,7 +7,7 @@
 # --build-arg VENV=packages leaves Transformer Engine out, which compiles for a while; MAX_JOBS says with how many jobs.
 # Shared memory: one copy of the weights and 2 GiB (`ctpo doctor CONFIG` counts); Docker's own 64 MiB are too little for
 # NCCL alone. The host needs a driver of branch R580 or newer and the NVIDIA container toolkit. The tags of the base name
-# one version in full; pin their digests, too, where images are built unattended (docs/containers.md).
+# one version in full; pin their digests, too, where images are built unattended (docs/install_cuda.md).
 ARG VENV=transformer-engine
 
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS packages

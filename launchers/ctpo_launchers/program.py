@@ -18,13 +18,12 @@ from ctpo_launchers.child import stop_status
 from ctpo_launchers.children import Child
 from ctpo_launchers.job import NodeJob, free_ports
 from ctpo_launchers.roll_call import Connection, RollCall, report
-from ctpo_launchers.services import RayNode, new_ray_directory, sandbox, shared_token
+from ctpo_launchers.services import NodeNeeds, RayNode, new_ray_directory, sandbox, shared_token
 from ctpo_launchers.timeouts import AFTER_GRACE_S, CHILD_POLL_S
 from ctpo_megatron.base.ray_environment import ADDRESS, ray_with_token
 from ctpo_megatron.base.run_paths import LogPaths, RunPaths
 from ctpo_megatron.base.stop import heeded
 from ctpo_megatron.config import Config
-from ctpo_megatron.preflight import NodeNeeds
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ctpo_launchers import LaunchError
@@ -17,9 +18,9 @@ from ctpo_launchers.children import Child
 from ctpo_launchers.job import NodeJob
 from ctpo_launchers.timeouts import CHILD_POLL_S, RAY_RESTARTS
 from ctpo_megatron.base.addresses import is_free
-from ctpo_megatron.base.ray_orphans import PARENT, PREFIX
-from ctpo_megatron.config import SandboxConfig
-from ctpo_megatron.preflight import NodeNeeds
+from ctpo_megatron.base.ray_environment import PARENT, PREFIX
+from ctpo_megatron.checks import has_cuda_device
+from ctpo_megatron.config import Config, Job, Placement, SandboxConfig, engine_count, needs_engines
 from ctpo_sandbox import SandboxStartError, start_configured_server, temporary
 from ctpo_sandbox.variables import node_url
 
@@ -27,6 +28,26 @@ log = logging.getLogger(__name__)
 
 _UP = b"Ray runtime started."
 _OBJECT_STORE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class NodeNeeds:
+    """Of one node. `cpus`: what Ray may promise to engines; `gpus`: those that it shows them, None on a CPU."""
+
+    ray: bool
+    sandbox: bool
+    cpus: int
+    gpus: str | None
+
+    @classmethod
+    def of(cls, config: Config, nodes: int, node_ranks: int) -> NodeNeeds:
+        """On one node the trainer itself starts both: a private Ray, and a sandbox on a free port."""
+        ray = nodes > 1 and needs_engines(config)
+        placed = Placement.of(config, Job(nodes * node_ranks, node_ranks))
+        gpus = placed.engine_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if has_cuda_device() else None
+        # Engines of a lost node may move to another: the CPUs that Ray counts there are no limit.
+        cpus = engine_count(config) * (config.rollout.engine.threads if gpus is None else 1)
+        return cls(ray, ray and config.rollout.needs_sandbox and config.sandbox.url is None, cpus, gpus)
 
 
 async def shared_token(path: Path, timeout_s: float, listens: tuple[str, int] | None = None) -> str:
@@ -151,7 +172,6 @@ class RayNode:
                 await self._child.kill()
             if self._made_directory:
                 shutil.rmtree(self._directory, ignore_errors=True)
-                temporary.forget(self._directory)
 
     async def _start(self, timeout_s: float) -> None:
         child = self._child = Child("ray", self._arguments, self._log_path, self._environment, spared=True)
