@@ -11,20 +11,21 @@ from ctpo_megatron.base.exports import checkpoint_steps, exports
 from ctpo_megatron.base.run_paths import MARKER, RunPaths, step_name
 from ctpo_megatron.base.text import ranges
 from ctpo_megatron.config import (
-    ELEMENT_BYTES,
     ConfigError,
+    Job,
     ModelConfig,
     PolicyConfig,
     Problem,
-    check_parallel,
     family_for,
     is_replaceable,
+    layout_problems,
     load_config,
     read_spec,
     world_size,
 )
 from ctpo_megatron.environments import TokenizerError, exported_chat_template, read_tokenizer, use_chat_template
 from ctpo_megatron.models import ModelFamily
+from ctpo_megatron.plan import ELEMENT_BYTES
 from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, latest_checkpoint
 from ctpo_megatron.verify import Finding, check_exported
 
@@ -147,7 +148,7 @@ def _request(
 def _policy(dtype: str) -> PolicyConfig:
     """dtype: a precision that the trainer has not is computed with in float32."""
     ours = dtype if dtype in ELEMENT_BYTES else "float32"
-    return PolicyConfig.model_validate({"dtype": ours, "head": "logits"})
+    return PolicyConfig.model_validate({"dtype": ours})
 
 
 def layout_of(request: ExportRequest, tensor_parallel: int, pipeline_parallel: int) -> PolicyConfig:
@@ -160,7 +161,7 @@ def layout_of(request: ExportRequest, tensor_parallel: int, pipeline_parallel: i
             "sequence_parallel": tensor_parallel > 1 and spec.num_experts > 0,  # experts route each rank's own tokens
         }
     )
-    problems = list(check_parallel(policy, world_size(), spec, cuda=False))
+    problems = list(layout_problems(policy, spec, Job(world_size())))
     if problems:
         raise ConfigError([replace(problem, key=_OPTIONS.get(problem.key, problem.key)) for problem in problems])
     return policy

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
+from ctpo_megatron.checks import DataValidation
 from ctpo_megatron.config import SftConfig
 from ctpo_megatron.data import batch_order, batches
 from ctpo_megatron.environments import log_left_out
-from ctpo_megatron.preflight import Admission
 from ctpo_megatron.run import Checkpoints, Reporter, Run, TrainerGroup
 
 _CHECKED_EVERY = 10
@@ -29,7 +29,7 @@ def fine_tune(
     files, ValueError when there are fewer conversations than one step takes.
     """
     config, every = run.config, run.config.checkpoint.sft_every
-    found = Admission.of(config, config.run.directory).conversations()
+    found = DataValidation.of(config, config.run.directory).conversations()
     log_left_out(found)
     conversations = found.conversations
     trainer.use_optimizer(sft.optimizer, sft.steps)
@@ -48,8 +48,7 @@ def fine_tune(
             stopping = trainer.stop_agreed()
             if stopping or (every and step % every == 0):
                 checkpoints.save_sft(step, order)
-            finish = trainer.finish_save if stopping or step == sft.steps else trainer.poll_save
-            if (failed := finish()) is not None:
+            if (failed := trainer.finish_save(stopping or step == sft.steps)) is not None:
                 raise failed
             if stopping:
                 break

@@ -6,6 +6,7 @@ import logging
 import runpy
 import sys
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     # As torchrun starts it; this does not return. The command line imports the module, once libraries that make
@@ -14,7 +15,7 @@ if __name__ == "__main__":
     runpy.run_module("ctpo_megatron.cli", run_name="__main__")
 
 from ctpo_megatron.base.extensions import activate
-from ctpo_megatron.base.stop import StopSignal, stop_signal
+from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.config import Config
 from ctpo_megatron.policy import capabilities, destroy_distributed, init_distributed
 from ctpo_megatron.run import (
@@ -22,42 +23,45 @@ from ctpo_megatron.run import (
     Reporter,
     Run,
     TrainerGroup,
-    check_there,
     former_choice,
     is_finished,
-    needed,
     open_run_directory,
     record_finish,
     start_services,
 )
 from ctpo_megatron.sft import fine_tune
 
+if TYPE_CHECKING:
+    from ctpo_megatron.engines import RayRuntime
+
 log = logging.getLogger(__name__)
 
 
-def main(config: Config) -> int:
-    """Run all stages of a configuration; returns the exit status. Every rank of the job calls this."""
+def main(config: Config, stop: StopSignal, ray: RayRuntime | None = None) -> int:
+    """Run all stages of a configuration; returns the exit status. Every rank of the job calls this.
+
+    ray: of the engines, where it has been begun.
+    """
     activate(config.extensions.path or ())
-    stop = stop_signal(config.run.deadline, config.checkpoint.grace_s)
     layout = init_distributed(config.policy, config.run.seed)
     with ExitStack() as stack:
         stack.callback(destroy_distributed)
         trainer = stack.enter_context(TrainerGroup(config, layout, stop))
-        return run_stages(config, trainer, stop) if layout.is_rank_zero else trainer.serve()
+        return run_stages(config, trainer, stop, ray) if layout.is_rank_zero else trainer.serve()
 
 
-def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
+def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal, ray: RayRuntime | None = None) -> int:
     """Start, fine-tune, reinforce, export, report. Rank zero calls this."""
     if is_finished(config.run):
         return 0
     config = trainer.settle(former_choice(config.run))
     directory = open_run_directory(config)
-    with needed(directory), ExitStack() as stack:
+    with ExitStack() as stack:
         report = stack.enter_context(Reporter.of(config, directory, trainer.layout.world_size))
         trainer.dump_stacks(directory, phases=report.phases)
         log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
         with report.stage("start"):
-            services = stack.enter_context(start_services(config, directory, report.phases, stop))
+            services = stack.enter_context(start_services(config, directory, report.phases, stop, ray))
             stack.callback(trainer.disconnect)
             checkpoints = Checkpoints(config, trainer, directory, services.rollouts, report)
             run = Run(config, trainer, services, checkpoints, report, stop)
@@ -76,7 +80,7 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
             trainer.prepare_rl()
             run.restore(checkpoint)
             services.record_data()
-            with run.saved_at_least():
+            with run.progress_noted():
                 reinforce(run, trainer)
             if not run.end():
                 return stop.leave()
@@ -84,7 +88,6 @@ def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
             with report.stage("export"):
                 trainer.export(directory / config.export.directory, run.done)
         report.finish()
-        check_there(directory)  # an export and a report would make another one
         record_finish(directory, run.done)
     return 0
 

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -104,9 +104,7 @@ def called(what: str) -> Iterator[None]:
 
     Otherwise a CancelledError of an HTTP client would end our task, and a KeyboardInterrupt our event loop. What did
     not come from that code passes: cancellation of the current task, and what signal handlers raise in the main thread.
-    A copy of this process, which that code made by `os.fork`, ends where it would leave that code.
     """
-    process = os.getpid()
     try:
         yield
     except Exception:
@@ -115,43 +113,11 @@ def called(what: str) -> Iterator[None]:
         if _from_outside(error):
             raise
         raise ExtensionError(f"{what} raised {shown(error)}, which is no Exception") from error
-    finally:
-        end_copy_of(process)
-
-
-def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Have tasks of this loop fail of a KeyboardInterrupt or SystemExit, which would otherwise end the loop.
-
-    For a loop in another than the main thread. Users' code may start tasks that `called` does not see.
-    """
-
-    async def contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            return await coroutine
-        except (KeyboardInterrupt, SystemExit) as error:
-            raise ExtensionError(f"a task of users' code raised {shown(error)}") from error
-
-    def made(of: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        task = asyncio.Task(contained(coroutine), loop=of, **options)
-        task.add_done_callback(lambda _: coroutine.close())  # of one that was cancelled before it began
-        return task
-
-    loop.set_task_factory(made)
-
-
-def end_copy_of(process: int) -> None:
-    """End this process at once if it is a copy of that one: both would answer for the same work."""
-    if os.getpid() != process:
-        os._exit(1)
 
 
 def shown(error: BaseException) -> str:
-    """Class and message of an exception, on one line; the class alone where its own methods fail."""
-    name = type(error).__name__
-    try:
-        text = str.__str__(str(error))
-    except BaseException:
-        return name
+    """Return class and message of an exception, on one line."""
+    name, text = type(error).__name__, str(error)
     return printable(f"{name}: {text}" if text else name)
 
 

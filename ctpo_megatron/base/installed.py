@@ -6,9 +6,11 @@ that name in the current directory. It also imports the parents of a dotted name
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import shlex
 import sys
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +28,19 @@ def is_installed(module: str) -> bool:
     """Whether a module, by its dotted name, has a file."""
     spec = _found(module)
     return spec is not None and spec.origin is not None
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of a distribution by its metadata; None without it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions_of(distributions: Iterable[str]) -> dict[str, str]:
+    """The versions of those that are installed."""
+    return {name: version for name in distributions if (version := version_of(name)) is not None}
 
 
 def install_command(*extras: str) -> str:

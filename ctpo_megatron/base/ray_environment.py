@@ -7,6 +7,8 @@ from pathlib import Path
 ADDRESS = "RAY_ADDRESS"
 """Names the cluster that a run joins; without it, Ray is private to the run."""
 AUTH_MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+PARENT, PREFIX = Path("/tmp"), "ctpo-ray-"
+"""Of the folder of a private Ray, which each of its processes writes a log to."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",

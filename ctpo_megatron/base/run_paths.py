@@ -1,4 +1,4 @@
-"""The names of everything in a run directory. No other module spells them (docs/architecture.md lists them)."""
+"""Names of everything in a run directory, spelled in no other module. docs/reference/run_directory.md lists them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ AHEAD, AHEAD_JSON = "ahead.parquet", "ahead.json.gz"
 """In a checkpoint of a run that samples ahead: the groups that were sampled and not trained on. Earlier versions wrote
 the second."""
 
-_OWNER = "owner.lock"
 _DISCARDED = "discarded_"
 _STEP = re.compile(r"step_(\d{6,})")
 
@@ -60,7 +59,7 @@ class _Entry:
     def __init__(self, *parts: str) -> None:
         self.parts = parts
 
-    def __get__(self, paths: LogPaths | RunPaths | SweepPaths, _kind: type) -> Path:
+    def __get__(self, paths: LogPaths | RunPaths, _kind: type) -> Path:
         return paths.root.joinpath(*self.parts)
 
 
@@ -117,7 +116,7 @@ class RunPaths:
     """The configuration before the latest resume that changed it."""
     environment = _Entry("environment.json")
     """Commit, command, host, devices and versions of the latest start."""
-    owner = _Entry(_OWNER)
+    owner = _Entry("owner.lock")
     """The lock of the process that writes into the directory."""
     data = _Entry("data.json")
     """Rows of the training files, and which were left out."""
@@ -155,8 +154,6 @@ class RunPaths:
     """Checkpoints of the supervised stage, until RL has one."""
     sft_model = _Entry("sft_model")
     """The model after the supervised stage, in Hugging Face format."""
-    sft_record = _Entry("sft_model.json")
-    """What that model was taught with; there once it is whole."""
     profile = _Entry("profile")
     """Folder of the traces of `run.profile_steps`; engines write theirs into it, too."""
     tensorboard = _Entry("tensorboard")
@@ -195,17 +192,3 @@ class RunPaths:
     def checkpoint_exports(self) -> Iterator[Path]:
         """The models that `ctpo export` has written."""
         return self.root.glob("model-step_*")
-
-
-@dataclass(frozen=True, slots=True)
-class SweepPaths:
-    """Where a sweep keeps what it writes, besides its runs. root: the folder that the run directories are in."""
-
-    root: Path
-
-    record = _Entry("sweep.json")
-    """The grid, the runs and their states."""
-    owner = _Entry(_OWNER)
-    """The lock of the process that runs the sweep."""
-    comparison = _Entry("comparison.html")
-    """The page that compares the runs."""

@@ -15,6 +15,7 @@ from ctpo_megatron import __version__
 from ctpo_megatron.cli.errors import flush_output, report_error
 
 VERBS = {
+    "init": "write a configuration for a model and a data file of your own",
     "train": "train from a configuration file",
     "sweep": "train with every configuration of a grid",
     "eval": "evaluate a model on held-out prompts",

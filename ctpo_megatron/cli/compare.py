@@ -49,15 +49,14 @@ def show_comparison(runs: Sequence[Path], page: Path, threshold: float | None = 
     threshold: a mean reward, which steps are counted to; None: halfway up.
     """
     from ctpo_megatron.base.terminal import Terminal
-    from ctpo_megatron.report import Comparison, cost_table, difference_table, value_table, write_comparison
+    from ctpo_megatron.report import Comparison, difference_table, value_table, write_comparison
 
     compared = Comparison.load(runs, threshold)
     console = Terminal()
-    console.print(value_table(compared.groups, compared.endpoints))
-    if differences := difference_table(compared.groups, compared.endpoints):
-        console.print("", differences, sep="\n")
-    if costs := cost_table(compared.costs):
-        console.print("", costs, sep="\n")
+    groups, endpoints = compared.groups, compared.endpoints
+    tables = (value_table(groups, endpoints), difference_table(groups, endpoints), compared.cost_table())
+    for number, table in enumerate(filter(None, tables)):
+        console.print(*([""] if number else []), table.drawn(), sep="\n")
     for note in compared.notes:
         console.print(f"- {note}", markup=False, highlight=False)
     print(f"The page with curves and settings: {write_comparison(compared, page)}")

@@ -10,20 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from ctpo_megatron.base.text import say
-from ctpo_megatron.cli.console import print_table
-from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import Job, Problem, load_with_sources
-from ctpo_megatron.preflight import (
+from ctpo_megatron.checks import (
     Wanted,
     check_template,
     diagnose,
     diagnose_run,
-    failed,
     gpus,
     install_line,
     verdict,
     weight_bytes,
 )
+from ctpo_megatron.cli.console import print_table
+from ctpo_megatron.cli.errors import UsageError
+from ctpo_megatron.config import Job, Problem, failed, load_with_sources
 
 HERE = "This machine"
 STATUS = {"ok": "ok", "warning": "note", "missing": "missing", "error": "broken"}
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", metavar="a.b=c", nargs="*", default=[], help="override a key of it, or all keys of a further file"
     )
     parser.add_argument("--model", metavar="DIR", type=Path, help="a model directory: is there memory for its weights?")
-    parser.add_argument("--deep", action="store_true", help="import everything, and let ranks exchange tensors")
+    parser.add_argument("--deep", action="store_true", help="let ranks of this machine exchange tensors, too")
     parser.add_argument(
         "--template",
         action="store_true",
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     found, wanted = _of_config(args)
     if args.model is not None:
         wanted = replace(wanted, weight_bytes=weight_bytes(args.model))
-    found[HERE] = diagnose(wanted)
+    found[HERE] = diagnose(wanted, deep=args.deep)
     findings = [finding for part in found.values() for finding in part]
     if args.json:
         print(json.dumps(_as_json(found, findings), indent=1))
@@ -80,13 +79,13 @@ def _template(args: argparse.Namespace) -> int:
 
 def _of_config(args: argparse.Namespace) -> tuple[dict[str, list[Problem]], Wanted]:
     if args.config is None:
-        return {}, Wanted(deep=args.deep)
+        return {}, Wanted()
     unknown: list[Problem] = []
     config, sources = load_with_sources(args.config, args.overrides, unknown)
     seen = gpus()
     here = [] if isinstance(seen, str) else seen
     job = Job.here(config, cuda=bool(here), node_gpus=len(here))
-    findings, wanted = diagnose_run(config, sources, job, here, deep=args.deep, earlier=unknown)
+    findings, wanted = diagnose_run(config, sources, job, here, earlier=unknown)
     return {f"Configuration {args.config}": findings}, wanted
 
 

@@ -19,6 +19,7 @@ from ctpo_megatron.base.text import say
 _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.config": ("ConfigError",),
     "ctpo_megatron.data": ("DataError",),
+    "ctpo_megatron.init": ("InitError",),
     "ctpo_megatron.environments": ("TokenizerError",),
     "ctpo_megatron.base.extensions": ("ExtensionError",),
     "ctpo_megatron.run.directory": ("RunDirectoryError",),
@@ -49,7 +50,7 @@ _OF_THE_MACHINE = {
 """Error numbers of the file system that are not bugs; the message needs the path."""
 _EXTRAS = {
     "train": (
-        *("torch", "megatron", "ray", "transformers", "tokenizers", "safetensors", "tensorboard"),
+        *("torch", "megatron", "ray", "transformers", "tokenizers", "safetensors", "tensorboard", "huggingface_hub"),
         *("math_verify", "latex2sympy2_extended", "antlr4", "sympy"),
     ),
     "sandbox": ("fastapi", "starlette", "uvicorn", "httptools", "aiohttp", "httpx", "pyseccomp", "prometheus_client"),
@@ -145,7 +146,7 @@ def _missing(error: ModuleNotFoundError) -> str:
     package = (error.name or "").partition(".")[0]
     extra = next((extra for extra, modules in _EXTRAS.items() if package in modules), "")
     if extra == "engine":
-        from ctpo_megatron.preflight import has_cuda_device
+        from ctpo_megatron.checks import has_cuda_device
 
         extra = "cuda" if has_cuda_device() else "cpu"
     if extra:

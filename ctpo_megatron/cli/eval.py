@@ -14,23 +14,21 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ctpo_megatron.base.ray_orphans import end_orphans
 from ctpo_megatron.base.run_paths import step_name
 from ctpo_megatron.base.stop import ENDING, heeded
 from ctpo_megatron.base.text import log_to_terminal
-from ctpo_megatron.cli.console import print_warnings
-from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import Config, Sources
-from ctpo_megatron.preflight import (
-    START_CHECKS,
-    Admission,
+from ctpo_megatron.checks import (
+    DataValidation,
     check_extensions,
     check_libraries,
-    run_checks,
+    temporary_problem,
     torch_has_cuda,
     validate_sampling,
     visible_gpus,
 )
+from ctpo_megatron.cli.console import print_warnings
+from ctpo_megatron.cli.errors import UsageError
+from ctpo_megatron.config import Config, Sources
 from ctpo_sandbox import temporary
 
 if TYPE_CHECKING:
@@ -66,10 +64,9 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns 0 when every prompt was evaluated, 1 when some were left out."""
     from ctpo_megatron.evaluate import find_target, read_config
 
-    if problems := run_checks(START_CHECKS, None):  # before the temporary directory becomes a longer one
-        raise UsageError(str(problems[0]))
+    if problem := temporary_problem():  # before the temporary directory becomes a longer one
+        raise UsageError(str(problem))
     temporary.sweep()
-    end_orphans()
     temporary.move_in()
     target = find_target(args.model, args.config)
     config, sources = read_config(target, _overrides(args), visible_gpus())
@@ -113,15 +110,15 @@ def _evaluate(config: Config, output: Path, args: argparse.Namespace, target: Ta
 
     log_to_terminal()
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO)
-    admission = Admission.of(config, output, taught=target.config is not None)
-    admission.check_vocabulary()
-    prompts = usable(admission.held_out())
+    validation = DataValidation.of(config, output, taught=target.config is not None)
+    validation.check_vocabulary()
+    prompts = usable(validation.held_out())
     try:
         with _ended_by_signals(), Display(config.tracking.live, 0, title=f"ctpo eval {config.model.path}") as display:
             chosen = f" ({target.why})" if target.why else ""
             display.note(f"evaluating {config.model.path}{chosen}, writing to {output}")
             reference = args.scorer == "reference"
-            return evaluate(config, prompts, admission.tokenizer, output, reference=reference, display=display)
+            return evaluate(config, prompts, validation.tokenizer, output, reference=reference, display=display)
     except SystemExit:
         advice = f"finished samples are in {output}, and the same command continues from them"
         print(f"the evaluation is MISSING: it was stopped; {advice}", file=sys.stderr)
@@ -155,9 +152,9 @@ def _print(outcome: Outcome) -> None:
     console.print()
     console.print(_accuracies(groups, found["scorers"], found["samples_per_prompt"]))
     console.print()
-    console.print(_conduct(groups))
+    console.print(_response_statistics(groups))
     console.print()
-    console.print(f"95 %: bootstrap interval over problems. The page: {outcome.page}", soft_wrap=True)
+    console.print(f"95 %: bootstrap interval over problems. All figures: {outcome.file}", soft_wrap=True)
 
 
 def _accuracies(groups: Mapping[str, Any], scorers: Sequence[str], k: int) -> Table:
@@ -172,7 +169,7 @@ def _accuracies(groups: Mapping[str, Any], scorers: Sequence[str], k: int) -> Ta
     return table
 
 
-def _conduct(groups: Mapping[str, Any]) -> Table:
+def _response_statistics(groups: Mapping[str, Any]) -> Table:
     table = _table("source", "problems", "samples", "response tokens", "tool use", "cut off")
     for source, figures in groups.items():
         shares = [f"{figures[name]:.3f}" for name in ("tool_use", "truncated")]

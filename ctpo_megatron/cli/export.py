@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, metavar="DIR", help="the model trained; default: as the run's config says"
     )
     parser.add_argument("--check", action="store_true", help="compare with the Megatron model; exit 1 if it differs")
-    parser.add_argument(
-        "--tolerance", type=positive(float), help="of a logit, relative to the largest; default: by precision"
-    )
+    parser.add_argument("--tolerance", type=positive(float), help="of a log-prob (nats); default: by precision")
     parser.add_argument(
         "--tensor-parallel", type=positive(int), default=1, metavar="N", help="ranks sharing every layer"
     )

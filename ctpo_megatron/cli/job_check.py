@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ctpo_megatron.base.text import say
+from ctpo_megatron.checks import BETWEEN, RankCheck, diagnose_node, gpus, has_cuda_device, verdict
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.doctor import STATUS
-from ctpo_megatron.config import ConfigError, Job, Problem, load_with_sources
-from ctpo_megatron.preflight import BETWEEN, RankCheck, diagnose_node, failed, gpus, verdict
+from ctpo_megatron.config import ConfigError, Job, Problem, failed, load_with_sources
 
 NOT_READY = 2
 
@@ -20,7 +20,7 @@ def main(words: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING)
     ranks = RankCheck()
     seen = gpus()
-    job = Job(ranks.ranks, ranks.local_ranks, None if isinstance(seen, str) else len(seen))
+    job = Job(ranks.ranks, ranks.local_ranks, None if isinstance(seen, str) else len(seen), has_cuda_device())
 
     def findings() -> list[Problem]:
         try:
@@ -29,7 +29,7 @@ def main(words: Sequence[str]) -> int:
             return list(error.problems)
 
     found, ready = ranks.run(findings)
-    if found:
+    if ranks.rank == 0:
         everything = list(dict.fromkeys(problem for part in found.values() for problem in part))
         print_table("Check of the job: no training", ("what", "status", "detail"), table(found))
         say(f"\n{verdict(everything)}")

@@ -7,11 +7,11 @@ import argparse
 from ctpo_launchers import LaunchError, environment, launch
 from ctpo_launchers.command import COMMANDS
 from ctpo_launchers.jobs import of_the_launch
+from ctpo_megatron.checks import check_dry, has_cuda_device
 from ctpo_megatron.cli import parse
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import ConfigError, Job, Problem, load_with_sources
-from ctpo_megatron.preflight import check_dry, has_cuda_device
 
 _NO_CHECK = "nothing was submitted; --no-check submits without these checks, as where the files are on the nodes alone"
 
@@ -46,8 +46,8 @@ def _check(args: argparse.Namespace) -> None:
     config, sources = load_with_sources(args.config, words, unknown)
     cuda = has_cuda_device() if cluster.executor == "local" else cluster.gpus_per_node is not None
     ranks = config.placement.trainer_gpus or 1  # of a node, as its program starts them
-    job = Job(ranks * args.nodes, ranks, cluster.gpus_per_node)
-    found, _ = check_dry(config, sources, job, cuda=cuda, gpu_gib=cluster.gpu_gib)
+    job = Job(ranks * args.nodes, ranks, cluster.gpus_per_node, cuda)
+    found, _ = check_dry(config, sources, job, gpu_gib=cluster.gpu_gib)
     print_warnings(found.warnings)
     if problems := [*unknown, *found.problems]:
         raise UsageError(f"{ConfigError(problems)}\n{_NO_CHECK}")

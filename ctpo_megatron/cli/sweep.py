@@ -21,15 +21,15 @@ from types import FrameType
 from ctpo_megatron.base.files import write_json
 from ctpo_megatron.base.run_paths import TUNING, TUNING_RECORD
 from ctpo_megatron.base.stop import heeded
+from ctpo_megatron.checks import Findings, check_dry, has_cuda_device
 from ctpo_megatron.cli.compare import show_comparison
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.grid import GridPoint, points_of, read_grid
 from ctpo_megatron.cli.tune import Tuning, at_the_end, mean_reward, read_tuning, refuse_shared_seeds
 from ctpo_megatron.config import Config, ConfigError, Job, Problem, load_with_sources, world_size
-from ctpo_megatron.preflight import Findings, check_dry, has_cuda_device
 from ctpo_sandbox.arguments import positive
-from ctpo_sandbox.libc import die_with_parent
+from ctpo_sandbox.isolation.libc import die_with_parent
 
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 _CLOSING_S = 120.0
@@ -152,7 +152,7 @@ def _checked(
     below: folder of the runs, in the folder of the sweep. warn: whether warnings are printed. Raises ConfigError with
     what is wrong with all of them.
     """
-    checked, job = _Runs(), Job(args.ranks, args.ranks if args.ranks > 1 else None)
+    checked, job = _Runs(), Job(args.ranks, args.ranks if args.ranks > 1 else None, cuda=has_cuda_device())
     wrong, doubtful = list[tuple[str, Problem]](), list[tuple[str, Problem]]()
     for name, point in points.items():
         own = [f"{key}={value}" for key, value in point.items()]
@@ -162,7 +162,7 @@ def _checked(
             fixed = (f"run.root={root}", f"run.name={name}", "run.resume=auto")
             words = [*common, *own, *fixed]
             config, sources = load_with_sources(args.config, words)
-            findings: Findings = check_dry(config, sources, job, cuda=has_cuda_device(), gpu_gib=None)[0]
+            findings: Findings = check_dry(config, sources, job, gpu_gib=None)[0]
             findings.raise_if_any()
         except ConfigError as error:
             wrong += [(name, problem) for problem in error.problems]

@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import ELEMENT_BYTES, Extension, load_family
+from ctpo_megatron.config import Extension, load_family
 from ctpo_megatron.models import ModelFamily
+from ctpo_megatron.plan import ELEMENT_BYTES
 from ctpo_sandbox.arguments import positive
 
 

@@ -1,40 +1,20 @@
-"""Config: the schema, and loading of YAML files with dotted overrides. No torch. Checks across keys are in `preflight`.
+"""Config: the schema, and loading of YAML files with dotted overrides. No torch. Rules between keys need no machine.
 
 config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigError names every mistake at once
 """
 
 from ctpo_megatron.config.data_schema import DataConfig
 from ctpo_megatron.config.extension import Extension, named_extensions
+from ctpo_megatron.config.hub import HubName
 from ctpo_megatron.config.keys import flattened, known_keys, short_names, with_defaults
-from ctpo_megatron.config.load import dump, dump_differences, load_config, load_with_sources, stored_settings
-from ctpo_megatron.config.memory import (
-    CARD_GIB,
-    ELEMENT_BYTES,
-    GIB,
-    GPU_GIB,
-    KEPT_BLOCKS,
-    KEPT_SHARE,
-    SHARE,
-    USABLE,
-    USUAL_CARD,
-    CpuCache,
-    Memory,
-    Split,
-    cache_bytes,
-    free_memory,
-    gib,
-    head_chunk_rows,
-    in_flight,
-    layer_activations,
-    model_parameters,
-    peak_memory,
-    repeated_token_share,
-    stage_memory,
-    stage_parameters,
+from ctpo_megatron.config.load import (
+    Sources,
+    dump,
+    load_config,
+    load_with_sources,
+    stored_settings,
 )
 from ctpo_megatron.config.model_directory import (
-    TOKENIZERS,
-    Stored,
     check_tied,
     family_for,
     is_replaceable,
@@ -50,18 +30,20 @@ from ctpo_megatron.config.model_directory import (
 from ctpo_megatron.config.objective import PolicyObjective, advantage_from_config, objective_from_config
 from ctpo_megatron.config.objective_schema import (
     PRESETS,
+    STD_EPSILON,
     AdvantageConfig,
     CorrectionConfig,
     ObjectiveConfig,
     PrefixBudget,
     RejectConfig,
-    TurnRatio,
 )
-from ctpo_megatron.config.parallel import NEED_TE, against_shared_prefixes, check_parallel, sequence_multiple
+from ctpo_megatron.config.peers import NO_DEFAULT, PeerKey, peer_table
 from ctpo_megatron.config.placement import (
+    NEED_TE,
     Device,
     Job,
     Placement,
+    against_shared_prefixes,
     available_cores,
     choose_transport,
     engine_count,
@@ -69,12 +51,25 @@ from ctpo_megatron.config.placement import (
     needs_engines,
     node_ranks,
     rank_problem,
+    sequence_multiple,
     shares_gpus,
     world_size,
 )
-from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem, Severity, passed
+from ctpo_megatron.config.policy_rules import layout_problems, prefix_note
+from ctpo_megatron.config.problems import (
+    NO_VALUE,
+    ConfigError,
+    Problem,
+    Severity,
+    error,
+    failed,
+    passed,
+    value_of,
+    warning,
+)
 from ctpo_megatron.config.removed import command_advice, without_removed
-from ctpo_megatron.config.resolved_objective import objective_line, resolved_objective
+from ctpo_megatron.config.resolved_objective import resolved_objective
+from ctpo_megatron.config.rollout_rules import check_tokens
 from ctpo_megatron.config.rollout_schema import (
     COLDEST,
     ClusterConfig,
@@ -86,6 +81,7 @@ from ctpo_megatron.config.rollout_schema import (
     Transport,
     WeightsConfig,
 )
+from ctpo_megatron.config.rules import check_sampling, check_training
 from ctpo_megatron.config.schema import (
     CheckpointConfig,
     Chosen,
@@ -101,7 +97,6 @@ from ctpo_megatron.config.schema import (
     TrackingConfig,
 )
 from ctpo_megatron.config.section import LONGEST_S
-from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.config.texts import (
     SystemPrompt,
     chat_template_names,

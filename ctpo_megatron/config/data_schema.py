@@ -16,7 +16,7 @@ from ctpo_megatron.config.texts import is_prompt_file
 class WeightedFile(Section):
     """An entry of `data.train` with its weight in the mix."""
 
-    path: Annotated[str, Reads()] = Field(min_length=1, description="a file, a folder, or a pattern")
+    path: Annotated[str, Reads()] = Field(min_length=1, description="a file, a folder, a pattern, or a name of the Hub")
     weight: NonNegativeFloat = Field(description="draws are in proportion to it; 0: none")
 
 
@@ -33,8 +33,8 @@ class DataConfig(Section):
 
     train: Annotated[tuple[TrainFile, ...], Reads()] = Field(
         min_length=1,
-        description="training prompts: parquet or JSON lines, folders of `datasets`, or patterns; {path, weight}: with "
-        "a weight (docs/data.md#a-mix-of-files)",
+        description="training prompts: parquet or JSON lines, folders of `datasets`, patterns, or names of the Hub; "
+        "{path, weight}: with a weight (docs/data.md#a-mix-of-files)",
     )
     eval: Annotated[tuple[str, ...], Reads()] = Field(default=(), description="held-out prompts; empty: no evaluation")
     max_prompt_tokens: PositiveInt = Field(default=1024, description="longest rendered prompt in tokens")
@@ -49,7 +49,7 @@ class DataConfig(Section):
     shuffle: bool = Field(default=True, description="new order of the training prompts every epoch (seeded)")
     sampler: Extension | None = Field(
         default=None,
-        description="`package.module:Name` of a class that chooses the training prompts (docs/howto/sampler.md); "
+        description="`package.module:Name` of a class that chooses the training prompts (docs/extending.md#sampler); "
         "null: the order of `shuffle` and weights",
     )
     tool_in_prompt: bool | None = Field(

@@ -17,6 +17,7 @@ from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.section import Section
 
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_EXTENSION = frozenset(Extension.model_fields)
 _NAMES = {bool: "true/false", int: "integer", float: "number", str: "text"}
 
 
@@ -41,11 +42,11 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return None
 
 
-def defaults(section: type[Section], given: Mapping[str, Any], base: Section | None = None) -> dict[str, Any]:
+def _defaults(section: type[Section], given: Mapping[str, Any], base: Section | None = None) -> dict[str, Any]:
     """Defaults of a section as a plain tree, for interpolations and for sections that are given in part.
 
-    base: the default instance at this point of the schema, if it differs from the class's own defaults. Optional
-    sections that are not given, and keys whose value is not a mapping, are omitted.
+    Optional sections that are not given, and keys whose value is not a mapping, are omitted. base: the default instance
+    at this place of the schema, if it differs from the class's own defaults.
     """
     tree: dict[str, Any] = {}
     for name, field, value in _fields(section, base):
@@ -54,28 +55,31 @@ def defaults(section: type[Section], given: Mapping[str, Any], base: Section | N
             if base is not None or not field.is_required():
                 tree[name] = _plain(value)
         elif isinstance(given.get(name), Mapping) or (name not in given and isinstance(value, Section)):
-            tree[name] = defaults(inner, given.get(name, {}), value if isinstance(value, Section) else None)
+            tree[name] = _defaults(inner, given.get(name, {}), value if isinstance(value, Section) else None)
     return tree
 
 
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration as config.yaml has it, with the schema's defaults where it lacks a key; unknown keys stay."""
-    return _over(defaults(Config, given), given)
+    return merged(_defaults(Config, given), given)
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values with the values of `above` over them; a list or another extension replaces what was there."""
+    both = dict(below)
     for name, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _over(merged[name], value) if both else value
-    return merged
+        usual = both.get(name)
+        if isinstance(usual, Mapping) and isinstance(value, Mapping):
+            same = not usual.keys() <= _EXTENSION or value.get("name", usual.get("name")) == usual.get("name")
+            value = merged(usual, value) if same else value
+        both[name] = value
+    return both
 
 
 def _fields(section: type[Section], base: Section | None) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Key, field and default of each key of a section; a key that Python reserves has another name in the class."""
+    """Key, field and default of each key of a section."""
     for name, field in section.model_fields.items():
-        default = getattr(base, name) if base is not None else field.get_default(call_default_factory=True)
-        yield field.alias or name, field, default
+        yield name, field, getattr(base, name) if base is not None else field.get_default(call_default_factory=True)
 
 
 @cache
@@ -94,20 +98,20 @@ def known_paths() -> tuple[str, ...]:
     return tuple(paths)
 
 
-def nearest(path: str, limit: int = 3) -> list[str]:
-    """Close matches of an unknown path among the known ones, best first; may be empty."""
-    leaf = path.rpartition(".")[2]
-    same_leaf = [known for known in known_paths() if known.rpartition(".")[2] == leaf]
-    by_path = difflib.get_close_matches(path, known_paths(), n=limit, cutoff=0.75)
-    if not same_leaf and not by_path:
-        leaves = {known.rpartition(".")[2] for known in known_paths()}
-        close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
-        same_leaf = [known for known in known_paths() if known.rpartition(".")[2] in close]
-    ranked = sorted(same_leaf, key=lambda known: -difflib.SequenceMatcher(None, path, known).ratio())
-    siblings = [known for known in by_path if known.count(".") == path.count(".") and _parent(known) == _parent(path)]
-    around = [known for known in by_path if not path.startswith(f"{known}.")]
+def nearest(path: str) -> list[str]:
+    """At most three close matches of an unknown path among the known ones, best first."""
+    section, _, leaf = path.rpartition(".")
+    leaves = {known: known.rpartition(".")[2] for known in known_paths()}
+    near = difflib.get_close_matches(path, leaves, n=3, cutoff=0.75)
+    same = [known for known in leaves if leaves[known] == leaf]
+    if not same and not near:
+        close = difflib.get_close_matches(leaf, leaves.values(), n=1, cutoff=0.75)
+        same = [known for known in leaves if leaves[known] in close]
+    same.sort(key=lambda known: -difflib.SequenceMatcher(None, path, known).ratio())
+    siblings = [known for known in near if known.rpartition(".")[0] == section]
+    around = [known for known in near if not path.startswith(f"{known}.")]
     # A sibling of nearly this name first, then the same name in another section.
-    return list(dict.fromkeys([*siblings, *ranked, *around]))[:limit]
+    return list(dict.fromkeys([*siblings, *same, *around]))[:3]
 
 
 def _plain(value: Any) -> Any:
@@ -124,10 +128,6 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def _walk(section: type[Section], prefix: str, base: Section | None) -> Iterator[Key]:

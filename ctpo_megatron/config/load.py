@@ -1,36 +1,59 @@
-"""Loads a YAML file and dotted overrides into a validated, frozen Config, or raises one error with every mistake."""
+"""Loads YAML files and dotted overrides into a validated, frozen Config, or raises one error with every mistake."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import re
-from collections.abc import Collection, Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ctpo_megatron.base.text import concealed, secrets_in
-from ctpo_megatron.config import peers, removed
-from ctpo_megatron.config.data_schema import WEIGHTED
-from ctpo_megatron.config.extension import Extension
-from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
-from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
+from ctpo_megatron.config.explain import did_you_mean, explain_interpolation, explain_values
+from ctpo_megatron.config.keys import merged, with_defaults
+from ctpo_megatron.config.objective_schema import BY_LONGEST_RESPONSE
+from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem, first_line
+from ctpo_megatron.config.removed import without_removed
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
 
-_NOT_FOUND = re.compile(r"Interpolation key '(\S+)' not found|trying to access (\S+): node `\S+` is not a container")
-"""OmegaConf's messages for an interpolation of a missing key or of a key below a scalar."""
-_NUMBER = "constrained-int"
-"""Pydantic's name of the number in `number | Literal["auto"]`."""
+Keys = tuple[str, ...]
+COMMAND_LINE = "command line"
+
+
+@dataclass
+class Sources:
+    """Where a configuration was given. places: `file:line` or the command line, by key; files: in the order read."""
+
+    places: dict[Keys, str] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+
+    def where(self, keys: Keys) -> str:
+        """Place of a key's value: where the key was given last, else its closest section."""
+        return next((self.places[keys[:end]] for end in range(len(keys), -1, -1) if keys[:end] in self.places), "")
+
+    def has(self, keys: Keys) -> bool:
+        """Whether the key itself was given (false: its value is a default)."""
+        return keys in self.places
+
+    def placed(self, problem: Problem) -> Problem:
+        """The problem with the file and line that its key was written at."""
+        if problem.where or not problem.key:
+            return problem
+        keys = _parts(problem.key)
+        whole = tuple(key for key in keys if not key.isdigit())  # a list on the command line has no places of its items
+        return replace(problem, where=self.where(keys) if self.has(keys) or self.has(whole) else "default")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -41,36 +64,49 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_with_sources(
     path: str | Path | None, overrides: Sequence[str] = (), unknown: list[Problem] | None = None
 ) -> tuple[Config, Sources]:
-    """As `load_config`, with the location of each value for later messages. path: None: no file.
+    """As `load_config`, with the place of each value for later messages. path: None: no file.
 
     unknown: gets the problems of unknown keys where nothing else is wrong; the configuration is then without these
     keys, for further checks. The caller raises them.
     """
-    files = [] if path is None else read_files(path)
-    for layer in files:
-        if layer.file is not None:
-            removed.pass_over(layer.values, layer.file)
-    extra, problems = read_overrides(overrides)
-    layers = [*files, *extra]
-    sources = Sources(tuple(layers))
-    values = _merge(layers, problems)
-    if not _is_given(values, "extensions.path") and OmegaConf.is_dict(values.get("extensions")):
-        file = files[-1].file if files else None  # the one that was found; those before it are its `defaults`
-        values.extensions.path = [str(Path.cwd() if file is None else file.resolve().parent)]
-    tree = _resolve(values, (), sources, problems)
-    problems += _secrets(tree, sources)
+    sources = Sources()
+    given = {} if path is None else _read_files(locate(path), sources)
+    own_folder = sources.files[-1].resolve().parent if sources.files else Path.cwd()
+    given, problems = _with_overrides(given, overrides, sources)
+    # Defaults lie below what is given, since interpolations may name keys that have a default.
+    tree = OmegaConf.create(with_defaults(given))
+    resolved = _resolved(tree, (), sources, problems)
+    _fill_in(resolved, given, own_folder)
+    problems += _secrets(resolved, sources)
+    config, details = _validated(resolved)
+    strangers = [detail for detail in details if detail["type"] == "extra_forbidden"]
+    if strangers:  # without these keys, for the checks that need a configuration
+        config, others = _validated(_without(resolved, strangers))
+        details = [*strangers, *others]
     broken = {problem.key for problem in problems}
-    config, details = _validated(tree)
-    if strangers := [detail for detail in details if detail["type"] == "extra_forbidden"]:
-        # Without these keys, for the checks that need a configuration.
-        config, others = _validated(_without(tree, strangers))
-        details += others
-    by_key = {_dotted(d["loc"]): _problem(d, sources) for d in details if not _explained(_dotted(d["loc"]), broken)}
-    if config is None or problems or (by_key and unknown is None):
-        raise ConfigError([*problems, *by_key.values()])
+    wrong = [problem for problem in explain_values(details, sources.where) if not _is_explained(problem.key, broken)]
+    if config is None or problems or (wrong and unknown is None):
+        raise ConfigError([*problems, *wrong])
     if unknown is not None:
-        unknown += by_key.values()
+        unknown += wrong
     return config.read_from(sources.files), sources
+
+
+def _fill_in(tree: dict[str, Any], given: Mapping[str, Any], own_folder: Path) -> None:
+    """Fill in, in place, the defaults that depend on other keys."""
+    objective, rollout, extensions = (tree.get(name) for name in ("objective", "rollout", "extensions"))
+    own = given.get("objective")  # an interpolation gives no anchor of its own
+    chosen = isinstance(own, Mapping) and own.get("anchor") is not None
+    if isinstance(objective, dict) and isinstance(rollout, dict) and not chosen:
+        # Only the log-probs of the weights that sampled it give a stale token an exact weight.
+        stale = any(rollout.get(key) not in (0, None) for key in ("max_staleness", "lag"))
+        objective["anchor"] = "behaviour" if stale else "proximal"
+    if isinstance(objective, dict) and objective.get("preset") in BY_LONGEST_RESPONSE and isinstance(rollout, dict):
+        longest = rollout.get("max_response_tokens")
+        if objective.get("loss_scale_factor") is None and type(longest) is int and longest > 0:
+            objective["loss_scale_factor"] = longest
+    if isinstance(extensions, dict) and extensions.get("path") is None:
+        extensions["path"] = [str(own_folder)]
 
 
 def _validated(tree: Any) -> tuple[Config | None, list[ErrorDetails]]:
@@ -79,10 +115,7 @@ def _validated(tree: Any) -> tuple[Config | None, list[ErrorDetails]]:
         # Strict, and from JSON: "3", 3.0 and true are not integers, but a list is accepted for a tuple.
         return Config.model_validate_json(json.dumps(tree, default=str), strict=True), []
     except ValidationError as error:
-        found = error.errors()
-        numbers = {detail["loc"][:-1] for detail in found if detail["loc"][-1] == _NUMBER}
-        details = [_of_key(detail) for detail in found if not _is_word_of(numbers, detail)]
-        return None, [detail for detail in details if not _is_for_its_items(detail, details)]
+        return None, error.errors()
 
 
 def _without(tree: Any, details: Sequence[ErrorDetails]) -> Any:
@@ -93,6 +126,180 @@ def _without(tree: Any, details: Sequence[ErrorDetails]) -> Any:
         with suppress(KeyError, IndexError, TypeError):  # a key of a union may have another path in the tree
             del reduce(getitem, sections, pruned)[last]
     return pruned
+
+
+def _is_explained(key: str, broken: set[str]) -> bool:
+    """Whether the key, or an item in it, has been reported: a message about its missing value would be redundant."""
+    return any(known == key or known.startswith(f"{key}.") for known in broken)
+
+
+def _secrets(tree: Any, sources: Sources) -> Iterator[Problem]:
+    """Arguments that contain a secret: the configuration is written to the run directory and shown in reports."""
+    message = "looks like a secret, and the configuration is written to the run directory"
+    for key in secrets_in(tree):
+        if ".arguments." in key:
+            yield Problem(key, message, "give it in an environment variable", where=sources.where(_parts(key)))
+
+
+def _resolved(node: Any, keys: Keys, sources: Sources, problems: list[Problem]) -> Any:
+    """Plain containers with resolved interpolations; every broken one becomes a problem, and its value None."""
+    if not isinstance(node, DictConfig | ListConfig):
+        return node
+    raw, plain = OmegaConf.to_container(node, resolve=False), dict[Any, Any]()
+    for key in range(len(node)) if isinstance(node, ListConfig) else list(node):
+        inner = (*keys, str(key))
+        try:
+            plain[key] = _resolved(node[key], inner, sources, problems)
+        except OmegaConfBaseException as error:
+            plain[key] = None
+            advice, value = explain_interpolation(first_line(error)), raw[key]  # type: ignore[index]
+            problems.append(Problem(".".join(inner), *advice, value, sources.where(inner)))
+    return list(plain.values()) if isinstance(node, ListConfig) else plain
+
+
+def _read_files(file: Path, sources: Sources, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Values of the file over the values of the one that its `defaults` names. Raises ConfigError."""
+    name, real = _display(file), file.resolve()
+    if real in seen:
+        chain = " -> ".join(_display(path) for path in (*seen[seen.index(real) :], real))
+        raise ConfigError([Problem("defaults", f"the files include each other: {chain}", "remove one", where=name)])
+    values, places = _read_file(file, name)
+    base, below = values.pop("defaults", None), {}
+    if base is not None:
+        parent = file.parent / str(base)
+        if not isinstance(base, str) or not parent.is_file():
+            near = ", ".join(sorted(path.name for path in file.parent.glob("*.yaml")))
+            fix = f"write the name of one file, such as those next to it: {near}"
+            raise ConfigError([Problem("defaults", "no such file", fix, base, places[("defaults",)])])
+        below = _read_files(parent, sources, (*seen, real))
+    sources.places.update(places)
+    sources.files = (*sources.files, file)
+    return merged(below, without_removed(values, file))
+
+
+def _read_file(file: Path, name: str) -> tuple[dict[str, Any], dict[Keys, str]]:
+    """Values of one YAML file, and the place of each key. Raises ConfigError."""
+    places: dict[Keys, str] = {(): name}
+    try:
+        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if not (root is None or isinstance(root, yaml.MappingNode)):
+            raise ConfigError(
+                [Problem("", "the file must be a mapping of sections", "e.g. `run: {name: first}`", where=name)]
+            )
+        places |= _lines(root, (), name)
+        values = OmegaConf.load(file)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        reason = getattr(error, "problem", None) or "an alias (*) inside of what it names (&), or too many levels"
+        fix = "check indentation, quotes and brackets here and above"
+        where = f"{name}:{mark.line + 1}" if mark is not None else name
+        raise ConfigError([Problem("", f"not valid YAML: {reason}", fix, where=where)]) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem("", f"cannot be read: {error}", where=name)]) from error
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or ""
+        message = f"broken interpolation: {first_line(error)}"
+        raise ConfigError([Problem(key, message, where=places.get(_parts(key), name))]) from error
+    return {} if root is None else OmegaConf.to_container(values, resolve=False), places  # type: ignore[return-value]
+
+
+def _lines(node: yaml.Node | None, keys: Keys, name: str) -> dict[Keys, str]:
+    """`file:line` of every key and item below a node."""
+    pairs: list[tuple[str, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        pairs = [(str(key.value), key, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        pairs = [(str(index), item, item) for index, item in enumerate(node.value)]
+    places: dict[Keys, str] = {}
+    for key, start, value in pairs:
+        inner = (*keys, key)
+        places |= {inner: f"{name}:{start.start_mark.line + 1}"} | _lines(value, inner, name)
+    return places
+
+
+def _with_overrides(
+    given: dict[str, Any], overrides: Sequence[str], sources: Sources
+) -> tuple[dict[str, Any], list[Problem]]:
+    """The values with each `a.b=c` and each further file over them; the unreadable ones are returned as problems."""
+    problems: list[Problem] = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        try:
+            if not equals and text.endswith((".yaml", ".yml")):
+                given = merged(given, _read_files(locate(text), sources))
+                continue
+            if problem := check_override(text):
+                raise ConfigError([problem])
+            values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key.strip()}={value}"]), resolve=False)
+        except ConfigError as unreadable:
+            problems += unreadable.problems
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            reason = f"not a YAML value: {getattr(error, 'problem', None) or first_line(error)}"
+            problems.append(Problem(key, reason, "quote it twice: a.b='\"text: {1}\"'", value, COMMAND_LINE))
+        else:
+            given, keys = merged(given, values), _parts(key.strip())
+            sources.places.update({keys[:end]: COMMAND_LINE for end in range(1, len(keys) + 1)})
+    return given, problems
+
+
+def check_override(text: str) -> Problem | None:
+    """The problem with the spelling of an override, such as another tool's; None without one."""
+    key, equals, value = text.partition("=")
+    bare = key.strip().lstrip("+~-")
+    if any("\udc80" <= character <= "\udcff" for character in text):  # Python's encoding of an undecodable byte
+        message, fix = "is not UTF-8", "rename the file or folder; where the name is UTF-8, type export LC_ALL=C.UTF-8"
+    elif "[" in bare or any(part.isdigit() for part in bare.split(".")):
+        whole = bare.split("[")[0].rstrip("0123456789.")
+        message, fix = "an item of a list cannot be set alone", f"give the whole list: {whole}=[first,second]"
+    elif bare != key.strip():
+        message = f"no `{key.strip()[0]}` here"
+        fix = f"write {bare}={value or 'VALUE'}; {bare}=null switches an optional section or value off"
+    elif not equals or not all(part.strip() for part in bare.split(".")):
+        message, fix = "is no override", "write section.key=VALUE"
+    else:
+        return None
+    return Problem(key, message, fix, value if equals else NO_VALUE, COMMAND_LINE)
+
+
+def _parts(key: str) -> Keys:
+    return tuple(key.split("."))
+
+
+def _display(file: Path) -> str:
+    """A path relative to the current directory if that is shorter."""
+    relative = os.path.relpath(file)
+    return str(file) if relative.startswith("..") else relative
+
+
+def config_folders() -> list[Path]:
+    """Folders searched after the path as given; the packaged one exists only in an installed wheel."""
+    package = Path(__file__).resolve().parents[1]
+    return [folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir()]
+
+
+def locate(path: str | Path, suffix: str = ".yaml", folder: str = "") -> Path:
+    """The file that a user's path refers to. Raises ConfigError listing the searched locations and close matches.
+
+    suffix: which a path may leave out. folder: of configs/, where a name is looked for, too.
+    """
+    wanted = Path(os.path.expanduser(path))  # unlike Path, it does not fail for an unknown user
+    names = [wanted] if wanted.suffix or not wanted.name else [wanted, wanted.with_suffix(suffix)]
+    candidates = list(names)
+    for configs in () if wanted.is_absolute() else config_folders():
+        for name in names:
+            inside = name.relative_to("configs") if name.parts[:1] == ("configs",) else name
+            candidates += [configs / inside, configs / folder / inside]
+    for candidate in candidates:
+        if os.path.isfile(candidate):  # also False for a name that is too long
+            return candidate
+    files = [path for shipped in config_folders() for path in sorted(shipped.rglob(f"*{suffix}"))]
+    files += wanted.parent.glob(f"*{suffix}")
+    by_stem = {file.stem: file for file in files}
+    near = [str(by_stem[stem]) for stem in difflib.get_close_matches(wanted.stem, by_stem, n=3, cutoff=0.5)]
+    looked = ", ".join(str(c) for c in dict.fromkeys(candidates) if c.suffix or not c.name)
+    fix = did_you_mean(near) or f"give the path of a {suffix} file"
+    what = "configuration" if suffix == ".yaml" else f"{suffix} file"
+    raise ConfigError([Problem("", f"no such {what} (looked for {looked})", fix, where=str(path))])
 
 
 def dump(config: Config, *, whole: bool = False) -> str:
@@ -107,247 +314,3 @@ def stored_settings(config: Config) -> dict[str, Any]:
     """The resolved configuration as a run keeps it: plain, and without secrets."""
     settings: dict[str, Any] = concealed(config.model_dump(mode="json"))
     return settings
-
-
-def dump_differences(config: Config) -> str:
-    """As `dump`, without what has its default value; `load_config` of it gives the same but for secrets, too."""
-    tree = stored_settings(config)
-    return OmegaConf.to_yaml(OmegaConf.create(_unlike(tree, plain(OmegaConf.create(defaults(Config, tree))))))
-
-
-def _unlike(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, given in values.items():
-        value, usual = _short(given), base.get(name, NO_VALUE)
-        if isinstance(value, dict) and isinstance(usual, dict):
-            value = _unlike(value, usual)
-            if value:
-                found[name] = value
-        elif value != usual:
-            found[name] = value
-    return found
-
-
-def _short(value: Any) -> Any:
-    """An `Extension` without arguments by its name alone, as people write it."""
-    if isinstance(value, list):
-        return [_short(item) for item in value]
-    is_extension = isinstance(value, dict) and value.keys() == Extension.model_fields.keys()
-    return value["name"] if is_extension and not value["arguments"] else value
-
-
-def _secrets(tree: Any, sources: Sources) -> Iterator[Problem]:
-    """Arguments that contain a secret: the configuration is written to the run directory and shown in reports."""
-    for key in secrets_in(tree):
-        if ".arguments." in key:
-            message = "looks like a secret, and the configuration is written to the run directory"
-            yield Problem(
-                key, message, "give it in an environment variable", where=sources.where(tuple(key.split(".")))
-            )
-
-
-def _is_word_of(numbers: Collection[tuple[str | int, ...]], detail: ErrorDetails) -> bool:
-    """Whether it says that no word is a number. numbers: keys of a number or a word, of which another one says more."""
-    return detail["loc"][:-1] in numbers and str(detail["loc"][-1]).startswith("literal[")
-
-
-def _of_key(detail: ErrorDetails) -> ErrorDetails:
-    """Strip the type names that pydantic appends to the key of a union."""
-    found = tuple(part for part in detail["loc"] if part != WEIGHTED)
-    if found[-1] == _NUMBER:
-        return {**detail, "loc": found[:-1], "msg": f"{detail['msg']}, or auto"}
-    keys = tuple(part for part in found if part != "bool" and not str(part).startswith("literal["))
-    detail = {**detail, "loc": found}
-    if keys == found:
-        return detail
-    return {**detail, "loc": keys, "ctx": {"expected": f"true, false, {detail.get('ctx', {}).get('expected', '')}"}}
-
-
-def _is_for_its_items(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
-    """Whether a list counts as too short only because its items are wrong, which have their own errors."""
-    loc = detail["loc"]
-    return detail["type"] == "too_short" and any(d["loc"][: len(loc)] == loc for d in details if d is not detail)
-
-
-def _explained(key: str, broken: set[str]) -> bool:
-    """Whether the key, or an item in it, has been reported: a message about its missing value would be redundant."""
-    return any(known == key or known.startswith(f"{key}.") for known in broken)
-
-
-def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
-    given = OmegaConf.create({})
-    for layer in layers:
-        try:
-            given = _over(given, layer.values)
-        except OmegaConfBaseException as error:
-            keys = max(layer.places, key=len, default=())
-            problems.append(Problem(".".join(keys), first_line(error), where=layer.places.get(keys, "")))
-    # With the defaults below what is given, since interpolations may name keys that have a default.
-    below = defaults(Config, plain(given))
-    values = _over(OmegaConf.create(below), given)
-    if not _is_given(given, "objective.anchor") and _is_stale(values):
-        values.objective.anchor = "behaviour"
-    return values
-
-
-_PART = {"name", "arguments"}
-
-
-def _over(below: DictConfig, above: DictConfig) -> DictConfig:
-    """Both merged; `below` must not be used any more. A list and a mapping may replace each other, which OmegaConf
-    refuses. Another part has arguments of its own."""
-    for *sections, key in _replaced(plain(below), plain(above)):
-        node: Any = below
-        for section in sections:
-            node = node[section]
-        node[key] = None  # OmegaConf lets anything replace it
-    return cast(DictConfig, OmegaConf.unsafe_merge(below, deepcopy(above)))  # `merge` copies the larger one, too
-
-
-def _replaced(below: Any, above: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """Keys of mappings that `above` replaces by lists, of lists that it replaces by mappings, and of other parts."""
-    if isinstance(below, dict) and isinstance(above, dict):
-        if (
-            _PART.issuperset(below)
-            and _PART.issuperset(above)
-            and below.get("name") != above.get("name", below.get("name"))
-        ):
-            yield keys
-            return
-        for key in below.keys() & above.keys():
-            yield from _replaced(below[key], above[key], (*keys, key))
-    elif {type(below), type(above)} == {dict, list}:
-        yield keys
-
-
-def _is_given(values: DictConfig, key: str) -> bool:
-    """Whether the key has a value; a broken interpolation counts, and is reported when all values are resolved."""
-    try:
-        return OmegaConf.select(values, key) is not None
-    except OmegaConfBaseException:
-        return True
-
-
-def _is_stale(values: DictConfig) -> bool:
-    """Whether tokens sampled by earlier weights are trained on: only their own log-probs give them an exact weight."""
-    given = (
-        OmegaConf.select(values, f"rollout.{key}", throw_on_resolution_failure=False)
-        for key in ("max_staleness", "lag")
-    )
-    return any(value not in (0, None) for value in given) and OmegaConf.is_dict(values.get("objective"))
-
-
-def _resolve(node: Any, keys: Keys, sources: Sources, problems: list[Problem]) -> Any:
-    """Plain containers with resolved interpolations; every broken one becomes a problem, not only the first."""
-    if not isinstance(node, ListConfig | DictConfig):
-        return node
-    resolved = {}
-    for key in range(len(node)) if isinstance(node, ListConfig) else node:
-        # "???" in a mapping means required: the key is left out, and pydantic reports it.
-        if isinstance(node, ListConfig) or not OmegaConf.is_missing(node, key):
-            resolved[str(key)] = _resolve_item(node, key, (*keys, str(key)), sources, problems)
-    return list(resolved.values()) if isinstance(node, ListConfig) else resolved
-
-
-def _resolve_item(node: Any, key: Any, keys: Keys, sources: Sources, problems: list[Problem]) -> Any:
-    try:
-        value = node[key]
-    except MissingMandatoryValue:
-        return None
-    except OmegaConfBaseException as error:
-        raw = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
-        message, fix = first_line(error), ""
-        if found := _NOT_FOUND.search(message):
-            name = found[1] or found[2]
-            known = name in known_paths()
-            fix = f"give the value itself, or {name}" if known else _did_you_mean(nearest(name))
-            message = f"{name} has no value here" if known else f"there is no key {name}"
-        problems.append(Problem(".".join(keys), message, fix, raw, sources.where(keys)))
-        return None
-    return _resolve(value, keys, sources, problems)
-
-
-def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
-    """A pydantic error as a Problem."""
-    key, keys = _dotted(detail["loc"]), tuple(str(part) for part in detail["loc"])
-    where = sources.where(keys)
-    kind, value = detail["type"], detail["input"]
-    if kind == "literal_error" and isinstance(value, str) and (key, value) in removed.VALUES:
-        return Problem(key, "removed", removed.VALUES[key, value], value, where)
-    if kind == "extra_forbidden" and (instead := removed.key_advice(key)) is not None:
-        return Problem(key, "removed", instead, where=where)
-    if kind == "extra_forbidden":
-        near = _did_you_mean(nearest(key)) or _siblings(key)
-        return Problem(key, *(peers.advice(key, value) or ("unknown key", near)), value, where)
-    if kind == "missing" and isinstance(detail["loc"][-1], str):
-        return Problem(key, "required, but not given", f"add it: {_meaning(key)}", where=where)
-    message, fix = _explain(detail)
-    return Problem(key, message, fix, NO_VALUE if kind == "missing" else value, where)
-
-
-def _explain(detail: ErrorDetails) -> tuple[str, str]:
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    if kind == "literal_error":
-        options = [o for o in str(context["expected"]).replace(" or ", ", ").replace("'", "").split(", ") if o]
-        close = difflib.get_close_matches(str(value), options, n=1, cutoff=0.5)
-        return f"must be one of {', '.join(options)}", _did_you_mean(close)
-    if kind == "model_type":
-        return "a section must be a mapping", "write its keys below it, or remove it to take the defaults"
-    if kind == "tuple_type":
-        return "must be a list", f"write [{value}]" if isinstance(value, str) else ""
-    if kind in ("missing", "too_long", "too_short"):
-        least = context.get("min_length")
-        return "wrong number of items", f"give at least {least}" if least else _wanted(_dotted(detail["loc"]))
-    if kind == "string_pattern_mismatch":
-        return "may hold only letters, digits, `.`, `_` and `-`, and no name is of dots alone", ""
-    message = str(detail["msg"]).replace("Input should be", "must be").replace("valid ", "").replace("a i", "an i")
-    return message, _type_hint(kind, value)
-
-
-def _type_hint(kind: str, value: Any) -> str:
-    if kind == "string_type" and isinstance(value, int | float):
-        return f"quote it: \"'{value}'\" on the command line, '{value}' in YAML"
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
-        return "remove the quotes if it is one" if _is_number(value) else ""
-    if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
-        return f"write {int(value)}"
-    return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return text.lower() in ("true", "false")
-    return True
-
-
-def _did_you_mean(names: Sequence[str]) -> str:
-    return f"did you mean {' or '.join(names)}?" if names else ""
-
-
-def _siblings(key: str) -> str:
-    """The keys of the deepest known section around an unknown key."""
-    parent = key.rpartition(".")[0]
-    while parent and parent not in known_paths():
-        parent = parent.rpartition(".")[0]
-    depth = parent.count(".") + 1 if parent else 0
-    names = [p for p in known_paths() if p.count(".") == depth and p.startswith(f"{parent}." if parent else "")]
-    known = ", ".join(name.rpartition(".")[2] for name in names)
-    return f"{parent or 'the top level'} has {known}" if names else f"{parent} has no keys below it"
-
-
-def _wanted(key: str) -> str:
-    """The expected content of a list with a missing or surplus item."""
-    return next((f"give {k.type}" for k in known_keys() if key == k.path or key.startswith(f"{k.path}.")), "")
-
-
-def _meaning(key: str) -> str:
-    for known in known_keys():
-        if known.path == key:
-            return f"{known.meaning} ({known.type})"
-    return f"a section with {', '.join(p.path for p in known_keys() if p.path.startswith(f'{key}.') and p.required)}"
-
-
-def _dotted(parts: Sequence[str | int]) -> str:
-    return ".".join(str(part) for part in parts)

@@ -16,9 +16,9 @@ from typing import Any
 
 from ctpo_megatron.base.extensions import ExtensionError, activate, load
 from ctpo_megatron.config.extension import Extension
+from ctpo_megatron.config.load import config_folders, locate
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import Config, ModelConfig
-from ctpo_megatron.config.sources import config_folders, locate
 from ctpo_megatron.models import FAMILIES, ModelFamily, ModelSpec, Shape
 
 _TASK = "toolmath"
@@ -70,10 +70,10 @@ def load_family(extension: Extension, search_path: Sequence[str]) -> ModelFamily
         family = load(extension.name)(**extension.arguments)
     except (ExtensionError, TypeError) as error:
         raise ConfigError(
-            [Problem("model.family", str(error), "see docs/howto/model_family.md", extension.name)]
+            [Problem("model.family", str(error), "see docs/extending.md#model-family", extension.name)]
         ) from error
     if not isinstance(family, ModelFamily):
-        fix = "name a subclass of ctpo_megatron.models.ModelFamily (docs/howto/model_family.md)"
+        fix = "name a subclass of ctpo_megatron.models.ModelFamily (docs/extending.md#model-family)"
         raise ConfigError([Problem("model.family", f"makes a {type(family).__name__}", fix, extension.name)])
     return family
 
@@ -92,11 +92,9 @@ def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
     except OSError as error:
         fix = "model.path must be a directory in Hugging Face format"
         raise ConfigError([Problem("model.path", f"cannot read {file}: {error.strerror}", fix, str(path))]) from error
-    except json.JSONDecodeError as error:
-        message = f"{file}:{error.lineno}: not valid JSON: {error.msg}"
-        raise ConfigError([Problem("model.path", message, _AGAIN)]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([Problem("model.path", f"{file}: not valid JSON: {error}", _AGAIN)]) from error
+    except ValueError as error:
+        where, why = (f"{file}:{error.lineno}", error.msg) if isinstance(error, json.JSONDecodeError) else (file, error)
+        raise ConfigError([Problem("model.path", f"{where}: not valid JSON: {why}", _AGAIN)]) from error
     if not isinstance(raw, dict):
         raise ConfigError([Problem("model.path", "config.json must hold a JSON object", _AGAIN, where=str(file))])
     named = raw.get("architectures")
@@ -105,7 +103,7 @@ def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
         message = f"architecture {architecture} is not the one of model.family, {family.architecture}"
         raise ConfigError([Problem("model.path", message, where=str(file))])
     if family is None and architecture not in FAMILIES:
-        fix = f"supported: {', '.join(FAMILIES)}, or your own in model.family (docs/howto/model_family.md)"
+        fix = f"supported: {', '.join(FAMILIES)}, or your own in model.family (docs/extending.md#model-family)"
         raise ConfigError(
             [Problem("model.path", f"architecture {architecture} is not supported", fix, where=str(file))]
         )
@@ -205,33 +203,28 @@ def is_replaceable(target: Path) -> bool:
 
 def _index(directory: Path) -> dict[str, Path] | None:
     """The file of each tensor according to the index; None: there is a single file. Raises ConfigError."""
-    index = directory / INDEX
+    index, single = directory / INDEX, directory / SINGLE
     if not index.is_file():
-        if not (directory / SINGLE).is_file():
-            raise _no_weights(directory, f"has neither {SINGLE} nor {INDEX}")
-        return None
+        if single.is_file():
+            return None
+        fix = "download or copy the model again, with its *.safetensors"
+        if any(directory.glob("*.bin")):
+            fix = "convert the checkpoint with save_pretrained(..., safe_serialization=True)"
+        raise ConfigError([_problem(directory, f"has neither {SINGLE} nor {INDEX}", fix)])
+    fix = f"remove what is wrong, or {_AGAIN}"
     try:
         listed = {str(name): directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_weights(directory, f"{INDEX} is no index of tensors ({type(error).__name__}: {error})") from error
-    single = directory / SINGLE
+        message = f"{INDEX} is no index of tensors ({type(error).__name__}: {error})"
+        raise ConfigError([_problem(directory, message, fix)]) from error
     if single.is_file() and single not in listed.values():
-        raise _no_weights(
-            directory, f"has both {SINGLE}, which transformers reads, and {INDEX}: which are the weights?"
-        )
+        message = f"has both {SINGLE}, which transformers reads, and {INDEX}: which are the weights?"
+        raise ConfigError([_problem(directory, message, fix)])
     return listed
 
 
-def _fix(directory: Path) -> str:
-    if (directory / INDEX).is_file():
-        return "remove what is wrong, or download or copy the model again"
-    if any(directory.glob("*.bin")):
-        return "convert the checkpoint with save_pretrained(..., safe_serialization=True)"
-    return "download or copy the model again, with its *.safetensors"
-
-
 def _header(directory: Path, file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, which must fill it without gaps. Raises ConfigError."""
+    """The tensors of a safetensors file, of which the header gives the size. Raises ConfigError."""
     size = 0
     try:
         size = file.stat().st_size
@@ -241,37 +234,21 @@ def _header(directory: Path, file: Path) -> dict[str, Stored]:
                 raise ValueError(length)
             header: dict[str, Any] = json.loads(data.read(length))
         header.pop("__metadata__", None)
-        places = {name: (int(t["data_offsets"][0]), int(t["data_offsets"][1])) for name, t in header.items()}
         stored = {
-            name: Stored(file, tuple(map(int, t["shape"])), str(t["dtype"]), 8 + length + places[name][0])
+            name: Stored(file, tuple(map(int, t["shape"])), str(t["dtype"]), 8 + length + int(t["data_offsets"][0]))
             for name, t in header.items()
         }
-    except FileNotFoundError as error:
-        raise _damaged(directory, file, " is missing") from error
+        end = 8 + length + max((int(t["data_offsets"][1]) for t in header.values()), default=0)
+        wrong = "" if end == size else f"has {size} bytes, but its header asks for {end}"
+    except FileNotFoundError:
+        wrong = "is missing"
     except OSError as error:
-        raise _damaged(directory, file, f" cannot be read: {error.strerror}") from error
-    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _damaged(directory, file, f" ({size} bytes) is no safetensors file, or is cut short") from error
-    end = 8 + length + max((end for _, end in places.values()), default=0)
-    if end != size:
-        raise _damaged(directory, file, f" has {size} bytes, but its header asks for {end}")
-    _check_places(directory, file, stored, places)
+        wrong = f"cannot be read: {error.strerror}"
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, IndexError):
+        wrong = f"({size} bytes) is no safetensors file, or is cut short"
+    if wrong:
+        raise ConfigError([_problem(directory, f"{file.name} {wrong}", "download or copy it again")])
     return stored
-
-
-def _check_places(
-    directory: Path, file: Path, stored: Mapping[str, Stored], places: Mapping[str, tuple[int, int]]
-) -> None:
-    """Check that tensors are contiguous, each with the size of its shape and dtype. Raises ConfigError."""
-    due = 0
-    for name, (start, end) in sorted(places.items(), key=lambda item: item[1]):
-        each = _BYTES.get(stored[name].dtype)
-        if start != due:
-            raise _damaged(directory, file, f": its header has {name} begin at byte {start}, where {due} was due")
-        if each is not None and end - start != each * prod(stored[name].shape):
-            form = f"{stored[name].dtype} {stored[name].shape}"
-            raise _damaged(directory, file, f": its header gives {end - start} bytes to {name}, which is {form}")
-        due = end
 
 
 def _wrong_tensors(directory: Path, found: Mapping[str, Stored], spec: ModelSpec) -> Iterator[Problem]:
@@ -298,11 +275,3 @@ def _list(directory: Path, kind: str, texts: Iterable[str]) -> Iterator[Problem]
 
 def _problem(directory: Path, message: str, fix: str = "") -> Problem:
     return Problem("model.path", message, fix, str(directory))
-
-
-def _no_weights(directory: Path, message: str) -> ConfigError:
-    return ConfigError([_problem(directory, message, _fix(directory))])
-
-
-def _damaged(directory: Path, file: Path, message: str) -> ConfigError:
-    return ConfigError([_problem(directory, f"{file.name}{message}", "download or copy it again")])

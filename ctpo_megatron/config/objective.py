@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
-from typing import Any, get_args
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from ctpo_megatron.config.kernel_choices import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES, AggregationName, RatioName
 from ctpo_megatron.config.objective_schema import (
+    CLIP_MODES,
+    EPSILON_OF,
     PRESETS,
+    STD_EPSILON,
     WITHOUT_STD,
     AdvantageConfig,
+    AggregationName,
     ClipMode,
     ObjectiveConfig,
     PrefixBudget,
+    RatioName,
     TurnRatio,
 )
 from ctpo_megatron.config.problems import ConfigError, Problem
 
-_MODES = {
-    "ratio_mode": RATIO_MODES,
-    "clip_mode": get_args(ClipMode),
-    "loss_agg_mode": LOSS_AGG_MODES,
-    "turn_ratio": get_args(TurnRatio),
-}
-
-_NUMBERS = (
-    "clip_low",
-    "clip_high",
-    "clip_c",
-    "clip_power",
-    "loss_scale_factor",
-    "tau_positive",
-    "tau_negative",
-    "prefix_weight",
-    "prefix_budget",
-    "entropy_coef",
-    "clip_drift",
-)
 WITHOUT_DUAL = ("detached_ratio", "sigmoid", "token_log", "prefix_tv")
 """Clip modes without a use for `clip_c`."""
 ONLY_WITH = {"tau_positive": "sigmoid", "tau_negative": "sigmoid"} | dict.fromkeys(
@@ -50,7 +32,7 @@ ONLY_WITH = {"tau_positive": "sigmoid", "tau_negative": "sigmoid"} | dict.fromke
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Parameters of the policy loss. The defaults are CTPO's. Raises ConfigError listing all invalid values.
+    """Parameters of the policy loss. The defaults are CTPO's. Raises ConfigError with all contradictions.
 
     ratio_mode: the sum that log r_t is (`objective/ratios.py`).
     clip_mode: what limits the update of a token (`objective/surrogate.py`). "log_power" bounds log r_t by -low t^power,
@@ -61,15 +43,17 @@ class PolicyObjective:
         sequence. None or a negative number: off; the other modes have none.
     clip_power: exponent of the position t; 0 gives fixed bounds; used by "log_power" only.
     tau_positive, tau_negative: steepness of the gate by the sign of the advantage; used by "sigmoid" only.
-    prefix_weight, prefix_budget: `trust_region.outside` has their formula; used by "prefix_tv" only.
+    prefix_weight, prefix_budget: `objective/surrogate.py` has their formula; used by "prefix_tv" only.
     loss_agg_mode: how token losses are aggregated (`objective/aggregation.py`).
     count_masked_sequences: whether a sequence without any loss token counts in the mean over sequences.
     loss_scale_factor: constant L that "seq-mean-token-sum" divides by, in addition to the number of sequences (tokens).
     clip_drift: s2, variance of a token's log-ratio (nats^2): the "log_power" window is centred on -t s2 / 2, to where
         noise alone takes the cumulative ratio. 0 centres it on 0.
     entropy_coef: subtracted from the loss times the entropy of the loss tokens, aggregated as the loss is.
-    turn_ratio: "turn-end" has one term for each turn that ends at the token or after it (`objective/turns.py`), with
+    turn_ratio: "turn-end" has one term for each turn that ends at the token or after it (`objective/ratios.py`), with
         the ratio and the bounds at its end. It needs "cumprod", and bounds on that ratio or its logarithm.
+    on_kernels: whether `ctpo_kernels` can compute it; else plain torch does, from given log-probs.
+    is_prefix_ratio: whether log r_t is S_t, the sum over the prefix up to the token.
     """
 
     ratio_mode: RatioName = "cumprod"
@@ -88,6 +72,8 @@ class PolicyObjective:
     entropy_coef: float = 0.0
     clip_drift: float = 0.0
     turn_ratio: TurnRatio = "prefix"
+    on_kernels: bool = field(init=False, repr=False)
+    is_prefix_ratio: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -95,32 +81,22 @@ class PolicyObjective:
             raise ConfigError(problems)
         if self.clip_c is not None and self.clip_c < 0:
             object.__setattr__(self, "clip_c", None)
+        of_prefix = self.turn_ratio == "prefix"
+        on_kernels = self.clip_mode in CLIP_MODES and not self.clip_drift and of_prefix
+        object.__setattr__(self, "on_kernels", on_kernels)
+        object.__setattr__(self, "is_prefix_ratio", of_prefix and self.ratio_mode == "cumprod")
 
     def _problems(self) -> Iterator[Problem]:
-        for name, modes in _MODES.items():
-            mode = str(getattr(self, name))
-            if mode not in modes:
-                yield self._problem(name, *_unknown(mode, modes))
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if (value is None and name == "clip_c") or isinstance(value, PrefixBudget):
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                yield self._problem(name, "expected a finite number")
-            elif name in ("clip_low", "clip_high", "prefix_budget", "entropy_coef", "clip_drift") and value < 0:
-                yield self._problem(name, "must not be negative")
-            elif name == "clip_low" and self.clip_mode in ("ratio", "detached_ratio") and value > 1:
-                message = f"with clip_mode: {self.clip_mode} the lower bound is 1 - clip_low; a ratio is never negative"
-                yield self._problem(name, message, "set at most 1")
-            elif name == "clip_c" and value >= 0:
-                yield from self._dual_problems(value)
-            elif name in ("loss_scale_factor", "tau_positive", "tau_negative") and value <= 0:
-                yield self._problem(name, "must be positive")
-            elif name == "clip_drift" and value and (self.clip_mode, self.ratio_mode) != ("log_power", "cumprod"):
-                message = f"with {self.clip_mode} of {self.ratio_mode}: only the sum of all log-ratios drifts so"
-                yield self._problem(name, message, "set 0, or clip_mode: log_power with ratio_mode: cumprod")
-            elif name == "prefix_weight" and not 0 < value <= 1:
-                yield self._problem(name, "must be above 0 and at most 1")
+        """What the fields contradict in each other; the schema refuses values that are wrong alone."""
+        ratio, dual = self.clip_mode in ("ratio", "detached_ratio"), self.clip_c
+        if ratio and self.clip_low > 1:
+            message = f"with clip_mode: {self.clip_mode} the lower bound is 1 - clip_low; a ratio is never negative"
+            yield self._problem("clip_low", message, "set at most 1")
+        if dual is not None and dual >= 0:
+            yield from self._dual_problems(dual)
+        if self.clip_drift and (self.clip_mode, self.ratio_mode) != ("log_power", "cumprod"):
+            message = f"with {self.clip_mode} of {self.ratio_mode}: only the sum of all log-ratios drifts so"
+            yield self._problem("clip_drift", message, "set 0, or clip_mode: log_power with ratio_mode: cumprod")
         if self.turn_ratio == "turn-end":
             yield from self._turn_end_problems()
 
@@ -140,31 +116,12 @@ class PolicyObjective:
             message = f"clip_mode: {self.clip_mode} has no dual bound"
             yield self._problem("clip_c", message, "set -1, which switches it off")
 
-    @property
-    def on_kernels(self) -> bool:
-        """Whether `ctpo_kernels` can compute it; else plain torch does, from given log-probs."""
-        return self.clip_mode in CLIP_MODES and not self.clip_drift and self.turn_ratio == "prefix"
-
-    @property
-    def is_prefix_ratio(self) -> bool:
-        """Whether log r_t is S_t, the sum over the prefix up to the token."""
-        return self.ratio_mode == "cumprod" and self.turn_ratio == "prefix"
-
     def _problem(self, name: str, message: str, fix: str = "") -> Problem:
         return Problem(f"objective.{name}", message, fix, getattr(self, name))
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> PolicyObjective:
-        """The objective called `name`, with single fields overridden.
-
-        Raises ConfigError for unknown presets and fields (with the closest match) and for invalid values.
-        """
-        if name not in PRESETS:
-            raise ConfigError([Problem("objective.preset", *_unknown(name, PRESETS), name)])
-        known = [field.name for field in fields(cls)]
-        unknown = [key for key in overrides if key not in known]
-        if unknown:
-            raise ConfigError([Problem(f"objective.{key}", *_unknown(key, known), overrides[key]) for key in unknown])
+        """The objective called `name`, with single fields overridden. Raises ConfigError for a contradiction."""
         return cls(**{**PRESETS[name], **overrides})
 
 
@@ -191,14 +148,10 @@ def _without_effect(name: str, mode: str, value: Any) -> Problem:
 
 
 def advantage_from_config(config: ObjectiveConfig) -> AdvantageConfig:
-    """The configured advantages; if `normalize_std` is null, the preset's."""
-    if config.advantage.normalize_std is not None:
-        return config.advantage
-    return config.advantage.model_copy(update={"normalize_std": config.preset not in WITHOUT_STD})
-
-
-def _unknown(name: str, known: Iterable[str]) -> tuple[str, str]:
-    """Message and fix for an unknown name: the closest match, then all known names."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"unknown {name!r}", f"did you mean {near[0]!r}? Known: {', '.join(known)}"
+    """The configured advantages; what is null in them is the preset's."""
+    of_preset = {
+        "normalize_std": config.preset not in WITHOUT_STD,
+        "epsilon": EPSILON_OF.get(config.preset, STD_EPSILON),
+    }
+    unset = {name: value for name, value in of_preset.items() if getattr(config.advantage, name) is None}
+    return config.advantage.model_copy(update=unset)

@@ -8,8 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 from pydantic_core import PydanticCustomError
 
 from ctpo_megatron.config.extension import Extension
-from ctpo_megatron.config.kernel_choices import AggregationName, RatioName
 from ctpo_megatron.config.section import Section
+
+# As `ctpo_kernels` has them, which a login node lacks; a test compares the two.
+RatioName = Literal["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
+AggregationName = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"]
+CLIP_MODES = ("log_power", "ratio")
+"""Clip modes of the kernels; the torch form has more."""
 
 
 class PrefixBudget(BaseModel):
@@ -66,6 +71,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": _PPO,
     "dr-grpo": {**_PPO, "clip_c": None, "loss_agg_mode": "seq-mean-token-sum"},
     "dapo": {**_PPO, "clip_high": 0.28, "loss_agg_mode": "token-mean"},
+    # What TRL and verl mean by these names with their defaults; `config/load.py` fills in the divisor of dr-grpo-trl.
+    "grpo-trl": {**_PPO, "clip_c": None},
+    "dapo-trl": {**_PPO, "clip_c": None, "loss_agg_mode": "token-mean"},
+    "dr-grpo-trl": {**_PPO, "clip_c": None, "loss_agg_mode": "seq-mean-token-sum"},
+    "grpo-verl": {**_PPO, "loss_agg_mode": "token-mean"},
     "gspo": {
         "ratio_mode": "sequence-geomean",
         "clip_mode": "ratio",
@@ -112,6 +122,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 WITHOUT_STD = frozenset({"dr-grpo"})
 """Presets whose advantages are not divided by the standard deviation of the group, unless the configuration says so."""
 
+STD_EPSILON = 1e-6
+"""What is added to that standard deviation, unless the preset or the configuration says otherwise."""
+EPSILON_OF = dict.fromkeys(("grpo-trl", "dapo-trl", "dr-grpo-trl"), 1e-4)
+"""Preset -> what it adds to the standard deviation instead."""
+BY_LONGEST_RESPONSE = frozenset({"dr-grpo-trl"})
+"""Presets that divide by `rollout.max_response_tokens`, unless the configuration says otherwise."""
+
 ClipMode = Literal[
     "log_power",
     "ratio",
@@ -145,6 +162,10 @@ class AdvantageConfig(Section):
         default=None,
         description="divide by the group's unbiased standard deviation (group only); null: the preset's, "
         "false for dr-grpo, else true",
+    )
+    epsilon: PositiveFloat | None = Field(
+        default=None,
+        description="added to that standard deviation; null: the preset's, 1e-4 for TRL's, else 1e-6",
     )
 
 
@@ -259,7 +280,9 @@ class ObjectiveConfig(Section):
     )
     loss_agg_mode: AggregationName | None = Field(default=None, description="how token losses become one loss")
     loss_scale_factor: PositiveFloat | None = Field(
-        default=None, description="constant that seq-mean-token-sum divides by, e.g. the longest response; null: 1"
+        default=None,
+        description="constant that seq-mean-token-sum divides by; null: the preset's, "
+        "rollout.max_response_tokens for dr-grpo-trl, else 1",
     )
     entropy_coef: NonNegativeFloat | None = Field(
         default=None,

@@ -1,16 +1,37 @@
-"""The job that a configuration runs in: ranks of this process, and which GPUs of a node trainer and engines use."""
+"""What follows from layout and placement: ranks of the job, GPUs of each side, padding, whether prefixes are shared."""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Literal
 
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.rollout_schema import PlacementConfig, Transport, WeightsConfig
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config.schema import Config, PolicyConfig
 
 Device = Literal["cpu", "cuda"]
+NEED_TE = frozenset({"layernorm", "moe_act"})
+"""Recompute modules that Megatron-Core offers with Transformer Engine's layers only."""
+
+
+def sequence_multiple(policy: PolicyConfig) -> int:
+    """Multiple that packed sequences are padded to: two equal pieces per context-parallel rank, and
+    `pad_to_multiple`."""
+    pieces = 2 * policy.context_parallel_size if policy.context_parallel_size > 1 else 1
+    return math.lcm(pieces, policy.pad_to_multiple)
+
+
+def against_shared_prefixes(policy: PolicyConfig) -> str:
+    """Why passes compute every token of every sequence, though some have the same history; "" where they do not."""
+    reasons = {
+        "policy.share_prefixes is off": policy.share_prefixes == "off",
+        "sequences are split (policy.context_parallel_size)": policy.context_parallel_size > 1,
+        "experts are replayed (policy.router_replay)": policy.router_replay,
+        "sequences are padded (policy.pad_to_multiple)": policy.pad_to_multiple > 1,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def engine_count(config: Config) -> int:
@@ -47,19 +68,26 @@ def choose_transport(weights: WeightsConfig, placement: PlacementConfig, device:
 
 @dataclass(frozen=True)
 class Job:
-    """The trainer's ranks, in total and per node (None: unknown, all on one), and the visible GPUs of a node."""
+    """The trainer's ranks, in total and per node (None: unknown, all on one), and the visible GPUs of a node.
+
+    cuda: it runs on GPUs.
+    """
 
     world_size: int
     node_ranks: int | None = None
     node_gpus: int | None = None
+    cuda: bool = False
 
     @classmethod
-    def here(cls, config: Config, *, cuda: bool, node_gpus: int | None = None) -> Job:
-        """As torchrun says; else what the configuration asks for on CUDA, or one rank. Raises as `world_size`."""
+    def here(cls, config: Config, *, cuda: bool, node_gpus: int | None = None, planned: bool = True) -> Job:
+        """As torchrun says; else what the configuration asks for on CUDA, or one rank. Raises as `world_size`.
+
+        planned: nothing is started. A run without torchrun is of one rank, whatever is configured.
+        """
         ranks, asked = node_ranks(), config.placement.trainer_gpus
-        if cuda and asked is not None and "WORLD_SIZE" not in os.environ:
-            return cls(asked * config.cluster.nodes, asked, node_gpus)
-        return cls(world_size(), ranks, node_gpus)
+        if planned and cuda and asked is not None and "WORLD_SIZE" not in os.environ:
+            return cls(asked * config.cluster.nodes, asked, node_gpus, cuda)
+        return cls(world_size(), ranks, node_gpus, cuda)
 
 
 @dataclass(frozen=True)

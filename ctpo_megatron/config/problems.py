@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from ctpo_megatron.base.text import hidden, redacted
 
@@ -66,6 +69,31 @@ class ConfigError(Exception):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  {problem}" for problem in self.problems)]))
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text (OmegaConf appends internals below it)."""
+    return str(error).strip().split("\n")[0]
+
+
+def error(config: BaseModel, key: str, message: str, fix: str = "") -> Problem:
+    """An error about a key, with its present value."""
+    return Problem(key, message, fix, value_of(config, key))
+
+
+def warning(config: BaseModel, key: str, message: str, fix: str = "") -> Problem:
+    """A warning about a key, with its present value."""
+    return Problem(key, message, fix, value_of(config, key), severity="warning")
+
+
+def value_of(config: BaseModel, key: str) -> Any:
+    """The value of a dotted key."""
+    return reduce(getattr, key.split("."), config)
+
+
+def failed(problems: Iterable[Problem]) -> list[Problem]:
+    """The problems that training cannot start with."""
+    return [problem for problem in problems if problem.failed]
 
 
 def passed(key: str, message: str) -> Problem:

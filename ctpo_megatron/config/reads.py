@@ -14,10 +14,6 @@ from pydantic_core import CoreSchema, core_schema
 from ctpo_megatron.base.files import is_pattern, matching
 
 
-def _every(_value: str) -> bool:
-    return True
-
-
 def exists(value: str) -> bool:
     """Whether a text is the path of an existing file or folder."""
     return bool(value) and "\0" not in value and os.path.exists(value)
@@ -35,7 +31,7 @@ class Reads:
     Their `~` is the home directory. when: which texts are paths, for a key that may hold other texts.
     """
 
-    when: Callable[[str], bool] = _every
+    when: Callable[[str], bool] = lambda _text: True
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._at_home, handler(source))
@@ -53,10 +49,10 @@ def input_paths(whole: BaseModel) -> Iterator[tuple[str, Path]]:
     """Dotted key and path of every input of a configuration; a pattern yields itself and all its matches."""
     for place, section in sections_in(whole):
         for name, field in type(section).model_fields.items():
-            key, value = f"{place}.{field.alias or name}".lstrip("."), getattr(section, name)
+            key, value = f"{place}.{name}".lstrip("."), getattr(section, name)
             for mark in (mark for mark in field.metadata if isinstance(mark, Reads)):
                 for text in filter(mark.when, _texts(value)):
-                    yield from ((key, path) for path in _paths(text))
+                    yield from ((key, path) for path in (Path(text), *(matching(text) if is_pattern(text) else ())))
 
 
 def sections_in(value: Any, key: str = "") -> Iterator[tuple[str, BaseModel]]:
@@ -64,7 +60,7 @@ def sections_in(value: Any, key: str = "") -> Iterator[tuple[str, BaseModel]]:
     inside: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, BaseModel):
         yield key, value
-        inside = ((field.alias or name, getattr(value, name)) for name, field in type(value).model_fields.items())
+        inside = ((name, getattr(value, name)) for name in type(value).model_fields)
     elif isinstance(value, Mapping):
         inside = value.items()
     elif isinstance(value, tuple | list):
@@ -77,15 +73,6 @@ def _texts(value: Any) -> Iterator[str]:
     """All strings in a value."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
+    elif isinstance(value, Mapping | Sequence):
+        for part in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(part)
-    elif isinstance(value, Sequence):
-        for part in value:
-            yield from _texts(part)
-
-
-def _paths(text: str) -> Iterator[Path]:
-    yield Path(text)
-    if is_pattern(text):
-        yield from matching(text)

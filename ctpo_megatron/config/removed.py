@@ -6,8 +6,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from ctpo_megatron.base.run_paths import RunPaths
 
 KEYS: dict[str, str] = {
@@ -25,6 +23,9 @@ KEYS: dict[str, str] = {
 VALUES: dict[tuple[str, str], str] = {
     ("rollout.weights.transport", "file"): "give tcp, which engines on the same machine fetch from, too, or auto",
     ("rollout.weights.transport", "nccl_m2n"): "give nccl or auto",
+    ("sandbox.require", "seccomp"): (
+        "allow Landlock or namespaces; else none inside a VM or gVisor, or sandbox.url elsewhere"
+    ),
 }
 """Dotted key and a value that it no longer has -> what takes its place. Passed over as `KEYS` are."""
 
@@ -58,37 +59,28 @@ def command_advice(verb: str, option: str = "") -> str | None:
     return OPTIONS.get((verb, option)) if option else VERBS.get(verb)
 
 
-def pass_over(values: DictConfig, file: Path) -> None:
-    """Delete removed keys and values, in place, from the configuration that a run has stored; leave other files."""
-    paths = RunPaths(file.parent)
-    if file.name != paths.config.name or not paths.environment.exists():
-        return
-    for key in KEYS:
-        _delete(values, key)
-    for key, value in VALUES:
-        if _select(values, key) == value:
-            _delete(values, key)
+def without_removed(tree: dict[str, Any], file: Path | None = None) -> dict[str, Any]:
+    """A stored configuration, as plain mappings, without removed keys and values.
 
-
-def without_removed(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns a stored configuration, as plain mappings, without removed keys."""
+    file: where it was read; one that no run has stored stays as it is.
+    """
+    if file is not None:
+        paths = RunPaths(file.parent)
+        if file.name != paths.config.name or not paths.environment.exists():
+            return tree
     kept = deepcopy(tree)
     for key in KEYS:
-        *sections, name = key.split(".")
-        node: Any = kept
-        for section in sections:
-            node = node.get(section) if isinstance(node, dict) else None
-        if isinstance(node, dict):
-            node.pop(name, None)
+        _delete(kept, key)
+    for key, value in VALUES:
+        _delete(kept, key, value)
     return kept
 
 
-def _select(values: DictConfig, key: str) -> Any:
-    return OmegaConf.select(values, key, throw_on_resolution_failure=False)
-
-
-def _delete(values: DictConfig, key: str) -> None:
-    section, _, name = key.rpartition(".")
-    parent = _select(values, section) if section else values
-    if isinstance(parent, DictConfig) and name in parent:
-        del parent[name]
+def _delete(tree: dict[str, Any], key: str, value: Any = None) -> None:
+    """Delete a key that is there. value: only with this value; None: with any."""
+    *sections, name = key.split(".")
+    node: Any = tree
+    for section in sections:
+        node = node.get(section) if isinstance(node, dict) else None
+    if isinstance(node, dict) and (value is None or node.get(name) == value):
+        node.pop(name, None)

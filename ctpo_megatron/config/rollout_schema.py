@@ -10,6 +10,7 @@ from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.reads import Reads, exists
 from ctpo_megatron.config.section import Precision, Seconds, Section
 
+StopText = Annotated[str, Field(min_length=1)]
 COLDEST, HOTTEST = 0.01, 2.0
 """Sampling temperatures of vLLM 0.32: it raises lower ones to 0.01 with only a log line, and refuses higher ones."""
 
@@ -95,6 +96,12 @@ class RolloutConfig(Section):
         description="nucleus sampling; below 1 the trainer's log-probs are of another distribution",
     )
     top_k: int = Field(default=0, ge=0, description="0: no limit")
+    stop: tuple[StopText, ...] = Field(
+        default=(),
+        max_length=16,
+        description="texts that end a turn, as an end token does. The turn's text ends before it; its tokens stay, and "
+        "are trained on",
+    )
     max_turns: PositiveInt = Field(default=5, description="model turns; the last one can no longer call a tool")
     max_turn_tokens: PositiveInt | None = Field(
         default=None, description="model tokens per turn; null: only the budget below"
@@ -193,6 +200,11 @@ class RolloutConfig(Section):
         """Whether a model turn may call a tool: there is one, and the turn is not the last."""
         return bool(self.tools) and self.max_turns > 1
 
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether a tool runs programs in the sandbox."""
+        return any(tool.name == "python" for tool in self.tools)
+
 
 class ClusterConfig(Section):
     """The Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, Ray is private to this node."""
@@ -227,7 +239,7 @@ class SandboxConfig(Section):
     url: str | None = Field(
         default=None, description="URL of a running server, or several separated by commas; null: start our own"
     )
-    require: Literal["namespaces", "landlock", "seccomp", "none"] = Field(
+    require: Literal["namespaces", "landlock", "none"] = Field(
         default="landlock", description="least isolation of our own server; it refuses to start with less"
     )
     slots: PositiveInt = Field(default=2, description="executions at once")

@@ -71,7 +71,7 @@ class RunConfig(Section):
         default=(),
         max_length=16,
         description="steps of which every rank and engine writes a trace of torch's profiler, for Perfetto "
-        "(docs/profiling.md)",
+        "(docs/monitoring.md)",
     )
 
     @property
@@ -85,7 +85,7 @@ class ModelConfig(Section):
     path: Annotated[str, Reads()] = Field(description="directory with config.json, weights and tokenizer")
     family: Extension | None = Field(
         default=None,
-        description="your own model family, `package.module:Name` (docs/howto/model_family.md); null: one of ours",
+        description="your own model family, `package.module:Name` (docs/extending.md#model-family); null: one of ours",
     )
     chat_template: Annotated[str | None, Reads(is_template_file)] = Field(
         default=None,
@@ -201,7 +201,7 @@ class PolicyConfig(Section):
     )
     router_replay: bool = Field(
         default=False,
-        description="experts: the trainer sends every token to the experts that the engine sent it to (docs/moe.md)",
+        description="experts: the trainer uses those that the engine used for each token (docs/parallelism.md)",
     )
     pad_to_multiple: PositiveInt = Field(
         default=1, description="pad every sequence to a multiple of this many tokens (FP8 layers need 16)"

@@ -17,4 +17,4 @@ Precision = Literal["float32", "bfloat16", "float16"]
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.front_door import import_when_used
-from ctpo_megatron.data.batch import Batch, Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tool_call import TOOL_STATUSES, ToolCall
+from ctpo_megatron.data.records import TOOL_STATUSES, Prompt, ToolCall
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.conversations import (
@@ -21,10 +19,12 @@ if TYPE_CHECKING:
         batches,
         read_conversations,
     )
+    from ctpo_megatron.data.conversion import PromptColumns, prompt_columns
     from ctpo_megatron.data.curriculum import Curriculum, sampler_problem
-    from ctpo_megatron.data.data_files import data_stem, find_files, resolved_files
+    from ctpo_megatron.data.data_files import data_stem, find_files
     from ctpo_megatron.data.forest import Forest, PrefixOrder, PrefixSegment
-    from ctpo_megatron.data.marks import marked, marked_messages, rfind_token, special_tokens, token_ids, unmarked
+    from ctpo_megatron.data.hub import HubError, HubFiles, hub_files
+    from ctpo_megatron.data.marks import calls_problem, marked, marked_messages, render, special_tokens, token_ids
     from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, plain_messages, plain_tools
     from ctpo_megatron.data.numbers import number_doubt, number_text
     from ctpo_megatron.data.packing import (
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     )
     from ctpo_megatron.data.problems import DataError, Problems
     from ctpo_megatron.data.prompts import PromptRules, PromptSet, read_prompts
-    from ctpo_megatron.data.rows import Cell, RowSet, prompt_ids
+    from ctpo_megatron.data.rows import Cell, RowSet
     from ctpo_megatron.data.sampler import MixedFile, PromptMix, PromptSampler, PromptStream
-    from ctpo_megatron.data.tables import Table, count_all_rows, read_rows
-    from ctpo_megatron.data.trajectory import Trajectory
+    from ctpo_megatron.data.tables import Table, count_all_rows, open_table, read_rows
+    from ctpo_megatron.data.trajectory import Batch, Group, Trajectory
 
 __getattr__ = import_when_used(__name__)
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from ctpo_megatron.base.text import printable
 from ctpo_megatron.data.data_files import data_stem
-from ctpo_megatron.data.marks import rfind_token, unmarked
-from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, dropped_calls
-from ctpo_megatron.data.rows import Cell, Offered, RowRules, RowSet, encode, render
+from ctpo_megatron.data.marks import Offered, calls_problem, encode, render, rfind_token, unmarked
+from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools
+from ctpo_megatron.data.rows import Cell, RowRules, RowSet
 from ctpo_megatron.data.tokens import records
 from ctpo_megatron.data.trajectory import Trajectory
 
@@ -72,7 +72,7 @@ def read_conversations(
     text, or ignores `tool_calls`. With problems there may be no conversations.
     """
     found, tools = ConversationSet(), list[Offered]()
-    for place, cells in found.read(files, ("messages",), ("tools",), rules.limit):
+    for place, cells in found.read(files, ("messages",), ("tools",), rules):
         messages, own = cells["messages"], cells.get("tools")
         reason = check_messages(messages)
         if reason is None and messages[-1]["role"] != "assistant":
@@ -181,8 +181,8 @@ def _segments(
         reason = refused_before.get(place) or refused_after.get(place)
         if reason is None and not (prefix.startswith(found.texts[index]) and text.startswith(prefix)):
             reason = _NOT_A_PREFIX.format(at=at)
-        if reason is None and (names := dropped_calls([message], unmarked(text[len(prefix) :]))):
-            reason = f"the chat template does not show the calls of message {at} in `tool_calls`: {', '.join(names)}"
+        if reason is None:
+            reason = calls_problem([message], text[len(prefix) :], f" of message {at}") or None
         end = _end_of_turn(text, len(prefix), ends)
         if reason is None and end is None:
             reason = f"the chat template does not end message {at} with {' or '.join(ends)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,34 @@ _SAID = ("completion", "response", "output", "answer", "solution")
 _MARK = "####"
 """Between a worked solution and its answer, in GSM8K."""
 Cells = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptColumns:
+    """Where a file with other columns has its prompts.
+
+    made: our columns, each with an expression of Python over `row`. question, answer: the columns that it has them in;
+    "" where the file has our columns. is_text: whether a question is a text, and no list of messages.
+    """
+
+    made: Mapping[str, str]
+    question: str
+    answer: str
+    is_text: bool
+
+
+def prompt_columns(file: Path, columns: Sequence[str], rows: Cells) -> PromptColumns | None:
+    """Finds the prompts of a file by its first rows; None where no columns have a question and its answer."""
+    kept = [column for column in ("id", "data_source", "prompt", "reward_model") if column in columns]
+    found = _prompt(data_stem(file), columns, rows, kept)
+    made = {column: text for column, text in found.items() if text is not None}
+    if len(made) < len(found):
+        return None
+    is_text = made["prompt"] != _cell("prompt")
+    question = _first(_QUESTIONS, columns, rows, _is_text) if is_text else "prompt"
+    answer = "" if "reward_model" in kept else _answer_column(columns, rows)
+    same = {column: _cell(column) for column in kept if column == "id"}
+    return PromptColumns({**same, **made}, question or "", answer or "", is_text)
 
 
 def conversion(file: Path, columns: Sequence[str], rows: Cells, required: Sequence[str], kept: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ctpo_megatron.base.extensions import call_problem, called, load
 from ctpo_megatron.config import Extension
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.sampler import PromptStream, digest_of
 
 _METHODS = ("next", "learn", "state", "load_state")
@@ -25,9 +25,10 @@ class Sampler(Protocol):
         """The ids of the next `count` prompts; an id may come again."""
 
     def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
-        """Called once for each batch that was trained on: the rewards of each prompt's samples, by the prompt's id.
+        """Called once for each batch that the trainer gets: the rewards of each prompt's samples, by the prompt's id.
 
-        Samples without a verdict are left out. With `rollout.max_staleness` later batches have been drawn already.
+        Samples without a verdict are left out. With `rollout.max_staleness` later batches have been drawn already;
+        with `rollout.lag` it is called once all of them are sampled, so that the timing changes no draw.
         """
 
     def state(self) -> Any:

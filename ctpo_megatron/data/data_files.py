@@ -6,10 +6,12 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from ctpo_megatron.base.files import is_pattern, matching
+from ctpo_megatron.data.hub import HubFiles
 from ctpo_megatron.data.problems import Problems
 
 JSON = (".jsonl", ".ndjson", ".json")
@@ -26,15 +28,21 @@ _SPLIT = re.compile(
 """A word of a name, in small letters, that says which split a file is of."""
 
 
-def find_files(patterns: Sequence[str], problems: Problems) -> list[Path]:
+def find_files(
+    patterns: Sequence[str], problems: Problems, hub: Mapping[str, HubFiles] = MappingProxyType({})
+) -> list[Path]:
     """Files for paths, folders and glob patterns, in the order given (matches of a pattern sorted, `**` allowed).
 
-    What matches a pattern must be of one split, like the files of a folder.
+    What matches a pattern must be of one split, like the files of a folder. hub: what names of the Hub stand for.
     """
     files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern)
-        if is_pattern(pattern):
+        if pattern in hub:
+            files += hub[pattern].files
+            if hub[pattern].problem:
+                problems.general(hub[pattern].problem)
+        elif is_pattern(pattern):
             files += _matches(pattern, problems)
         elif path.is_dir():
             files += _files_of(path, problems)
@@ -45,11 +53,6 @@ def find_files(patterns: Sequence[str], problems: Problems) -> list[Path]:
     for file in sorted({file for file in files if files.count(file) > 1}):
         problems.general(f"{file}: given twice")
     return files
-
-
-def resolved_files(patterns: Sequence[str]) -> set[Path]:
-    """Files for paths, folders and patterns without symbolic links; what is not there yet stands for itself."""
-    return {path.resolve() for path in [*map(Path, patterns), *find_files(patterns, Problems())]}
 
 
 def data_stem(file: Path) -> str:

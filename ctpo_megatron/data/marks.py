@@ -1,21 +1,35 @@
-"""Contents of messages and tools are text: a special token inside them is never parsed as that token.
+"""Conversations as a chat template renders them, and as tokens: a special token in contents or tools stays text.
 
-They are `marked` before a chat template, which is a program of the people who made a model, writes around them.
+They are `marked` before the template, which is a program of the people who made a model, writes around them.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ctpo_megatron.data.messages import ChatMessage
 
 _MARK = secrets.token_hex(12)
 """Stands before every special token of a content until the content is tokenized: letters and digits, which templates
 leave as they are. It is drawn at random, so no content holds it."""
 
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of transformers that add nothing to what their backend makes of a text, but half of the time."""
+
+_AT_ONCE = 1000
+"""Texts encoded by one call: an encoding takes a hundred bytes a token until its ids are taken out."""
+
 _T = TypeVar("_T")
+Offered = list[dict[str, Any]] | None
+"""Tool schemas as a chat template receives them."""
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
@@ -57,11 +71,64 @@ def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """
     if not texts:
         return []
+    if len(texts) == 1 and _MARK not in texts[0] and type(tokenizer).__name__ in _PLAIN:
+        tokenizer.backend_tokenizer.encode_special_tokens = tokenizer.split_special_tokens
+        return [tokenizer.backend_tokenizer.encode(texts[0], add_special_tokens=False).ids]
     ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
     for index, text in enumerate(texts):
         if _MARK in text:
             ids[index] = _apart(tokenizer, text)
     return ids
+
+
+def render(
+    conversations: Sequence[Sequence[ChatMessage]],
+    tools: Sequence[Offered],
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any],
+) -> tuple[list[str], dict[int, str]]:
+    """The text of every conversation, and why the chat template refuses some of them, by index.
+
+    Special tokens in contents are marked: `encode` takes them for text, and `unmarked` shows them.
+    """
+    import jinja2
+
+    texts, refused = [""] * len(conversations), dict[int, str]()
+    together: dict[str, list[int]] = {}
+    for index, offered in enumerate(tools):
+        together.setdefault(json.dumps(offered), []).append(index)
+    # One call for all conversations with the same tools: the template is looked up and compiled once.
+    for indices in together.values():
+        offered = marked(tokenizer, tools[indices[0]])
+        alike = [marked_messages(tokenizer, conversations[index]) for index in indices]
+        try:
+            rendered = tokenizer.apply_chat_template(alike, tools=offered, tokenize=False, **options)
+        except (jinja2.TemplateError, TypeError):
+            for index, alone in zip(indices, alike, strict=True):
+                try:
+                    texts[index] = tokenizer.apply_chat_template(alone, tools=offered, tokenize=False, **options)
+                except (jinja2.TemplateError, TypeError) as error:
+                    refused[index] = f"the chat template refuses it: {error}"
+            continue
+        for index, text in zip(indices, rendered, strict=True):
+            texts[index] = text
+    return texts, refused
+
+
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of every rendered text, without special tokens around it."""
+    starts = range(0, len(texts), _AT_ONCE)
+    return [ids for start in starts for ids in token_ids(tokenizer, texts[start : start + _AT_ONCE])]
+
+
+def calls_problem(messages: Sequence[ChatMessage], text: str, which: str = "") -> str:
+    """That a rendered text lacks calls of its messages, as its template ignores `tool_calls`; else "".
+
+    which: what tells the calls from others, as " of message 1".
+    """
+    called = dict.fromkeys(call["function"]["name"] for message in messages for call in message.get("tool_calls", ()))
+    names = [name for name in called if name not in unmarked(text)]
+    return f"the chat template does not show the calls{which} in `tool_calls`: {', '.join(names)}" if names else ""
 
 
 def _apart(tokenizer: Any, text: str) -> list[int]:

@@ -86,12 +86,6 @@ def plain_tools(value: object) -> list[dict[str, Any]]:
     return tools
 
 
-def dropped_calls(messages: Sequence[ChatMessage], text: str) -> list[str]:
-    """Names of called tools that a rendered conversation does not show: its template ignores `tool_calls`."""
-    calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
-    return [name for name in dict.fromkeys(calls) if name not in text]
-
-
 def _plain(message: Mapping[str, Any]) -> ChatMessage:
     plain: ChatMessage = {"role": message["role"], "content": message.get("content") or ""}
     plain |= {key: cell for key, cell in message.items() if key not in ("role", "content", "tool_calls") and cell}

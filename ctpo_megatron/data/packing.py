@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ctpo_megatron.base.host_copies import to_device
 from ctpo_megatron.data.forest import Forest, PrefixOrder
 from ctpo_megatron.data.tokens import BY_TURN, PACKED, ROUTER_CHOICES, common_type, further, joined
 from ctpo_megatron.data.trajectory import Trajectory
@@ -210,13 +211,12 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         """A copy with its tensors on `device`; the host does not wait for the copies."""
         tensors = {
-            name: value.to(device, non_blocking=True)
+            name: to_device(value, device)
             for name in self.__slots__
             if isinstance(value := getattr(self, name), torch.Tensor)
         }
         more = {
-            name: value if name == ROUTER_CHOICES else value.to(device, non_blocking=True)
-            for name, value in self.more.items()
+            name: value if name == ROUTER_CHOICES else to_device(value, device) for name, value in self.more.items()
         }
         return replace(self, **tensors, more=more, packed=self.on_host)  # type: ignore[arg-type] # only names of tensors
 

@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.text import printable
 from ctpo_megatron.data.data_files import data_stem, find_files
-from ctpo_megatron.data.marks import unmarked
+from ctpo_megatron.data.marks import Offered, calls_problem, encode, render, unmarked
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools
 from ctpo_megatron.data.numbers import FloatType, number_doubt, number_text
 from ctpo_megatron.data.problems import Problems
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.rows import (
     Cell,
     Location,
-    Offered,
     RowRules,
     RowSet,
     Rule,
-    calls_problem,
-    encode,
-    render,
 )
 from ctpo_megatron.data.tables import Table
 
@@ -62,8 +58,8 @@ class PromptSet(RowSet):
         return self.prompts[index].token_ids
 
     def mix(self, entries: Sequence[str]) -> list[list[Prompt]]:
-        """The prompts of each entry, which is a path, a folder or a pattern that these prompts were read from."""
-        files = [set(find_files([entry], Problems())) for entry in entries]
+        """The prompts of each entry, which is a path, a folder, a pattern or a name that these were read from."""
+        files = [set(find_files([entry], Problems(), self.hub)) for entry in entries]
         placed = list(zip(self.prompts, self.places, strict=True))
         return [[prompt for prompt, (file, _) in placed if file in each] for each in files]
 
@@ -91,7 +87,7 @@ def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules
     `problems.raise_if_any` raises DataError that lists all bad rows.
     """
     found, tools, inexact = PromptSet(), list[Offered](), dict[int, Cell]()
-    for place, cells in found.read(files, _REQUIRED, _OPTIONAL, rules.limit):
+    for place, cells in found.read(files, _REQUIRED, _OPTIONAL, rules):
         stored = found.precision[place[0]]
         prompt = _parse(place, cells, rules, stored, found.problems)
         if prompt is not None:

@@ -10,29 +10,23 @@ from datetime import datetime
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.data_files import find_files
-from ctpo_megatron.data.marks import marked, marked_messages, token_ids, unmarked
-from ctpo_megatron.data.messages import ChatMessage, dropped_calls, plain_messages, plain_tools
+from ctpo_megatron.data.hub import HubFiles
+from ctpo_megatron.data.marks import Offered
+from ctpo_megatron.data.messages import ChatMessage, plain_messages, plain_tools
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.tables import Table, read_rows
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _EXAMPLES = 5
-_AT_ONCE = 1000
-"""Texts encoded by one call: an encoding takes a hundred bytes a token until its ids are taken out."""
 
 Rule = Literal["refuse", "drop"]
 Location = tuple[Path, int]
 """File, and row in it."""
 Cell = tuple[str, object, str]
 """Column, value, and the problem."""
-Offered = list[dict[str, Any]] | None
-"""Tool schemas as a chat template receives them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +35,7 @@ class RowRules:
 
     tool_schemas: passed to the chat template for rows without their own `tools`. system_prompt: becomes part of the
     messages of every row. limit: rows to read from each file. began: the date that a chat template writes; None: now.
+    hub: what names of the Hub stand for.
     """
 
     tool_schemas: Sequence[Mapping[str, Any]] = ()
@@ -48,6 +43,7 @@ class RowRules:
     system_prompt: SystemPrompt = SystemPrompt()  # noqa: RUF009 - it is immutable
     limit: int | None = None
     began: datetime | None = None
+    hub: Mapping[str, HubFiles] = field(default_factory=dict)
 
     @cached_property
     def template_options(self) -> dict[str, Any]:
@@ -88,7 +84,7 @@ class RowSet(ABC):
 
     rows: number of rows of each file, read or not. messages: as the chat template gets them. texts: rendered; empty
     where the template refused. problems: what refuses the data; doubts: what deserves a warning. ignored: columns of a
-    file that would change what the rows mean.
+    file that would change what the rows mean. hub: what names of the Hub among the files stand for.
     """
 
     called: ClassVar[str] = "rows"
@@ -101,18 +97,20 @@ class RowSet(ABC):
     doubts: Problems = field(default_factory=Problems)
     left_out: list[LeftOut] = field(default_factory=list)
     ignored: dict[Path, list[str]] = field(default_factory=dict)
+    hub: Mapping[str, HubFiles] = field(default_factory=dict)
     _contents: dict[Path, blake2b] = field(default_factory=dict)
 
     def read(
-        self, files: Sequence[str], required: Sequence[str], optional: Sequence[str], limit: int | None
+        self, files: Sequence[str], required: Sequence[str], optional: Sequence[str], rules: RowRules
     ) -> Iterator[tuple[Location, dict[str, Any]]]:
         """Place and cells of every row; the caller gives those that it can use to `add`. Notes what is wrong."""
-        for file in find_files(files, self.problems):
+        self.hub = {name: rules.hub[name] for name in files if name in rules.hub}
+        for file in find_files(files, self.problems, rules.hub):
             self.rows[file] = 0
             self._contents[file] = blake2b(digest_size=16)
-            for row, cells in read_rows(file, required, optional, self.problems, limit, self._see):
+            for row, cells in read_rows(file, required, optional, self.problems, rules.limit, self._see):
                 yield (file, row), cells
-            if limit is not None and self.rows[file] > limit:
+            if rules.limit is not None and self.rows[file] > rules.limit:
                 del self._contents[file]
         if not self.places and not self.problems.lines:
             self.problems.general(f"no {self.called} in {', '.join(files)}")
@@ -179,64 +177,3 @@ class RowSet(ABC):
 
 def _more(count: int) -> str:
     return f"{count:,} more row{'s' * (count > 1)}"
-
-
-def render(
-    conversations: Sequence[Sequence[ChatMessage]],
-    tools: Sequence[Offered],
-    tokenizer: PreTrainedTokenizerBase,
-    options: Mapping[str, Any],
-) -> tuple[list[str], dict[int, str]]:
-    """The text of every conversation, and why the chat template refuses some of them, by index.
-
-    Special tokens in contents are marked: `encode` takes them for text, and `unmarked` shows them.
-    """
-    import jinja2
-
-    texts, refused = [""] * len(conversations), dict[int, str]()
-    together: dict[str, list[int]] = {}
-    for index, offered in enumerate(tools):
-        together.setdefault(json.dumps(offered), []).append(index)
-    # One call for all conversations with the same tools: the template is looked up and compiled once.
-    for indices in together.values():
-        offered = marked(tokenizer, tools[indices[0]])
-        alike = [marked_messages(tokenizer, conversations[index]) for index in indices]
-        try:
-            rendered = tokenizer.apply_chat_template(alike, tools=offered, tokenize=False, **options)
-        except (jinja2.TemplateError, TypeError):
-            for index, alone in zip(indices, alike, strict=True):
-                try:
-                    texts[index] = tokenizer.apply_chat_template(alone, tools=offered, tokenize=False, **options)
-                except (jinja2.TemplateError, TypeError) as error:
-                    refused[index] = f"the chat template refuses it: {error}"
-            continue
-        for index, text in zip(indices, rendered, strict=True):
-            texts[index] = text
-    return texts, refused
-
-
-def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of every rendered text, without special tokens around it."""
-    starts = range(0, len(texts), _AT_ONCE)
-    return [ids for start in starts for ids in token_ids(tokenizer, texts[start : start + _AT_ONCE])]
-
-
-def calls_problem(messages: Sequence[ChatMessage], text: str) -> str:
-    """That a rendered text lacks calls of its messages; else ""."""
-    names = dropped_calls(messages, unmarked(text))
-    return f"the chat template does not show the calls in `tool_calls`: {', '.join(names)}" if names else ""
-
-
-def prompt_ids(
-    messages: Sequence[ChatMessage], tools: Offered, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]
-) -> list[int]:
-    """Token ids of one conversation up to the model's next turn. kwargs: of the chat template.
-
-    Raises ValueError when the template refuses it, or leaves its tool calls out.
-    """
-    (text,), refused = render([messages], [tools], tokenizer, {"add_generation_prompt": True, **kwargs})
-    if refused:
-        raise ValueError(refused[0])
-    if hidden := calls_problem(messages, text):
-        raise ValueError(hidden)
-    return encode([text], tokenizer)[0]

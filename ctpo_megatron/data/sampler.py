@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class PromptStream(ABC):
         return found
 
     def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:  # noqa: B027 - most streams learn nothing
-        """Take in the rewards of a batch that was trained on, by the prompt's id."""
+        """Take in the rewards of a batch that the trainer gets, by the prompt's id."""
 
     def metrics(self) -> dict[str, float]:
         """Of the position, by name."""

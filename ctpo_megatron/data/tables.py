@@ -170,15 +170,12 @@ def _lacks(
 ) -> bool:
     missing = [column for column in required if column not in table.columns]
     if missing:
-        known = ", ".join(table.columns) or f"none, since a row is no object; write each as {_object(required)}"
+        wanted = ", ".join(f'"{name}": ...' for name in required)
+        known = ", ".join(table.columns) or f"none, since a row is no object; write each as {{{wanted}}}"
         names = f"column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
         advice = _advice(file, table, required, optional, problems, advise) or _near(missing, table.columns)
         problems.general(f"{file}: no {names}; the columns are {known}{advice}")
     return bool(missing)
-
-
-def _object(names: Sequence[str]) -> str:
-    return "{" + ", ".join(f'"{name}": ...' for name in names) + "}"
 
 
 def _near(missing: Sequence[str], columns: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Trajectory: the append-only record of one episode, with its tool calls."""
+"""Trajectory: the append-only record of one episode. Group: a prompt with its trajectories. Batch: a step takes one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ctpo_megatron.data.records import NoVerdict, Prompt, ToolCall
 from ctpo_megatron.data.tokens import NO_COLUMNS, Column, filled, joined, records
-from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.data.verdict import NoVerdict
 
 FinishReason = Literal["answer", "length", "max_turns", "tool_budget"]
 """Why an episode ended: an answer without a call, or a limit of tokens, turns or tool use."""
@@ -227,3 +226,79 @@ _WHERE_KNOWN = ("turn_rewards", "scored_at")
 _APART = ("tokens", "no_verdict", "sequence_starts", "tool_calls", *_WHERE_KNOWN)
 _ALWAYS = [each.name for each in fields(Trajectory) if each.name not in _APART]
 _OF_CALL, _OF_NO_VERDICT = ([each.name for each in fields(kind)] for kind in (ToolCall, NoVerdict))
+
+
+@dataclass(slots=True)
+class Group:
+    """All trajectories of one prompt: sampled, scored and trained on as a whole, never in part.
+
+    dropped: whether a batch leaves it out of training (`rollout.uniform_groups`).
+    """
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+    dropped: bool = False
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """Rewards in sample order, None without a verdict; raises ValueError when a trajectory was not scored."""
+        missing = [t.sample_index for t in self.trajectories if t.reward is None and t.no_verdict is None]
+        if missing:
+            raise ValueError(f"group {self.prompt.id}: samples {missing} have no reward")
+        return [None if t.reward is None else float(t.reward) for t in self.trajectories]
+
+    @property
+    def verdicts(self) -> list[float]:
+        """The rewards of the trajectories that were judged, in sample order; raises ValueError as `rewards`."""
+        return [reward for reward in self.rewards if reward is not None]
+
+    @property
+    def returns(self) -> list[list[float] | None]:
+        """Returns to go of the turns of each trajectory, None without a verdict; raises ValueError as `rewards`."""
+        return [
+            None if reward is None else trajectory.returns
+            for reward, trajectory in zip(self.rewards, self.trajectories, strict=True)
+        ]
+
+    def is_mixed(self, *, by_turn: bool) -> bool:
+        """Whether anything can be learned from it: the rewards of two trajectories differ.
+
+        by_turn: or what they earned from any turn on. One that ended before that turn earned 0 from there on.
+        """
+        if not by_turn or self.unjudged:
+            return len(set(self.verdicts)) > 1
+        columns = itertools.zip_longest(*(returns for returns in self.returns if returns is not None), fillvalue=0.0)
+        return any(len(set(column)) > 1 for column in columns)
+
+    @property
+    def unjudged(self) -> bool:
+        """Whether verdicts are missing, and no two trajectories are left to compare."""
+        return len(self.verdicts) < min(2, len(self.trajectories))
+
+
+@dataclass(slots=True)
+class Batch:
+    """The input of one training step, as `Rollouts` delivers it.
+
+    groups: complete and scored, in the order of sampling, dropped ones included; empty on ranks other than zero, which
+    receive the tokens they train on as arrays. metrics: of sampling and scoring. weight_versions: the versions that
+    sampled the tokens to train on, ascending.
+    """
+
+    groups: list[Group]
+    metrics: dict[str, float] = field(default_factory=dict)
+    weight_versions: tuple[int, ...] = ()
+
+    @property
+    def trained(self) -> list[Group]:
+        """The groups that are trained on, in the order of sampling."""
+        return [group for group in self.groups if not group.dropped]
+
+    def is_of(self, version: int) -> bool:
+        """Whether these weights alone sampled the whole batch."""
+        return self.weight_versions == (version,)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The trajectories that are trained on, group by group in sample order."""
+        return [trajectory for group in self.trained for trajectory in group.trajectories]

@@ -1,48 +1,42 @@
-"""The rollout engine: vLLM's AsyncLLM in a Ray actor, which also runs the episodes of whole groups."""
+"""The rollout engine: vLLM's AsyncLLM in a Ray actor, which also runs the episodes of whole groups.
+
+It is made from an `EngineSpec`, and runs one `GroupTask` at a call. Its errors tell the pool what became of the group.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import logging
+import logging.config
 import os
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from ctpo_megatron.base.extensions import activate, contain_tasks, shown
+from ctpo_megatron.base.extensions import activate, shown
+from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.base.stop import end_with
 from ctpo_megatron.base.text import say
-from ctpo_megatron.config import engine_count
+from ctpo_megatron.config import Device, Transport, engine_count, spec_for
+from ctpo_megatron.config.schema import Config
+from ctpo_megatron.data.records import Prompt, ToolCall
 from ctpo_megatron.data.tokens import ROUTER_CHOICES
-from ctpo_megatron.data.tool_call import ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines.setup import engine_setup, leave_out_expected
-from ctpo_megatron.engines.tasks import (
-    CORE_SHUTDOWN_S,
-    INITIAL_VERSION,
-    EngineDied,
-    EngineSeat,
-    EngineSpec,
-    GroupFailed,
-    GroupOutcome,
-    GroupTask,
-    Sampling,
-    UpdateReport,
-)
-from ctpo_megatron.engines.weights import EngineFacts, init_request, update_request
+from ctpo_megatron.engines.setup import LOGGING_CONFIG, engine_setup
 from ctpo_megatron.environments import (
     Episode,
     MessageTemplate,
     ModelTurn,
+    Sampling,
     TokenizerError,
     ToolUnavailable,
     different_ids,
@@ -55,6 +49,99 @@ from ctpo_megatron.environments import (
     trajectory_seed,
     use_chat_template,
 )
+from ctpo_megatron.plan import CpuCache, free_memory
+
+if TYPE_CHECKING:
+    from ctpo_megatron.engines.weights import EngineFacts
+    from ctpo_megatron.engines.weights.checksums import Sums
+
+log = logging.getLogger(__name__)
+
+CORE_SHUTDOWN_S = 2.0
+"""For the current step of an engine core and the release of its model."""
+INITIAL_VERSION = 0
+"""Version of the weights an engine loads from its model directory, before the first update."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What every engine of a pool is made from.
+
+    sandbox_url: None: the sandbox of the engine's own node. log_dir: folder of logs; a node that does not see it writes
+    them elsewhere. driver: the process that engines of a private Ray end with; None: Ray is a cluster's. folder: the
+    trainer's, to which paths are relative.
+    """
+
+    config: Config
+    sandbox_url: str | None
+    log_dir: Path
+    device: Device = "cpu"
+    transport: Transport = "tcp"
+    driver: int | None = None
+    folder: Path = field(default_factory=Path.cwd)
+
+    @property
+    def model_path(self) -> str:
+        """Hugging Face directory, absolute."""
+        return str(Path(self.config.model.path).absolute())
+
+    @property
+    def resources(self) -> dict[str, int]:
+        """What Ray sets aside for one engine."""
+        engine = self.config.rollout.engine
+        if self.device == "cuda":
+            return {"CPU": 1, "GPU": engine.tensor_parallel_size}
+        return {"CPU": engine.threads, "GPU": 0}
+
+    def with_cache(self) -> EngineSpec:
+        """With the size of an engine's KV cache on this CPU, which is logged, where it is not configured."""
+        if self.device != "cpu" or self.config.rollout.engine.kv_cache_mb is not None:
+            return self
+        cache = CpuCache.of(self.config, spec_for(self.config), free_memory())
+        log.info("engines: a KV cache of %d MiB each (rollout.engine.kv_cache_mb; %s)", cache.mb, cache)
+        engine = self.config.rollout.engine.model_copy(update={"kv_cache_mb": cache.mb})
+        rollout = self.config.rollout.model_copy(update={"engine": engine})
+        return replace(self, config=self.config.model_copy(update={"rollout": rollout}))
+
+    def log_path(self, index: int) -> Path:
+        """The log of engine number `index`."""
+        return LogPaths(self.log_dir).engine(index)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTask:
+    """One prompt to be sampled once for each index in `samples`. occurrence: as in `trajectory_seed`."""
+
+    prompt: Prompt
+    step: int
+    samples: tuple[int, ...]
+    sampling: Sampling
+    occurrence: int = 0
+
+
+class EngineError(RuntimeError):
+    """The engines cannot continue; the message names the engine, the cause and where to look."""
+
+
+class EngineDied(RuntimeError):
+    """The engine core behind a living actor is gone; the actor is of no further use.
+
+    Ours, as the trainer would import all of vLLM to unpickle vLLM's own exception.
+    """
+
+
+class GroupFailed(RuntimeError):
+    """A group was not sampled; the message is why. An exception of users' code itself does not reach the trainer.
+
+    There its methods would run, and it may not be loadable.
+    """
+
+    lost_calls: Sequence[str] = ()
+    """The statuses of the tool calls that were made in vain."""
+
+
+class GroupLost(GroupFailed):
+    """Another attempt would fail as well."""
 
 
 class RolloutEngine:
@@ -64,7 +151,9 @@ class RolloutEngine:
         """address: of this node, where the engine is no actor; None: Ray tells it."""
         self._log = _log_path_here(spec, index)
         _redirect_output(self._log)
-        leave_out_expected()
+        if spec.folder.is_dir():
+            os.chdir(spec.folder)
+        _leave_out_expected()
         if spec.driver is not None:  # Ray ends its workers by a raylet that may be gone
             end_with(spec.driver)
         self._setup = engine_setup(spec.device)
@@ -74,20 +163,15 @@ class RolloutEngine:
         self._index, self._spec, self._config, self._address = index, spec, spec.config, address
         self._requests = 0
         self._version, self._updated = INITIAL_VERSION, asyncio.Condition()
-        self._asleep = False
-
-    async def seat(self) -> EngineSeat:
-        """Where this engine is; answers before the model loads."""
-        return EngineSeat(_node_address(), str(self._log))
+        self._asleep = self._traced = False
 
     async def start(self) -> EngineFacts:
         """Load users' extensions, the model and the tokenizer. Returns what a transport needs."""
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
 
-        from ctpo_megatron.engines.weights import receiver
+        from ctpo_megatron.engines.weights import EngineFacts, receiver
 
-        contain_tasks(asyncio.get_running_loop())
         activate(self._config.extensions.path or ())  # first: tools and environment may be the user's
         self._tools = make_toolbox(
             self._config.rollout,
@@ -108,22 +192,26 @@ class RolloutEngine:
         self._limits = episode_limits(self._config.rollout, self._config.data)
         gc.collect()
         gc.freeze()  # imported modules are many and permanent: full collections would cost more than the episodes
-        workers = self._config.rollout.engine.tensor_parallel_size
-        address = self._address or _node_address()
-        return EngineFacts(self._llm.model_config.dtype, address, self._spec.transport, workers)
+        return EngineFacts(
+            dtype=self._llm.model_config.dtype,
+            address=self._address or _node_address(),
+            transport=self._spec.transport,
+            workers=self._config.rollout.engine.tensor_parallel_size,
+            log=str(self._log),
+        )
 
     async def ping(self) -> str:
         """The current weight version, as the engine core reports it."""
         return str(await self._llm.get_weight_version())
 
-    async def run_group(self, task: GroupTask) -> GroupOutcome:
+    async def run_group(self, task: GroupTask, version: int = INITIAL_VERSION) -> list[Trajectory]:
         """Generate all samples of one prompt concurrently; when an episode fails, the others are cancelled.
 
-        Waits until this engine has the weights of the task; the pool may cancel the group or replace the engine.
+        version: of the weights that this engine is to take before. Raises EngineDied, and GroupFailed.
         """
         # Calls of an actor run concurrently: a group may begin before the update that was called earlier has ended.
         async with self._updated:
-            await self._updated.wait_for(lambda: self._version >= task.version)
+            await self._updated.wait_for(lambda: self._version >= version)
         run_seed, prompt_id = self._config.run.seed, task.prompt.id
         trajectories = [
             Trajectory(prompt_id, i, trajectory_seed(run_seed, task.step, prompt_id, i, task.occurrence))
@@ -142,66 +230,56 @@ class RolloutEngine:
             failures = [error for error in errors.exceptions if isinstance(error, ToolUnavailable)]
             if len(failures) != len(errors.exceptions):
                 raise _root_error(errors) from None
-            calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
-            return GroupOutcome(None, str(failures[0]), calls)
-        return GroupOutcome(trajectories)
-
-    async def update_weights(self, message: dict[str, Any], version: int) -> UpdateReport:
-        """Load the weights of a transport's message, drop the prefix cache and set the weight version to `version`.
-
-        Requests in flight are paused, and continue with the new weights; their keys and values are computed again.
-        They are resumed after a failure as well: vLLM's engine then dies of layers without weights, and its requests
-        with it, so that no caller waits for them. An engine that sleeps has no requests.
-        """
-        began = time.monotonic()
-        try:
-            await self.start_weight_update()
-            await self.receive_weights(message)
-            report = await self.finish_weight_update(version)
-            return replace(report, seconds=time.monotonic() - began)
-        finally:
-            await self._resume()
+            failed = GroupFailed(str(failures[0]))
+            failed.lost_calls = [call.status for trajectory in trajectories for call in trajectory.tool_calls]
+            raise failed from None
+        return trajectories
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
         """Connect to the trainer's side of one of vLLM's own transports."""
+        from ctpo_megatron.engines.weights.receiver import init_request
+
         await self._llm.init_weight_transfer_engine(init_request(info))
 
     async def start_weight_update(self) -> None:
-        """Pause requests, and make the parameters loadable."""
-        if not self._asleep:
+        """Pause requests, drop the prefix cache, and make the parameters loadable. The pool ends an engine that fails.
+
+        Requests in flight continue with the new weights; their keys and values are computed again.
+        """
+        if not self._asleep:  # else it has no requests
             await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
 
     async def receive_weights(self, message: dict[str, Any]) -> None:
         """Load the tensors that a message describes: all of the model or some."""
+        from ctpo_megatron.engines.weights.receiver import update_request
+
         await self._llm.update_weights(update_request(message))
 
-    async def finish_weight_update(self, version: int) -> UpdateReport:
-        """Switch to the new weights, and resume requests; returns what has arrived."""
+    async def finish_weight_update(self, version: int) -> list[Sums]:
+        """Switch to the new weights, and resume requests; returns the sums of what each worker has received."""
         try:
             await self._llm.finish_weight_update(weight_version=str(version))
             sums = await self._llm.collective_rpc("ctpo_sums")
-            taken = await self.ping()  # once requests resume it would wait for a step that fills all caches
         finally:
-            await self._resume()
+            if not self._asleep and await self._llm.is_paused():
+                await self._llm.resume_generation()
         async with self._updated:
             self._version = version
             self._updated.notify_all()
         # A tuple is a list when it comes from another process.
-        return UpdateReport(taken, [{name: (size, total) for name, (size, total) in worker.items()} for worker in sums])
-
-    async def _resume(self) -> None:
-        """Resume the requests that an update paused, if it did."""
-        if not self._asleep and await self._llm.is_paused():
-            await self._llm.resume_generation()
+        return [{name: (size, total) for name, (size, total) in worker.items()} for worker in sums]
 
     async def start_profile(self, step: str) -> None:
         """Record the steps of the engine, until `stop_profile`. step: its files begin with it."""
         await self._llm.start_profile(profile_prefix=f"{step}_engine_{self._index}")
+        self._traced = True
 
     async def stop_profile(self) -> None:
-        """Write what was recorded, one file for each of its workers."""
-        await self._llm.stop_profile()
+        """Write what was recorded, if anything was, one file for each of its workers."""
+        if self._traced:
+            self._traced = False
+            await self._llm.stop_profile()
 
     async def sleep(self, level: int) -> None:
         """Release GPU memory. Level 1 keeps the weights in host memory, 2 discards them. Requests are aborted."""
@@ -218,7 +296,9 @@ class RolloutEngine:
 
     def _make_codec(self, of_vllm: Any) -> MessageTemplate:
         tokenizer = read_tokenizer(self._spec.model_path)
-        if self._tools.stop and (difference := different_ids(tokenizer, of_vllm)):  # vLLM looks for stop strings
+        if (self._tools.stop or self._config.rollout.stop) and (
+            difference := different_ids(tokenizer, of_vllm)
+        ):  # vLLM looks for stop strings
             raise TokenizerError(f"{self._spec.model_path}: {difference}")
         use_chat_template(tokenizer, self._config.model)
         stops = stop_token_ids(tokenizer, self._spec.model_path)
@@ -265,8 +345,7 @@ class RolloutEngine:
                 last = output
             if last is None or last.outputs[0].finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"the engine ended a request with {last and last.outputs[0].finish_reason!r}")
-            made = _model_turn(last.outputs[0])
-            return replace(made, computed=_router_choices(last.outputs[0])) if replay else made
+            return _model_turn(last.outputs[0], replay=replay)
 
         return generate
 
@@ -285,6 +364,28 @@ def _redirect_output(path: Path) -> None:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
+
+
+class Expected(logging.Filter):
+    """Passes every record but those that begin as one of `messages`, whose values say why each is expected."""
+
+    def __init__(self, messages: Mapping[str, str]) -> None:
+        super().__init__()
+        self._beginnings = tuple(messages)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self._beginnings)
+
+
+def _leave_out_expected() -> None:
+    """Keep messages that would look like failures out of this process's log, before vLLM is imported.
+
+    vLLM itself reads `LOGGING_CONFIG` only when an engine is made.
+    """
+    settings = json.loads(LOGGING_CONFIG.read_text(encoding="utf-8"))
+    messages = settings["filters"]["expected"]["messages"]
+    print(f"# {len(messages)} kinds of messages are expected and left out: ctpo_megatron/engines/{LOGGING_CONFIG.name}")
+    logging.config.dictConfig(settings)
 
 
 @contextmanager
@@ -317,17 +418,15 @@ def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return GroupFailed(shown(error))
 
 
-def _router_choices(output: Any) -> dict[str, NDArray[Any]]:
-    """`[n, layers, choices]`: the experts of the tokens from `routed_experts_prompt_start` to the last but one."""
-    if output.routed_experts is None:
-        raise RuntimeError("the engine reported no experts: policy.router_replay needs a mixture of experts")
-    return {ROUTER_CHOICES: output.routed_experts}
+def _model_turn(output: Any, *, replay: bool) -> ModelTurn:
+    """What vLLM has sampled. replay: with experts `[n, layers, choices]`, from the prompt's start to the last but one.
 
-
-def _model_turn(output: Any) -> ModelTurn:
-    token_ids = list(output.token_ids)
-    log_probs = list(output.logprobs.logprobs)
+    Raises RuntimeError where the model has no experts.
+    """
     versions: list[int] = []  # vLLM reports spans of tokens; we keep one version a token
     for span in output.weight_versions:
         versions += [int(span.version)] * (span.end - span.start)
-    return ModelTurn(token_ids, log_probs, versions)
+    if replay and output.routed_experts is None:
+        raise RuntimeError("the engine reported no experts: policy.router_replay needs a mixture of experts")
+    computed = {ROUTER_CHOICES: output.routed_experts} if replay else {}
+    return ModelTurn(list(output.token_ids), list(output.logprobs.logprobs), versions, computed=computed)

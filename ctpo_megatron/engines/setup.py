@@ -1,16 +1,12 @@
-"""How an engine is made: variables, log, arguments and the call of vLLM. Only `engine_setup` tells CPUs from GPUs."""
+"""How an engine is made: variables, arguments and the call of vLLM. Only `engine_setup` tells CPUs from GPUs."""
 
 from __future__ import annotations
 
-import json
-import logging
-import logging.config
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import Device, EngineConfig, RolloutConfig
+from ctpo_megatron.config import Device, EngineConfig
 from ctpo_megatron.config.schema import Config, RunConfig
 
 if TYPE_CHECKING:
@@ -18,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
 
 LOGGING_CONFIG = Path(__file__).with_name("vllm_logging.json")
-"""`VLLM_LOGGING_CONFIG_PATH` of engines: the filter below, and what it leaves out, in each process of vLLM."""
+"""`VLLM_LOGGING_CONFIG_PATH` of engines: the filter `Expected`, and what it leaves out, in each process of vLLM."""
 TRACED_STEPS = 256
 """Steps of an engine in a trace, the first since its beginning: a whole rollout has thousands."""
 
@@ -38,13 +34,12 @@ class EngineSetup:
 
     def arguments(self, config: Config, model_path: str) -> dict[str, Any]:
         """Keyword arguments of vLLM's AsyncEngineArgs. Raises ValueError when the device needs a missing setting."""
-        engine, colocated = config.rollout.engine, config.placement.mode == "colocated"
+        engine = config.rollout.engine
         arguments: dict[str, Any] = {
             "model": model_path,
             "dtype": config.engine_dtype,  # never vLLM's `auto`, which makes float32 models bfloat16
             "seed": config.run.seed,
             "max_model_len": engine.max_model_len,
-            "max_num_seqs": self.sequences(config.rollout),
             "scheduling_policy": "priority",  # by step: the trainer waits for the earliest one
             "tensor_parallel_size": engine.tensor_parallel_size,
             "distributed_executor_backend": "uni" if engine.tensor_parallel_size == 1 else "mp",
@@ -61,29 +56,21 @@ class EngineSetup:
             arguments["block_size"] = engine.block_size
         if config.run.profile_steps:
             arguments["profiler_config"] = _profiler(config.run)
-        if config.policy.router_replay:
-            arguments |= self.router_arguments()
-        return arguments | self.device_arguments(engine, colocated) | engine.extra  # what the user sets comes last
+        return arguments | self.device_arguments(config) | engine.extra  # what the user sets comes last
 
-    def device_arguments(self, engine: EngineConfig, colocated: bool) -> dict[str, Any]:
-        """Arguments that depend on the device. Raises ValueError as `arguments` does.
-
-        colocated: on the trainer's GPUs.
-        """
-        return {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": colocated}
-
-    def router_arguments(self) -> dict[str, Any]:
-        """Arguments by which outputs have `routed_experts`. vLLM's model runner v2 alone has them."""
-        return {"enable_return_routed_experts": True}
-
-    def sequences(self, rollout: RolloutConfig) -> int:
-        """Return how many sequences an engine decodes at once."""
-        return rollout.engine.max_num_seqs
+    def device_arguments(self, config: Config) -> dict[str, Any]:
+        """Arguments that depend on the device. Raises ValueError as `arguments` does."""
+        return {
+            "max_num_seqs": config.rollout.engine.max_num_seqs,
+            "gpu_memory_utilization": config.rollout.engine.gpu_memory_utilization,
+            "enable_sleep_mode": config.placement.mode == "colocated",
+            "enable_return_routed_experts": config.policy.router_replay,  # vLLM's model runner v2 alone has them
+        }
 
     def make(self, arguments: AsyncEngineArgs, engine: EngineConfig, *, router_choices: bool = False) -> AsyncLLMEngine:
         """The engine; it loads the model. Raises what vLLM raises.
 
-        router_choices: outputs have `routed_experts`. On a GPU `router_arguments` see to that.
+        router_choices: outputs have `routed_experts`. On a GPU `device_arguments` see to that.
         """
         from vllm.engine.async_llm_engine import AsyncLLMEngine
 
@@ -91,7 +78,7 @@ class EngineSetup:
 
 
 def _profiler(run: RunConfig) -> dict[str, Any]:
-    """vLLM's `profiler_config` of engines that are traced (`traces.py`), which write into the run directory."""
+    """vLLM's `profiler_config` of engines that are traced, which write into the run directory."""
     return {
         "profiler": "torch",
         "torch_profiler_dir": str(RunPaths(run.directory).profile),
@@ -109,25 +96,3 @@ def engine_setup(device: Device) -> EngineSetup:
 
         return CpuSetup()
     return EngineSetup()
-
-
-class Expected(logging.Filter):
-    """Passes every record but those that begin as one of `messages`, whose values say why each is expected."""
-
-    def __init__(self, messages: Mapping[str, str]) -> None:
-        super().__init__()
-        self._beginnings = tuple(messages)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(self._beginnings)
-
-
-def leave_out_expected() -> None:
-    """Keep messages that would look like failures out of this process's log, before vLLM is imported.
-
-    vLLM itself reads `LOGGING_CONFIG` only when an engine is made.
-    """
-    settings = json.loads(LOGGING_CONFIG.read_text(encoding="utf-8"))
-    messages = settings["filters"]["expected"]["messages"]
-    print(f"# {len(messages)} kinds of messages are expected and left out: ctpo_megatron/engines/{LOGGING_CONFIG.name}")
-    logging.config.dictConfig(settings)

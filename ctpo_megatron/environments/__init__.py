@@ -33,7 +33,6 @@ from ctpo_megatron.environments.factory import (
     make_parser,
     make_toolbox,
     names_a_server,
-    needs_sandbox,
     node_sandbox_url,
     offered_schemas,
     open_sandbox,
@@ -44,8 +43,8 @@ from ctpo_megatron.environments.factory import (
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.parsers.fenced import FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
-from ctpo_megatron.environments.parsers.thinking import THINK_CLOSE, left_open
 from ctpo_megatron.environments.protocol import (
+    THINK_CLOSE,
     Environment,
     Message,
     ParseError,
@@ -56,15 +55,14 @@ from ctpo_megatron.environments.protocol import (
     ToolParser,
     ToolResult,
     ToolUnavailable,
+    left_open,
 )
 from ctpo_megatron.environments.python_tool import PythonTool
 from ctpo_megatron.environments.template import MessageTemplate, end_tokens, stop_token_ids
 from ctpo_megatron.environments.tokenizer import (
-    READER_FIX,
     TokenizerError,
     check_chat_template,
     decoder,
-    difference_of,
     different_ids,
     exported_chat_template,
     read_tokenizer,

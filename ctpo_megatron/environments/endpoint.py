@@ -10,9 +10,9 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -150,7 +150,8 @@ class EndpointEnvironment:
             rule = RequestRule(("GET", "POST"), is_loopback, advice="use the agent's base_url")
             limits = {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
             settings = configured(Guard(app, rule, MAX_BODY), MOST_CONNECTIONS, log_level="warning", **limits)
-            self._server, self._listener = _QuietServer(settings), listen(HOST, 0)
+            # An engine's event loop is not in the main thread, so that uvicorn leaves signals alone.
+            self._server, self._listener = uvicorn.Server(settings), listen(HOST, 0)
             self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         return self._serving
 
@@ -388,14 +389,6 @@ async def _disconnected(receive: Receive) -> None:
     """Returns when the client has closed the connection, after its whole body was received."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class _QuietServer(uvicorn.Server):
-    """Leaves the signals of the process alone."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:

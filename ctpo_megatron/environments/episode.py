@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from ctpo_megatron.base.extensions import called
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.environments.parsers.thinking import left_open
-from ctpo_megatron.environments.protocol import Environment, Message, ToolCallRequest, ToolUnavailable
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.environments.protocol import Environment, Message, ToolCallRequest, ToolUnavailable, left_open
 from ctpo_megatron.environments.toolbox import Toolbox, well_formed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ctpo_megatron.data.tool_call import ToolCall
+    from ctpo_megatron.data.records import ToolCall
     from ctpo_megatron.data.trajectory import FinishReason, Trajectory
     from ctpo_megatron.environments.template import MessageTemplate
 
@@ -54,7 +53,7 @@ class GenerateTurn(Protocol):
     """An engine as the episode sees it: exact token ids in, sampled tokens out.
 
     start: how many of the tokens have their `computed` columns from an earlier call. stop: further texts behind which
-    sampling ends, given only where an agent asks for any.
+    sampling ends, given only where there are any: of `rollout.stop`, and what an agent asks for.
     """
 
     def __call__(
@@ -76,7 +75,7 @@ class EpisodeLimits:
     """What bounds an episode, in tokens unless named otherwise. max_tool_s: seconds; None: no limit.
 
     max_prompt_tokens: with `max_response_tokens` what one sequence may have; None: `max_model_len` alone bounds it.
-    sampling: the distribution that the engine samples from, whatever an agent asks for.
+    sampling: the distribution that the engine samples from, whatever an agent asks for. stop: texts that end a turn.
     """
 
     max_turns: int
@@ -87,6 +86,7 @@ class EpisodeLimits:
     max_tool_s: float | None = None
     max_prompt_tokens: int | None = None
     sampling: Sampling = Sampling()
+    stop: Sequence[str] = ()
 
     def end(self, prompt: int) -> int:
         """How many tokens a sequence may have whose prompt has `prompt` of them."""
@@ -245,7 +245,7 @@ class Episode:
         return turn
 
     async def _sample(self, sequence: LiveSequence, number: int, limit: int | None, stop: Sequence[str]) -> Turn:
-        record = sequence.record
+        record, stop = sequence.record, (*self.limits.stop, *stop)
         budgets = (sequence.end - len(record), self.limits.max_turn_tokens, limit)
         max_tokens = min(budget for budget in budgets if budget is not None)
         opened = left_open(self.codec.decode(record.token_ids[-_TAG_TOKENS:]))

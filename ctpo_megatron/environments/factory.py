@@ -42,6 +42,7 @@ def episode_limits(rollout: RolloutConfig, data: DataConfig) -> EpisodeLimits:
         max_tool_calls=rollout.max_tool_calls,
         max_tool_s=rollout.max_tool_s,
         max_prompt_tokens=data.max_prompt_tokens,
+        stop=rollout.stop,
     )
 
 
@@ -74,11 +75,6 @@ def make_environment(rollout: RolloutConfig, data: DataConfig) -> Environment:
         return EndpointEnvironment(rollout.endpoint, offered_schemas(data, rollout))
     environment: Environment = _made("environment", rollout.environment)
     return environment
-
-
-def needs_sandbox(rollout: RolloutConfig) -> bool:
-    """Whether a configured tool runs programs in the sandbox."""
-    return any(tool.name == "python" for tool in rollout.tools)
 
 
 def names_a_server() -> bool:

@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,15 +35,13 @@ def chat_tokenizer(model: ModelConfig, offered: Sequence[Schema]) -> PreTrainedT
     return tokenizer
 
 
-def training_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, began: datetime | None = None
-) -> PromptSet:
+def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, **reading: Any) -> PromptSet:
     """The prompts of `data.train`, and the rows that `data.overlong` and `data.unverifiable` leave out.
 
-    began: the date that a chat template writes; None: now.
+    reading: `limit`, `began` and `hub` of `RowRules`.
     """
     data = config.data
-    found = read_prompts(data.train_files, tokenizer, _rules(config, overlong=data.overlong, limit=limit, began=began))
+    found = read_prompts(data.train_files, tokenizer, _rules(config, overlong=data.overlong, **reading))
     found.exclude(_ground_truths(found, config.reward), "data.unverifiable", data.unverifiable)
     if not found.prompts and not found.problems.lines:
         found.problems.general(f"every prompt was left out; the first: {found.left_out[0].reason}")
@@ -55,15 +52,13 @@ def training_prompts(
     return found
 
 
-def held_out_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, began: datetime | None = None
-) -> PromptSet:
+def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, **reading: Any) -> PromptSet:
     """All prompts of `data.eval`: without some of its rows it would be another benchmark.
 
-    If `data.unverifiable` is `drop`, prompts that no answer can match are kept, score 0, and are logged. began:
-    the date that a chat template writes; None: now.
+    If `data.unverifiable` is `drop`, prompts that no answer can match are kept, score 0, and are logged. reading: as of
+    `training_prompts`.
     """
-    found = read_prompts(config.data.eval, tokenizer, _rules(config, held_out=True, limit=limit, began=began))
+    found = read_prompts(config.data.eval, tokenizer, _rules(config, held_out=True, **reading))
     cells = _ground_truths(found, config.reward)
     if config.data.unverifiable == "refuse":
         found.exclude(cells, "data.unverifiable")

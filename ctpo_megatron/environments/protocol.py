@@ -1,4 +1,7 @@
-"""Protocols that users can implement: a tool, the parser of its calls, and the environment of an episode."""
+"""Protocols that users can implement: a tool, the parser of its calls, and the environment of an episode.
+
+A parser reads a turn `without_thinking`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.tool_call import ToolCall
+    from ctpo_megatron.data.records import ToolCall
     from ctpo_megatron.environments.episode import Episode
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+"""The tags around a model's thinking."""
 
 Schema = Mapping[str, Any]
 """An OpenAI function schema, as chat templates expect it in `tools=[...]`."""
@@ -107,3 +113,16 @@ class Environment(Protocol):
     async def run(self, episode: Episode) -> None:
         """Run `episode` to its end (`episode.finish`). Raises ToolUnavailable to have the group sampled again."""
         ...
+
+
+def left_open(context: str) -> str:
+    """The `<think>` tag that a prompt ends with; "" without one."""
+    return THINK_OPEN if context.rstrip().endswith(THINK_OPEN) else ""
+
+
+def without_thinking(text: str) -> str:
+    """The part of a model turn that is parsed for tool calls: all but thinking at its beginning.
+
+    Unfinished thinking is the whole turn.
+    """
+    return text.partition(THINK_CLOSE)[2] if text.lstrip().startswith(THINK_OPEN) else text

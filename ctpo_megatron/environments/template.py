@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.data import ChatMessage, marked, marked_messages, special_tokens, token_ids
+from ctpo_megatron.data import (
+    ChatMessage,
+    calls_problem,
+    marked,
+    marked_messages,
+    render,
+    special_tokens,
+    token_ids,
+)
 from ctpo_megatron.environments.protocol import Message, Schema
-from ctpo_megatron.environments.tokenizer import TokenizerError
+from ctpo_megatron.environments.tokenizer import TokenizerError, decode_of
 from ctpo_megatron.environments.toolbox import well_formed
 
 _ASSISTANT = "ASSISTANTPROBE"
@@ -68,7 +76,7 @@ class MessageTemplate:
         stop_ids: Sequence[int] = (),
         schemas: Sequence[Schema] = (),
     ) -> None:
-        self._tokenizer, self._kwargs = tokenizer, chat_template_kwargs or {}
+        self._tokenizer, self._kwargs, self._decode = tokenizer, chat_template_kwargs or {}, decode_of(tokenizer)
         # Some templates render a tool answer only with the schemas.
         self._offers = [[dict(schema) for schema in schemas], None] if schemas else [None]
         self._any_tool = str(schemas[0]["function"]["name"]) if schemas else ""
@@ -79,7 +87,7 @@ class MessageTemplate:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens, special tokens included."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        return self._decode(list(token_ids))
 
     def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
         """Token ids of the messages, without the end token before them or with it; the template's special tokens are
@@ -101,12 +109,11 @@ class MessageTemplate:
 
         Raises TokenizerError when the template refuses it, or leaves its tool calls out.
         """
-        from ctpo_megatron.data import prompt_ids  # needs pyarrow, which a dry run without data does not load
-
-        try:
-            return prompt_ids(messages, [dict(tool) for tool in tools] or None, self._tokenizer, self._kwargs)
-        except ValueError as error:
-            raise TokenizerError(str(error)) from error
+        offered, options = [dict(tool) for tool in tools] or None, {"add_generation_prompt": True, **self._kwargs}
+        (text,), refused = render([messages], [offered], self._tokenizer, options)
+        if problem := refused.get(0) or calls_problem(messages, text):
+            raise TokenizerError(problem)
+        return token_ids(self._tokenizer, [text])[0]
 
     def check_end(self) -> None:
         """Raises TokenizerError when no end token closes an assistant's message, so that no turn would ever end."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PROBE = 'Find  x:\n  f(12, 3.5) != "a b", x_1 = -7 \\frac{1}{2} <tool_call>\n{"n": 1}\n\tend.'
 """Digits, blanks, line ends and signs, by which readers of a tokenizer differ."""
-READER_FIX = 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'
+_READER_FIX = 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'
 """What has every program read a tokenizer as we do."""
 
 
@@ -47,38 +47,27 @@ def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
 
 
 def decoder(model_path: str) -> Callable[[Sequence[int]], str]:
-    """Return what makes text of token ids, special tokens kept; the tokenizer is read when it is first needed."""
-
-    @cache
-    def read() -> Callable[[Sequence[int]], str]:
-        tokenizer = read_tokenizer(model_path)
-        fast = getattr(tokenizer, "backend_tokenizer", None)
-        if fast is None or tokenizer.clean_up_tokenization_spaces:
-            return tokenizer.decode  # type: ignore[no-any-return]
-        return partial(fast.decode, skip_special_tokens=False)  # the same without a look at every id
-
+    """Return `decode_of` the tokenizer of a directory, which is read when it is first needed."""
+    read = cache(lambda: decode_of(read_tokenizer(model_path)))
     return lambda token_ids: read()(token_ids)
+
+
+def decode_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Return what makes text of token ids, special tokens kept: the library's own call where it gives the same."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None or tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.decode  # type: ignore[no-any-return]
+    return partial(fast.decode, skip_special_tokens=False)  # without a look at every id
 
 
 def different_ids(ours: PreTrainedTokenizerBase, other: Any) -> str:
     """Where another reader of the same directory gives other ids or another text than ours, with advice, or ""."""
-
-    def read(text: str, ids: list[int]) -> tuple[list[int], str]:
-        return other(text, add_special_tokens=False)["input_ids"], other.decode(ids)
-
-    return difference_of(ours, type(other).__name__, read)
-
-
-def difference_of(
-    ours: PreTrainedTokenizerBase, name: str, read: Callable[[str, list[int]], tuple[list[int], str]]
-) -> str:
-    """`different_ids` of a reader by its name and what it answers: the ids of a text, and the text of other ids."""
-    ids: list[int] = ours(_PROBE, add_special_tokens=False)["input_ids"]
-    theirs, text = read(_PROBE, ids)
+    name, ids = type(other).__name__, ours(_PROBE, add_special_tokens=False)["input_ids"]
+    theirs: list[int] = other(_PROBE, add_special_tokens=False)["input_ids"]
     if theirs != ids:
-        return f"as {name} it gives other ids than its tokenizer.json, {theirs[:8]}, not {ids[:8]}; {READER_FIX}"
-    if text != ours.decode(ids):
-        return f"as {name} it decodes another text than its tokenizer.json; {READER_FIX}"
+        return f"as {name} it gives other ids than its tokenizer.json, {theirs[:8]}, not {ids[:8]}; {_READER_FIX}"
+    if other.decode(ids) != ours.decode(ids):
+        return f"as {name} it decodes another text than its tokenizer.json; {_READER_FIX}"
     return ""
 
 

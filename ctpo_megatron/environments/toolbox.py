@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ctpo_megatron.base.extensions import ExtensionError, called
-from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.records import ToolCall
 from ctpo_megatron.environments.protocol import (
     Message,
     ParseError,

@@ -1,10 +1,10 @@
-"""Samples answers to prompts with its own engines, without a trainer, and stores every sample once it is scored."""
+"""Samples answers to prompts with its own engines, without a trainer, and stores them once they are scored."""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.event_loop import EventLoop, end
 from ctpo_megatron.base.run_paths import LogPaths
-from ctpo_megatron.config import Config, Extension, RewardConfig
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.checks import NodeComparison
+from ctpo_megatron.config import Config, EvalConfig, Extension, RewardConfig
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.trajectory import Group, Trajectory
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling, open_engines
 from ctpo_megatron.evaluate.samples import Sample
 from ctpo_megatron.evaluate.store import SampleStore
-from ctpo_megatron.preflight import NodeComparison
 from ctpo_megatron.rewards import REFERENCE, RewardPool
 from ctpo_megatron.rollouts import GroupSampler
 from ctpo_megatron.tracking import Display
@@ -30,55 +29,10 @@ if TYPE_CHECKING:
 
 _STEP = 0
 """Step in every seed: an evaluation has the seeds of the evaluation before the first step of a run."""
-GATHER_S = 0.2
-"""How long finished samples wait for others that are scored with them."""
+TOGETHER = 8
+"""Samples of a prompt that are sampled, scored and stored as one group; an async reward awaits them concurrently."""
 _AT_ONCE = 256
 """Samples scored between two updates of the display."""
-
-
-class ScoredAnswers:
-    """Scores samples while others are sampled, and adds them to a store.
-
-    decode: token ids to text without special tokens. finished: called with the samples that were added.
-    """
-
-    def __init__(
-        self,
-        pool: RewardPool,
-        store: SampleStore,
-        decode: Callable[[Sequence[int]], str],
-        finished: Callable[[Sequence[Sample]], None],
-    ) -> None:
-        self._pool, self._store, self._decode, self._finished = pool, store, decode, finished
-        self._taken: list[Group] = []
-        self._scoring: set[asyncio.Task[None]] = set()
-
-    def take(self, prompt: Prompt, trajectory: Trajectory) -> None:
-        """Take a sample of a prompt, which is scored in the background. Raises what scoring has raised.
-
-        Samples that come soon after are scored together, as an async reward awaits them concurrently.
-        """
-        for task in [each for each in self._scoring if each.done()]:
-            self._scoring.discard(task)
-            task.result()
-        if not self._taken:
-            self._scoring.add(asyncio.create_task(self._keep()))
-        self._taken.append(Group(prompt, [trajectory]))
-
-    async def kept(self) -> None:
-        """Return when all samples are in the store."""
-        await asyncio.gather(*self._scoring)
-
-    async def _keep(self) -> None:
-        await asyncio.sleep(GATHER_S)
-        groups, self._taken = self._taken, []
-        await self._pool.score(groups)
-        samples = [Sample.of(group.prompt, t, self._text(t)) for group in groups for t in group.trajectories]
-        self._store.add(samples)
-        self._finished(samples)
-
-    def _text(self, trajectory: Trajectory) -> str:
-        return self._decode(trajectory.tokens["token_ids"][trajectory.tokens["turn"] > 0].tolist())
 
 
 def answer(
@@ -99,7 +53,9 @@ def answer(
         return
     scores: list[float | None] = []
 
-    def finished(added: Sequence[Sample]) -> None:
+    def store_samples(group: Group) -> None:
+        added = [Sample.of(group.prompt, each, _text(each, tokenizer)) for each in group.trajectories]
+        store.add(added)
         scores.extend(sample.score for sample in added)
         judged = [score for score in scores if score is not None]
         display.progress(len(scores), total, {"score so far": statistics.fmean(judged)} if judged else {})
@@ -114,43 +70,51 @@ def answer(
         engines.wait_ready()
         display.stage("evaluation")
         sampler = GroupSampler(engines, config.rollout)
-        answers = ScoredAnswers(pool, store, _decoder(tokenizer), finished)
-        loop.call(play(config, lacking, store, sampler, answers))
-        for prompt in sampler.quarantine.records:
+        loop.call(play(config.eval, lacking, store.played, sampler, pool, store_samples))
+        for prompt in sampler.quarantined:
             display.note(f"[evaluation] prompt {prompt.prompt_id} was discarded: {prompt.cause}")
 
 
 async def play(
-    config: Config, prompts: Sequence[Prompt], store: SampleStore, sampler: GroupSampler, answers: ScoredAnswers
+    settings: EvalConfig,
+    prompts: Sequence[Prompt],
+    played: Mapping[str, set[int]],
+    sampler: GroupSampler,
+    pool: RewardPool,
+    finished: Callable[[Group], None],
 ) -> None:
-    """Sample with running engines as section `eval` specifies, and score and store the answers, one by one."""
-    settings = config.eval
+    """Sample with running engines and score, `TOGETHER` samples of a prompt at a time, what is missing.
+
+    played: indices of the samples that are there, by prompt id. finished: called with each scored group.
+    """
     sampling = Sampling(settings.temperature, settings.top_p, 0)
-    indices = {prompt.id: set(range(settings.samples)) - {*store.played.get(prompt.id, ())} for prompt in prompts}
-    lacking = ((prompt, index) for prompt in prompts for index in sorted(indices[prompt.id]))
 
-    async def work() -> None:
-        for prompt, index in lacking:
-            if prompt in sampler.quarantine:
-                continue
-            try:
-                (trajectory,) = await sampler.sample(GroupTask(prompt, _STEP, (index,), sampling))
-            except GroupFailed as error:
-                sampler.lose(prompt, _STEP, error)
-            else:
-                answers.take(prompt, trajectory)
+    async def work(prompt: Prompt, indices: tuple[int, ...]) -> None:
+        if sampler.is_quarantined(prompt):
+            return
+        try:
+            trajectories = await sampler.sample(GroupTask(prompt, _STEP, indices, sampling))
+        except GroupFailed as error:
+            return sampler.lose(prompt, _STEP, error)
+        group = Group(prompt, trajectories)
+        await pool.score([group])
+        finished(group)
 
-    places = len(sampler.engines.engines) * (config.rollout.engine.max_num_seqs + 1)
-    tasks = [asyncio.create_task(work()) for _ in range(places)]
+    tasks = []
+    for prompt in prompts:
+        missing = sorted(set(range(settings.samples)) - played.get(prompt.id, set()))
+        parts = [tuple(missing[start : start + TOGETHER]) for start in range(0, len(missing), TOGETHER)]
+        tasks += [asyncio.create_task(work(prompt, part)) for part in parts]
     try:
         await asyncio.gather(*tasks)
     finally:
         await end(tasks)
-    await answers.kept()
 
 
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
+def _text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the whole response, without special tokens."""
+    response = trajectory.tokens["token_ids"][trajectory.tokens["turn"] > 0]
+    return str(tokenizer.decode(response.tolist(), skip_special_tokens=True))
 
 
 def reference_scores(

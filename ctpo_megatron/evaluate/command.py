@@ -1,4 +1,4 @@
-"""`ctpo eval`: samples missing answers, scores them, writes results and a page."""
+"""`ctpo eval`: samples missing answers, scores them, writes the results."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ctpo_megatron import __version__
 from ctpo_megatron.base.files import write_json
 from ctpo_megatron.base.run_paths import LOGS
-from ctpo_megatron.config import Config, Extension, RewardConfig
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.config import Config, Extension
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.evaluate.answering import answer, reference_scores
-from ctpo_megatron.evaluate.page import write_evaluation_page
 from ctpo_megatron.evaluate.results import REFERENCE_SCORER, RESULTS_FILE, ScoreColumn, results
 from ctpo_megatron.evaluate.samples import unjudged
 from ctpo_megatron.evaluate.store import SampleStore
@@ -30,13 +29,13 @@ STRICT = Extension(name="math_verify")
 class Outcome:
     """Results of `ctpo eval`. left_out: ids of prompts with missing samples, or without a verdict of a scorer.
 
-    no_verdict: samples of the other prompts without a verdict.
+    no_verdict: samples of the other prompts without a verdict. file: has the results as JSON.
     """
 
     results: dict[str, Any]
     left_out: list[str]
     no_verdict: int
-    page: Path
+    file: Path
 
 
 def evaluate(
@@ -59,7 +58,9 @@ def evaluate(
     samples = [sample for problem in problems.values() for sample in problem]
     if not samples:
         raise RuntimeError(f"no prompt has all of its {config.eval.samples} samples; see {output / LOGS}")
-    scorers = [ScoreColumn(_first_scorer(config.reward), {(s.prompt_id, s.index): s.score for s in samples})]
+    # `strict` is math_verify alone; a user's own functions are `reward`.
+    scorer = "strict" if config.reward.function == STRICT and not config.reward.by_source else "reward"
+    scorers = [ScoreColumn(scorer, {(s.prompt_id, s.index): s.score for s in samples})]
     if reference:
         scores = reference_scores(config.reward, config.extensions.path, prompts, samples, display)
         scorers.append(ScoreColumn(REFERENCE_SCORER, scores))
@@ -74,13 +75,7 @@ def evaluate(
         )
     found = _facts(config, scorers, left_out) | results(samples, scorers, config.run.seed)
     write_json(output / RESULTS_FILE, found)
-    page = write_evaluation_page(output, found, prompts, problems, scorers[0])
-    return Outcome(found, left_out, unjudged(samples), page)
-
-
-def _first_scorer(reward: RewardConfig) -> str:
-    """`strict` for math_verify, else the name of the user's reward function."""
-    return "strict" if reward.function == STRICT and not reward.by_source else "reward"
+    return Outcome(found, left_out, unjudged(samples), output / RESULTS_FILE)
 
 
 def _facts(config: Config, scorers: Sequence[ScoreColumn], left_out: list[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ctpo_megatron.evaluate.samples import (
     bootstrap,
     by_problem,
     by_source,
-    conduct,
+    response_statistics,
     unjudged,
 )
 
@@ -66,9 +66,10 @@ def said(sample: Sample, scorer: str) -> str | None:
 
 
 def results(samples: Sequence[Sample], scorers: Sequence[ScoreColumn], seed: int) -> dict[str, Any]:
-    """`overall` and `sources`, each {problems, samples, conduct..., <scorer>: {<figure>: {value, low, high}}}.
+    """`overall` and `sources`, each {problems, samples, <statistic>..., <scorer>: {<figure>: {value, low, high}}}.
 
-    samples: of problems that every scorer judges (`ScoreColumn.judges`). `no_verdict` counts those without one, if any.
+    `response_statistics` has the statistics; `no_verdict` counts samples without one, if any. samples: of problems that
+    every scorer judges (`ScoreColumn.judges`).
     """
     sources = {source: _figures(of_source, scorers, seed) for source, of_source in by_source(samples).items()}
     return {
@@ -82,7 +83,7 @@ def _figures(samples: Sequence[Sample], scorers: Sequence[ScoreColumn], seed: in
     problems = by_problem(samples)
     columns = {by.name: _with_intervals([by.problem(problem) for problem in problems], seed) for by in scorers}
     missing = {"no_verdict": count} if (count := unjudged(samples)) else {}
-    return {"problems": len(problems), "samples": len(samples), **missing, **conduct(samples), **columns}
+    return {"problems": len(problems), "samples": len(samples), **missing, **response_statistics(samples), **columns}
 
 
 def _with_intervals(problems: Sequence[Mapping[str, float]], seed: int) -> dict[str, dict[str, float]]:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tool_call import ToolStatus
+from ctpo_megatron.data.records import Prompt, ToolStatus
 from ctpo_megatron.data.trajectory import FinishReason, Trajectory
 
 RESAMPLES, LEVEL = 10_000, 0.95
@@ -79,7 +78,7 @@ def accuracies(scores: Sequence[float | None], answers: Sequence[str | None] | N
     return figures | {f"pass@{draws}": expected_best(judged, min(draws, len(judged))) for draws in range(1, k + 1)}
 
 
-def conduct(samples: Sequence[Sample]) -> dict[str, float]:
+def response_statistics(samples: Sequence[Sample]) -> dict[str, float]:
     """How the model answered: the definitions of `rollout_metrics`, without their prefix `rollout/`."""
     n, calls = len(samples), [status for sample in samples for status in sample.calls]
     figures = {

@@ -28,7 +28,7 @@ from ctpo_megatron.config import (
     run_chat_template,
 )
 from ctpo_megatron.config.schema import ExtensionsConfig
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 
 _BLOCK, _BLOCKS = 1 << 16, 64
 """Number and size of evenly spaced blocks of a weight file that are hashed, in addition to its size."""

@@ -24,7 +24,7 @@ from ctpo_megatron.models.mapping import (
     vocabulary,
 )
 from ctpo_megatron.models.qwen3_moe import Qwen3Moe
-from ctpo_megatron.models.spec import ModelSpec, Refusal
+from ctpo_megatron.models.spec import ForwardFlops, ModelSpec, Refusal
 
 FAMILIES: Mapping[str, ModelFamily] = {
     family.architecture: family for family in (Qwen2(), Qwen3(), Qwen3Moe(), Llama(), Mistral())
@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
 """The built-in families, by the architecture in config.json."""
 
 __all__ = [
+    "ForwardFlops",
     "LayerSplit",
     "Llama",
     "Mistral",

@@ -190,18 +190,17 @@ class ModelFamily:
                 dense += here
         return dense, experts
 
-    def layer_flops(self, spec: ModelSpec, tokens: int) -> int:
-        """FLOPs of the matrix products of one layer over a sequence, forward; see `ModelSpec.forward_flops`."""
+    def layer_flops(self, spec: ModelSpec) -> tuple[int, int]:
+        """FLOPs of the matrix products of one layer, forward: of a token, and of a pair in attention.
+
+        See `ForwardFlops`.
+        """
         active = sum(
             row.elements * (spec.num_experts_per_token if row.per_expert else 1)
             for row in self.layer(spec)
             if row.is_matrix
         )
-        return tokens * 2 * active + self.attention_flops(spec, tokens)
-
-    def attention_flops(self, spec: ModelSpec, tokens: int) -> int:
-        """FLOPs of one layer's causal attention over a sequence, forward: the part of `layer_flops` without weights."""
-        return 2 * tokens * (tokens + 1) * spec.num_attention_heads * spec.head_dim
+        return 2 * active, 4 * spec.num_attention_heads * spec.head_dim
 
     def layer_activations(self, spec: ModelSpec, split: LayerSplit) -> dict[str, int]:
         """Bytes that one layer keeps for backward, per token of a micro-batch of one rank, by `recompute` module.

@@ -12,6 +12,36 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of the matrix products of a forward pass; the backward pass needs twice that.
+
+    token: of projections and MLPs for each token. pair: of attention for each pair of a query and a key that it sees.
+    prediction: of the output layer for each response token. Model FLOPs in the sense of MFU (Chowdhery et al.,
+    arXiv 2204.02311, appendix B). They exclude recomputation, padding, and everything but matrix products (norms,
+    softmax, rotary embedding, optimizer). With L layers, width H, h heads and g key-value heads of width d, MLP width
+    I and vocabulary V:
+
+        token        L (2 H (h + 2 g) d + 2 h d H + 6 H I)
+        pair         L 4 h d                                  two products of width d
+        prediction   2 H V
+
+    In a mixture of experts 6 H I becomes 6 H I_e k + 2 H E: k active experts of width I_e, and the router over E.
+    """
+
+    token: int
+    pair: int
+    prediction: int
+
+    def __call__(self, tokens: int, predicted: int) -> float:
+        """Of a sequence of `tokens` with `predicted` response tokens."""
+        return float(tokens * self.token + self.attention(tokens) + predicted * self.prediction)
+
+    def attention(self, tokens: int) -> int:
+        """Of causal attention over a sequence: T (T + 1) / 2 pairs."""
+        return tokens * (tokens + 1) // 2 * self.pair
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Shape of a decoder model.
 
@@ -56,22 +86,12 @@ class ModelSpec:
             "norm_topk_prob": self.norm_topk_prob,
         }
 
-    def forward_flops(self, tokens: int, predicted: int) -> float:
-        """FLOPs of the matrix products of one forward pass over a sequence; the backward pass needs twice that.
-
-        tokens: length of the sequence. predicted: rows of the output layer, one per response token. Model FLOPs in the
-        sense of MFU (Chowdhery et al., arXiv 2204.02311, appendix B). They exclude recomputation, padding, and
-        everything but matrix products (norms, softmax, rotary embedding, optimizer). With L layers, width H, h heads
-        and g key-value heads of width d, MLP width I, vocabulary V, and T tokens of which P are predicted:
-
-            L * T * (2 H (h + 2 g) d + 2 h d H + 6 H I)   projections and gated MLP
-            L * 2 T (T + 1) h d                           causal attention: T (T + 1) / 2 pairs, two products of width d
-            P * 2 H V                                     output layer
-
-        In a mixture of experts 6 H I becomes 6 H I_e k + 2 H E: k active experts of width I_e, and the router over E.
-        """
-        layers = self.num_layers * self.family.layer_flops(self, tokens)
-        return float(layers + predicted * 2 * self.hidden_size * self.vocab_size)
+    @property
+    def forward_flops(self) -> ForwardFlops:
+        """FLOPs of a forward pass as a function of its tokens."""
+        token, pair = self.family.layer_flops(self)
+        prediction = 2 * self.hidden_size * self.vocab_size
+        return ForwardFlops(self.num_layers * token, self.num_layers * pair, prediction)
 
 
 class Refusal(NamedTuple):

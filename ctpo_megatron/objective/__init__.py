@@ -21,7 +21,6 @@ from ctpo_megatron.base.positions import PositionStats
 from ctpo_megatron.config import PRESETS, PolicyObjective, objective_from_config
 from ctpo_megatron.objective.advantages import Advantage, batch_advantages, group_advantages, turn_advantages
 from ctpo_megatron.objective.aggregation import Denominators
-from ctpo_megatron.objective.correction import Corrected, correct
 from ctpo_megatron.objective.function import (
     Objective,
     ObjectiveInputs,
@@ -30,7 +29,14 @@ from ctpo_megatron.objective.function import (
     load_objective,
     objective_problem,
 )
-from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, noise_metrics, weight_mean
+from ctpo_megatron.objective.mismatch import (
+    Corrected,
+    MismatchRows,
+    correct,
+    correction_metrics,
+    noise_metrics,
+    weight_mean,
+)
 from ctpo_megatron.objective.policy_loss import linear_policy_loss, policy_loss, supervised_loss, warm_up_kernels
 from ctpo_megatron.objective.positions import (
     SamplerTokens,

@@ -11,9 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ctpo_megatron.config import AdvantageConfig
-
-STD_EPSILON = 1e-6
+from ctpo_megatron.config import STD_EPSILON, AdvantageConfig
 
 Advantage = float | tuple[float, ...] | None
 """Of a trajectory, or of each of its turns; None without a verdict."""
@@ -79,7 +77,7 @@ def _of_turns(returns: Sequence[Sequence[float]], config: AdvantageConfig) -> li
 def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig) -> Tensor:
     """Advantages of one group, float32 `[n]`, from its n rewards (sample order kept; computed in float64).
 
-        group           (R_i - mean) / (std + 1e-6), unbiased std; without `normalize_std`: R_i - mean
+        group           (R_i - mean) / (std + epsilon), unbiased std; without `normalize_std`: R_i - mean
         rloo            R_i - mean of the other n - 1 rewards
         mean_baseline   R_i - mean (`batch_advantages` gives the whole batch as one group)
 
@@ -117,7 +115,7 @@ def _scale(r: Tensor, config: AdvantageConfig) -> Tensor:
     """What the centred rewards are divided by."""
     if r.numel() == 1 or config.kind != "group" or config.normalize_std is False:
         return torch.ones((), dtype=r.dtype, device=r.device)
-    return r.std(correction=1) + STD_EPSILON
+    return r.std(correction=1) + (STD_EPSILON if config.epsilon is None else config.epsilon)
 
 
 @functools.cache

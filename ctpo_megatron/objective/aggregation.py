@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ctpo_megatron.config import PolicyObjective
-from ctpo_megatron.objective.sequences import SequenceBounds
+from ctpo_megatron.objective.ratios import SequenceBounds
 
 
 @dataclass(frozen=True)

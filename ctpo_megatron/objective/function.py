@@ -14,8 +14,7 @@ from torch import Tensor
 from ctpo_megatron.base.extensions import ExtensionError, call_problem, load
 from ctpo_megatron.config import Extension, PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, token_scale
-from ctpo_megatron.objective.ratios import token_log_ratio
-from ctpo_megatron.objective.sequences import SequenceBounds
+from ctpo_megatron.objective.ratios import SequenceBounds, token_log_ratio
 from ctpo_megatron.objective.stats import LossStats, PolicyLossOutput, stats_of
 
 

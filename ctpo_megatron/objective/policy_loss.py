@@ -13,8 +13,7 @@ import ctpo_kernels
 from ctpo_kernels import CTPOStats, PerToken
 from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, counts, token_scale
-from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, TokenRatios, objective_ratios
-from ctpo_megatron.objective.sequences import SequenceBounds
+from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, SequenceBounds, TokenRatios, objective_ratios
 from ctpo_megatron.objective.stats import LossStats, PolicyLossOutput, stats_of
 from ctpo_megatron.objective.surrogate import Surrogate, surrogate
 

@@ -25,8 +25,14 @@ from ctpo_megatron.base.positions import (
     quantile,
 )
 from ctpo_megatron.config import PolicyObjective
-from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, LossTokens, objective_ratios, prefix_sum, token_log_ratio
-from ctpo_megatron.objective.sequences import SequenceBounds
+from ctpo_megatron.objective.ratios import (
+    LOG_RATIO_CAP,
+    LossTokens,
+    SequenceBounds,
+    objective_ratios,
+    prefix_sum,
+    token_log_ratio,
+)
 from ctpo_megatron.objective.surrogate import surrogate
 
 FIXED_WINDOW = (math.log(0.5), math.log(5.0))

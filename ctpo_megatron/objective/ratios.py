@@ -1,4 +1,7 @@
-"""Log importance ratios of tokens: against the anchor, of a prefix or of a sequence."""
+"""Log importance ratios of tokens against the anchor: of a token, a prefix, a turn or a whole sequence.
+
+Padded `[B, T]` and packed `[N]` batches are seen as flat tokens with the boundaries of their sequences.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from torch import Tensor
 
 from ctpo_kernels.names import RatioMode
 from ctpo_megatron.config import PolicyObjective
-from ctpo_megatron.objective.sequences import SequenceBounds
-from ctpo_megatron.objective.turns import TurnEnds
 
 TOKEN_LOG_RATIO_LIMIT = 20.0
 """d_t is clamped to +- this (nats) before it enters a sum; the value is detached, so no gradient is lost."""
@@ -20,6 +21,162 @@ LOG_RATIO_CAP = 10.0
 
 FRACTION_BITS = 40
 """S_t is summed in integer units of 2^-40 nats."""
+
+
+@dataclass(frozen=True)
+class SequenceBounds:
+    """Sequence boundaries of a batch seen as flat `[N]` tokens. Everything below works on this flat form.
+
+    A padded `[B, T]` batch is a packed batch in which every sequence has T tokens and the padding is masked. So there
+    is one code path, and padded and packed batches agree by construction.
+
+    shape: shape of the caller's token tensors, `[B, T]` or `[N]`.
+    cu_seqlens: int64 `[B + 1]`, sequence b is `cu_seqlens[b] : cu_seqlens[b + 1]`.
+    sequence_id: int64 `[N]`, the sequence of each token; B for padding after the last sequence.
+    """
+
+    shape: torch.Size
+    cu_seqlens: Tensor
+    sequence_id: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, cu_seqlens: Tensor | None) -> SequenceBounds:
+        """The layout of `tokens`, `[B, T]` without `cu_seqlens` or `[N]` with `cu_seqlens` `[B + 1]`.
+
+        Positions from `cu_seqlens[-1]` on are padding and belong to no sequence. Raises ValueError for other shapes,
+        and for boundaries that do not start at 0, decrease, or exceed N. The values are checked on the CPU only, where
+        that needs no synchronisation.
+        """
+        device, n = tokens.device, tokens.numel()
+        if cu_seqlens is None:
+            if tokens.dim() != 2:
+                raise ValueError(f"tokens of shape {tuple(tokens.shape)} need cu_seqlens; without it give [B, T]")
+            rows, width = tokens.shape
+            boundaries = torch.arange(rows + 1, device=device) * width
+        else:
+            if tokens.dim() != 1 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+                raise ValueError(
+                    f"cu_seqlens must be an integer [B + 1] tensor for tokens [N]; got {cu_seqlens.dtype} "
+                    f"{tuple(cu_seqlens.shape)} for {tuple(tokens.shape)}"
+                )
+            if cu_seqlens.device.type == "cpu":
+                decreasing = bool((cu_seqlens.diff() < 0).any())
+                if int(cu_seqlens[0]) != 0 or decreasing or int(cu_seqlens[-1]) > n:
+                    raise ValueError(f"cu_seqlens must rise from 0 to at most {n}; got {cu_seqlens.tolist()}")
+            boundaries = cu_seqlens.to(device=device, dtype=torch.int64)
+        # right=True assigns a token to the first sequence that ends after it, which skips empty sequences.
+        sequence_id = torch.searchsorted(boundaries[1:].contiguous(), torch.arange(n, device=device), right=True)
+        return cls(tokens.shape, boundaries, sequence_id)
+
+    @property
+    def sequences(self) -> int:
+        """B, empty and fully masked sequences included."""
+        return self.cu_seqlens.numel() - 1
+
+    def mask(self, mask: Tensor, name: str) -> Tensor:
+        """A 0/1 mask in the caller's shape as bool `[N]`, false on padding after the last sequence."""
+        if mask.shape != self.shape:
+            raise ValueError(f"{name} has shape {tuple(mask.shape)}; expected {tuple(self.shape)}")
+        return (mask.to(self.sequence_id.device) != 0).reshape(-1) & (self.sequence_id < self.sequences)
+
+    def masks(self, response_mask: Tensor, loss_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """bool `[N]` each: which tokens the policy sampled, and which count in the loss (None: all of these)."""
+        model = self.mask(response_mask, "response_mask")
+        return model, model if loss_mask is None else model & self.mask(loss_mask, "loss_mask")
+
+    def values(self, values: Tensor, name: str, dtype: torch.dtype, *, per_sequence: bool = False) -> Tensor:
+        """Per-token values in the caller's shape as `[N]` of `dtype`; with `per_sequence` also `[B]`, broadcast.
+
+        A flat tensor with N == B is read as per token.
+        """
+        if values.shape == self.shape:
+            return values.reshape(-1).to(dtype)
+        if per_sequence and values.shape == (self.sequences,):
+            return self.to_tokens(values.to(dtype))
+        also = f" or [{self.sequences}]" if per_sequence else ""
+        raise ValueError(f"{name} has shape {tuple(values.shape)}; expected {list(self.shape)}{also}")
+
+    def to_tokens(self, per_sequence: Tensor) -> Tensor:
+        """`[B]` -> `[N]`: every token gets the value of its sequence, padding gets 0."""
+        return torch.cat([per_sequence, per_sequence.new_zeros(1)])[self.sequence_id]
+
+    def cumulative_sum(self, values: Tensor) -> Tensor:
+        """Inclusive running sum of int64 `[N]` that restarts at every sequence."""
+        before = self._exclusive(values)
+        return before[1:] - self.to_tokens(before[self.cu_seqlens[:-1]])
+
+    def total(self, values: Tensor) -> Tensor:
+        """int64 `[N]` -> `[B]`: the sum over each sequence."""
+        before = self._exclusive(values)
+        return before[self.cu_seqlens[1:]] - before[self.cu_seqlens[:-1]]
+
+    @staticmethod
+    def _exclusive(values: Tensor) -> Tensor:
+        """`[N]` -> `[N + 1]`: the sum before each position. A sum over the whole batch and a subtraction are exact only
+        for integers: in floating point the rounding of earlier sequences would remain."""
+        if values.dtype != torch.int64:
+            raise TypeError(f"segmented sums are exact for int64 only; got {values.dtype}")
+        return torch.cat([values.new_zeros(1), values.cumsum(0)])
+
+
+@dataclass(frozen=True)
+class TurnEnds:
+    """Where the turns of a flat batch end; all `[N]`, meaningful where the policy sampled the token.
+
+    last: bool, the last model token of its turn. end: int64, the token at which its turn ends. following: int64, the
+    next model token of its sequence, N where there is none.
+    """
+
+    last: Tensor
+    end: Tensor
+    following: Tensor
+    layout: SequenceBounds
+
+    @classmethod
+    def of(cls, turn: Tensor, model: Tensor, layout: SequenceBounds) -> TurnEnds:
+        """turn: the turn of each token, an integer `[N]`. model: bool `[N]`, the policy sampled the token."""
+        n = model.numel()
+        following = _places(model)[model.cumsum(0)]
+        sequence = torch.cat([layout.sequence_id, layout.sequence_id.new_full((1,), -1)])
+        following = torch.where(sequence[following] == layout.sequence_id, following, n)
+        number = torch.cat([turn, turn.new_full((1,), -1)])
+        last = model & (number[following] != turn)
+        end = _places(last)[last.cumsum(0) - last.to(torch.int64)]
+        return cls(last, end.clamp(max=n - 1), following, layout)
+
+    def gain(self, advantage: Tensor) -> Tensor:
+        """What a turn has on its own: its advantage minus the next turn's, `[N]`, from advantages `[N]`.
+
+        Advantages are of returns to go, so that these add up to the advantage over a turn and all later ones.
+        """
+        return advantage - torch.cat([advantage, advantage.new_zeros(1)])[self.following]
+
+    def at_end(self, values: Tensor) -> Tensor:
+        """`[N]` -> `[N]`: every token gets the value at the end of its turn."""
+        return values[self.end]
+
+    def sum_from_here(self, values: Tensor) -> Tensor:
+        """The sum of `values` `[N]` over the ends of the token's turn and of all later ones, float64 `[N]`.
+
+        Pairs at distances of 1, 2, 4, ... are added, so the bits do not depend on what else is in the batch.
+        """
+        total = torch.where(self.last, values.double(), 0.0)
+        sequence, n, distance = self.layout.sequence_id, values.numel(), 1
+        while distance < n:
+            together = sequence[distance:] == sequence[:-distance]
+            later = torch.where(together, total[distance:], 0.0)
+            total = total + torch.cat([later, later.new_zeros(distance)])
+            distance *= 2
+        return total
+
+
+def _places(mask: Tensor) -> Tensor:
+    """int64 `[N + 1]`: the index of the k-th token of a bool mask `[N]`, from 0; N where there are fewer."""
+    n = mask.numel()
+    rank = torch.where(mask, mask.cumsum(0) - 1, n)
+    index = torch.arange(n + 1, device=mask.device)
+    found = torch.full_like(index, n).scatter(0, rank, index[:-1])
+    return torch.where(index < n, found, n)  # the last place received all tokens that are not in the mask
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from ctpo_megatron.objective.mismatch import per_sequence
 from ctpo_megatron.objective.ratios import (
     LOG_RATIO_CAP,
     LossTokens,
+    SequenceBounds,
     TokenRatios,
+    TurnEnds,
     objective_ratios,
     prefix_sum,
     sequence_sum,
     token_ratios,
 )
-from ctpo_megatron.objective.sequences import SequenceBounds
-from ctpo_megatron.objective.turns import TurnEnds
 
 SMALLEST_REST = 1e-8
 """Added to 1 - p and 1 - mu in the KL divergence, as the authors of DPPO do (verl, `compute_policy_loss_dppo_kl`)."""

@@ -31,13 +31,17 @@ for _name in (
 logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async").setLevel(logging.CRITICAL)
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
-from ctpo_megatron.base.installed import hide_broken_te
+from ctpo_megatron.policy.megatron_import import import_megatron
 
-hide_broken_te()
+import_megatron()
 
-from ctpo_megatron.policy.checkpoint_files import CheckpointError, CheckpointWriteError, discard_checkpoints
-from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
-from ctpo_megatron.policy.checkpoint_files import read_marker as read_checkpoint_marker
+from ctpo_megatron.policy.checkpoint_files import (
+    CheckpointError,
+    CheckpointWriteError,
+    discard_checkpoints,
+    latest_checkpoint,
+    read_checkpoint_marker,
+)
 from ctpo_megatron.policy.device import capabilities, device_name, gpu_bytes, max_ranks, product_precision
 from ctpo_megatron.policy.hf import write_directory
 from ctpo_megatron.policy.minibatch import MiniBatch
@@ -51,46 +55,5 @@ from ctpo_megatron.policy.parallel import (
     init_distributed,
 )
 from ctpo_megatron.policy.passes import configured_loss, function_gradient, policy_gradient, supervised
-from ctpo_megatron.policy.reports import (
-    StepOutcome,
-    StepPositions,
-    Update,
-    gather_positions,
-    summarize_updates,
-)
+from ctpo_megatron.policy.reports import StepOutcome, StepPositions, Update, gather_positions, summarize_updates
 from ctpo_megatron.policy.trainer import Trainer, TrainResult
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointWriteError",
-    "Layout",
-    "MiniBatch",
-    "MismatchError",
-    "RankLost",
-    "RankZeroError",
-    "StepOutcome",
-    "StepPositions",
-    "TrainResult",
-    "Trainer",
-    "Update",
-    "apply_correction",
-    "capabilities",
-    "check_mismatch",
-    "configured_loss",
-    "destroy_distributed",
-    "device_name",
-    "discard_checkpoints",
-    "function_gradient",
-    "gather_objects",
-    "gather_positions",
-    "gpu_bytes",
-    "init_distributed",
-    "latest_checkpoint",
-    "max_ranks",
-    "policy_gradient",
-    "product_precision",
-    "read_checkpoint_marker",
-    "summarize_updates",
-    "supervised",
-    "write_directory",
-]

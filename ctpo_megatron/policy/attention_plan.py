@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ctpo_megatron.base.host_copies import to_device
 from ctpo_megatron.data import Forest, PackedBatch, PrefixSegment
 from ctpo_megatron.policy.context import ContextSplit, gather_rows, take_rows
 
 SHORTEST_OF_CLASS = 0.95
 """A sequence joins a class of padded attention rows if it has at least this share of the class's length."""
-STEP = 64
-"""Tokens between the lengths of bounded calls, as long as that is more than the share above allows."""
-
-
-@dataclass(frozen=True)
-class AttentionRules:
-    """How the calls are made; `device.attention_rules` chooses.
-
-    bounded: of few different shapes in a whole run (`call_lengths`), at the price of some padding, because cuDNN may
-    take the calls. repeat_keys: grouped keys and values are repeated for every head.
-    """
-
-    bounded: bool = False
-    repeat_keys: bool = False
-
-
-EXACT = AttentionRules()
-"""Shapes that fit, and grouped keys as they are."""
 
 
 class AttentionCall(NamedTuple):
@@ -45,63 +26,20 @@ class AttentionCall(NamedTuple):
     length: int
 
 
-def attention_calls(lengths: Sequence[int], *, bounded: bool) -> list[AttentionCall]:
+def attention_calls(lengths: Sequence[int]) -> list[AttentionCall]:
     """The calls for sequences of these lengths, the longest first; those without tokens are in none.
 
-    From the longest on, lengths within `SHORTEST_OF_CLASS` of it share a call and are padded to it. Bounded calls are
-    padded to the next of `call_lengths`, and have 1, 2, 4, 8 ... sequences, so that no row is padding.
+    From the longest on, lengths within `SHORTEST_OF_CLASS` of it share a call and are padded to it.
     """
     classes: dict[int, list[int]] = {}
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if not (length := lengths[index]):
             break
-        if bounded:
-            longest = _call_length(length)
-        elif not longest or length < SHORTEST_OF_CLASS * longest:
+        if not longest or length < SHORTEST_OF_CLASS * longest:
             longest = length
         classes.setdefault(longest, []).append(index)
-    calls = []
-    for length, members in classes.items():
-        members.sort()
-        calls += [AttentionCall(part, length) for part in (_in_powers_of_two(members) if bounded else [tuple(members)])]
-    return calls
-
-
-@cache
-def call_lengths(most: int) -> tuple[int, ...]:
-    """Lengths of bounded calls, ascending, up to the first that holds `most` tokens.
-
-    Multiples of `STEP`, each at most 1 / `SHORTEST_OF_CLASS` of the one before where that is more than a step further.
-    """
-    lengths = [STEP]
-    while lengths[-1] < most:
-        lengths.append(max(lengths[-1] + STEP, int(lengths[-1] / SHORTEST_OF_CLASS) // STEP * STEP))
-    return tuple(lengths)
-
-
-def _call_length(length: int) -> int:
-    grid = call_lengths(1 << length.bit_length())  # few different arguments: the result is kept for each
-    return grid[bisect_left(grid, length)]
-
-
-def _in_powers_of_two(members: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    start = 0
-    while rest := len(members) - start:
-        size = 1 << (rest.bit_length() - 1)
-        yield tuple(members[start : start + size])
-        start += size
-
-
-def attention_shapes(cu_seqlens: torch.Tensor, rules: AttentionRules | None) -> list[tuple[int, int]]:
-    """(sequences, length) of each call of attention over sequences with these boundaries.
-
-    rules: None for layers that take all sequences in one call, as Transformer Engine's do.
-    """
-    if rules is None:
-        return [(1, int(cu_seqlens[-1]))]
-    calls = attention_calls(cu_seqlens.diff().tolist(), bounded=rules.bounded)
-    return [(len(call.members), call.length) for call in calls]
+    return [AttentionCall(tuple(sorted(members)), length) for length, members in classes.items()]
 
 
 class AttentionPlan:
@@ -113,14 +51,14 @@ class AttentionPlan:
 
     queries: `[M]`, the query in each row of all classes, class after class; padding repeats the first query of its
     sequence. tokens: the same for keys and values (the same tensor if one rank holds all tokens). back: `[n]`, the row
-    of each query. classes: their sizes and masks. split: which tokens the queries are. rules: how attention is called.
+    of each query. classes: their sizes and masks. split: which tokens the queries are.
     """
 
-    def __init__(self, split: ContextSplit, rules: AttentionRules = EXACT) -> None:
-        self.split, self.rules = split, rules
+    def __init__(self, split: ContextSplit) -> None:
+        self.split = split
         planned, device, ranks = split.on_host, split.cu_seqlens.device, split.size
         cu_seqlens = planned.cu_seqlens * ranks
-        calls = attention_calls(cu_seqlens.diff().tolist(), bounded=rules.bounded)
+        calls = attention_calls(cu_seqlens.diff().tolist())
         tokens = queries = [_padded_rows(cu_seqlens, call.members, call.length) for call in calls]
         if not split.whole:
             shares = [(call.members, -(-call.length // ranks)) for call in calls]
@@ -129,10 +67,10 @@ class AttentionPlan:
         found = torch.cat([real.flatten() for _, real in queries]).nonzero().squeeze(1)
         back = torch.empty_like(found)
         back[asking[found]] = found
-        self.queries, self.back = (index.to(device, non_blocking=True) for index in (asking, back))
+        self.queries, self.back = (to_device(index, device) for index in (asking, back))
         self.tokens = self.queries
         if not split.whole:
-            self.tokens = torch.cat([index.flatten() for index, _ in tokens]).to(device, non_blocking=True)
+            self.tokens = to_device(torch.cat([index.flatten() for index, _ in tokens]), device)
         self.classes = [
             LengthClass(q.shape, k.shape, self._visible(q, k)) for (q, _), (k, _) in zip(queries, tokens, strict=True)
         ]
@@ -142,7 +80,7 @@ class AttentionPlan:
         if self.split.whole:
             return None
         device = self.split.rows.device
-        position = (self.split.on_host.rows[queries] - tokens[:, :1]).to(device, non_blocking=True)
+        position = to_device(self.split.on_host.rows[queries] - tokens[:, :1], device)
         return (torch.arange(tokens.shape[1], device=device) <= position[..., None])[:, None]
 
     def rows_of(self, t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -179,8 +117,9 @@ def _padded_rows(cu_seqlens: torch.Tensor, members: Sequence[int], length: int) 
 RowNumbers = NDArray[np.int64]
 
 CALL_US, PAIR_US, KEY_US = 60.0, 0.012, 0.25
-"""Microseconds of a block, of a pair of query and key, and of a gathered key: docs/policy.md says where from."""
-_FINE_STEP = 16
+"""Microseconds of a block, of a pair of query and key, and of a gathered key, on a CPU with the quickstart's heads."""
+_STEP = 16
+"""Rows that the sizes of blocks are rounded up to, so that similar ones share a call."""
 
 
 class AttentionBlock(NamedTuple):
@@ -195,20 +134,17 @@ class AttentionBlock(NamedTuple):
 class ForestPlan:
     """The rows of a forest sorted into classes of similar blocks; each class is one call.
 
-    queries, tokens, back, classes, rules: as in `AttentionPlan`, of rows in place of tokens; a row is in `tokens` once
-    for each block that sees it. boundaries: carries positions and rotations of the rows to rotary layers.
+    queries, tokens, back, classes: as in `AttentionPlan`, of rows in place of tokens; a row is in `tokens` once for
+    each block that sees it. boundaries: carries positions and rotations of the rows to rotary layers.
     """
 
-    def __init__(self, forest: Forest, device: torch.device, rules: AttentionRules = EXACT) -> None:
-        # On CUDA masks are for the memory-efficient back end, which takes as many heads of keys as of queries.
-        self.rules = replace(rules, repeat_keys=rules.repeat_keys or device.type == "cuda")
-        self.first = torch.from_numpy(forest.first).to(device, non_blocking=True)
-        self.boundaries = torch.tensor([0, forest.rows], dtype=torch.int32).to(device, non_blocking=True)
-        step = STEP if rules.bounded else _FINE_STEP
+    def __init__(self, forest: Forest, device: torch.device) -> None:
+        self.first = to_device(torch.from_numpy(forest.first), device)
+        self.boundaries = to_device(torch.tensor([0, forest.rows], dtype=torch.int32), device)
         classes: dict[tuple[int, int, bool], list[AttentionBlock]] = {}
         for block in blocks(forest):
-            queries, path = _padded(len(block.rows), step), len(block.path)
-            keys = path if block.chain else _padded(path + len(block.rows), step)
+            queries, path = _padded(len(block.rows)), len(block.path)
+            keys = path if block.chain else _padded(path + len(block.rows))
             classes.setdefault((queries, keys, block.chain), []).append(block)
         asking, seen, self.classes = list[RowNumbers](), list[RowNumbers](), list[LengthClass]()
         back, ends, start = np.zeros(forest.rows, np.int64), _ends(forest), 0
@@ -227,18 +163,18 @@ class ForestPlan:
             # In host memory: the plans of all micro-batches of a step exist at the same time.
             self.classes.append(LengthClass(*sizes, None if plain else torch.from_numpy(visible)[:, None]))
         queries_at, tokens_at = np.concatenate(asking), np.concatenate(seen)
-        self.queries, self.back = (torch.from_numpy(each).to(device, non_blocking=True) for each in (queries_at, back))
+        self.queries, self.back = (to_device(torch.from_numpy(each), device) for each in (queries_at, back))
         self.tokens = self.queries
         if not np.array_equal(queries_at, tokens_at):
-            self.tokens = torch.from_numpy(tokens_at).to(device, non_blocking=True)
+            self.tokens = to_device(torch.from_numpy(tokens_at), device)
         self._masks: list[torch.Tensor | None] | None = None
 
     @classmethod
-    def of(cls, batch: PackedBatch, rules: AttentionRules) -> ForestPlan:
+    def of(cls, batch: PackedBatch) -> ForestPlan:
         """The plan of a batch that has a forest, made once for all passes, for one pass, whose masks end with it."""
         forest = batch.forest
         assert forest is not None
-        return copy.copy(forest.derive(cls, lambda: cls(forest, batch.token_ids.device, rules)))
+        return copy.copy(forest.derive(cls, lambda: cls(forest, batch.token_ids.device)))
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """`[N]` of the tokens -> `[n]` of the rows."""
@@ -267,9 +203,7 @@ class WholeSequences:
     """
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
-        self.row, self.first = (
-            torch.from_numpy(index).to(device, non_blocking=True) for index in (forest.row, forest.first)
-        )
+        self.row, self.first = (to_device(torch.from_numpy(index), device) for index in (forest.row, forest.first))
 
     @classmethod
     def of(cls, batch: PackedBatch) -> WholeSequences:
@@ -332,8 +266,8 @@ def _ends(forest: Forest) -> RowNumbers:
     return np.repeat(np.array([each.end for each in forest.segments]), lengths)
 
 
-def _padded(length: int, step: int) -> int:
-    return -(-length // step) * step
+def _padded(length: int) -> int:
+    return -(-length // _STEP) * _STEP
 
 
 def _filled(rows: RowNumbers, length: int) -> RowNumbers:
@@ -362,5 +296,5 @@ def _visible_in_trees(members: list[AttentionBlock], ends: RowNumbers, queries: 
 def _added(visible: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     if visible is None:
         return None
-    hidden = ~visible.to(device, non_blocking=True)
+    hidden = ~to_device(visible, device)
     return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

@@ -13,16 +13,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from multiprocessing.managers import SyncManager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
-import psutil
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -48,19 +48,19 @@ from ctpo_megatron.policy.checkpoint_files import (
     CheckpointError,
     CheckpointWriteError,
     Marker,
+    loaded_as_data,
     read_description,
-    refused_as_one,
 )
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.optimizer import OptimizerSteps
 from ctpo_megatron.policy.parallel import Layout, gather_objects
-from ctpo_sandbox.libc import die_with_parent
+from ctpo_sandbox.isolation.libc import die_with_parent
 
 log = logging.getLogger(__name__)
 
 # megatron-core 0.16 can no longer save the default format; this one reshards over TP, PP and DP.
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-_POLL_S, _LOOK_S = 0.05, 10.0
+_POLL_S = 0.05
 _CUT_SHORT = ("PytorchStreamWriter failed", "inline_container", "No space left", "Disk quota", "File too large")
 """In errors of torch's writers or of the system: the file could not be written to its end."""
 _NO_RESULTS = "results_queue should not be empty"
@@ -109,8 +109,14 @@ def set_random_streams(state: dict[str, Any]) -> None:
 class _PickledQueue:
     """Megatron's queue of results, with values sent as bytes, so that its process need not import torch to unpickle."""
 
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
+    def __init__(self, manager: SyncManager) -> None:
+        self._manager, self._queue = manager, manager.Queue()
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process is there."""
+        process: BaseProcess = self._manager._process  # type: ignore[attr-defined]
+        return process.is_alive()
 
     def put(self, results: Any) -> None:
         self._queue.put(pickle.dumps(results))
@@ -125,16 +131,26 @@ class _PickledQueue:
 
 
 def start_results_queue() -> None:
-    """Start megatron's queue of results unless it is there: one process for all saves.
+    """Start megatron's queue of results unless it lives: one process for all saves.
 
-    It survives a signal to the whole job, and ends with this process. Raises EOFError or OSError where it does not
-    start.
+    It survives a signal to the whole job, and ends with this process. Raises CheckpointWriteError when it does
+    not start in two attempts.
     """
-    if filesystem_async._results_queue is None:
+    queue: _PickledQueue | None = filesystem_async._results_queue
+    if queue is not None and queue.lives:
+        return
+    for is_last in (False, True):
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        with children_spared():
-            manager.start(die_with_parent, (os.getpid(), signal.SIGKILL))
-        filesystem_async._results_queue = _PickledQueue(manager.Queue())
+        try:
+            with children_spared():
+                manager.start(die_with_parent, (os.getpid(), signal.SIGKILL))
+            filesystem_async._results_queue = _PickledQueue(manager)
+            return
+        except (EOFError, OSError) as error:
+            why = f"the process that collects writers' results did not start ({error!r}): was memory short?"
+            if is_last:
+                raise CheckpointWriteError(f"no checkpoint can be written: {why}") from error
+            log.warning("%s It is started again", why)
 
 
 class CheckpointStore:
@@ -148,7 +164,6 @@ class CheckpointStore:
         self._timeout_s = policy.timeout_minutes * 60
         self._queue = AsyncCallsQueue()
         self._aside = Path()
-        self._look_again = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attached")
         self._attached: list[Future[None]] = []
         # Of the queue alone: this object would live on with its trainer, and end in a forked child, which clears the
@@ -174,10 +189,7 @@ class CheckpointStore:
         written, now or by an earlier save in the background.
         """
         self.finish()
-        try:
-            start_results_queue()
-        except (EOFError, OSError) as error:
-            raise CheckpointWriteError(f"a checkpoint could not be written to {directory}: {error!r}") from error
+        start_results_queue()
         aside: Path = self._layout.on_rank_zero(lambda: patiently(lambda: files.begin(directory, step), directory))
         self._aside = aside
         # 0.16 writes the state that is neither model nor optimizer now, with torch.save.
@@ -203,14 +215,12 @@ class CheckpointStore:
 
         Raises CheckpointWriteError when it fails or is late; after a failure another save may begin.
         """
-        process = self._queue.async_calls[0].async_caller.process if self._queue.async_calls else None
         # Count polls instead of seconds: all ranks must stop waiting at the same poll.
         for _ in range(max(1, round(self._timeout_s / _POLL_S))):
-            with _named_failure(self._aside, process):
+            with _named_failure(self._aside):
                 self._queue.maybe_finalize_async_calls(blocking=False)
             if not wait or not self._queue.get_num_unfinalized_calls():
                 return
-            self._look_at(process)
             time.sleep(_POLL_S)
         late = CheckpointWriteError(
             f"the processes that write a checkpoint are not done after {self._timeout_s:g} s (policy.timeout_minutes); "
@@ -218,21 +228,6 @@ class CheckpointStore:
         )
         late.late = True
         raise late
-
-    def _look_at(self, writer: Any) -> None:
-        """Name a process that writes and is stopped, and end one that waits for a child that was killed."""
-        if writer is None or time.monotonic() < self._look_again:
-            return
-        self._look_again = time.monotonic() + _LOOK_S
-        with suppress(psutil.NoSuchProcess):
-            writing = psutil.Process(writer.pid)
-            for each in (writing, *writing.children(recursive=True)):
-                if each.status() == psutil.STATUS_STOPPED:
-                    log.warning("process %d, which writes a checkpoint, is stopped: kill -CONT %d", each.pid, each.pid)
-                elif each is not writing and (number := _killed_by(each)):
-                    name = signal.Signals(number).name
-                    log.warning("process %d, which wrote a checkpoint, was ended by %s", each.pid, name)
-                    writing.kill()  # it would wait for ever
 
     def _publish(self, aside: Path, marker: Marker, config: CheckpointConfig) -> None:
         """Give the folder its name, with a marker that lists the files of all ranks; collective."""
@@ -264,9 +259,9 @@ class CheckpointStore:
     def load(self, checkpoint: Path, steps: OptimizerSteps | None) -> dict[str, Any]:
         """Restore a complete checkpoint of any parallel layout and return the driver's state in it.
 
-        steps: None for the weights only, which are converted from another precision, with a line in the log. Files, and
-        names, shapes and dtypes of all tensors, are checked before anything is copied. Random streams are restored when
-        the layout is the same; a rank of another layout has no counterpart. Raises CheckpointError.
+        steps: None for the weights only, which are converted from another precision. Files, and names, shapes and
+        dtypes of all tensors, are checked before anything is copied. Random streams are restored when the layout is the
+        same; a rank of another layout has no counterpart. Raises CheckpointError.
         """
         marker, spec = self._verified(checkpoint), self._model.spec
         if steps is not None:
@@ -274,7 +269,7 @@ class CheckpointStore:
         wanted = self._shards(steps, is_loading=True)
         check_fit(checkpoint, wanted, spec.vocab_size, weights_only=steps is None)
         check_settings(checkpoint, marker.settings, model_settings(spec))
-        with refused_as_one(checkpoint):
+        with loaded_as_data(checkpoint):
             loaded = megatron_versions.load(wanted, checkpoint)
         self._model.load_state(loaded["model"])
         if steps is not None:
@@ -292,7 +287,7 @@ class CheckpointStore:
         Raises CheckpointError on every rank, naming all broken files and an older intact checkpoint.
         """
         layout = self._layout
-        marker: Marker = layout.on_rank_zero(lambda: files.read_marker(checkpoint))
+        marker: Marker = layout.on_rank_zero(lambda: files.read_checkpoint_marker(checkpoint))
         problems: list[str] = layout.on_rank_zero(lambda: files.size_problems(checkpoint, marker.files))
         if not problems:
             mine = sorted(marker.files)[layout.rank :: layout.world_size]
@@ -319,11 +314,8 @@ def _attach(path: Path, content: Callable[[], bytes]) -> None:
 
 
 @contextmanager
-def _named_failure(aside: Path, writer: Any = None) -> Iterator[None]:
-    """Delete `aside` and raise CheckpointWriteError with a plain reason when writing a checkpoint into it fails.
-
-    writer: the process of this rank that writes.
-    """
+def _named_failure(aside: Path) -> Iterator[None]:
+    """Delete `aside` and raise CheckpointWriteError with a plain reason when writing a checkpoint into it fails."""
     directory = aside.parent
     kinds: tuple[type[BaseException], ...] = (OSError, DistributedWriteError, RuntimeError)
     try:
@@ -339,7 +331,7 @@ def _named_failure(aside: Path, writer: Any = None) -> Iterator[None]:
         if full:
             reason = "a file could not be written to its end: the disk is full, or a quota or limit is reached"
         elif _NO_RESULTS in reason:
-            reason = f"{_ended(writer)} before its end; was it killed (out of memory)?"
+            reason = "a process that writes ended before its end; was it killed (out of memory)?"
         free = shutil.disk_usage(directory).free
         shutil.rmtree(aside, ignore_errors=True)
         failed = CheckpointWriteError(
@@ -349,23 +341,6 @@ def _named_failure(aside: Path, writer: Any = None) -> Iterator[None]:
         )
         failed.full = full
         raise failed from error
-
-
-def _killed_by(process: psutil.Process) -> int:
-    """The signal that has ended a child whose parent has not waited for it yet; 0: it lives, or ended by itself."""
-    try:
-        fields = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[-1]) & 0x7F if fields[0] == b"Z" else 0
-
-
-def _ended(writer: Any) -> str:
-    """Which process ended, and how, as far as this rank knows."""
-    if writer is None or not writer.exitcode:
-        return "a process that writes ended"
-    how = f"status {writer.exitcode}" if writer.exitcode > 0 else signal.Signals(-writer.exitcode).name
-    return f"the process that writes it ({writer.pid}) ended by {how}"
 
 
 def model_settings(spec: ModelSpec) -> dict[str, Any]:
@@ -397,7 +372,9 @@ def check_fit(checkpoint: Path, wanted: dict[str, Any], vocab_size: int, *, weig
     surplus = [] if weights_only else sorted(saved.keys() - ours.keys())
     problems += [f"{key} is not in this model and optimizer" for key in surplus]
     for key in sorted(ours.keys() & saved.keys()):
-        there = _as_converted(saved[key], ours[key]) if weights_only else saved[key]
+        there = saved[key]
+        if weights_only and isinstance(there, ShardedTensor) and isinstance(ours[key], ShardedTensor):
+            there = replace(there, dtype=ours[key].dtype)  # torch converts when it copies
         have, want = _form(there), _form(ours[key])
         # The padding of the vocabulary depends on the tensor-parallel size: megatron truncates or extends it.
         if have != want and not _padded_differently(there, ours[key], vocab_size):
@@ -408,16 +385,6 @@ def check_fit(checkpoint: Path, wanted: dict[str, Any], vocab_size: int, *, weig
             + "\n  ".join(problems)
             + "\nContinue with the model.path and policy of the run that wrote it"
         )
-
-
-def _as_converted(
-    saved: ShardedTensor | ShardedObject, ours: ShardedTensor | ShardedObject
-) -> ShardedTensor | ShardedObject:
-    """`saved` with the precision of `ours`: torch converts when it copies into a tensor of another dtype."""
-    if not (isinstance(saved, ShardedTensor) and isinstance(ours, ShardedTensor)) or saved.dtype == ours.dtype:
-        return saved
-    log.info("%s is converted from %s to %s", saved.key, saved.dtype, ours.dtype)
-    return replace(saved, dtype=ours.dtype)
 
 
 def _padded_differently(

@@ -1,7 +1,7 @@
 """Checkpoint directories on disk: written aside, published with a manifest, verified, pruned, found, read as data.
 
-torch and megatron-core unpickle `.metadata`, and objects among the shards, without a limit. `replacements.py` has them
-make and call nothing outside an allow-list.
+torch unpickles `.metadata` without a limit: `replacements.py` has it make and call nothing outside an allow-list.
+Everything else is loaded as torch's data (`loaded_as_data`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from enum import Enum, EnumType
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingException, maybe_load_config
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException as DistributedReadError
 from torch.serialization import _get_layout
@@ -36,6 +35,8 @@ from ctpo_megatron.base.run_paths import MARKER, discarded, step_in, step_name
 
 log = logging.getLogger(__name__)
 
+_DATA, _ANYTHING = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+"""Variables by which torch restricts all loads to data, or none."""
 _DIGEST = "blake2b"
 """Key of the digest of the rest of the marker."""
 
@@ -68,16 +69,11 @@ class Marker:
     settings: keys of the configuration that decide which tensors there are, with their values.
     """
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
-
     step: int
     score: float | None
     run: dict[str, Any]
     files: dict[str, FileEntry]
     settings: dict[str, Any]
-
-
-_MARKER = TypeAdapter(Marker)
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -152,7 +148,7 @@ def complete(directory: Path) -> list[Path]:
     return [path for path in _all_named(directory) if (path / MARKER).is_file()]
 
 
-def latest(directory: Path) -> Path | None:
+def latest_checkpoint(directory: Path) -> Path | None:
     """The newest checkpoint in `directory`; None when there is none.
 
     Raises CheckpointError when it has no marker, since the marker is written before the name.
@@ -168,13 +164,13 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("_")[2])
 
 
-def read_marker(checkpoint: Path) -> Marker:
+def read_checkpoint_marker(checkpoint: Path) -> Marker:
     """The marker of a checkpoint; raises CheckpointError when it is missing or damaged."""
     try:
         content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
         if content.pop(_DIGEST, None) != _digest(content):
             raise ValueError("it does not have the contents that were written")
-        marker = _MARKER.validate_json(json.dumps(content))
+        marker = Marker(**content | {"files": {name: FileEntry(**file) for name, file in content["files"].items()}})
         if not marker.files:
             raise ValueError("it lists no files")
         if elsewhere := [name for name in marker.files if os.path.basename(name) != name or not name.isprintable()]:
@@ -183,10 +179,7 @@ def read_marker(checkpoint: Path) -> Marker:
             raise ValueError(f"it is of step {marker.step}: was its folder renamed, or copied from elsewhere?")
     except FileNotFoundError as error:
         raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MARKER}") from error
-    except ValidationError as error:
-        places = ", ".join(".".join(map(str, found["loc"])) or "the whole" for found in error.errors())
-        raise CheckpointError(f"{checkpoint / MARKER} is damaged (at {places}){advice(checkpoint)}") from error
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint / MARKER} is damaged ({error}){advice(checkpoint)}") from error
     return marker
 
@@ -223,7 +216,7 @@ def advice(checkpoint: Path) -> str:
     )
     for path in reversed(older):
         try:
-            whole = not size_problems(path, read_marker(path).files)
+            whole = not size_problems(path, read_checkpoint_marker(path).files)
         except CheckpointError:
             whole = False
         if whole:
@@ -256,7 +249,7 @@ def _superfluous(found: Sequence[Path], newest: int, keep_last: int, keep_best: 
 
 def _score(checkpoint: Path) -> float | None:
     try:
-        return read_marker(checkpoint).score
+        return read_checkpoint_marker(checkpoint).score
     except CheckpointError:
         return None
 
@@ -280,37 +273,19 @@ def _aside(directory: Path, step: int, purpose: str) -> Path:
     return directory / f".{step_name(step)}.{secrets.token_hex(4)}.{purpose}"
 
 
-_CLASSES: tuple[type, ...] = (
-    filesystem._StorageInfo,
-    metadata.BytesStorageMetadata,
-    metadata.ChunkStorageMetadata,
-    metadata.Metadata,
-    metadata.MetadataIndex,
-    metadata.StorageMeta,
-    metadata.TensorProperties,
-    metadata.TensorStorageMetadata,
-    metadata._MEM_FORMAT_ENCODING,
-    planner.SavePlan,
-    planner.TensorWriteData,
-    planner.WriteItem,
-    planner.WriteItemType,
-    torch.Size,
-)
-"""What `.metadata` of megatron-core 0.16.1 and 0.19.2 is made of."""
-ALLOWED: Mapping[tuple[str, str], Any] = {
-    **{(made.__module__, made.__qualname__): made for made in _CLASSES},
-    ("torch.serialization", "_get_layout"): _get_layout,
-    **{("torch", str(made).removeprefix("torch.")): made for made in vars(torch).values() if type(made) is torch.dtype},
-}
-"""Everything that a pickle may name: classes of torch that hold data, and its dtypes and layouts."""
+_MODULES = {module.__name__: vars(module) for module in (torch, torch.serialization, filesystem, metadata, planner)}
+"""Whose records `.metadata` of megatron-core 0.16.1 and 0.19.2 is made of."""
 
 
 class _Unpickler(pickle.Unpickler):
+    """Makes records of `_MODULES`: data classes, enumerations, sizes, and torch's dtypes and layouts."""
+
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return ALLOWED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!r}") from None
+        found = _MODULES.get(module, {}).get(name)
+        is_data = is_dataclass(found) or isinstance(found, EnumType | torch.dtype) or found in (torch.Size, _get_layout)
+        if is_data and found is not Enum:
+            return found
+        raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!r}")
 
 
 def metadata_from(content: bytes, path: Path) -> metadata.Metadata:
@@ -338,40 +313,9 @@ def read_metadata(self: filesystem.FileSystemReader, *_arguments: Any, **options
     return described
 
 
-def load_bytes(self: Any, read_item: Any, value: IO[bytes]) -> None:
-    """Restore an object among the shards (shadows DefaultLoadPlanner's method, which would run what it says)."""
-    from torch.distributed.checkpoint._nested_dict import set_element
-
-    content = torch.load(value, weights_only=True)
-    name = read_item.dest_index.fqn
-    if self.flatten_state_dict:
-        set_element(self.original_state_dict, self.mappings[name], content)
-    else:
-        self.state_dict[name] = content
-
-
-def load_common(*arguments: Any) -> Any:
-    """Read `common.pt` (shadows a method of 0.16, with the folder as its last argument, and a function of 0.19).
-
-    The originals leave it to the environment (TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD) whether it may run code.
-    """
-    path = Path(arguments[-1], COMMON_STATE_FNAME)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise CheckpointingException(f"{path} does not exist") from error
-
-
 def read_description(checkpoint: Path) -> dict[str, ShardedTensor | ShardedObject]:
     """The tensors and objects that `metadata.json` and `.metadata` describe. Raises CheckpointError."""
     try:
-        form = maybe_load_config(str(checkpoint))
-        # megatron-core 0.19 reads any as what it writes itself.
-        if form and (form.sharded_backend, form.sharded_backend_version) != ("torch_dist", 1):
-            said = f"{form.sharded_backend} {form.sharded_backend_version}"
-            raise CheckpointError(
-                f"{checkpoint} cannot be loaded: metadata.json names the format {said:.99}, and torch_dist 1 is read"
-            )
         described: dict[str, ShardedTensor | ShardedObject] = load_sharded_metadata(str(checkpoint))
     except CheckpointError:
         raise
@@ -382,8 +326,13 @@ def read_description(checkpoint: Path) -> dict[str, ShardedTensor | ShardedObjec
 
 
 @contextmanager
-def refused_as_one(checkpoint: Path) -> Iterator[None]:
-    """Raises CheckpointError where megatron-core or torch refuse a file of `checkpoint`."""
+def loaded_as_data(checkpoint: Path) -> Iterator[None]:
+    """Within, torch loads tensors and plain values only, whatever its callers and the environment ask for.
+
+    Raises CheckpointError where megatron-core or torch refuse a file of `checkpoint`.
+    """
+    asked = {name: os.environ.pop(name) for name in (_ANYTHING, _DATA) if name in os.environ}
+    os.environ[_DATA] = "1"
     try:
         yield
     except DistributedReadError as error:
@@ -392,6 +341,9 @@ def refused_as_one(checkpoint: Path) -> Iterator[None]:
         raise CheckpointError(f"{checkpoint} cannot be loaded: {'; '.join(reasons)}") from error
     except (CheckpointingException, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{checkpoint} cannot be loaded: {_short(str(error))}") from error
+    finally:
+        del os.environ[_DATA]
+        os.environ |= asked
 
 
 def _short(reason: str) -> str:

@@ -12,6 +12,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ctpo_megatron.base.host_copies import to_device
 from ctpo_megatron.data import Forest, PackedBatch
 
 
@@ -41,9 +42,7 @@ class ContextSplit:
 
     def to(self, device: torch.device) -> ContextSplit:
         """The split on a device; the host does not wait for the copies."""
-        rows, restore, cu_seqlens = (
-            t.to(device, non_blocking=True) for t in (self.rows, self.restore, self.cu_seqlens)
-        )
+        rows, restore, cu_seqlens = (to_device(each, device) for each in (self.rows, self.restore, self.cu_seqlens))
         return replace(self, rows=rows, restore=restore, cu_seqlens=cu_seqlens, planned=self.on_host)
 
     @classmethod
@@ -115,7 +114,7 @@ class SharedRows:
             # The row of the label, as children of a row have different tokens.
             _, at, pair = np.unique(forest.row[tokens + 1], return_index=True, return_inverse=True)
             parts = (forest.row[tokens[at]], tokens[at], pair.reshape(-1))
-            return cls(*(torch.from_numpy(each).to(batch.token_ids.device, non_blocking=True) for each in parts))
+            return cls(*(to_device(torch.from_numpy(each), batch.token_ids.device) for each in parts))
 
         return forest.derive(cls, pairs)
 
@@ -180,7 +179,7 @@ class Targets:
             old_log_probs=None if batch.old_log_probs is None else next_of(batch.old_log_probs),
             weights=None if batch.correction_weights is None else next_of(batch.correction_weights),
             split=split,
-            rows=predicting.to(batch.response_mask.device, non_blocking=True),
+            rows=to_device(predicting, batch.response_mask.device),
             in_loss=in_loss,
             may_learn=learning,
             on_policy=batch.on_policy,
@@ -193,6 +192,17 @@ class Targets:
     @property
     def cu_seqlens(self) -> Tensor:
         return self.split.cu_seqlens
+
+    @property
+    def of_loss(self) -> dict[str, Any]:
+        """What every loss takes of these rows besides log-probs, by its parameters' names."""
+        return {
+            "advantages": self.advantages,
+            "response_mask": self.response_mask,
+            "loss_mask": self.loss_mask,
+            "weights": self.weights,
+            "cu_seqlens": self.cu_seqlens,
+        }
 
     def of_whole_sequences(self) -> Targets:
         """The targets of all rows of the batch, which every context-parallel rank knows."""

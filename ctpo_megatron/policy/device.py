@@ -1,4 +1,4 @@
-"""The only file of the trainer that distinguishes CPU and CUDA: device, backend, and which optional libraries are used.
+"""The only file of the trainer that distinguishes CPU and CUDA: device, its memory, and which libraries are used.
 
 `install()` and `scope()` let Megatron-Core run on this machine (`replacements.py`).
 """
@@ -8,23 +8,27 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import resource
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ctpo_megatron.base.installed import TE, is_installed, te_trouble
 from ctpo_megatron.policy import replacements
-from ctpo_megatron.policy.attention_plan import EXACT, AttentionRules
+from ctpo_megatron.policy.megatron_import import CUDA as CUDA
 
-CUDA = torch.cuda.is_available()
+if TYPE_CHECKING:
+    from megatron.core.optimizer import ChainedOptimizer
+
+    from ctpo_megatron.config import PolicyConfig
+    from ctpo_megatron.policy.model import BuiltModel
+
 _CPU = torch.device("cpu")
-
-_WIDEST_FLASH_HEAD = 256
-"""Numbers of a head that flash attention takes at most."""
+SLAB_BYTES = 1 << 28
+"""torch rounds pinned memory up to a power of two: one buffer for each tensor would take up to twice as much."""
 
 
 @dataclass(frozen=True)
@@ -91,23 +95,6 @@ def capabilities() -> Capabilities:
     )
 
 
-def attention_rules(dtype: torch.dtype, head_dim: int, *, masked: bool) -> AttentionRules:
-    """How the local layers call torch's attention. masked: with an explicit mask (context parallelism).
-
-    Fused back ends that take fewer heads of keys than of queries are flash, which takes no mask, and cuDNN. Both are
-    for 16 bits (torch 2.13, `sdp_utils.cpp`). Otherwise keys are repeated for the memory-efficient back end: without
-    any, torch writes out scores of quadratic size.
-
-    From compute capability 9.0 on torch prefers cuDNN, which compiles a plan for each shape, forward and backward, in
-    tens of milliseconds of host time, and keeps all of them. So it is left to calls that flash does not take
-    (`enable_cudnn_sdp`), and these are of few different shapes.
-    """
-    if not CUDA or (dtype is not torch.float32 and not masked and head_dim <= _WIDEST_FLASH_HEAD):
-        return EXACT
-    grouped = dtype is not torch.float32 and (not masked or _compute_capability() >= (9, 0))
-    return AttentionRules(bounded=True, repeat_keys=not grouped)
-
-
 def max_ranks() -> int:
     """How many ranks this machine can run: its number of GPUs; without GPUs its number of cores, at least four."""
     return torch.cuda.device_count() if CUDA else max(4, os.cpu_count() or 1)
@@ -170,11 +157,8 @@ def peak_memory_mib() -> float:
     """Peak memory of this process since its start, in MiB: of torch's tensors on a GPU, resident memory on a CPU."""
     if CUDA:
         return torch.cuda.max_memory_allocated() / 2**20
-    # Not ru_maxrss: on Linux a child inherits its parent's value.
-    status = Path("/proc/self/status")
-    if status.exists():
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 2**10  # type: ignore[index]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes on macOS
+    # Not ru_maxrss: a child inherits its parent's value.
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10  # type: ignore[index]
 
 
 def transformer_flags(*, te_layers: bool) -> dict[str, Any]:
@@ -207,3 +191,131 @@ def scope() -> AbstractContextManager[Any]:
 def install() -> None:
     """Patch megatron-core for this machine; call once per process before building anything."""
     replacements.install(cuda=CUDA)
+
+
+class DeviceMemory:
+    """`policy.offload`: optimizer state (and parameters) move to host memory, gradient buffers are freed.
+
+    Only state that the distributed optimizer holds separately from the parameters can move: master weights and moments
+    of a 16-bit model. Methods may be called at any time. The optimizer's own `offload_to_cpu` takes new pageable memory
+    each time, at 2 GB/s on an H200 (benchmarks/results/gpu/nvidia-h200.md). Parameter buffers pin theirs whole, which
+    torch rounds up to a power of two. Here tensors move through slabs of pinned memory, which are kept.
+    """
+
+    def __init__(self, config: PolicyConfig, model: BuiltModel) -> None:
+        self._what = config.offload
+        self._model = model
+        self._released = False
+        self._slabs: list[torch.Tensor] = []
+        self._taken: list[tuple[torch.UntypedStorage, int]] = []  # and its bytes
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """A context in which everything is on the device, for passes of the model. Does not nest."""
+        with scope():
+            self._reclaim()
+        yield
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """As `on_device`, and all of megatron-core can be called."""
+        with self.on_device(), scope():
+            yield
+
+    @contextmanager
+    def weights_complete(self) -> Iterator[None]:
+        """As `in_use`, with every parameter complete for readers on any stream.
+
+        Only the current stream waits for the gather of `overlap_param_gather`, and vLLM's NCCL producer reads on
+        streams of its own. The same holds for the copies of a reclaim.
+        """
+        with self.in_use():
+            self._model.finish_param_gather()
+            synchronize()
+            yield
+
+    def release(self, optimizer: ChainedOptimizer | None) -> None:
+        """Release the memory, after any unfinished gather of parameters. optimizer: the current one, if any.
+
+        Raises MemoryError when the host has no more to pin; then all stays on the device.
+        """
+        if self._what == "none" or self._released:
+            return
+        with scope():
+            self._model.finish_param_gather()
+            self._take([*self._parameters(), *(_tensors(optimizer) if optimizer is not None else ())])
+            for chunk in self._model.wrapped:
+                chunk.offload_grad_buffers()
+            release_cached_memory()
+        self._released = True
+
+    def _reclaim(self) -> None:
+        """Move everything back to the device, on the current stream. Gradients are zero."""
+        if not self._released:
+            return
+        for storage, size in self._taken:
+            storage.resize_(size)
+        for there, here in self._pieces(self._taken):
+            there.copy_(here, non_blocking=True)
+        self._taken = []
+        for chunk in self._model.wrapped:
+            chunk.restore_grad_buffers()
+        self._released = False
+
+    def _take(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy to the host and free the device memory; returns when both are done.
+
+        A tensor that shares its storage stays where it is, or the others would lose theirs.
+        """
+        taken = [(each.untyped_storage(), each.untyped_storage().nbytes()) for each in tensors if _is_whole(each)]
+        for there, here in self._pieces(taken):
+            here.copy_(there, non_blocking=True)
+        synchronize()
+        for storage, _ in taken:
+            storage.resize_(0)
+        self._taken = taken
+
+    def _pieces(self, taken: Sequence[tuple[torch.UntypedStorage, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Bytes on the device, and their place on the host."""
+        offset = 0
+        for storage, size in taken:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            start = 0
+            while start < size:
+                number, at = divmod(offset, SLAB_BYTES)
+                if number == len(self._slabs):
+                    self._slabs.append(self._slab())
+                count = min(size - start, SLAB_BYTES - at)
+                yield whole[start : start + count], self._slabs[number][at : at + count]
+                start, offset = start + count, offset + count
+
+    def _slab(self) -> torch.Tensor:
+        try:
+            return torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=CUDA)
+        except RuntimeError as error:
+            raise MemoryError(
+                f"policy.offload: no more pinned host memory after {len(self._slabs) * SLAB_BYTES >> 20} MiB of this "
+                f"rank ({error}); give the job more memory, or set policy.offload=none"
+            ) from error
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        """Buffers that the parameters are views of, as far as they move."""
+        if self._what == "all":
+            for chunk in self._model.wrapped:
+                yield from (buffer.param_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+
+
+def _tensors(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
+    """Master weights and moments on the device."""
+    for each in optimizer.chained_optimizers:
+        if (inner := each.optimizer) is None or each.is_stub_optimizer:  # a rank without parameters of this kind
+            continue
+        for group in inner.param_groups:
+            yield from (parameter for parameter in group["params"] if parameter.is_cuda)
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.is_cuda)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == tensor.numel() * tensor.element_size() > 0

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,44 +33,41 @@ _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """One parameter of this rank, how it is mapped, and its place in the model.
+    """One parameter of this rank and how it is mapped.
 
-    prefix: of its Hugging Face names. expert: index among this rank's experts.
+    names: of its Hugging Face tensors, by expert-parallel rank, as each has other experts; the same everywhere for what
+    is outside of experts. group: the ranks that it is sharded over.
     """
 
     parameter: torch.nn.Parameter
     mapping: ParamMapping
-    prefix: str = ""
-    expert: int = 0
-
-    def names(self, experts_each: int, ep_rank: int) -> list[str]:
-        """Hugging Face names on an expert-parallel rank that holds `experts_each` experts of a layer."""
-        expert = ep_rank * experts_each + self.expert
-        return [self.prefix + name.format(expert=expert) for name in self.mapping.hf]
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks that the parameter is sharded over."""
-        over = mpu.get_expert_tensor_parallel_group if self.mapping.per_expert else mpu.get_tensor_model_parallel_group
-        group: dist.ProcessGroup = over()
-        return group
+    names: list[list[str]]
+    group: dist.ProcessGroup
 
 
-def entries(model: BuiltModel) -> Iterator[ModelParameter]:
+def model_parameters(model: BuiltModel, layout: Layout) -> list[ModelParameter]:
     """All parameters of this rank. Raises KeyError naming a parameter without a Hugging Face counterpart."""
-    spec, family = model.spec, model.spec.family
+    spec, family, found = model.spec, model.spec.family, list[ModelParameter]()
+    experts_each = spec.num_experts // layout.ep_size
     ends, in_layer = _by_name(family.ends(spec), spec), _by_name(family.layer(spec), spec)
     for chunk in model.gpt:
         for name, parameter in chunk.named_parameters():
             if name == "output_layer.weight" and spec.tie_word_embeddings:
                 continue  # later pipeline stages hold a copy of the embedding under this name
             match = _LAYER_NAME.fullmatch(name)
-            found = in_layer.get(match[2]) if match else ends.get(name)
-            if found is None:
+            known = in_layer.get(match[2]) if match else ends.get(name)
+            if known is None:
                 raise KeyError(f"no Hugging Face counterpart is known for the Megatron parameter {name!r}")
+            mapping, expert = known
             layer = chunk.decoder.layers[int(match[1])].layer_number - 1 if match else None
             prefix = "" if layer is None else family.layer_prefix.format(layer=layer)
-            yield ModelParameter(parameter, found[0], prefix, found[1])
+            names = [
+                [prefix + each.format(expert=ep_rank * experts_each + expert) for each in mapping.hf]
+                for ep_rank in range(layout.ep_size)
+            ]
+            over = mpu.get_expert_tensor_parallel_group if mapping.per_expert else mpu.get_tensor_model_parallel_group
+            found.append(ModelParameter(parameter, mapping, names, over()))
+    return found
 
 
 def _by_name(mappings: Iterable[ParamMapping], spec: ModelSpec) -> dict[str, tuple[ParamMapping, int]]:
@@ -83,7 +80,7 @@ def _by_name(mappings: Iterable[ParamMapping], spec: ModelSpec) -> dict[str, tup
 
 
 @torch.no_grad()
-def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
+def load(model: BuiltModel, parameters: Sequence[ModelParameter], directory: Path, layout: Layout) -> None:
     """Copy the directory's weights into this rank's model (its layers, experts, tensor-parallel shards); collective.
 
     Raises ConfigError, before anything is copied, listing every tensor that is missing, unused, or of a shape that does
@@ -103,10 +100,9 @@ def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
         tensor: torch.Tensor = opened(stored[name].file).get_tensor(name)
         return tensor
 
-    experts_each = spec.num_experts // layout.ep_size
     broken: list[str] = []
-    for entry in entries(model):
-        names = entry.names(experts_each, layout.ep_rank)
+    for entry in parameters:
+        names = entry.names[layout.ep_rank]
         tensors = [read(name) for name in names]
         shards = entry.mapping.shard(tensors, spec, entry.group.size())
         entry.parameter.copy_(shards[entry.group.rank()])
@@ -123,7 +119,8 @@ def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
 
 
 def export(
-    model: BuiltModel,
+    parameters: Sequence[ModelParameter],
+    spec: ModelSpec,
     layout: Layout,
     *,
     value: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach,
@@ -137,7 +134,7 @@ def export(
     dimension, and times the expert-parallel size for an expert. This is at most the largest Megatron parameter, if the
     consumer drops each tensor before requesting the next. A tensor that needs no gathering is the parameter itself.
     """
-    stage = (tensor for entry in entries(model) for tensor in _full(entry, value(entry.parameter), model.spec, layout))
+    stage = (tensor for entry in parameters for tensor in _full(entry, value(entry.parameter), spec, layout))
     if layout.pp_size == 1 or own_stage:
         yield from stage
         return
@@ -148,13 +145,11 @@ def export(
 Declared = list[tuple[str, tuple[int, ...], torch.dtype]]
 
 
-def declare(model: BuiltModel, layout: Layout) -> Declared:
+def declare(parameters: Sequence[ModelParameter], layout: Layout) -> Declared:
     """HF name, shape and dtype of all that `export` yields, in its order, on every rank. No tensor is gathered."""
-    experts_each = model.spec.num_experts // layout.ep_size
     of_stage: Declared = []
-    for entry in entries(model):
-        ranks = range(layout.ep_size) if entry.mapping.per_expert else [layout.ep_rank]
-        names = [entry.names(experts_each, ep_rank) for ep_rank in ranks]
+    for entry in parameters:
+        names = entry.names if entry.mapping.per_expert else entry.names[:1]
         for number, shape in enumerate(entry.mapping.shapes):
             of_stage += [(of_rank[number], shape, entry.parameter.dtype) for of_rank in names]
     stages: list[Declared] = [of_stage] * layout.pp_size
@@ -167,8 +162,7 @@ def _full(
     entry: ModelParameter, value: torch.Tensor, spec: ModelSpec, layout: Layout
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The HF tensors made of a parameter of this pipeline stage and its counterparts on other ranks."""
-    mapping, experts_each = entry.mapping, spec.num_experts // layout.ep_size
-    names = [entry.names(experts_each, ep_rank) for ep_rank in range(layout.ep_size)]
+    mapping, names = entry.mapping, entry.names
     for number, part in enumerate(mapping.unshard(value, spec)):
         tensor = _join(part, mapping.dim, entry.group)
         if mapping.padded:

@@ -20,11 +20,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 from ctpo_megatron.data import PackedBatch
-from ctpo_megatron.policy.attention_plan import AttentionPlan, AttentionRules, ForestPlan, WholeSequences
+from ctpo_megatron.policy.attention_plan import AttentionPlan, ForestPlan, WholeSequences
 from ctpo_megatron.policy.context import ContextSplit, gather_rows, take_rows
 from ctpo_megatron.policy.megatron_versions import LATENT_ROTARY
 
 Rotation = Callable[..., torch.Tensor]
+_WIDEST_FLASH_HEAD = 256
+"""Numbers of a head that flash attention takes at most."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -43,26 +45,25 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-def packed_sequences(batch: PackedBatch, split: ContextSplit, rules: AttentionRules | None) -> PackedSeqParams:
+def packed_sequences(batch: PackedBatch, split: ContextSplit, *, whole_attention: bool) -> PackedSeqParams:
     """Megatron's record of a packed micro-batch, extended by what our layers would otherwise read back.
 
-    split: the rows of this rank. rules: how attention is called, for `attention_plan`, which all layers share; None for
-    attention that takes whole sequences, which a forest has in `whole`. take: from values of the tokens to values of
-    the rows.
+    split: the rows of this rank. whole_attention: layers take whole sequences, which a forest has in `whole`; other
+    layers share `attention_plan`. take: from values of the tokens to values of the rows.
     positions of cu_seqlens: of these rows, for `rotate_packed` and `rotate_rows`.
     """
     longest, boundaries, take = batch.max_seqlen, batch.cu_seqlens, split.take
     plan: AttentionPlan | ForestPlan | None = None
     whole = None
-    if batch.forest is not None and rules is None:
+    if batch.forest is not None and whole_attention:
         whole = WholeSequences.of(batch)
         take, boundaries = whole.take, boundaries.detach()  # with attributes of its own
         boundaries.of_rows = True  # type: ignore[attr-defined]
-    elif batch.forest is not None and rules is not None:
-        plan = ForestPlan.of(batch, rules)
+    elif batch.forest is not None:
+        plan = ForestPlan.of(batch)
         take, boundaries = plan.take, plan.boundaries
-    elif rules is not None:
-        plan = AttentionPlan(split, rules)
+    elif not whole_attention:
+        plan = AttentionPlan(split)
     boundaries.positions = take(batch.position_ids)  # type: ignore[attr-defined] # all that rotary layers receive
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -138,6 +139,18 @@ def attend_to_whole_sequences(attention: torch.nn.Module) -> None:
     attention.forward = forward
 
 
+def _takes_grouped_keys(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether a fused back end of torch's attention takes fewer heads of keys than of queries.
+
+    On CUDA that is flash attention, which takes 16 bits and no mask (torch 2.13, `sdp_utils.cpp`). The memory-efficient
+    back end does not. Without any, torch writes out scores of quadratic size. The one of cuDNN is off: it compiles a
+    plan for each shape, in tens of milliseconds of host time, and keeps all of them.
+    """
+    return not query.is_cuda or (
+        mask is None and query.dtype is not torch.float32 and query.shape[-1] <= _WIDEST_FLASH_HEAD
+    )
+
+
 class PackedCausalAttention(MegatronModule):
     """Core attention for the local spec: block-diagonal causal softmax attention over packed sequences.
 
@@ -172,12 +185,12 @@ class PackedCausalAttention(MegatronModule):
         lengths = [part.tokens.numel() for part in plan.classes]
         keys, values = (torch.split(plan.rows_of(t, plan.tokens), lengths) for t in (key, value))
         outputs = []
-        repeats = query.shape[-2] // key.shape[-2] if plan.rules.repeat_keys else 1
         for part, mask, *rows in zip(plan.classes, plan.masks(query.dtype), queries, keys, values, strict=True):
             sizes = (part.queries, part.tokens, part.tokens)
             q, k, v = (torch.unflatten(t, 0, size).transpose(1, 2) for t, size in zip(rows, sizes, strict=True))
-            if repeats > 1:
-                k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+            grouped = _takes_grouped_keys(q, mask)
+            if not grouped:
+                k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
             out = F.scaled_dot_product_attention(  # [rows, heads, length, d]
                 q,
                 k,
@@ -185,7 +198,7 @@ class PackedCausalAttention(MegatronModule):
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=self.softmax_scale,
-                enable_gqa=repeats == 1,
+                enable_gqa=grouped,
             )
             outputs.append(out.transpose(1, 2).flatten(0, 1))  # [rows * length, heads, d]
         packed = torch.cat(outputs).index_select(0, plan.back)

@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import common
 from torch import load as torch_load
 from torch.distributed import checkpoint as torch_checkpoint
 
-from ctpo_sandbox.libc import die_with_parent
+from ctpo_sandbox.isolation.libc import die_with_parent
 
 VERSION = importlib.metadata.version("megatron-core")
 """The installed release, such as `0.19.2`."""
@@ -40,9 +39,6 @@ _IS_0_19 = RELEASE >= (0, 19)
 
 LATENT_ROTARY = "mla_rotary_interleaved" if _IS_0_19 else "multi_latent_attention"
 """Keyword by which rotary embeddings learn of latent attention."""
-
-LOADER_OF_COMMON_STATE: Any = serialization if _IS_0_19 else common.TorchCommonLoadStrategy
-"""What has the `load_common` that reads `common.pt`."""
 
 COMMON_STATE = "common_state"
 """Key of the state that is neither model nor optimizer in checkpoints of 0.19; 0.16 writes it to a file."""

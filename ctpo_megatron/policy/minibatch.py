@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ctpo_megatron.config import PolicyConfig, Split, repeated_token_share, sequence_multiple
+from ctpo_megatron.config import PolicyConfig, sequence_multiple
 from ctpo_megatron.data import (
     DataError,
     PackedBatch,
@@ -31,9 +31,9 @@ from ctpo_megatron.data import (
     with_turns,
 )
 from ctpo_megatron.data.tokens import PACKED, common_type, joined
-from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.models import ForwardFlops
 from ctpo_megatron.objective import Advantage, Denominators
-from ctpo_megatron.policy.attention_plan import AttentionRules, attention_shapes
+from ctpo_megatron.policy.attention_plan import attention_calls
 from ctpo_megatron.policy.parallel import Layout
 
 Anchor = Literal["proximal", "behaviour", "decoupled"]
@@ -48,8 +48,8 @@ class Workload:
     tokens: of its trajectories, over all ranks. flops: model FLOPs of one forward pass over them. trained_tokens,
     trained_flops: the same for the trajectories that the passes run over. imbalance: largest over mean model FLOPs of
     the data-parallel ranks' shares. distinct_tokens: that the passes of this rank's replica compute. computed_tokens:
-    rows of attention there, alignment and padding included. packing_s: seconds that this rank spent on packing.
-    attention_shapes: different (sequences, length) of its calls of attention, where they are kept few.
+    rows of attention there, alignment and padding included. micro_batches: there. packing_s: seconds that this
+    rank spent on packing.
     """
 
     tokens: int
@@ -59,8 +59,8 @@ class Workload:
     imbalance: float
     distinct_tokens: int
     computed_tokens: int
+    micro_batches: int
     packing_s: float
-    attention_shapes: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass
@@ -171,10 +171,10 @@ def make_mini_batches(
     advantages: Sequence[float | None],
     *,
     size: int,
-    config: PolicyConfig,
+    rules: PackingRules,
     layout: Layout,
-    spec: ModelSpec,
-    attention: AttentionRules | None,
+    flops: ForwardFlops,
+    whole_attention: bool,
     order: PrefixOrder | None = None,
     skip_zero_advantage: bool = False,
     pack_skipped: bool = False,
@@ -185,14 +185,10 @@ def make_mini_batches(
     Shares are balanced by model FLOPs. A sequence whose advantage is None takes no part: it is in no micro-batch and in
     no denominator. skip_zero_advantage: those whose advantage is 0 are in the denominators but in no micro-batch. A
     rank without any sequence runs one masked sequence. pack_skipped: `skipped_micro_batches` of the first and the last
-    step. attention: as `BuiltModel.attention`; rows that its calls pad count as computed tokens. None: it computes
-    whole sequences. With an order tokens of the same history are computed once, in shares and micro-batches that are
-    runs of it. Raises ValueError when an optimizer step has fewer sequences than there are data-parallel ranks.
-    Collective.
+    step. whole_attention: as in `BuiltModel`; otherwise rows that calls of attention pad count as computed tokens. With
+    an order tokens of the same history are computed once, in shares and micro-batches that are runs of it. Raises
+    ValueError when an optimizer step has fewer sequences than there are data-parallel ranks. Collective.
     """
-    rules = packing_rules(config)
-    if order is not None and attention is None:
-        rules = replace(rules, repeated_token=repeated_token_share(spec, Split.of(config, layout.world_size)))
     result: list[MiniBatch] = []
     last = sequences[-1].trajectory // size if sequences else 0
     for number, step in groupby(zip(sequences, advantages, strict=True), lambda pair: pair[0].trajectory // size):
@@ -200,17 +196,15 @@ def make_mini_batches(
         chunk, values = zip(*step, strict=True)
         if len(chunk) < layout.dp_size:
             raise ValueError(f"an optimizer step of {len(chunk)} sequences cannot feed {layout.dp_size} replicas")
-        load = _Load(chunk, spec, order, whole_attention=attention is None)
+        load = _Load(chunk, flops, order, whole_attention=whole_attention)
         # Not `abs(a) > 0`: a NaN has to reach the loss.
         taking_part = {i: value for i, value in enumerate(values) if value is not None}
         trained = [i for i, value in taking_part.items() if not (skip_zero_advantage and value == 0)]
         # Every rank computes all shares: they follow from the sizes alone, so no communication is needed.
         shares = _shares(trained, load, layout)
-        packed = _packed(chunk, shares, taking_part, rules, layout, order)
+        micro_batches = _packed(load, shares, taking_part, rules, layout)
         denominators = Denominators.of_counts(chunk[i].loss_tokens for i in taking_part)
-        micro_batches = [micro.to(layout.device) for micro in packed]
         loads = [load.of(share) for share in shares]
-        shapes = [shape for micro in micro_batches for shape in _attention_shapes(micro, attention)]
         work = Workload(
             tokens=sum(map(len, chunk)),
             flops=sum(load.alone),
@@ -218,15 +212,15 @@ def make_mini_batches(
             trained_flops=sum(loads),
             imbalance=max(loads) * layout.dp_size / sum(loads) if trained else 1.0,
             distinct_tokens=sum(micro.distinct_tokens for micro in micro_batches),
-            computed_tokens=sum(sequences * length for sequences, length in shapes),
-            attention_shapes=frozenset(shapes) if attention and attention.bounded else frozenset(),
+            computed_tokens=sum(_attention_rows(micro, whole_attention) for micro in micro_batches),
+            micro_batches=len(micro_batches),
             packing_s=time.perf_counter() - began,
         )
         skipped = sorted(taking_part.keys() - set(trained))
         result.append(MiniBatch(micro_batches, denominators, work, [chunk[i] for i in skipped]))
         if skipped and pack_skipped and number in (0, last):
-            passed = _packed(chunk, _shares(skipped, load, layout), taking_part, rules, layout, order)
-            result[-1].skipped_micro_batches = [micro.to(layout.device) for micro in passed]
+            passed = _packed(load, _shares(skipped, load, layout), taking_part, rules, layout)
+            result[-1].skipped_micro_batches = passed
     return result
 
 
@@ -238,10 +232,10 @@ class _Load:
     """
 
     def __init__(
-        self, chunk: Sequence[TokenSequence], spec: ModelSpec, order: PrefixOrder | None, *, whole_attention: bool
+        self, chunk: Sequence[TokenSequence], flops: ForwardFlops, order: PrefixOrder | None, *, whole_attention: bool
     ) -> None:
-        self.chunk, self.order, self._spec, self._whole_attention = chunk, order, spec, whole_attention
-        self.alone = [spec.forward_flops(each.length, each.sampled_tokens) for each in chunk]
+        self.chunk, self.order, self._flops, self._whole_attention = chunk, order, flops, whole_attention
+        self.alone = [flops(each.length, each.sampled_tokens) for each in chunk]
 
     def of(self, members: Sequence[int]) -> float:
         """Of some sequences, by number in the step, in one pass."""
@@ -257,9 +251,9 @@ class _Load:
     def _added(self, index: int, shared: int) -> float:
         if not shared:
             return self.alone[index]
-        sampled, spec = self.chunk[index].sampled_tokens, self._spec
-        saved = spec.forward_flops(shared, max(0, sampled - (self.chunk[index].length - shared)))
-        again = spec.num_layers * spec.family.attention_flops(spec, shared) if self._whole_attention else 0
+        sampled = self.chunk[index].sampled_tokens
+        saved = self._flops(shared, max(0, sampled - (self.chunk[index].length - shared)))
+        again = self._flops.attention(shared) if self._whole_attention else 0
         return self.alone[index] - saved + again
 
 
@@ -300,26 +294,32 @@ def _runs(load: _Load, members: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _packed(
-    chunk: Sequence[TokenSequence],
+    load: _Load,
     shares: Sequence[Sequence[int]],
     advantages: Mapping[int, float],
     rules: PackingRules,
     layout: Layout,
-    order: PrefixOrder | None,
 ) -> list[PackedBatch]:
-    """This rank's share in micro-batches, on the host; collective."""
+    """This rank's share in micro-batches; collective."""
+    chunk, order = load.chunk, load.order
     own = share_tokens(chunk, shares, layout)
     at_least = 1
     if layout.ep_size > 1:  # to exchange experts' tokens, replicas run the same passes: as many as the one with most
         at_least = max(1, *(micro_batch_count([chunk[i] for i in share], rules, order) for share in shares))
     kind = common_type([PACKED, *(sequence.kind for sequence in chunk)])
     values = [advantages[i] for i in shares[layout.dp_rank]]
-    return pack(own, values, rules, at_least=at_least, kind=kind, order=order)
+    packed = pack(own, values, rules, at_least=at_least, kind=kind, order=order)
+    return [micro.to(layout.device) for micro in packed]
 
 
-def _attention_shapes(micro: PackedBatch, attention: AttentionRules | None) -> list[tuple[int, int]]:
-    """(sequences, length) of each call of attention; of a forest, whose calls have many shapes, its rows as one."""
-    return [(1, micro.forest.rows)] if micro.forest else attention_shapes(micro.on_host.cu_seqlens, attention)
+def _attention_rows(micro: PackedBatch, whole_attention: bool) -> int:
+    """Rows of the calls of attention, padding included; of a forest without what its calls pad and repeat."""
+    if micro.forest:
+        return micro.forest.rows
+    if whole_attention:
+        return int(micro.on_host.cu_seqlens[-1])
+    calls = attention_calls(micro.on_host.cu_seqlens.diff().tolist())
+    return sum(len(call.members) * call.length for call in calls)
 
 
 def packing_rules(config: PolicyConfig) -> PackingRules:
@@ -347,14 +347,14 @@ def share_tokens(
         return own
     if not layout.is_rank_zero:
         return _receive(own)
-    sending: list[dist.Work] = []
+    sending: list[dist.Work | None] = []  # None: to a rank outside of the job's group, which all are in
     for replica, share in enumerate(shares):
         ranks = [rank for rank, of in enumerate(layout.dp_ranks) if of == replica and rank != 0]
         if share and ranks:
             tokens = share_of([sequences[index] for index in share])
-            sending += _send(tokens, ranks)
+            sending += [dist.isend(tokens, dst=rank) for rank in ranks]
     # All sends are queued before the first wait, so that ranks receive in parallel.
-    for work in sending:
+    for work in filter(None, sending):
         work.wait()
     return own
 
@@ -362,14 +362,6 @@ def share_tokens(
 def share_of(sequences: Sequence[TokenSequence]) -> torch.Tensor:
     """The tokens of these sequences one after another, as bytes."""
     return torch.from_numpy(joined([each.records for each in sequences], sequences[0].kind).view(np.uint8))
-
-
-def _send(tokens: torch.Tensor, ranks: Iterable[int]) -> Iterator[dist.Work]:
-    for rank in ranks:
-        work = dist.isend(tokens, dst=rank)
-        if work is None:
-            raise RuntimeError(f"rank {rank} is not in the job's process group")
-        yield work
 
 
 def _receive(own: Sequence[TokenSequence]) -> list[TokenSequence]:

@@ -16,10 +16,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ctpo_megatron.config import NEED_TE, PolicyConfig, Split, against_shared_prefixes, head_chunk_rows
+from ctpo_megatron.config import NEED_TE, PolicyConfig, against_shared_prefixes
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
+from ctpo_megatron.plan import (
+    Split,
+    head_chunk_rows,
+)
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.attention_plan import AttentionRules
 from ctpo_megatron.policy.layers import attend_to_whole_sequences, local_block_spec
 from ctpo_megatron.policy.optimizer import LossScale
 from ctpo_megatron.policy.parallel import gather_objects
@@ -37,9 +40,9 @@ class BuiltModel:
 
     wrapped: the chunks wrapped for data parallelism; gpt: the plain GPTModels in them, in the same order.
     streaming: the last stage returns hidden states, and the loss applies the output layer (`passes.py`), with the
-    logits of `head_chunk` rows at a time (None: the kernels' default). attention: of the local layers; None where they
-    are Transformer Engine's. loss_scale: of float16, None otherwise. replays: with `policy.router_replay`.
-    shares_prefixes: passes compute tokens with the same history once.
+    logits of `head_chunk` rows at a time (None: the kernels' default). whole_attention: attention takes whole
+    sequences, as Transformer Engine's does. loss_scale: of float16, None otherwise. replays: with
+    `policy.router_replay`. shares_prefixes: passes compute tokens with the same history once.
     """
 
     wrapped: tuple[DistributedDataParallel, ...]
@@ -48,7 +51,7 @@ class BuiltModel:
     spec: ModelSpec
     streaming: bool
     head_chunk: int | None
-    attention: AttentionRules | None
+    whole_attention: bool
     loss_scale: LossScale | None
     replays: RouterReplays | None = None
     shares_prefixes: bool = False
@@ -190,16 +193,13 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     head_chunk = _head_chunk(spec, policy) if streaming else None
     replays = RouterReplays.install(gpt, policy) if config.moe_enable_routing_replay else None
-    attention = None
-    if resolve_layer_spec(policy) == "local":
-        masked = policy.context_parallel_size > 1
-        attention = device.attention_rules(DTYPES[policy.dtype], spec.head_dim, masked=masked)
-        torch.backends.cuda.enable_cudnn_sdp(attention.bounded)
+    if local := resolve_layer_spec(policy) == "local":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # see `layers.PackedCausalAttention`
     against = against_shared_prefixes(policy)
     log.info(
         "prefixes: %s", f"not shared, as {against}" if against else "tokens with the same history are computed once"
     )
-    parts = (wrapped, tuple(gpt), config, spec, streaming, head_chunk, attention, loss_scale, replays)
+    parts = (wrapped, tuple(gpt), config, spec, streaming, head_chunk, not local, loss_scale, replays)
     return BuiltModel(*parts, shares_prefixes=not against)
 
 

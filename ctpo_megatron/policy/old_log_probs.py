@@ -12,12 +12,14 @@ from typing import Literal
 
 import torch
 
-from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, objective_from_config
+from ctpo_megatron.base.host_copies import to_device
+from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import (
     Corrected,
     Denominators,
     MismatchRows,
+    PolicyObjective,
     correct,
     correction_metrics,
     noise_metrics,
@@ -78,16 +80,18 @@ SampledBy = Literal["these", "earlier", "others"]
 
 
 def apply_correction(
-    mini_batches: Sequence[MiniBatch], config: ObjectiveConfig, layout: Layout, equal_weights: bool
+    mini_batches: Sequence[MiniBatch],
+    correction: CorrectionConfig,
+    layout: Layout,
+    objective: PolicyObjective | None = None,
 ) -> dict[str, float]:
     """Set the weights of the mini-batches and mask rejected tokens; returns metrics, on rank zero only.
 
     Needs old log-probs (`Trainer.compute_old_log_probs`). Denominators count the remaining tokens: a rejected token is
     in no mean, and a sequence without remaining tokens counts like any masked sequence (`count_masked_sequences`).
-    equal_weights: the batch was sampled with the trainer's current weights, so that `mismatch/*` is not a difference of
-    policies. Collective.
+    objective: given where the batch was sampled with the trainer's current weights, so that `mismatch/*` of its ratios
+    is no difference of policies. Collective.
     """
-    correction = config.correction
     micro_batches = all_micro_batches(mini_batches) if layout.is_last_stage else []
     rows, left = _over_ranks(mini_batches, [_correct(micro, correction) for micro in micro_batches], layout)
     if correction.normalize and correction.level != "none":
@@ -95,12 +99,12 @@ def apply_correction(
         for micro in micro_batches:
             assert micro.correction_weights is not None  # computed for this level
             micro.correction_weights = micro.correction_weights / mean
-    if correction.rejects:
+    if "rejected" in rows:
         for mini, counts in zip(mini_batches, left, strict=True):
             mini.denominators = Denominators.of_counts(counts)
     metrics = correction_metrics(rows, correction) if layout.is_rank_zero else {}
-    if equal_weights and layout.is_rank_zero:
-        metrics |= noise_metrics(rows, objective_from_config(config))
+    if objective is not None and layout.is_rank_zero:
+        metrics |= noise_metrics(rows, objective)
     return metrics
 
 
@@ -140,17 +144,15 @@ Plan = Literal["none", "first update", "pass"]
 
 
 class OldLogProbs:
-    """Old log-probs of one batch, and the metrics computed from them; every method is collective.
+    """Old log-probs of batches, and the metrics computed from them; every method is collective.
 
     Without `mismatch/*` of log-probs where others have sampled the batch: a difference of policies is no fault.
     """
 
-    def __init__(self, objective: ObjectiveConfig, passes: Passes, layout: Layout, sampled_by: SampledBy) -> None:
-        self._objective = objective
-        self._passes = passes
-        self._layout = layout
-        self._sampled_by = sampled_by
-        self._plan = self.plan(objective)
+    def __init__(self, config: ObjectiveConfig, objective: PolicyObjective, passes: Passes, layout: Layout) -> None:
+        self._correction, self._objective = config.correction, objective
+        self._passes, self._layout = passes, layout
+        self._plan = self.plan(config)
 
     @staticmethod
     def plan(objective: ObjectiveConfig) -> Plan:
@@ -166,7 +168,7 @@ class OldLogProbs:
             return "pass"
         return "none" if objective.anchor == "behaviour" else "first update"
 
-    def before_updates(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+    def before_updates(self, mini_batches: Sequence[MiniBatch], sampled_by: SampledBy) -> dict[str, float]:
         """Run the pass that the plan needs; returns metrics of the amount computed.
 
         If all old log-probs are then known, also applies a correction and returns the metrics of `start_metrics`.
@@ -179,21 +181,22 @@ class OldLogProbs:
             "tokens/old_log_probs_tflop": sum(mini.work.trained_flops for mini in needs_pass) / 1e12,
         }
         if self._plan == "pass":
-            return metrics | self._metrics(mini_batches)
+            return metrics | self._metrics(mini_batches, sampled_by)
         for micro in mini_batches[0].micro_batches:
             micro.on_policy = True
         return metrics
 
-    def after_first_gradient(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+    def after_first_gradient(self, mini_batches: Sequence[MiniBatch], sampled_by: SampledBy) -> dict[str, float]:
         """The metrics that `before_updates` could not compute yet. No optimizer step has been made."""
         if self._plan == "pass":
             return {}
-        return self._metrics(mini_batches if self._plan == "first update" else mini_batches[:1])
+        return self._metrics(mini_batches if self._plan == "first update" else mini_batches[:1], sampled_by)
 
-    def _metrics(self, known: Sequence[MiniBatch]) -> dict[str, float]:
-        metrics = start_metrics(known, self._layout, compare=self._sampled_by != "others")
+    def _metrics(self, known: Sequence[MiniBatch], sampled_by: SampledBy) -> dict[str, float]:
+        metrics = start_metrics(known, self._layout, compare=sampled_by != "others")
         metrics |= self._passes.router_metrics()
-        return metrics | apply_correction(known, self._objective, self._layout, self._sampled_by == "these")
+        objective = self._objective if sampled_by == "these" else None
+        return metrics | apply_correction(known, self._correction, self._layout, objective)
 
 
 def start_metrics(mini_batches: Sequence[MiniBatch], layout: Layout, *, compare: bool = True) -> dict[str, float]:
@@ -223,7 +226,7 @@ def _totals(micro_batches: Sequence[PackedBatch]) -> dict[str, float]:
     parts = []
     for micro in micro_batches:
         # Indices are computed on the host: with a boolean mask on the device the host would wait for their number.
-        compared = micro.on_host.current.nonzero().squeeze(1).to(micro.token_ids.device, non_blocking=True)
+        compared = to_device(micro.on_host.current.nonzero().squeeze(1), micro.token_ids.device)
         parts.append((old_log_probs_of(micro) - micro.rollout_log_probs)[compared].abs())
     difference = torch.cat(parts)
     largest = difference.max() if difference.numel() else difference.sum()  # the sum of no tokens is 0

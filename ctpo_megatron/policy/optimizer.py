@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -280,9 +280,14 @@ class OptimizerSteps:
 
     def load_state(self, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
         """Copy in what was loaded for `sharded_state`, and the state of the schedule."""
-        if _inner_adamw(self.optimizer):
-            _name_step_zero(optimizer)
-        _name_rates(optimizer, self.optimizer.param_groups[0])
+        rates = {name: self.optimizer.param_groups[0][name] for name in _RATES}
+        for part in _parts(optimizer):
+            # Megatron omits a step of 0 from a checkpoint (`if step:`), but AdamW cannot be loaded without it.
+            if _inner_adamw(self.optimizer) and isinstance(part.get("state"), dict) and "param_groups" in part:
+                part["state"].setdefault("common_step", torch.zeros((), dtype=torch.float32))
+            # All groups have the same rates, by which megatron-core 0.19 finds the group of a checkpoint, too.
+            for group in part.get("param_groups", ()):
+                group.update(rates)
         # megatron-core restores whole groups from a checkpoint, and its scheduler prefers their rates to its own.
         groups = self.optimizer.param_groups
         configured = [{name: group[name] for name in _CONFIGURED if name in group} for group in groups]
@@ -311,20 +316,9 @@ def _fill_state(optimizer: ChainedOptimizer) -> None:
             state.setdefault("step", torch.zeros((), dtype=torch.float32))
 
 
-def _name_step_zero(saved: dict[Any, Any]) -> None:
-    """Megatron omits a step of 0 from a checkpoint (`if step:`), but AdamW cannot be loaded without it."""
-    if isinstance(saved.get("state"), dict) and "param_groups" in saved:
-        saved["state"].setdefault("common_step", torch.zeros((), dtype=torch.float32))
+def _parts(saved: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    """The saved state and every dictionary within."""
+    yield saved
     for inner in saved.values():
         if isinstance(inner, dict):
-            _name_step_zero(inner)
-
-
-def _name_rates(saved: dict[Any, Any], group: Mapping[str, Any]) -> None:
-    """Give saved parameter groups the configured rates of `group`, as all have the same: megatron-core 0.19 finds the
-    group of a checkpoint by its rates, too."""
-    for saved_group in saved.get("param_groups", ()):
-        saved_group.update({name: group[name] for name in _RATES})
-    for inner in saved.values():
-        if isinstance(inner, dict):
-            _name_rates(inner, group)
+            yield from _parts(inner)

@@ -104,12 +104,12 @@ class RankZero:
 
     def _send(self, content: bytes, timeout: timedelta) -> None:
         self._meet(self._waiting, timeout)
-        self._broadcast([content])
+        dist.broadcast_object_list([content], group=self._results, device=torch.device("cpu"))
 
     def _receive(self) -> Any:
         self._meet(self._waiting, _UNTIL_CALLED)
         box: list[Any] = [None]
-        self._broadcast(box)
+        dist.broadcast_object_list(box, group=self._results, device=torch.device("cpu"))
         problem, result, cause = pickle.loads(box[0])
         if problem:
             raise RankZeroError(f"rank {self.rank} stops, rank 0 failed: {problem}") from cause
@@ -129,12 +129,6 @@ class RankZero:
                 within = f"within {timeout.total_seconds():g} s"
                 what = f"no answer to rank 0 {within}; it is frozen, hangs, or is cut off"
             raise RankLost(self._lost(group, str(error), what)) from error
-
-    def _broadcast(self, box: list[Any]) -> None:
-        try:
-            dist.broadcast_object_list(box, src=0, group=self._results, device=torch.device("cpu"))
-        except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} stops: a rank was lost in a broadcast ({error})") from error
 
     def _lost(self, group: dist.ProcessGroup, problem: str, what: str) -> str:
         if self.rank != 0:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from ctpo_kernels import linear_log_probs, vocab_parallel_log_probs
-from ctpo_megatron.config import ObjectiveConfig, TurnRatio
+from ctpo_megatron.config import ObjectiveConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import (
     Denominators,
@@ -38,8 +38,8 @@ from ctpo_megatron.objective import (
 )
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.context import ContextSplit, Targets, gather_rows
+from ctpo_megatron.policy.device import DeviceMemory
 from ctpo_megatron.policy.layers import packed_sequences
-from ctpo_megatron.policy.memory import DeviceMemory
 from ctpo_megatron.policy.minibatch import Anchor, MiniBatch
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
@@ -64,15 +64,23 @@ class Predictions(ABC):
     output: Tensor
 
     @abstractmethod
+    def _evaluate(self, return_entropy: bool = False) -> Any:
+        """`[n]` log-probs, differentiable; with `return_entropy` a pair, entropies as well."""
+
     def log_probs(self) -> Tensor:
         """`[n]`, differentiable."""
+        log_probs: Tensor = self._evaluate()
+        return log_probs
 
-    @abstractmethod
     def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
         """`[n]` each, differentiable; entropy in nats. The same bits as the log-probs that a loss uses."""
+        log_probs, entropy = self._evaluate(return_entropy=True)
+        return log_probs, entropy
 
-    def at_rows(self, values: Tensor) -> Tensor:
-        """Values of `targets.rows`, or of their distinct pairs -> `[n]`, 0 elsewhere."""
+    def _at_rows(self, values: Any) -> Any:
+        """Values of `targets.rows`, or of their distinct pairs -> `[n]`, 0 elsewhere; of a pair each."""
+        if isinstance(values, tuple):
+            return tuple(map(self._at_rows, values))
         shared, count = self.targets.shared, self.targets.labels.numel()
         known = values if shared is None else shared.spread(values)
         return known.new_zeros(count).index_put((self.targets.rows,), known)
@@ -95,16 +103,12 @@ class Predictions(ABC):
         output = policy_loss(
             joined,
             joined.detach() if old_log_probs is None else old_log_probs,
-            targets.advantages,
-            targets.response_mask,
-            objective,
-            loss_mask=targets.loss_mask,
-            weights=targets.weights,
-            cu_seqlens=targets.cu_seqlens,
+            objective=objective,
             denominators=denominators,
             cp_group=targets.split.group,
             entropy=bonus,
             turn=targets.turn,
+            **targets.of_loss,
         )
         return self.with_rows(output if pieces_suffice else self.share(output), log_probs, entropy)
 
@@ -134,16 +138,9 @@ class Predictions(ABC):
 class LogitsPredictions(Predictions):
     """From logits `[n, V_padded / tp]` of this rank's vocabulary shard."""
 
-    def log_probs(self) -> Tensor:
-        return self.at_rows(self._vocab_parallel())
-
-    def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
-        values, entropy = self._vocab_parallel(return_entropy=True)
-        return self.at_rows(values), self.at_rows(entropy)
-
-    def _vocab_parallel(self, **options: bool) -> Any:
+    def _evaluate(self, return_entropy: bool = False) -> Any:
         rows, shared = self.targets.rows, self.targets.shared
-        return vocab_parallel_log_probs(
+        found = vocab_parallel_log_probs(
             # A copy, so that the gradient may overwrite it.
             self.output[rows] if shared is None else gather_rows(self.output, shared.source),
             self.targets.labels[rows if shared is None else shared.token],
@@ -151,8 +148,9 @@ class LogitsPredictions(Predictions):
             self.temperature,
             inplace_backward=True,
             vocab_size=self.model.spec.vocab_size,
-            **options,
+            return_entropy=return_entropy,
         )
+        return self._at_rows(found)
 
 
 @dataclass(frozen=True)
@@ -164,14 +162,6 @@ class StreamingPredictions(Predictions):
     prefixes.
     """
 
-    def log_probs(self) -> Tensor:
-        log_probs: Tensor = self._linear_log_probs()
-        return log_probs
-
-    def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
-        log_probs, entropy = self._linear_log_probs(return_entropy=True)
-        return log_probs, entropy
-
     def policy_loss(self, anchor: Anchor, objective: PolicyObjective, denominators: Denominators) -> PolicyLossOutput:
         targets = self.targets
         if not objective.on_kernels or targets.shared is not None:  # in one sweep the loss is of the output's rows
@@ -181,12 +171,7 @@ class StreamingPredictions(Predictions):
             self.model.output_weight,
             targets.labels,
             anchor_of_rows(targets, anchor),
-            targets.advantages,
-            targets.response_mask,
-            objective,
-            loss_mask=targets.loss_mask,
-            weights=targets.weights,
-            cu_seqlens=targets.cu_seqlens,
+            objective=objective,
             denominators=denominators,
             temperature=self.temperature,
             vocab_size=self.model.spec.vocab_size,
@@ -199,35 +184,29 @@ class StreamingPredictions(Predictions):
             accumulate_into_main_grad=torch.is_grad_enabled() and not self.model.shares_prefixes,
             gradient_scale=self.model.gradient_scale,
             entropy=targets.on_policy,
+            **targets.of_loss,
         )
 
-    def _linear_log_probs(self, **options: Any) -> Any:
-        if (shared := self.targets.shared) is not None:
-            found = linear_log_probs(
-                gather_rows(self._whole_hidden(), shared.source),
-                self.model.output_weight,
-                self.targets.labels[shared.token],
-                mpu.get_tensor_model_parallel_group(),
-                False,
-                self.temperature,
-                chunk_size=self.model.head_chunk,
-                vocab_size=self.model.spec.vocab_size,
-                **options,
-            )
-            return tuple(map(self.at_rows, found)) if isinstance(found, tuple) else self.at_rows(found)
-        return linear_log_probs(
-            self.output,
+    def _evaluate(self, return_entropy: bool = False) -> Any:
+        targets, shared = self.targets, self.targets.shared
+        hidden, labels, parallel = self.output, targets.labels, self.model.config.sequence_parallel
+        evaluated: dict[str, Any] = {"mask": targets.response_mask, "rows": targets.rows}
+        if shared is not None:  # each distinct pair once
+            hidden, labels = gather_rows(self._whole_hidden(), shared.source), labels[shared.token]
+            parallel, evaluated = False, {}
+        found = linear_log_probs(
+            hidden,
             self.model.output_weight,
-            self.targets.labels,
+            labels,
             mpu.get_tensor_model_parallel_group(),
-            self.model.config.sequence_parallel,
+            parallel,
             self.temperature,
             chunk_size=self.model.head_chunk,
             vocab_size=self.model.spec.vocab_size,
-            mask=self.targets.response_mask,
-            rows=self.targets.rows,
-            **options,
+            **evaluated,
+            return_entropy=return_entropy,
         )
+        return found if shared is None else self._at_rows(found)
 
     def _whole_hidden(self) -> Tensor:
         """`[n, H]`; the gradient of the head is of all tensor-parallel ranks already."""
@@ -248,9 +227,6 @@ def configured_loss(config: ObjectiveConfig) -> LossFunction:
     Raises ExtensionError when that cannot be found or called; `extensions.activate` comes first.
     """
     objective = objective_from_config(config)
-    if config.by_turn:
-        how = _TURN_RATIOS[objective.turn_ratio] if config.function is None else f"as {config.function} has it"
-        log.info("objective: credit by turn, %s", how)
     if config.function is not None or not objective.on_kernels:
         log.info(
             "objective: %s, given log-probs of the model; the one-sweep head does not support it, so the output layer "
@@ -260,14 +236,6 @@ def configured_loss(config: ObjectiveConfig) -> LossFunction:
     if config.function is None:
         return policy_gradient(objective, config.anchor)
     return function_gradient(load_objective(config.function), objective, config.anchor)
-
-
-_TURN_RATIOS: Mapping[TurnRatio, str] = {
-    "prefix": "with the ratio of each token (turn_ratio: prefix); the ratio of a token or of a prefix leaves its "
-    "gradient biased",
-    "turn-end": "each reward with the ratio of the prefix up to the end of its turn (turn_ratio: turn-end); without "
-    "clipping its gradient is unbiased",
-}
 
 
 def policy_gradient(objective: PolicyObjective, anchor: Anchor) -> LossFunction:
@@ -291,17 +259,13 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
             log_probs=joined,
             old_log_probs=joined.detach() if old_log_probs is None else old_log_probs,
             rollout_log_probs=targets.rollout_log_probs,
-            advantages=targets.advantages,
-            response_mask=targets.response_mask,
-            loss_mask=targets.loss_mask,
-            weights=targets.weights,
-            cu_seqlens=targets.cu_seqlens,
             denominators=denominators,
             turn=targets.turn,
             entropy=split.gather(entropy),
             weight_version=targets.weight_version,
             version=targets.batch.version,
             group=targets.group,
+            **targets.of_loss,
         )
         return predictions.with_rows(predictions.share(function_loss(function, inputs, objective)), log_probs, entropy)
 
@@ -339,7 +303,6 @@ class Passes:
         self._layout = layout
         self.memory = memory
         self._temperature = temperature
-        self._attention_shapes: set[tuple[int, int]] = set()
 
     def _run(
         self, micro_batches: Sequence[PackedBatch], loss: MicroLoss, *, temperature: float, forward_only: bool
@@ -356,7 +319,7 @@ class Passes:
             split = ContextSplit.of(batch.on_host.cu_seqlens).to(batch.cu_seqlens.device)
             if model.replays is not None:
                 model.replays.start(batch, split)
-            packed = packed_sequences(batch, split, model.attention)
+            packed = packed_sequences(batch, split, whole_attention=model.whole_attention)
             output = module(
                 input_ids=packed.take(batch.token_ids)[None],
                 position_ids=packed.take(batch.position_ids)[None],
@@ -438,34 +401,9 @@ class Passes:
         kept: the result of `accumulate`. grad_norm: on this rank.
         """
         own_stats = merge([collected["stats"] for collected in kept]).cpu() if self._layout.has_loss else None
-        computed, count = mini_batch.work.computed_tokens, len(mini_batch.micro_batches)
-        self._attention_shapes |= mini_batch.work.attention_shapes
-        shapes = len(self._attention_shapes)
-        distinct = mini_batch.work.distinct_tokens
-        report = RankReport(self._layout.dp_rank, distinct, computed, count, device.peak_memory_mib(), shapes)
+        report = RankReport(self._layout.dp_rank, mini_batch.work, device.peak_memory_mib())
         all_stats, reports, norms = zip(*gather_objects((own_stats, report, grad_norm)), strict=True)
         return merge([stats for stats in all_stats if stats is not None]), reports, norms
-
-    def logits(self, mini_batch: MiniBatch, count: int) -> list[Tensor]:
-        """Logits `[T, V]` (float32, on the CPU) of the `count` sequences of a mini-batch, on every rank."""
-        nothing = torch.zeros((), device=self._layout.device)
-        with self.memory.on_device(), torch.no_grad():
-            kept = self._run(
-                mini_batch.micro_batches,
-                lambda predictions: (nothing, {"logits": predictions.output.float().cpu()}),
-                temperature=1.0,
-                forward_only=True,
-            )
-        own: dict[tuple[int, int], Tensor] = {}
-        for micro, collected in zip(mini_batch.micro_batches, kept, strict=False):
-            for number, tokens in micro.places():
-                at: Any = tokens if micro.forest is None else torch.from_numpy(micro.forest.row[tokens])
-                own[number, self._layout.tp_rank] = collected["logits"][at]
-        shards: dict[tuple[int, int], Tensor] = {}
-        for part in gather_objects(own):
-            shards |= part
-        vocab_size, ranks = self._model.spec.vocab_size, range(self._layout.tp_size)
-        return [torch.cat([shards[number, rank] for rank in ranks], dim=1)[:, :vocab_size] for number in range(count)]
 
 
 def collect(targets: Targets, log_probs: Tensor | None, entropy: Tensor | None) -> Collected:

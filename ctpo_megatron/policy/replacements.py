@@ -21,12 +21,12 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from torch.distributed.checkpoint import default_planner, filesystem
+from torch.distributed.checkpoint import filesystem
 from torch.overrides import TorchFunctionMode
 
 from ctpo_megatron.policy import checkpoint_files as files
 from ctpo_megatron.policy.layers import rotate_packed, rotate_rows
-from ctpo_megatron.policy.megatron_versions import LOADER_OF_COMMON_STATE, RELEASE, noting_failures, telling_failures
+from ctpo_megatron.policy.megatron_versions import RELEASE, noting_failures, telling_failures
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,11 @@ def _replacements(*, cuda: bool) -> Iterator[_Replacement]:
         )
         if RELEASE >= (0, 19):
             yield torch.cuda, "current_stream", no_stream, "gradient reduction waits for CUDA graphs on it"
+        reason = "the original imports torch's compiler, to be left out of what it compiles"
+        for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+            yield torch.optim.Optimizer, name, getattr(torch.optim.Optimizer, name).__wrapped__, reason
+        step: Any = torch.optim.Adam.step
+        yield torch.optim.Adam, "step", torch.no_grad()(step.__wrapped__), reason
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         reason = "a distributed optimizer's checkpoint is loaded into a state that has a `step`"
         name = "_set_main_param_and_optimizer_states"
@@ -71,10 +76,6 @@ def _replacements(*, cuda: bool) -> Iterator[_Replacement]:
         rotation = rotate_rows(fused_packed, rope_utils.fused_apply_rotary_pos_emb)
         yield rope_utils, "fused_apply_rotary_pos_emb_thd", rotation, reason
     yield filesystem.FileSystemReader, "read_metadata", files.read_metadata, "the original runs what `.metadata` says"
-    reason = "the original runs what an object among the shards says"
-    yield default_planner.DefaultLoadPlanner, "load_bytes", files.load_bytes, reason
-    reason = "the original runs what `common.pt` says, if an environment variable is set"
-    yield LOADER_OF_COMMON_STATE, "load_common", files.load_common, reason
     if RELEASE >= (0, 19):
         one, several = writer.write_preloaded_data, writer.write_preloaded_data_multithread
         yield writer, "write_preloaded_data", noting_failures(one), "notes why a file could not be written"

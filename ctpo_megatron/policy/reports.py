@@ -49,17 +49,12 @@ class StepOutcome(Enum):
 class RankReport:
     """What a rank reports to the others after the passes of an optimizer step.
 
-    distinct_tokens, computed_tokens, micro_batches: of its replica, which is number `dp_rank`.
-    peak_mib: see `device.peak_memory_mib`.
-    attention_shapes: different shapes of calls of attention since its start; 0 where they are not kept few.
+    work: of its replica, which is number `dp_rank`. peak_mib: see `device.peak_memory_mib`.
     """
 
     dp_rank: int
-    distinct_tokens: int
-    computed_tokens: int
-    micro_batches: int
+    work: Workload
     peak_mib: float
-    attention_shapes: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,9 +83,9 @@ class Update:
         return self.outcome is StepOutcome.APPLIED
 
     @property
-    def replicas(self) -> list[RankReport]:
-        """One report of each data-parallel replica."""
-        return list({report.dp_rank: report for report in self.ranks}.values())
+    def replicas(self) -> list[Workload]:
+        """The work of each data-parallel replica."""
+        return list({report.dp_rank: report.work for report in self.ranks}.values())
 
 
 class Clock:
@@ -217,23 +212,21 @@ def summarize_updates(updates: Sequence[Update], passes: int = 1) -> dict[str, f
 def _cost_metrics(updates: Sequence[Update], passes: int) -> dict[str, float]:
     """Metrics of all optimizer steps of one batch; see docs/reference/metrics.md. Sizes of the batch count once."""
     trained, flops = sum(u.work.trained_tokens for u in updates), sum(u.work.trained_flops for u in updates)
-    replicas = [report for update in updates for report in update.replicas]
+    replicas = [work for update in updates for work in update.replicas]
     peaks = [report.peak_mib for report in updates[-1].ranks]
-    distinct = sum(report.distinct_tokens for report in replicas)
-    shapes = max(report.attention_shapes for report in updates[-1].ranks)
+    distinct = sum(work.distinct_tokens for work in replicas)
     return {
         "tokens/total": float(sum(u.work.tokens for u in updates) / passes),
         "tokens/trained": float(trained),
         "tokens/forward_tflop": sum(u.work.flops for u in updates) / passes / 1e12,
         "tokens/trained_forward_tflop": flops / 1e12,
         "perf/distinct_rows": distinct / trained if trained else 1.0,
-        "packing/useful_token_fraction": distinct / sum(report.computed_tokens for report in replicas),
-        "packing/micro_batches": float(sum(report.micro_batches for report in replicas)),
+        "packing/useful_token_fraction": distinct / sum(work.computed_tokens for work in replicas),
+        "packing/micro_batches": float(sum(work.micro_batches for work in replicas)),
         # Ranks wait for the slowest once per optimizer step, so the largest share counts, weighted by the step's work.
         "packing/imbalance": sum(u.work.imbalance * u.work.trained_flops for u in updates) / flops if flops else 1.0,
         "time/update_overhead_fraction": sum(u.overhead_s for u in updates) / sum(u.seconds for u in updates),
         "memory/trainer_peak_mib": max(peaks),
-        **({"packing/attention_shapes": float(shapes)} if shapes else {}),
     } | {f"memory/rank_{rank}_peak_mib": peak for rank, peak in enumerate(peaks)}
 
 

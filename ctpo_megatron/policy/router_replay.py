@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
+from ctpo_megatron.base.host_copies import to_device
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import DataError, PackedBatch, TokenSequence
 from ctpo_megatron.data.tokens import ROUTER_CHOICES, recorded
@@ -162,7 +163,7 @@ class RouterReplays:
         if batch.on_policy:
             self._count(batch, known, rows)
         device, compared = batch.token_ids.device, int(known.sum()) if batch.on_policy else 0
-        return Choices(experts.to(device, non_blocking=True), known.to(device, non_blocking=True), compared)
+        return Choices(to_device(experts, device), to_device(known, device), compared)
 
     def _count(self, batch: PackedBatch, known: Tensor, rows: Tensor) -> None:
         """Tokens that a sampled token follows: no other reaches a log-prob, and the engine read these alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +25,7 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import TokenSequence, Trajectory
-from ctpo_megatron.data.batch import Batch
+from ctpo_megatron.data.trajectory import Batch
 from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.objective import (
     Advantage,
@@ -36,10 +36,11 @@ from ctpo_megatron.objective import (
     warm_up_kernels,
     window_metrics,
 )
+from ctpo_megatron.plan import Split, repeated_token_share
 from ctpo_megatron.policy import device, hf
 from ctpo_megatron.policy.checkpoint import CheckpointStore
+from ctpo_megatron.policy.device import DeviceMemory
 from ctpo_megatron.policy.hf import write_directory
-from ctpo_megatron.policy.memory import DeviceMemory
 from ctpo_megatron.policy.minibatch import (
     Anchor,
     MiniBatch,
@@ -47,6 +48,7 @@ from ctpo_megatron.policy.minibatch import (
     checked_sequences,
     in_turn,
     make_mini_batches,
+    packing_rules,
     share_outline,
 )
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards
@@ -83,12 +85,15 @@ class TrainResult:
 
 
 class _Reinforcement:
-    """The RL phase of a trainer: sections of its configuration, and what derives from them; equal on every rank.
+    """The RL phase of a trainer: sections of its configuration, and what follows from them, which no step asks again.
+
+    Equal on every rank.
 
     updates_per_batch: optimizer steps of a full batch, in all its passes. mini_batch_size: trajectories of one
     optimizer step, over all ranks. foreign: batches may be another policy's, whatever their weight versions: of a
     recording, whose log-probs are the anchor. ratio: the objective whose ratio and bounds are known; None for a user's
-    own. knows_turns: whether the loss is given the turn of every token.
+    own. by_turn: rewards of turns are trained on. knows_turns: the loss is given the turn of every token. dtypes: of
+    trainer and sampler.
     """
 
     def __init__(
@@ -99,17 +104,28 @@ class _Reinforcement:
         run: RunConfig,
         tracking: TrackingConfig,
         phases: Phases,
+        passes: Passes,
+        layout: Layout,
     ) -> None:
-        self.config, self.rollout, self.run, self.tracking, self.phases = config, rollout, run, tracking, phases
+        self.anchor, self.rollout, self.run, self.tracking, self.phases = config.anchor, rollout, run, tracking, phases
         self.skip_zero_advantage = policy.skip_zero_advantage and not config.needs_zero_advantage
         self.updates_per_batch = rollout.prompts_per_step // policy.mini_batch_prompts * policy.passes_per_batch
         self.mini_batch_size = policy.mini_batch_prompts * rollout.samples_per_prompt
         self.foreign = rollout.replay is not None and config.anchor == "behaviour"
+        self.dtypes = policy.dtype, rollout.engine.precision(policy.dtype)
         self.advantage = advantage_from_config(config)
         self.objective = objective_from_config(config)
         self.ratio = None if config.function else self.objective
         self.loss = configured_loss(config)
+        self.old_log_probs = OldLogProbs(config, self.objective, passes, layout)
+        self.by_turn = config.by_turn
         self.knows_turns = config.by_turn or config.function is not None
+
+    def advantages(self, batch: Batch) -> Sequence[Advantage]:
+        """One per trajectory; empty on ranks other than zero."""
+        if self.by_turn:
+            return turn_advantages([group.returns for group in batch.trained], self.advantage)
+        return batch_advantages([group.rewards for group in batch.trained], self.advantage)
 
     def is_dumped(self, step: int) -> bool:
         """Whether every optimizer step of this RL step is kept token by token: `tracking.dump_every`."""
@@ -142,10 +158,15 @@ class Trainer:
         self.version = 1
         with device.scope():
             self._model = build_model(self.spec, config, layout.device)
-            hf.load(self._model, weights or model_path, layout)
+            self._parameters = hf.model_parameters(self._model, layout)
+            hf.load(self._model, self._parameters, weights or model_path, layout)
         self._memory = DeviceMemory(config, self._model)
         self._passes = Passes(self._model, layout, self._memory, temperature)
         self._checkpoints = CheckpointStore(self._model, layout, config)
+        self._flops, self._rules = self.spec.forward_flops, packing_rules(config)
+        if self._model.shares_prefixes and self._model.whole_attention:
+            repeated = repeated_token_share(self.spec, Split.of(config, layout.world_size))
+            self._rules = replace(self._rules, repeated_token=repeated)
         self._optimizer_steps: OptimizerSteps | None = None
         self._rl: _Reinforcement | None = None
 
@@ -182,7 +203,7 @@ class Trainer:
 
         Raises ExtensionError for a user's objective that cannot be found or called.
         """
-        rl = _Reinforcement(objective, self.config, rollout, run, tracking, phases)
+        rl = _Reinforcement(objective, self.config, rollout, run, tracking, phases, self._passes, self.layout)
         self.use_optimizer(self.config.optimizer, run.steps * rl.updates_per_batch)
         self._rl = rl
 
@@ -195,14 +216,13 @@ class Trainer:
         """
         if (rl := self._rl) is None:
             raise RuntimeError("prepare_rl comes before train")
-        config, rollout, steps = rl.config, rl.rollout, self._steps
+        rollout, steps = rl.rollout, self._steps
         own: SampledBy = "these" if batch.is_of(self.version) else "earlier"
         sampled_by = "others" if rl.foreign else own
-        old_log_probs = OldLogProbs(config, self._passes, self.layout, sampled_by)
         # Every batch raises the version by one, so that this is the step, also in a resumed run.
         dumped = rl.is_dumped(self.version)
         with rl.phases.phase("old_log_probs"):
-            advantages = self._advantages(batch, rl)
+            advantages = rl.advantages(batch)
             mini_batches = self.distribute(
                 batch.trajectories,
                 advantages,
@@ -214,7 +234,8 @@ class Trainer:
             )
             if skipped := [micro for mini_batch in mini_batches for micro in mini_batch.skipped_micro_batches]:
                 self._passes.score(skipped, old=True)
-            metrics = old_log_probs.before_updates(mini_batches)  # of the passes so far, also over what is skipped
+            # of the passes so far, also over what is skipped
+            metrics = rl.old_log_probs.before_updates(mini_batches, sampled_by)
         with rl.phases.phase("update"):
             updates: list[Update] = []
             trained: list[MiniBatch] = []
@@ -225,17 +246,15 @@ class Trainer:
                 gradient = steps.gradient(mini_batch, rl.loss)
                 if not updates:
                     # Now all old log-probs are known and no weight has changed, so a bad batch can still be refused.
-                    metrics |= old_log_probs.after_first_gradient(mini_batches)
-                    dtypes = self.config.dtype, rollout.engine.precision(self.config.dtype)
-                    check_mismatch(metrics, rollout.mismatch_limit, rollout.max_response_tokens, dtypes)
+                    metrics |= rl.old_log_probs.after_first_gradient(mini_batches, sampled_by)
+                    check_mismatch(metrics, rollout.mismatch_limit, rollout.max_response_tokens, rl.dtypes)
                 updates.append(steps.apply(gradient))
                 trained.append(mini_batch)
             steps.skip(rl.updates_per_batch - len(updates))
             metrics |= summarize_updates(updates, passes)
         with rl.phases.phase("token_diagnostics"):
-            anchor = config.anchor
             applied = [mini for mini, update in zip(trained, updates, strict=True) if update.applied]
-            positions = gather_positions(applied, rl.ratio, anchor, self.layout)
+            positions = gather_positions(applied, rl.ratio, rl.anchor, self.layout)
             metrics |= positions.metrics() if positions else {}
             judged = zip(batch.trajectories, advantages, strict=True)
             lengths = [each.sequence_model_tokens for each, value in judged if value is not None]
@@ -243,16 +262,10 @@ class Trainer:
             shown = trained[-len(mini_batches) :] if dumped else trained[-1:]
             diagnostics: Diagnostics = {}
             for mini_batch in shown if rl.tracking.trajectories != "none" else ():
-                diagnostics |= self.token_diagnostics(mini_batch, rl.objective, anchor)
+                diagnostics |= self.token_diagnostics(mini_batch, rl.objective, rl.anchor)
             diagnostics = of_trajectories(diagnostics, batch.trajectories)
         self.version += 1
         return TrainResult(metrics | {"weights/version": float(self.version)}, diagnostics, positions, dumped)
-
-    def _advantages(self, batch: Batch, rl: _Reinforcement) -> Sequence[Advantage]:
-        """One per trajectory; empty on ranks other than zero."""
-        if rl.config.by_turn:
-            return turn_advantages([group.returns for group in batch.trained], rl.advantage)
-        return batch_advantages([group.rewards for group in batch.trained], rl.advantage)
 
     def use_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps.
@@ -306,10 +319,10 @@ class Trainer:
             sequences,
             overall,
             size=size,
-            config=self.config,
+            rules=self._rules,
             layout=self.layout,
-            spec=self.spec,
-            attention=self._model.attention,
+            flops=self._flops,
+            whole_attention=self._model.whole_attention,
             order=order,
             skip_zero_advantage=skip_zero_advantage,
             pack_skipped=pack_skipped,
@@ -350,7 +363,10 @@ class Trainer:
                     gather_gradient_shards(self._model)
         scale = self._model.gradient_scale
         # Megatron's float32 gradient buffer of each parameter.
-        return stats, hf.export(self._model, self.layout, value=lambda weight: cast(Any, weight).main_grad / scale)
+        gradients = hf.export(
+            self._parameters, self.spec, self.layout, value=lambda weight: cast(Any, weight).main_grad / scale
+        )
+        return stats, gradients
 
     def token_diagnostics(
         self, mini_batch: MiniBatch, objective: PolicyObjective, anchor: Anchor = "proximal"
@@ -364,31 +380,17 @@ class Trainer:
         micro_batches = every if self.layout.reports else []
         return gather_diagnostics(micro_batches, objective, anchor)
 
-    def logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Logits `[T, V]` (float32, on the CPU) of each sequence of two or more token ids, on every rank.
-
-        For short sequences: every rank receives all logits. Needs `policy.head: logits`, no context parallelism, and a
-        sequence for each replica; raises ValueError otherwise.
-        """
-        if self.config.head != "logits" or self.layout.cp_size > 1:
-            raise ValueError("logits need policy.head=logits and no context parallelism")
-        trajectories = [Trajectory("logits", number, seed=0) for number in range(len(sequences))]
-        for trajectory, ids in zip(trajectories, sequences, strict=True):
-            trajectory.append_context(list(ids), turn=0)
-        (mini_batch,) = self.distribute(trajectories, None, len(trajectories))
-        return self._passes.logits(mini_batch, len(trajectories))
-
     def weights(self, *, own_stage: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of the whole model, one at a time, on every rank; iterate to the end.
 
         own_stage: of this rank's pipeline stage alone.
         """
         with self._memory.weights_complete():
-            yield from hf.export(self._model, self.layout, own_stage=own_stage)
+            yield from hf.export(self._parameters, self.spec, self.layout, own_stage=own_stage)
 
     def weight_shapes(self) -> hf.Declared:
         """Name, shape and dtype of all `weights`, in their order, on every rank. No weight is moved."""
-        return hf.declare(self._model, self.layout)
+        return hf.declare(self._parameters, self.layout)
 
     def export(self, directory: Path, chat_template: str | None = None, step: int | None = None) -> None:
         """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model.

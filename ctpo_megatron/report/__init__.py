@@ -1,17 +1,15 @@
 """report: what people see of finished and running runs, from their files alone.
 
 `print_summary` and `write_report` take a run directory, `write_comparison` and `save_figures` a `Comparison`.
-Its figures are for `value_table`, `difference_table` and `cost_table` (docs/compare.md).
-`write_page` writes a page in the same style, with charts of its own: one file that opens offline.
+Its endpoints are for `value_table` and `difference_table` (docs/compare.md).
 `first_batch_warnings` says whether anything can be learned from a batch, `Decline` whether a run gets worse.
 """
 
-from ctpo_megatron.report.charts import Axis, Chart, Curve, bars, curves, cycled
-from ctpo_megatron.report.comparison import Comparison, cost_table, difference_table, value_table
-from ctpo_megatron.report.figures import Figure, save_figures
+from ctpo_megatron.report.comparison import Comparison, difference_table, value_table
+from ctpo_megatron.report.figures import save_figures
 from ctpo_megatron.report.learning import FALLEN, Decline, decline_of, first_batch_warnings
-from ctpo_megatron.report.page import write_comparison, write_page, write_report, write_trajectories_page
+from ctpo_megatron.report.page import write_comparison, write_report, write_trajectories_page
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.sampled_rewards import mean_sampled_reward
 from ctpo_megatron.report.summary import conversation_uses, print_summary, summarize
-from ctpo_megatron.report.trajectories.filters import TrajectoryFilters
+from ctpo_megatron.report.trajectories.selection import TrajectoryFilters

@@ -6,17 +6,12 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from ctpo_megatron.report.endpoints import Endpoint, EndpointComparison, GroupDifference, GroupEstimate
-from ctpo_megatron.report.estimates import (
-    Evaluations,
-    ScoredSet,
-    difference,
-    evaluated_steps,
-    evaluations,
-    mean_score,
-)
+from ctpo_megatron.report.estimates import ScoredSet, difference, evaluated_steps, evaluations, mean_score
 from ctpo_megatron.report.groups import RunGroup, run_name, runs_of
 
 BEFORE = "before training"
+Evaluations = Mapping[str, Mapping[str, ScoredSet]]
+"""Data source -> seed -> its problems."""
 
 
 def compare_accuracies(groups: Sequence[RunGroup]) -> list[EndpointComparison]:
@@ -26,7 +21,7 @@ def compare_accuracies(groups: Sequence[RunGroup]) -> list[EndpointComparison]:
     """
     step = common_evaluation(groups)
     evaluated = [(group, evaluations(group, step), evaluations(group, 0)) for group in groups]
-    sources = sorted({source for _, last, _ in evaluated for source in last.sources})
+    sources = sorted({source for _, last, _ in evaluated for source in last})
     return [_of_source(source, evaluated, differ=step is not None) for source in sources]
 
 
@@ -59,12 +54,12 @@ def _of_source(
     source: str, evaluated: Sequence[tuple[RunGroup, Evaluations, Evaluations]], differ: bool
 ) -> EndpointComparison:
     found = EndpointComparison(Endpoint(f"accuracy, {source}", scale=100, unit="points"), [], [], [])
-    after: dict[str, dict[str, ScoredSet]] = {}
+    after: dict[str, Mapping[str, ScoredSet]] = {}
     for group, last, first in evaluated:
-        if scores := last.of(source):
+        if scores := last.get(source):
             after[group.label] = scores
             found.values.append(_accuracy(group, found.endpoint, scores))
-            found.gains.extend(_gain(group.label, found.endpoint, scores, first.of(source)))
+            found.gains.extend(_gain(group.label, found.endpoint, scores, first.get(source, {})))
     for other, group_label in itertools.combinations(after if differ else (), 2):
         estimate = difference(after[group_label], after[other])
         found.differences.append(GroupDifference(group_label, other, found.endpoint, estimate))

@@ -1,21 +1,40 @@
-"""Charts as Vega-Lite specifications, without theme: the report draws them on a page, `save_charts` writes files.
+"""Charts as Vega-Lite specifications: the report draws them on a page, `save_charts` writes files.
 
-Rows of the data have `x`, `y` and `series`; `low` and `high` where there is a band. So pages can show what is under the
-pointer. Parameters of a specification: `hidden` (names of series to leave out) and `at` (an x to mark).
+Rows of the data have `x`, `y` and `series`; `low` and `high` where there is a band; `member` where the row is of a
+curve that belongs to the series. Colours are `var(--name)`: a page has a style for them, files get `LIGHT`.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ctpo_megatron.base.files import aside
-from ctpo_megatron.report.theme import CONFIG, CYCLE, LIGHT, coloured, sizes, variable
+from ctpo_megatron.report.theme import CONFIG, CYCLE, LIGHT, sizes
 
+Spec = dict[str, Any]
+Format = Literal["png", "svg", "pdf"]
+Dash = tuple[int, int]
+SOLID, DASHED, DOTTED = (1, 0), (4, 3), (1, 2)
+"""Lengths of strokes and of the gaps between them."""
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
+COLUMN, HEIGHT, TEXT = 244, 150, 7.5
+"""Width and height of a figure in a column of a paper, and its text; points."""
+PIXELS_PER_INCH = 300
+_FEW = 60
+"""Up to this many points of a curve, each is marked."""
+_LEGEND = 52
+"""Characters of a row of the legend in a column."""
+MOST = 400
+"""Points of a curve that are kept."""
+_DIGITS = 4
+"""Of the values on a page."""
 _NUMBER = (
     "datum.value == 0 ? '0' : abs(datum.value) >= 1e4 ? format(datum.value, '~s') : "
     "abs(datum.value) < 1e-3 ? format(datum.value, '~e') : format(datum.value, '~r')"
@@ -26,61 +45,42 @@ _LOG_TICK = (
     "round(datum.value / pow(10, floor(log(datum.value) / LN10 + 1e-9)))) >= 0"
 )
 """Which ticks of a log axis count: 1, 2, 5 over a short range, powers of ten over a long one."""
-
 _ROOM = [{"expr": "height"}, 4]
-"""Of a y axis: so that a point at the upper end is not cut off."""
+"""Range of a y axis: so that a point at the upper end is not cut off."""
+_VARIABLE = re.compile(r"var\(--(\w+)\)")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """low, high: fixed ends; None: fitted to the data. whole: ticks at whole numbers only. base: of the logarithm."""
+    """low, high: fixed ends; None: fitted to the data. whole: ticks at whole numbers only."""
 
     title: str
     low: float | None = None
     high: float | None = None
     log: bool = False
     whole: bool = False
-    base: int = 10
 
-
-def channel(field: str, axis: Axis, of: Literal["x", "y"] = "y") -> dict[str, Any]:
-    """A field on this axis, as a channel of an encoding."""
-    scale: dict[str, Any] = {"type": "log", "base": axis.base} if axis.log else {"zero": False}
-    scale |= ({"nice": True, "range": _ROOM} if of == "y" else {"nice": False, "padding": 4}) | {
-        f"domain{end}": value for end, value in (("Min", axis.low), ("Max", axis.high)) if value is not None
-    }
-    ticks: dict[str, Any] = {"tickCount": 5 if of == "y" else 6, "labelExpr": _NUMBER}
-    if axis.log and axis.base == 10:
-        shown = _LOG_TICK.replace("CHANNEL", of)
-        ticks |= {"labelExpr": f"{shown} ? ({_NUMBER}) : ''", "labelOverlap": "greedy", "tickCount": 10}
-        ticks["gridOpacity"] = {"condition": {"test": shown, "value": 1}, "value": 0}
-    elif axis.whole:
-        ticks["tickMinStep"] = 1
-    return {"field": field, "type": "quantitative", "title": axis.title, "scale": scale, "axis": ticks}
-
-
-Spec = dict[str, Any]
-Format = Literal["png", "svg", "pdf"]
-SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
-COLUMN, HEIGHT, TEXT = 244, 150, 7.5
-"""Width and height of a figure in a column of a paper, and its text; points."""
-PIXELS_PER_INCH = 300
-_FEW = 60
-"""Up to this many points of a curve, each is marked."""
-_AT = "datum.x === at"
-SHOWN = {"filter": "indexof(hidden, datum.series) < 0"}
-"""For layers with data of their own: leaves out what the parameter `hidden` names."""
-_LEGEND = 52
-"""Characters of a row of the legend in a column."""
-_LONG_LINE = {"symbolSize": 190, "rowPadding": 0}
-"""In a legend: long enough to show dashes."""
+    def channel(self, field: str, of: Literal["x", "y"]) -> Spec:
+        """Return a field on this axis, as a channel of an encoding."""
+        scale: Spec = {"type": "log"} if self.log else {"zero": False}
+        scale |= {"nice": True, "range": _ROOM} if of == "y" else {"nice": False, "padding": 4}
+        ends = {"domainMin": self.low, "domainMax": self.high}
+        scale |= {name: value for name, value in ends.items() if value is not None}
+        ticks: Spec = {"tickCount": 5 if of == "y" else 6, "labelExpr": _NUMBER}
+        if self.log:
+            counts = _LOG_TICK.replace("CHANNEL", of)
+            ticks |= {"labelExpr": f"{counts} ? ({_NUMBER}) : ''", "labelOverlap": "greedy", "tickCount": 10}
+            ticks["gridOpacity"] = {"condition": {"test": counts, "value": 1}, "value": 0}
+        elif self.whole:
+            ticks["tickMinStep"] = 1
+        return {"field": field, "type": "quantitative", "title": self.title, "scale": scale, "axis": ticks}
 
 
 @dataclass(frozen=True)
 class Chart:
     """name: of its file, and its id on a page. caption: one or two sentences, also read out in place of the chart.
 
-    spec: a Vega-Lite specification with inline data, colours as `theme.variable` names them.
+    spec: a Vega-Lite specification with inline data, without sizes and style.
     """
 
     name: str
@@ -88,24 +88,48 @@ class Chart:
     caption: str
     spec: Spec
 
+    @property
+    def legend(self) -> list[tuple[str, str, str]]:
+        """Label, colour and CSS style of the line of each series."""
+        encoding = self.spec["encoding"]
+        styles = {SOLID: "solid", DASHED: "dashed", DOTTED: "dotted"}
+        colours, dashes = encoding["color"]["scale"], encoding["strokeDash"]["scale"]["range"]
+        return [
+            (label, colour, styles[dash])
+            for label, colour, dash in zip(colours["domain"], colours["range"], dashes, strict=True)
+        ]
+
 
 @dataclass(frozen=True)
 class Curve:
     """A series. x, y, low, high: numbers of equal length; `low` and `high` are a band around `y`.
 
-    colour: a name of the theme. of: the label of another curve that this one belongs to, as one run of several, or as
-    values that the other one smooths. It is drawn thin, in the colour of that one.
+    colour: a name of the theme. of: the label of another curve that this one belongs to: one run of several, values
+    that the other one smooths, or a fit. It is drawn thin, in the colour of that one.
     """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     colour: str = "blue"
-    dashed: bool = False
-    dotted: bool = False
+    dash: Dash = SOLID
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     of: str | None = None
+
+    def rows(self, x: Axis, y: Axis) -> list[Spec]:
+        """Return its points as rows of the data, without those that a log axis cannot show."""
+        nothing = [math.nan] * len(self.y)
+        band = zip(self.low or nothing, self.high or nothing, strict=True)
+        found = []
+        for at, value, ends in zip(self.x, self.y, band, strict=True):
+            if not math.isfinite(value) or (y.log and value <= 0) or (x.log and at <= 0):
+                continue
+            row = {"x": at, "y": value, "series": self.of or self.label}
+            if all(math.isfinite(end) and (end > 0 or not y.log) for end in ends):
+                row["low"], row["high"] = ends
+            found.append(row | ({"member": self.label} if self.of else {}))
+        return found
 
 
 @dataclass(frozen=True)
@@ -117,54 +141,62 @@ class ReferenceLine:
 
 
 def cycled(series: Iterable[Curve]) -> list[Curve]:
-    """The curves in the colours of the theme, in order; curves `of` another take the colour of that one."""
-    return [replace(curve, colour=CYCLE[place % len(CYCLE)]) for place, curve in enumerate(series)]
+    """Return the curves in the colours of the theme, in order."""
+    return [replace(curve, colour=CYCLE[index % len(CYCLE)]) for index, curve in enumerate(series)]
 
 
-def curves(series: Sequence[Curve], x: Axis, y: Axis, rules: Sequence[ReferenceLine] = ()) -> Spec:
-    """Lines over x with their bands. Points that a log axis cannot show are left out."""
-    mains, thin = [c for c in series if c.of is None], [c for c in series if c.of is not None]
-    rows = _rows(mains, x, y)
+def curves(
+    series: Sequence[Curve], x: Axis, y: Axis, rules: Sequence[ReferenceLine] = (), *, joined: bool = True
+) -> Spec:
+    """Draw lines over x with their bands. joined: whether lines connect the points; else they alone are drawn."""
+    rows = [row for curve in series for row in curve.rows(x, y)]
+    main, thin = {"filter": "!datum.member"}, {"filter": "datum.member"}
     layers: list[Spec] = []
     if any("low" in row for row in rows):
-        layers.append(_layer({"type": "area", "opacity": 0.16, "clip": True}, y, {"y2": {"field": "high"}}, "low"))
-    if thin:
-        layers.append(_thin_layer(thin, x, y))
-    few = all(len(curve.x) <= _FEW for curve in mains)
-    layers.append(_layer({"type": "line", "clip": True, "point": few and {"filled": True}}, y, _dashes(mains)))
-    spec = _spec(rows, mains, x, [*layers, *_rules(rules, y), *_marked(y)])
-    if spec["encoding"]["color"]["legend"]:
-        spec["encoding"]["color"]["legend"] |= _LONG_LINE
-    return spec
-
-
-def points(measured: Sequence[Curve], fitted: Sequence[Curve], x: Axis, y: Axis) -> Spec:
-    """Points, each series with a curve fitted to it if `fitted` has one of the same label."""
-    rows, lines = _rows(measured, x, y), _rows(fitted, x, y)
-    layers = [_layer({"type": "line", "clip": True, "opacity": 0.6}, y) | {"data": {"values": lines}}] if lines else []
-    layers.append(_layer({"type": "point", "filled": True, "clip": True}, y))
-    return _spec(rows, measured, x, [*layers, *_marked(y)])
+        band = {"y": y.channel("low", "y"), "y2": {"field": "high"}, "detail": {"field": "member"}, "strokeDash": None}
+        drawn = {"filter": "isValid(datum.low)"}
+        layers.append({"mark": {"type": "area", "opacity": 0.16, "clip": True}, "encoding": band, "transform": [drawn]})
+    vertical = {"y": y.channel("y", "y")}
+    if any("member" in row for row in rows):
+        mark = {"type": "line", "clip": True, "opacity": 0.35 if joined else 0.6, "strokeWidth": 0.8 if joined else 1.2}
+        member = {"detail": {"field": "member"}, "tooltip": {"field": "member", "type": "nominal"}}
+        layers.append({"mark": mark, "encoding": vertical | member, "transform": [thin]})
+    few = all(len(curve.x) <= _FEW for curve in series if curve.of is None)
+    line = {"type": "line", "clip": True, "point": few and {"filled": True}}
+    mark = line if joined else {"type": "point", "filled": True, "clip": True}
+    layers.append({"mark": mark, "encoding": vertical, "transform": [main]})
+    return _spec(rows, series, x, [*layers, *(layer for rule in rules for layer in _rule(rule, y))])
 
 
 def stacked(parts: Sequence[Curve], x: Axis, y: Axis) -> Spec:
-    """Parts of a whole over x, the first at the bottom: bars if there are few x, else areas. All have the same x."""
-    rows = []
-    for place, curve in enumerate(parts):
-        rows += [row | {"place": place} for row in _rows([curve], x, y)]
-    few = len({row["x"] for row in rows}) <= _FEW
-    layer = _bars(rows, x, y, 0.8) if few else _layer({"type": "area", "clip": True, "strokeWidth": 0}, y)
-    layer["encoding"]["y"]["stack"] = "zero"
-    layer["encoding"]["order"] = {"field": "place", "type": "ordinal"}
-    return _square(_spec(rows, parts, x, [layer, _rule_at()]))
+    """Draw parts of a whole over x, the first at the bottom: bars if there are few x, else areas."""
+    rows = [row | {"order": index} for index, part in enumerate(parts) for row in part.rows(x, y)]
+    over = sorted({row["x"] for row in rows})
+    vertical = y.channel("y", "y") | {"stack": "zero"}
+    encoding: Spec = {"y": vertical, "order": {"field": "order", "type": "ordinal"}, "strokeDash": None}
+    mark: Spec = {"type": "area", "clip": True, "strokeWidth": 0}
+    if len(over) <= _FEW:
+        half = 0.4 * min((after - before for before, after in itertools.pairwise(over)), default=1)
+        rows = [row | {"start": row["x"] - half, "end": row["x"] + half} for row in rows]
+        mark["type"] = "bar"
+        encoding |= {"x": x.channel("start", "x") | {"bin": "binned"}, "x2": {"field": "end"}}
+    spec = _spec(rows, parts, x, [{"mark": mark, "encoding": encoding}])
+    for channel in ("color", "strokeDash"):
+        if legend := spec["encoding"][channel]["legend"]:
+            legend |= {"symbolType": "square", "symbolStrokeWidth": 0}
+    return spec
 
 
-def bars(heights: Sequence[Curve], x: Axis, y: Axis) -> Spec:
-    """One bar for each x, from halfway to its neighbours; several series lie over each other."""
-    rows = _rows(heights, x, y)
-    layer = _bars(rows, x, y, 1.0)
-    layer["encoding"]["y"]["stack"] = None
-    layer["mark"]["opacity"] = 1 if len(heights) == 1 else 0.6
-    return _square(_spec(rows, heights, x, [layer, _rule_at()]))
+def kept(values: Sequence[float]) -> list[int]:
+    """Return the indices to keep: of each interval the smallest and the largest value, so that peaks stay."""
+    if len(values) <= MOST:
+        return list(range(len(values)))
+    stride = -(-2 * len(values) // MOST)
+    chosen = {0, len(values) - 1}
+    for start in range(0, len(values), stride):
+        interval = range(start, min(start + stride, len(values)))
+        chosen |= {min(interval, key=values.__getitem__), max(interval, key=values.__getitem__)}
+    return sorted(chosen)
 
 
 def save_charts(
@@ -198,151 +230,110 @@ def save_charts(
 
 
 def for_file(chart: Chart, titled: bool = False) -> Spec:
-    """Its specification with light theme and the size of a column, white behind it, without what needs a pointer."""
-    height = HEIGHT + _further_legend(chart.spec)
-    spec = {"width": COLUMN, "height": height, "autosize": {"type": "fit", "contains": "padding"}} | still(chart.spec)
-    spec |= {"$schema": SCHEMA, "config": file_config(), "description": chart.caption}
+    """Return its specification with light theme and the size of a column, white behind it."""
+    # What the legend has beyond its first row must not be taken from the plot.
+    color = chart.spec["encoding"]["color"]
+    rows = math.ceil(len(color["scale"]["domain"]) / color["legend"]["columns"]) if color["legend"] else 1
+    height = HEIGHT + (rows - 1) * 1.6 * TEXT
+    spec = {"width": COLUMN, "height": height, "autosize": {"type": "fit", "contains": "padding"}} | chart.spec
+    spec |= _file_head(chart.caption)
     if titled:
         spec["title"] = chart.title
-    return coloured(spec, LIGHT)
+    return _light(spec)
 
 
-def _further_legend(spec: Spec) -> float:
-    """Points that the legend has beyond its first row, which must not be taken from the plot."""
-    color = spec.get("encoding", {}).get("color", {})
-    rows = math.ceil(len(color["scale"]["domain"]) / color["legend"]["columns"]) if color.get("legend") else 1
-    return (rows - 1) * 1.6 * TEXT
+def side_by_side(charts: Sequence[Chart], columns: int) -> Spec:
+    """Return several charts as one specification for a file."""
+    width, height = COLUMN - 40, HEIGHT - 40
+    parts = [chart.spec | {"width": width, "height": height, "title": chart.title} for chart in charts]
+    # Here the signal `height` is of the whole, and not of a part.
+    parts = json.loads(json.dumps(parts).replace('{"expr": "height"}', str(height)))
+    apart = {"scale": {"color": "independent", "strokeDash": "independent"}}
+    whole = {"concat": parts, "columns": columns, "resolve": apart, "spacing": 14}
+    return _light(whole | _file_head(", ".join(chart.title for chart in charts)))
 
 
-def file_config() -> Spec:
-    """Style of a file, white behind it; colours as variables."""
-    config = {name: {**CONFIG.get(name, {}), **size} for name, size in sizes(TEXT).items()}
-    return CONFIG | config | {"background": "white"}
+def style(text: float) -> Spec:
+    """Return the style of all charts for a text size, in points of a file or pixels of a page."""
+    return CONFIG | {name: {**CONFIG.get(name, {}), **size} for name, size in sizes(text).items()}
 
 
-def still(spec: Spec) -> Spec:
-    """A specification without what needs a pointer; several of these can be parts of one."""
-    layers = [
-        {name: part for name, part in layer.items() if name != "params" and (name, part) != ("transform", [SHOWN])}
-        for layer in spec.get("layer", ())
-        if {"filter": _AT} not in layer.get("transform", ())
-    ]
-    rest = {name: part for name, part in spec.items() if name not in ("params", "transform")}
-    return rest | {"layer": layers} if "layer" in spec else spec
+def for_page(chart: Chart) -> Spec:
+    """Return its specification with the values of all series at the x under the pointer, and without a legend."""
+    encoding = chart.spec["encoding"]
+    title = encoding["x"]["title"]
+    nearest = {"type": "point", "fields": [title], "nearest": True, "on": "pointerover", "clear": "pointerout"}
+    pointed = {
+        "transform": [
+            {"filter": "!datum.member"},
+            {"calculate": "datum.x", "as": title},
+            {"pivot": "series", "value": "y", "groupby": [title]},
+        ],
+        "params": [{"name": "pointed", "select": nearest}],
+        "mark": {"type": "rule", "tooltip": {"content": "data"}, "color": "var(--axis)"},
+        "encoding": {
+            "x": encoding["x"] | {"field": title},
+            "color": None,
+            "strokeDash": None,
+            "opacity": {"condition": {"param": "pointed", "empty": False, "value": 1}, "value": 0},
+        },
+    }
+    plain = encoding | {name: encoding[name] | {"legend": None} for name in ("color", "strokeDash")}
+    layers = {"encoding": plain, "layer": [*chart.spec["layer"], pointed]}
+    return chart.spec | layers | _by_curve(chart.spec["data"]["values"]) | {"description": chart.caption}
 
 
-def _rows(series: Iterable[Curve], x: Axis, y: Axis) -> list[dict[str, Any]]:
-    rows = []
-    for curve in series:
-        band = None
-        if curve.low is not None and curve.high is not None:
-            band = list(zip(curve.low, curve.high, strict=True))
-        for place, (at, value) in enumerate(zip(curve.x, curve.y, strict=True)):
-            if not math.isfinite(value) or (y.log and value <= 0) or (x.log and at <= 0):
-                continue
-            row = {"x": at, "y": value, "series": curve.label}
-            if band and all(math.isfinite(end) and (end > 0 or not y.log) for end in band[place]):
-                row["low"], row["high"] = band[place]
-            rows.append(row)
-    return rows
+def _by_curve(rows: Sequence[Spec]) -> Spec:
+    """Return rows as a list of numbers for each curve, of few digits: a third of the room."""
+    names = [name for name in ("x", "y", "low", "high", "start", "end", "order") if any(name in row for row in rows)]
+
+    def column(name: str, points: Sequence[Spec]) -> list[float | None]:
+        found = [point.get(name) for point in points]
+        if name not in ("y", "low", "high"):
+            return found
+        return [None if value is None else float(f"{value:.{_DIGITS}g}") for value in found]
+
+    lists = []
+    for (series, member), group in itertools.groupby(rows, lambda row: (row["series"], row.get("member"))):
+        points = [*group]
+        lists.append({"series": series, "member": member} | {name: column(name, points) for name in names})
+    return {"data": {"values": lists}, "transform": [{"flatten": names}] if names else []}
 
 
-def _spec(rows: list[dict[str, Any]], series: Sequence[Curve], x: Axis, layers: list[Spec]) -> Spec:
-    labels = [curve.label for curve in series]
-    colours = {"domain": labels, "range": [variable(curve.colour) for curve in series]}
+def _file_head(description: str) -> Spec:
+    return {"$schema": SCHEMA, "config": style(TEXT) | {"background": "white"}, "description": description}
+
+
+def _light(spec: Spec) -> Spec:
+    """Return a specification with the colours of `LIGHT`; raises KeyError for a name that the theme does not have."""
+    found: Spec = json.loads(_VARIABLE.sub(lambda name: LIGHT[name[1]], json.dumps(spec)))
+    return found
+
+
+def _spec(rows: list[Spec], series: Sequence[Curve], x: Axis, layers: list[Spec]) -> Spec:
+    mains = [curve for curve in series if curve.of is None]
+    labels = [curve.label for curve in mains]
     columns = max(1, _LEGEND // (4 + max(map(len, labels), default=1)))
-    color: Spec = {
-        "field": "series",
-        "type": "nominal",
-        "scale": colours,
-        "legend": {"columns": columns},
+    # Long symbols, to show dashes.
+    legend = {"columns": columns, "symbolSize": 190, "rowPadding": 0} if len(labels) > 1 else None
+    colours = {"domain": labels, "range": [f"var(--{curve.colour})" for curve in mains]}
+    dashes = {"domain": labels, "range": [curve.dash for curve in mains]}
+    channels = {"color": colours, "strokeDash": dashes}
+    shared = {
+        name: {"field": "series", "type": "nominal", "scale": scale, "legend": legend and dict(legend)}
+        for name, scale in channels.items()
     }
-    if len(labels) < 2:
-        color["legend"] = None
-    for layer in layers:
-        if "data" in layer:
-            layer["transform"] = [SHOWN]
-    layers[0]["params"] = [
-        {
-            "name": "zoom",
-            # A wheel alone scrolls the page.
-            "select": {"type": "interval", "zoom": "wheel![event.ctrlKey || event.metaKey || event.shiftKey]"},
-            "bind": "scales",
-        }
+    return {"data": {"values": rows}, "encoding": {"x": x.channel("x", "x"), **shared}, "layer": layers}
+
+
+def _rule(rule: ReferenceLine, y: Axis) -> list[Spec]:
+    at = {"datum": rule.value, "type": "quantitative", "scale": y.channel("y", "y")["scale"]}
+    fixed = {"y": at, "color": {"value": "var(--red)"}, "strokeDash": None}
+    line = {"type": "rule", "strokeDash": DASHED, "clip": True}
+    text = {"type": "text", "align": "right", "dx": -2, "dy": 2, "baseline": "top"}
+    label = {"x": {"value": "width"}, "text": {"value": rule.label}}
+    anywhere: Spec = {"data": {"values": [{}]}}
+    return [
+        anywhere | {"mark": line, "encoding": fixed | {"x": None}},
+        anywhere | {"mark": text, "encoding": fixed | label},
     ]
-    return {
-        "data": {"values": rows},
-        "params": [{"name": "hidden", "value": []}, {"name": "at", "value": None}],
-        "transform": [SHOWN],
-        "encoding": {"x": channel("x", x, "x"), "color": color},
-        "layer": layers,
-    }
-
-
-def _layer(mark: Spec, y: Axis, more: Spec | None = None, field: str = "y") -> Spec:
-    return {"mark": mark, "encoding": {"y": channel(field, y), **(more or {})}}
-
-
-def _dashes(series: Sequence[Curve]) -> Spec:
-    if not any(curve.dashed or curve.dotted for curve in series):
-        return {}
-    dashes = [[1, 2] if curve.dotted else [4, 3] if curve.dashed else [1, 0] for curve in series]
-    scale = {"domain": [curve.label for curve in series], "range": dashes}
-    return {"strokeDash": {"field": "series", "type": "nominal", "scale": scale}}
-
-
-def _thin_layer(series: Sequence[Curve], x: Axis, y: Axis) -> Spec:
-    rows = []
-    for curve in series:
-        rows += [row | {"series": curve.of, "member": curve.label} for row in _rows([curve], x, y)]
-    mark = {"type": "line", "clip": True, "opacity": 0.35, "strokeWidth": 0.8}
-    shown = {"detail": {"field": "member"}, "tooltip": {"field": "member", "type": "nominal"}}
-    return _layer(mark, y, shown) | {"data": {"values": rows}}
-
-
-def _rules(rules: Sequence[ReferenceLine], y: Axis) -> list[Spec]:
-    layers: list[Spec] = []
-    for rule in rules:
-        at = {"datum": rule.value, "type": "quantitative", "scale": channel("y", y)["scale"]}
-        colour = {"value": variable("red")}
-        line = {"type": "rule", "strokeDash": [4, 3], "clip": True}
-        text = {"type": "text", "align": "right", "dx": -2, "dy": 2, "baseline": "top"}
-        anywhere: Spec = {"data": {"values": [{}]}}
-        layers.append(anywhere | {"mark": line, "encoding": {"x": None, "y": at, "color": colour}})
-        place = {"x": {"value": "width"}, "y": at, "color": colour, "text": {"value": rule.label}}
-        layers.append(anywhere | {"mark": text, "encoding": place})
-    return layers
-
-
-def _rule_at() -> Spec:
-    """A vertical line at the marked x."""
-    mark = {"type": "rule", "color": variable("axis"), "clip": True}
-    found = [{"filter": _AT}, {"aggregate": [{"op": "count", "as": "n"}], "groupby": ["x"]}]
-    return {"transform": found, "mark": mark, "encoding": {"color": None}}
-
-
-def _marked(y: Axis) -> list[Spec]:
-    points = _layer({"type": "point", "filled": True, "clip": True, "opacity": 1}, y)
-    return [_rule_at(), points | {"transform": [{"filter": _AT}]}]
-
-
-def _bars(rows: list[dict[str, Any]], x: Axis, y: Axis, share: float) -> Spec:
-    """A layer of bars, each this share of the way to its neighbours; adds `start` and `end` to the rows."""
-    places = sorted({math.log(row["x"]) if x.log else float(row["x"]) for row in rows})
-    steps = [high - low for low, high in itertools.pairwise(places)] or [1.0]
-    ends = {}
-    for place, before, after in zip(places, [steps[0], *steps], [*steps, steps[-1]], strict=False):
-        low, high = place - share * before / 2, place + share * after / 2
-        ends[place] = (math.exp(low), math.exp(high)) if x.log else (low, high)
-    for row in rows:
-        row["start"], row["end"] = ends[math.log(row["x"]) if x.log else float(row["x"])]
-    layer = _layer({"type": "bar", "clip": True, "strokeWidth": 0}, y)
-    layer["encoding"] |= {"x": channel("start", x, "x") | {"bin": "binned"}, "x2": {"field": "end"}}
-    return layer
-
-
-def _square(spec: Spec) -> Spec:
-    """With areas in the legend instead of lines."""
-    if spec["encoding"]["color"]["legend"]:
-        spec["encoding"]["color"]["legend"] |= {"symbolType": "square", "symbolStrokeWidth": 0}
-    return spec

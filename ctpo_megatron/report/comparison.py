@@ -1,8 +1,8 @@
-"""Runs that are compared: tables for a terminal of 80 columns, and what the page shows of several."""
+"""Runs that are compared: tables for a terminal of 80 columns and for the page, and what to know of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from ctpo_megatron.base.files import read_note
 from ctpo_megatron.base.run_paths import TUNING_RECORD
 from ctpo_megatron.report.accuracies import common_step, compare_accuracies, notes_of_steps
 from ctpo_megatron.report.confidence import Ends
-from ctpo_megatron.report.endpoints import Endpoint, EndpointComparison, GroupDifference
+from ctpo_megatron.report.endpoints import Endpoint, EndpointComparison
 from ctpo_megatron.report.estimates import ONE_SEED, Estimate
 from ctpo_megatron.report.groups import RunGroup, groups_of, notes_of, run_name, shown
 from ctpo_megatron.report.run_data import RunData
@@ -26,58 +26,67 @@ from ctpo_megatron.report.theme import CYCLE
 from ctpo_megatron.tracking import duration
 
 UNKNOWN = "–"
-"""Of a figure that no run of a group has."""
+"""What stands for a figure that no run of a group has."""
+_TEXTS = ("", "endpoint", "verdict")
+"""Columns of words; the others have numbers."""
 
 
-def value_table(groups: Sequence[RunGroup], found: Sequence[EndpointComparison]) -> Table:
+@dataclass(frozen=True)
+class TextTable:
+    """Cells as text, the first of a row being the label of a group, or empty where it is the one above."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    @property
+    def is_text(self) -> list[bool]:
+        """Whether a column has words."""
+        return [label in _TEXTS or index == 0 for index, label in enumerate(self.header)]
+
+    def drawn(self) -> Table:
+        """Return it for a terminal."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for label, is_text in zip(self.header, self.is_text, strict=True):
+            table.add_column(Text(label), justify="left" if is_text else "right")
+        for label, *cells in self.rows:
+            table.add_row(Text(label, "bold"), *map(Text, cells))
+        return table
+
+
+def value_table(groups: Sequence[RunGroup], found: Sequence[EndpointComparison]) -> TextTable:
     """Return values with 95 % intervals, a row for each group and endpoint."""
-    table = _table(["", "seeds", "steps", "endpoint", "value", "95 % interval"])
+    rows = []
     for group in groups:
-        rows = [value for each in found if (value := each.of(group.label))]
-        head: list[str | Text] = [Text(group.label, "bold"), _seeds(group), _steps(group)]
-        if not rows:
-            table.add_row(*head, Text("no evaluation, no reward", "dim"))
-        for number, value in enumerate(rows):
-            cells: list[str | Text] = [
-                Text(value.endpoint.name),
-                value.endpoint.text(value.estimate.value),
-                _interval(value.estimate.interval, value.endpoint),
+        values = [value for each in found if (value := each.of(group.label))]
+        cells = [
+            [
+                each.endpoint.name,
+                each.endpoint.text(each.estimate.value),
+                _interval(each.estimate.interval, each.endpoint),
             ]
-            table.add_row(*(["", "", ""] if number else head), *cells)
-    return table
+            for each in values
+        ]
+        first, *others = cells or [["no evaluation, no reward", "", ""]]
+        rows += [[group.label, _seeds(group), _steps(group), *first], *(["", "", "", *other] for other in others)]
+    return TextTable(["", "seeds", "steps", "endpoint", "value", "95 % interval"], rows)
 
 
-def difference_table(groups: Sequence[RunGroup], found: Sequence[EndpointComparison]) -> Table | None:
+def difference_table(groups: Sequence[RunGroup], found: Sequence[EndpointComparison]) -> TextTable | None:
     """Return values less the one of the first group, with 95 % intervals, visible differences (80 % power), verdicts.
 
     None where there are no differences.
     """
-    first = groups[0].label
-    table = _table([f"less {first}", "endpoint", "difference", "95 % interval", "visible", "verdict"])
+    first, rows = groups[0].label, []
     for compared in found:
+        endpoint = compared.endpoint
         for each in compared.differences:
-            if each.other == first:
-                table.add_row(Text(each.group, "bold"), Text(compared.endpoint.name), *_difference(each))
-    return table if table.row_count else None
-
-
-def cost_table(costs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) -> Table | None:
-    """What a step costs, a row for each group, as `Comparison.costs` has it; None where no step was timed."""
-    columns = [name for name in costs[0][1] if any(cells[name][0] != UNKNOWN for _, cells in costs)]
-    table = _table(["", *columns])
-    for label, cells in costs:
-        table.add_row(Text(label, "bold"), *(cells[name][0] for name in columns))
-    return table if columns else None
-
-
-_TEXTS = ("endpoint", "verdict")
-
-
-def _table(labels: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for place, label in enumerate(labels):
-        table.add_column(Text(label), justify="left" if place == 0 or label in _TEXTS else "right")
-    return table
+            if each.other != first:
+                continue
+            visible = UNKNOWN if each.estimate.visible is None else endpoint.text(each.estimate.visible)
+            value, ends = endpoint.text(each.estimate.value, "+"), _interval(each.estimate.interval, endpoint, "+")
+            rows.append([each.group, endpoint.name, value, ends, visible, each.short_verdict])
+    header = [f"less {first}", "endpoint", "difference", "95 % interval", "visible", "verdict"]
+    return TextTable(header, rows) if rows else None
 
 
 def notes_of_accuracies(found: Sequence[EndpointComparison]) -> list[str]:
@@ -97,14 +106,6 @@ def _said(name: str, estimate: Estimate) -> list[str]:
     left_out = [f"{estimate.left_out} problems left out"] if estimate.left_out else []
     notes = [note for note in estimate.notes if note != ONE_SEED]  # notes_of says it of the group
     return [f"{name}: {note}." for note in (*notes, *left_out)]
-
-
-def _difference(difference: GroupDifference) -> list[str | Text]:
-    estimate, endpoint = difference.estimate, difference.endpoint
-    decided = estimate.interval is not None and not estimate.interval[0] <= 0 <= estimate.interval[1]
-    verdict = Text(difference.short_verdict, "bold" if decided else "dim")
-    visible = UNKNOWN if estimate.visible is None else endpoint.text(estimate.visible)
-    return [endpoint.text(estimate.value, "+"), _interval(estimate.interval, endpoint, "+"), visible, verdict]
 
 
 def _interval(ends: Ends | None, endpoint: Endpoint, sign: str = "") -> str:
@@ -173,13 +174,20 @@ class Comparison:
         step = common_step(self.groups)
         return [(group, [_results(run, step) for run in group.runs]) for group in self.groups]
 
-    @cached_property
-    def costs(self) -> list[tuple[str, dict[str, tuple[str, str]]]]:
-        """Label of each group, and by column the mean of its runs and, where they differ, their range."""
-        return [
-            (group.label, {name: _cell([each.get(name) for each in found], form) for name, form in COST_FORMS.items()})
+    def result_table(self) -> TextTable:
+        """Return the mean result of each group and, on a line beneath it, the range of its runs where they differ."""
+        names = dict.fromkeys(name for _, found in self.results for values in found for name in values)
+        rows = [
+            [group.label, *("\n".join(filter(None, _cell(found, name))) for name in names)]
             for group, found in self.results
         ]
+        return TextTable(["", *names], rows)
+
+    def cost_table(self) -> TextTable | None:
+        """Return what a step costs, a row for each group; None where no step was timed."""
+        names = [name for name in COST_FORMS if any(name in values for _, found in self.results for values in found)]
+        rows = [[group.label, *(_cell(found, name)[0] for name in names)] for group, found in self.results]
+        return TextTable(["", *names], rows) if names else None
 
     @cached_property
     def notes(self) -> list[str]:
@@ -194,50 +202,24 @@ def _tuned_keys(folder: Path) -> list[str]:
     return read_note(folder / TUNING_RECORD, lambda record: [*map(str, record["keys"])], [], loss)
 
 
-@dataclass(frozen=True)
-class GroupRow:
-    """A row of the table of groups. cells: of an endpoint its 95 % interval, else smallest to largest of the runs."""
-
-    label: str
-    colour: str
-    runs: list[tuple[str, str]]
-    cells: list[tuple[str, str]]
-
-
 def page_values(compared: Comparison) -> dict[str, Any]:
-    """Values of the template for several runs. Raises DamagedFileError."""
+    """Return the values of the template for several runs. Raises DamagedFileError."""
     runs, groups, found = compared.runs, compared.groups, compared.endpoints
-    columns = _columns(compared.results)
-    rows = [
-        GroupRow(
-            group.label,
-            CYCLE[place % len(CYCLE)],
-            [(run_name(run), str(run.setting("run.seed", "?"))) for run in group.runs],
-            [
-                *(_value(each, group.label) for each in found),
-                *(_cell([values.get(name) for values in results], form) for name, form in columns),
-            ],
-        )
-        for place, (group, results) in enumerate(compared.results)
-    ]
+    members = [", ".join(f"{run_name(run)} ({run.setting('run.seed', '?')})" for run in group.runs) for group in groups]
+    colours = [CYCLE[index % len(CYCLE)] for index in range(len(groups))]
     pairs = [difference for each in found for difference in each.differences]
     return {
         "title": f"{len(runs)} runs",
         "headline": f"{_count(len(groups), 'configuration')}, {_count(len(runs), 'run')}.",
-        "columns": [*(each.endpoint.name for each in found), *(name for name, _ in columns)],
-        "groups": rows,
+        "groups": [*zip([group.label for group in groups], colours, members, strict=True)],
+        "tables": [
+            ("Endpoints with their 95 % intervals.", value_table(groups, found)),
+            ("Means over the runs of a group, and the smallest and the largest of the runs.", compared.result_table()),
+        ],
         "verdicts": [(each.endpoint.name, f"{each.group} against {each.other}", each.verdict) for each in pairs],
         "notes": compared.notes,
         "settings": [(key, [shown(group.settings[key]) for group in groups]) for key in groups[0].settings],
     }
-
-
-def _value(compared: EndpointComparison, label: str) -> tuple[str, str]:
-    value = compared.of(label)
-    if value is None:
-        return UNKNOWN, ""
-    ends, endpoint = value.estimate.interval, value.endpoint
-    return endpoint.text(value.estimate.value), "" if ends is None else _interval(ends, endpoint)
 
 
 def _results(run: RunData, step: int) -> dict[str, float]:
@@ -263,17 +245,12 @@ def _results(run: RunData, step: int) -> dict[str, float]:
     return {name: value.end if isinstance(value, Change) else value for name, value in known.items()}
 
 
-def _columns(results: Sequence[tuple[RunGroup, Sequence[dict[str, float]]]]) -> list[tuple[str, str]]:
-    """Names of the results that any run has, each with its format."""
-    names = dict.fromkeys(name for _, found in results for values in found for name in values)
-    forms = {"tool use": ".0%", "RL steps": ",.0f", "tokens": ".3s", "time": "time", **COST_FORMS}
-    return [(name, forms.get(name, ".3f")) for name in names]
-
-
-def _cell(values: Sequence[float | None], form: str) -> tuple[str, str]:
-    known = [value for value in values if value is not None]
+def _cell(results: Sequence[dict[str, float]], name: str) -> tuple[str, str]:
+    """Return the mean of a result over runs and, where they differ, its range."""
+    known = [values[name] for values in results if name in values]
     if not known:
         return UNKNOWN, ""
+    form = {"tool use": ".0%", "RL steps": ",.0f", "tokens": ".3s", "time": "time", **COST_FORMS}.get(name, ".3f")
     low, high = (_text(end, form) for end in (min(known), max(known)))
     return _text(fmean(known), form), "" if low == high else f"{low} to {high}"
 

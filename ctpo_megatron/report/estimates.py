@@ -31,21 +31,6 @@ class ScoredProblem:
     score: float | None
 
 
-@dataclass(frozen=True)
-class Evaluations:
-    """One evaluation of each seed of a group that has one."""
-
-    by_seed: Mapping[str, Mapping[str, ScoredSet]]
-
-    @property
-    def sources(self) -> list[str]:
-        return sorted({source for sources in self.by_seed.values() for source in sources})
-
-    def of(self, source: str) -> dict[str, ScoredSet]:
-        """Seed -> its problems of a data source; without seeds that have none."""
-        return {seed: sources[source] for seed, sources in self.by_seed.items() if source in sources}
-
-
 def same_problems(many: Sequence[ScoredSet]) -> bool:
     """Whether they have prompts in common, and equal ids mean equal ground truths.
 
@@ -60,13 +45,17 @@ def judged_in_all(many: Sequence[ScoredSet]) -> list[str]:
     return [name for name in many[0] if all(name in each and each[name].score is not None for each in many)]
 
 
-def evaluations(group: RunGroup, step: int | None) -> Evaluations:
-    """Of each run the one after that step, 0 being before training; None: its last one. Raises DamagedFileError."""
-    by_seed = {}
+def evaluations(group: RunGroup, step: int | None) -> dict[str, dict[str, ScoredSet]]:
+    """Return data source -> seed -> its problems, of the evaluation of each run after that step.
+
+    step: 0 is before training; None: the last one of each run. Raises DamagedFileError.
+    """
+    found: dict[str, dict[str, ScoredSet]] = {}
     for seed, runs in group.by_seed.items():
-        if dumps := [dump for run in runs if (dump := _dump(run, step))]:
-            by_seed[seed] = _merged([_read(dump) for dump in dumps])
-    return Evaluations(by_seed)
+        dumps = [dump for run in runs if (dump := _dump(run, step))]
+        for source, problems in _merged([_read(dump) for dump in dumps]).items():
+            found.setdefault(source, {})[seed] = problems
+    return found
 
 
 def evaluated_steps(run: RunData) -> set[int]:
@@ -97,16 +86,16 @@ def _read(path: Path) -> dict[str, dict[str, ScoredProblem]]:
 
 def _merged(repeated: Sequence[Mapping[str, Mapping[str, ScoredProblem]]]) -> Mapping[str, ScoredSet]:
     """The mean of runs of one seed, which have the same problems."""
-    merged: dict[str, ScoredSet] = {}
+    merged: dict[str, dict[str, ScoredProblem]] = {}
     for source in dict.fromkeys(source for each in repeated for source in each):
         many = [each[source] for each in repeated if source in each]
         names = dict.fromkeys(name for each in many for name in each)
-        merged[source] = {name: _mean_problem([each[name] for each in many if name in each]) for name in names}
+        merged[source] = {}
+        for name in names:
+            same = [each[name] for each in many if name in each]
+            score = _mean_of_judged([problem.score for problem in same if problem.score is not None])
+            merged[source][name] = ScoredProblem(same[0].answer, score)
     return merged
-
-
-def _mean_problem(many: Sequence[ScoredProblem]) -> ScoredProblem:
-    return ScoredProblem(many[0].answer, _mean_of_judged([each.score for each in many if each.score is not None]))
 
 
 def _mean_of_judged(values: Sequence[float] | None) -> float | None:

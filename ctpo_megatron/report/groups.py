@@ -1,20 +1,35 @@
-"""Groups of runs to compare: those that differ in their seeds alone. What a reader has to know of them, in notes."""
+"""Groups of runs to compare, those with equal configurations but for seed, names and paths; notes and bands of them."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import short_names
-from ctpo_megatron.report.differences import ABSENT, Differences, differences
+from ctpo_megatron.config import flattened, short_names, with_defaults
+from ctpo_megatron.report.confidence import student_interval
 from ctpo_megatron.report.run_data import RunData
 
+NOT_COMPARED = (
+    *("run.name", "run.root", "run.overwrite", "run.resume", "run.deadline", "data.rerender", "extensions.path"),
+    *("eval.before_training", "eval.every", "sandbox.url", "cluster.node_address"),
+    *("checkpoint", "export", "tracking"),
+)
+"""Keys, and sections, that say where a run is, what it records and how it is watched, not what it learns."""
+ABSENT, GIVEN = "absent", "given"
+"""What stands for a key that a run does not have, and for a section where another run has none."""
 _VALUE, _LABEL = 28, 60
 """Longest value, and usual length of a label, in characters."""
+_NAMED = 3
+"""Runs that a note names."""
+LEAST = 3
+"""Seeds from which on a band is an interval: with two, Student's t is 12.7 standard errors wide."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +37,7 @@ class RunGroup:
     """Runs that differ in their seeds alone.
 
     label: short and unique among the groups. by_seed: seed -> its runs; more than one are repetitions, and no
-    independent seeds. A seed is the text of `run.seed`, with other seeds after a slash where they do not follow it.
+    independent seeds. A seed is the text of `run.seed`, with other seeds after a slash where they differ from it.
     settings: the keys that differ between groups, with the values of this one.
     """
 
@@ -46,22 +61,75 @@ class RunGroup:
 
 
 def groups_of(runs: Sequence[RunData]) -> list[RunGroup]:
-    """Group runs by what differs in their configurations (`differences`), in the order of their first runs.
+    """Group runs by their configurations, in the order of their first runs.
 
-    A directory that is given twice counts once.
+    Keys of `NOT_COMPARED` and keys that end in `seed` do not count, and in paths the directory of the run does not. A
+    directory that is given twice counts once.
     """
     runs = list({run.directory.resolve(): run for run in runs}.values())
-    found = differences(runs)
-    seeds = _seeds(runs, found)
-    members: dict[str, list[int]] = {}
-    for place in range(len(runs)):
-        members.setdefault(repr([values[place] for values in found.settings.values()]), []).append(place)
-    settings = [{key: values[places[0]] for key, values in found.settings.items()} for places in members.values()]
-    labels = _labels(settings) if len(settings) > 1 else [_label_of_all(runs)] * len(settings)
-    return [
-        RunGroup(label, _by_seed(runs, seeds, places), chosen)
-        for label, places, chosen in zip(labels, members.values(), settings, strict=True)
+    table = _differing([_flat(run) for run in runs])
+    columns = [[str(run.setting("run.seed", 0)) for run in runs]]
+    columns += [
+        found for key, values in table.items() if _is_seed(key) and (found := [*map(str, values)]) != columns[0]
     ]
+    seeds = ["/".join(parts) for parts in zip(*columns, strict=True)]
+    settings = {key.removesuffix(".name"): values for key, values in table.items() if not _is_seed(key)}
+    members: dict[str, list[int]] = {}
+    for index in range(len(runs)):
+        members.setdefault(repr([values[index] for values in settings.values()]), []).append(index)
+    chosen = [{key: values[indices[0]] for key, values in settings.items()} for indices in members.values()]
+    if len(chosen) > 1:
+        labels = _labels(chosen)
+    else:
+        labels = [run_name(runs[0]) if len(runs) == 1 else str(runs[0].setting("objective.preset", "all runs"))]
+    return [
+        RunGroup(label, _by_seed(runs, seeds, indices), values)
+        for label, indices, values in zip(labels, members.values(), chosen, strict=True)
+    ]
+
+
+def _flat(run: RunData) -> dict[str, Any]:
+    """Return the configuration that a run is compared by: dotted keys, its own directory as `<run>`."""
+    name, root = run.setting("run.name", run.directory.name), run.setting("run.root", "runs")
+    own = os.path.join(root, name)
+    places = {str(run.directory.absolute()), os.path.join(run.environment.get("directory") or os.getcwd(), own), own}
+    pattern = re.compile(rf"(?<![\w./~-])(?:{'|'.join(map(re.escape, sorted(places, key=len, reverse=True)))})(?=/|$)")
+
+    def masked(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [masked(each) for each in value]
+        return pattern.sub("<run>", value) if isinstance(value, str) else value
+
+    leaves = flattened(with_defaults(run.config))
+    left_out = tuple(f"{name}." for name in NOT_COMPARED)
+    return {key: masked(value) for key, value in leaves if value != {} and not f"{key}.".startswith(left_out)}
+
+
+def _is_seed(key: str) -> bool:
+    return key.rpartition(".")[2] == "seed"
+
+
+def _differing(flat: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return key -> the value of each run, of the keys whose values differ.
+
+    Where a run lacks an optional section, its key stands for all that is in it.
+    """
+    keys = dict.fromkeys(itertools.chain.from_iterable(flat))
+    found = {}
+    for key in keys:
+        parts = key.split(".")
+        if any(".".join(parts[:end]) in keys for end in range(1, len(parts))):
+            continue
+        values = [_value(run, key) for run in flat]
+        if len({json.dumps(value, sort_keys=True, default=str) for value in values}) > 1:
+            found[key] = values
+    return found
+
+
+def _value(flat: Mapping[str, Any], key: str) -> Any:
+    if key in flat:
+        return flat[key]
+    return GIVEN if any(other.startswith(f"{key}.") for other in flat) else ABSENT
 
 
 def runs_of(groups: Iterable[RunGroup]) -> list[RunData]:
@@ -73,30 +141,15 @@ def run_name(run: RunData) -> str:
     return str(run.setting("run.name", run.directory.name))
 
 
-def _by_seed(runs: Sequence[RunData], seeds: Sequence[str], places: Iterable[int]) -> dict[str, tuple[RunData, ...]]:
+def _by_seed(runs: Sequence[RunData], seeds: Sequence[str], indices: Iterable[int]) -> dict[str, tuple[RunData, ...]]:
     found: dict[str, tuple[RunData, ...]] = {}
-    for place in sorted(places, key=lambda place: _numbers(seeds[place])):
-        found[seeds[place]] = (*found.get(seeds[place], ()), runs[place])
+    for index in sorted(indices, key=lambda index: _numbers(seeds[index])):
+        found[seeds[index]] = (*found.get(seeds[index], ()), runs[index])
     return found
 
 
 def _numbers(seed: str) -> list[tuple[float, str]]:
     return [(float(part), "") if part.isdecimal() else (float("inf"), part) for part in seed.split("/")]
-
-
-def _seeds(runs: Sequence[RunData], found: Differences) -> list[str]:
-    """Of each run: `run.seed`, and the other seeds where equal ones of `run.seed` have different ones."""
-    columns = [[str(run.setting("run.seed", 0)) for run in runs]]
-    for values in found.seeds.values():
-        known = set(zip(*columns, strict=True))
-        if len({*zip(*columns, map(str, values), strict=True)}) > len(known):
-            columns.append([*map(str, values)])
-    return ["/".join(parts) for parts in zip(*columns, strict=True)]
-
-
-def _label_of_all(runs: Sequence[RunData]) -> str:
-    """Of the only group."""
-    return run_name(runs[0]) if len(runs) == 1 else str(runs[0].setting("objective.preset", "all runs"))
 
 
 def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -142,14 +195,9 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"…{text[len(text) - most + 1 :]}"
 
 
-_NAMED = 3
-"""Runs that a note names."""
-
-
 def notes_of(groups: Sequence[RunGroup], tuned: Collection[str] = ()) -> list[str]:
     """Return what to know, one sentence or two a note. tuned: keys that each group has its own pick of."""
     runs = runs_of(groups)
-    found = differences(runs)
     return [
         *_named(groups),
         *_repeated(groups),
@@ -157,7 +205,6 @@ def notes_of(groups: Sequence[RunGroup], tuned: Collection[str] = ()) -> list[st
         *_confounded(groups, tuned),
         *_few_seeds(groups),
         *_unfinished(runs),
-        *_of_keys(runs, found),
         *_environments(runs),
     ]
 
@@ -206,19 +253,6 @@ def _unfinished(runs: Sequence[RunData]) -> Iterator[str]:
             yield f"{run_name(run)} is at step {run.last_step} of {steps}."
 
 
-def _of_keys(runs: Sequence[RunData], found: Differences) -> Iterator[str]:
-    if found.following:
-        yield f"Not compared, since the values follow run.seed: {', '.join(found.following)}."
-    if found.addresses:
-        yield f"Not compared, since the values are addresses: {', '.join(found.addresses)}."
-    for key, values in found.unknown.items():
-        without = [run for run, value in zip(runs, values, strict=True) if value == ABSENT]
-        yield f"Not compared: {key}, which this version does not know and {_names(without)} lacks."
-    for key, values in found.seeds.items():
-        if key != "run.seed" and [*map(str, values)] != [str(run.setting("run.seed", 0)) for run in runs]:
-            yield f"{key} is not run.seed everywhere: {_by_value(runs, values)}."
-
-
 def _environments(runs: Sequence[RunData]) -> Iterator[str]:
     facts = [_facts(run) for run in runs]
     for name in dict.fromkeys(name for each in facts for name in each):
@@ -257,3 +291,72 @@ def _by_value(runs: Sequence[RunData], values: Sequence[Any]) -> str:
 def _names(runs: Sequence[RunData]) -> str:
     names = [*map(run_name, runs)]
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+@dataclass(frozen=True)
+class Band:
+    """The mean of a metric over seeds, at the steps that all of them have.
+
+    low, high: from `LEAST` seeds on the 95 % interval of the mean (Student's t); of two seeds both values; None for one
+    seed. seeds: that have the metric. without: that do not. left_out: steps that only some of them have.
+    """
+
+    steps: list[float]
+    mean: list[float]
+    low: list[float] | None
+    high: list[float] | None
+    seeds: list[str]
+    without: list[str]
+    left_out: int
+
+    @property
+    def kind(self) -> str:
+        """What the band is, for captions."""
+        count = len(self.seeds)
+        if count == 1:
+            kind = "one seed, no band"
+        elif count < LEAST:
+            kind = f"mean and range of {count} seeds"
+        else:
+            kind = f"mean of {count} seeds and its 95 % interval (Student's t)"
+        if self.without:
+            kind += f"; {len(self.without)} more without the metric"
+        return kind + (f"; {self.left_out} steps that not all seeds have are left out" if self.left_out else "")
+
+
+def mean_and_band(group: RunGroup, metric: str) -> Band | None:
+    """None when no run of the group has the metric. Repeated runs of a seed count once, by their mean."""
+    curves = {seed: _mean_of(runs, metric) for seed, runs in group.by_seed.items()}
+    found = {seed: curve for seed, curve in curves.items() if curve}
+    if not found:
+        return None
+    common = set.intersection(*map(set, found.values()))
+    steps = sorted(common)
+    columns = [[curve[step] for curve in found.values()] for step in steps]
+    ends = _ends(columns, len(found))
+    return Band(
+        steps=steps,
+        mean=[sum(column) / len(column) for column in columns],
+        low=None if ends is None else [low for low, _ in ends],
+        high=None if ends is None else [high for _, high in ends],
+        seeds=list(found),
+        without=[seed for seed in curves if seed not in found],
+        left_out=len(set.union(*map(set, found.values()))) - len(steps),
+    )
+
+
+def _mean_of(runs: Sequence[RunData], metric: str) -> dict[float, float]:
+    """Step -> mean over the runs that have a value there."""
+    values: dict[float, list[float]] = {}
+    for series in filter(None, (run.series(metric) for run in runs)):
+        for step, value in zip(series.steps, series.values, strict=True):
+            values.setdefault(step, []).append(value)
+    return {step: sum(found) / len(found) for step, found in values.items()}
+
+
+def _ends(columns: Sequence[Sequence[float]], seeds: int) -> list[tuple[float, float]] | None:
+    if seeds == 1:
+        return None
+    if seeds < LEAST:
+        return [(min(column), max(column)) for column in columns]
+    return [student_interval(column) for column in columns]

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.learning import Indicator, learning_checks
-from ctpo_megatron.report.panels import RANK_PEAK
-from ctpo_megatron.report.positions_of_groups import growth, late_positions, why_not
+from ctpo_megatron.report.positions import Growth, late_positions
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.tracking import DUMP_FAILURES
 
 ROUNDING = {"float32": 0.005, "bfloat16": 0.05, "float16": 0.02}
 """Mean |sampler - trainer log-prob| in nats that rounding gives at most, by the precision of both; generous."""
+RANK_PEAK = "memory/rank_<r>_peak_mib"
 _NEVER_TOKENS = 1e9
 
 
@@ -114,10 +114,9 @@ def _position_law(run: RunData) -> Iterator[Indicator]:
     group = RunGroup("", {"": (run,)}, {})
     if (late := late_positions(group, "last")) is None:
         return
-    if (law := (found := growth(late)).law) is not None:
-        reason = why_not(late, law)
+    if (law := (found := Growth.of(late)).law) is not None:
         note = f"{found.verdict}; last mini-batch, second half of the run (positions.jsonl)"
-        note += f". {reason}" if reason else ""
+        note += f". {found.why_not}" if found.why_not else ""
         yield Indicator("Position law", f"t^{law.exponent:.2f}", None, note)
 
 

@@ -244,7 +244,8 @@ def _trajectories(metrics: Mapping[str, float]) -> float:
 def learning_checks(run: RunData) -> Iterator[Indicator]:
     """Rows of the report, for the metrics that the run has."""
     yield from _trends(run)
-    yield from _best(run)
+    if (best := best_step(run)) is not None:
+        yield Indicator("Best step", f"{best.step}", None, f"{best.measure} {best.value:.3g}: {best.where}")
     if mixed := run.series("reward/groups_mixed"):
         note = "no group had both outcomes: compare `final_text` and `answer` in trajectories/"
         yield _steps("Steps without signal", mixed, note)
@@ -276,11 +277,6 @@ def _trends(run: RunData) -> Iterator[Indicator]:
             note += "; noise may explain the difference"
         good = True if trend.better else False if trend.worse else None
         yield Indicator(trend.label.capitalize(), f"{trend.start:.3g} → {trend.now:.3g}", good, note)
-
-
-def _best(run: RunData) -> Iterator[Indicator]:
-    if (best := best_step(run)) is not None:
-        yield Indicator("Best step", f"{best.step}", None, f"{best.measure} {best.value:.3g}: {best.where}")
 
 
 def _steps(label: str, series: Series, note: str) -> Indicator:

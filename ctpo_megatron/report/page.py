@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import importlib.metadata
+import json
+import logging
+import os
 import statistics
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ctpo_megatron.base.files import read_mapping, write_text
+from ctpo_megatron.base.files import aside, read_mapping, write_text
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.base.text import redacted
-from ctpo_megatron.report.charts import Chart
+from ctpo_megatron.base.text import printable, redacted
+from ctpo_megatron.report.charts import Chart, Spec, for_page, style
 from ctpo_megatron.report.comparison import Comparison, in_short, page_values
-from ctpo_megatron.report.figures import Figure, charts_of, figures_of, write_figures
+from ctpo_megatron.report.figures import charts_by_position, charts_by_step, figures, write_figures
 from ctpo_megatron.report.health import checks, rank_memory
-from ctpo_megatron.report.page_data import bundle, chart_json, rendered
-from ctpo_megatron.report.panels import Panel, panels
 from ctpo_megatron.report.run_data import RunData, Series
 from ctpo_megatron.report.summary import LAST, StepCost, Summary, conversation_uses, evaluation_label, summarize
-from ctpo_megatron.report.trajectories.filters import Matches, TrajectoryFilters, matching
+from ctpo_megatron.report.theme import DARK, LIGHT
 from ctpo_megatron.report.trajectories.ratio import ratio_spec
-from ctpo_megatron.report.trajectories.sample import sample_of_run
+from ctpo_megatron.report.trajectories.selection import Matches, TrajectoryFilters, matching, sample_of_run
 from ctpo_megatron.tracking import duration
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+log = logging.getLogger(__name__)
+_TEMPLATES = Path(__file__).parent / "templates"
+_PAGE_TEXT = 12
+"""Text size on the page, pixels."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +54,10 @@ class Tile:
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` and `figures/*.png` from the files of the run directory; returns the path of the page."""
     alone = Comparison.load([run_dir])
-    figures = figures_of(alone)
     [run] = alone.runs
-    write_figures(run, [*figures[0], *figures[1]])
-    return write_text(RunPaths(run.directory).report, _page(alone, figures))
+    charts = (charts_by_step(alone), charts_by_position(alone))
+    write_figures(run, [*charts[0], *charts[1]])
+    return write_text(RunPaths(run.directory).report, _page(alone, *charts))
 
 
 def write_trajectories_page(run_dir: Path, filters: TrajectoryFilters, most: int) -> tuple[Path | None, Matches]:
@@ -55,7 +69,7 @@ def write_trajectories_page(run_dir: Path, filters: TrajectoryFilters, most: int
     found = matching(run_dir, filters, most, config.get("objective"))
     if not found.count:
         return None, found
-    page = page_of(
+    page = _rendered(
         "trajectory_page.html.jinja",
         [],
         title=(config.get("run") or {}).get("name", run_dir.name),
@@ -74,30 +88,26 @@ def write_comparison(compared: Comparison, path: Path) -> Path:
     Raises DamagedFileError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_text(path, _page(compared, figures_of(compared)))
+    return write_text(path, _page(compared, charts_by_step(compared), charts_by_position(compared)))
 
 
-Figures = tuple[list[Figure], list[Figure]]
-
-
-def _page(compared: Comparison, figures: Figures) -> str:
+def _page(compared: Comparison, by_step: Sequence[Chart], by_position: Sequence[Chart]) -> str:
     one = compared.runs[0] if len(compared.runs) == 1 else None
-    values = _of_run(one, figures[0]) if one else page_values(compared)
-    charts = charts_of([*figures[0], *figures[1]])
-    values |= {"figures": figures[0], "by_position": figures[1], "one": one}
-    return page_of("report.html.jinja", charts, **values)
+    values = _of_run(one, {chart.name for chart in by_step}) if one else page_values(compared)
+    values |= {"by_step": by_step, "by_position": by_position, "one": one}
+    return _rendered("report.html.jinja", [*by_step, *by_position], **values)
 
 
-def _of_run(run: RunData, figures: Sequence[Figure]) -> dict[str, Any]:
-    """What the page shows of one run alone."""
+def _of_run(run: RunData, drawn: Collection[str]) -> dict[str, Any]:
+    """Return what the page shows of one run alone. drawn: names of its figures."""
     summary = summarize(run)
     sample = sample_of_run(run.directory, run.config.get("objective"))
-    drawn = {figure.name for figure in figures}
+    left_out = [row for row in figures([run]) if row.name not in drawn and not row.optional]
     return {
         "title": run.setting("run.name", run.directory.name),
         "headline": headline(summary),
         "tiles": list(tiles(run, summary)),
-        "left_out": list(left_out(run, panels(run), drawn)),
+        "left_out": [(row.title, [line.metric for line in row.lines]) for row in left_out],
         "checks": list(checks(run)),
         "rank_memory": rank_memory(run),
         "cost": StepCost.of(run),
@@ -110,25 +120,74 @@ def _of_run(run: RunData, figures: Sequence[Figure]) -> dict[str, Any]:
     }
 
 
-def write_page(path: Path, template: str, charts: Sequence[Chart], **values: Any) -> Path:
-    """Write a page from a template of `templates/` and its values; text in `values` is escaped. Returns `path`.
+def _rendered(template: str, charts: Iterable[Chart], **values: Any) -> str:
+    """Fill a template: one file that opens offline, light or dark, without requests; text in `values` is escaped.
 
-    Pages in the style of the report: one file that opens offline, light or dark, without requests to a server. charts:
-    drawn where a `<figure data-chart>` has their name.
+    charts: drawn where a `<figure data-chart>` has their name. Raises jinja2.UndefinedError for a missing value.
     """
-    return write_text(path, page_of(template, charts, **values))
-
-
-def page_of(template: str, charts: Sequence[Chart], **values: Any) -> str:
-    """The page that `write_page` writes."""
     from markupsafe import Markup
 
     parts = {"chart_data": Markup(chart_json(charts)), "bundle": Markup(bundle())}
-    return rendered(template, **parts, **values)
+    colours = {"light": LIGHT, "dark": DARK}
+    return _environment().get_template(template).render(colours=colours, **parts, **values)
+
+
+@cache
+def _environment() -> Environment:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _shown(value: Any) -> Any:
+    """Have texts of models and data show what would hide or reorder what stands next to it."""
+    return type(value)(printable(value, lines=True)) if isinstance(value, str) else value
+
+
+def chart_json(charts: Iterable[Chart]) -> str:
+    """Return what the script of the page draws, safe inside of a `<script>` element: style, and specifications."""
+    drawn: dict[str, Spec] = {chart.name: for_page(chart) for chart in charts}
+    data = {"config": style(_PAGE_TEXT), "charts": drawn}
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def bundle() -> str:
+    """Return Vega, Vega-Lite, Vega-Embed and the interpreter of their expressions: JavaScript, gzip, base64.
+
+    To make it takes two CPU-seconds, and it is the same for all pages: the user's cache folder keeps it.
+    """
+    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ctpo-megatron"
+    path = cache_dir / f"vega-{importlib.metadata.version('vl-convert-python')}.js.gz"
+    try:
+        content = path.read_bytes()
+        gzip.decompress(content)  # raises where it is damaged
+    except (OSError, EOFError, zlib.error):
+        content = _made_bundle()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with aside(path) as new:
+                new.write_bytes(content)
+        except OSError as error:  # a home that cannot be written
+            log.debug("%s: not kept for the next report", error)
+    return base64.b64encode(content).decode("ascii")
+
+
+def _made_bundle() -> bytes:
+    import vl_convert
+
+    source = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return gzip.compress(source.encode(), 9, mtime=0)
 
 
 def headline(summary: Summary) -> str:
-    """The result in one sentence."""
+    """Return the result in one sentence."""
     parts = []
     if summary.reward:
         parts.append(f"the sampled reward went from {summary.reward.start:.2f} to {summary.reward.end:.2f}")
@@ -139,7 +198,7 @@ def headline(summary: Summary) -> str:
 
 
 def tiles(run: RunData, summary: Summary) -> Iterator[Tile]:
-    """The headline numbers that the run has."""
+    """Yield the headline numbers that the run has."""
     if summary.reward:
         note = f"first step → mean of the last {LAST}"
         yield Tile("Reward", f"{summary.reward.end:.2f}", f"{summary.reward.start:.2f}", note)
@@ -167,18 +226,8 @@ def _median(series: Series) -> float:
     return statistics.median(series.values)
 
 
-def left_out(run: RunData, shown: list[Panel], drawn: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """Figures that could not be drawn completely, with the missing metrics."""
-    for panel in shown:
-        absent = panel.absent(run)
-        if panel.name not in drawn:
-            yield panel.title, absent or [f"{line.metric} (no positive value)" for line in panel.lines]
-        elif absent and panel.kind == "lines":
-            yield f"{panel.title} (in part)", absent
-
-
 def facts(run: RunData) -> Iterator[tuple[str, str]]:
-    """The most important settings."""
+    """Yield the most important settings."""
     get = run.setting
     prompts, samples, mini = (
         get(key, "?") for key in ("rollout.prompts_per_step", "rollout.samples_per_prompt", "policy.mini_batch_prompts")
@@ -212,7 +261,7 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _objective(run: RunData) -> str:
-    """As the run has recorded it, since presets may change; older runs have recorded the name alone."""
+    """Return it as the run has recorded it, since presets may change; older runs have recorded the name alone."""
     recorded = run.environment.get("objective")
     summary = recorded.get("summary") if isinstance(recorded, dict) else None
     return str(summary or run.setting("objective.preset", "?")).removeprefix("Objective: ")

@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ctpo_megatron.base.files import read_mapping, read_note
 from ctpo_megatron.base.run_paths import SFT_METRICS, RunPaths
 from ctpo_megatron.base.text import printable
 from ctpo_megatron.config import without_removed
 from ctpo_megatron.tracking import TimeSpent, read_metrics, read_stages
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +96,8 @@ def _speed(run: RunData, phase: str) -> Sequence[float | None]:
 
 REPORT = "report"
 """The last stage."""
+_WORTH_SAYING = 1.1
+"""Times as fast that a run could be, for its summary to say so."""
 LAST = 5
 """Steps at the end of a run that are averaged, because one step's reward is too noisy."""
 
@@ -118,7 +119,8 @@ class Summary:
     accuracy: per data source, the first and the last evaluation.
     tool_use: share of trajectories with a successful call, first and last RL step.
     peak_mib: largest peak memory of a trainer rank. sft_epoch: mean uses of a conversation by SFT.
-    phases: seconds over all RL steps; stages: of each stage of the run.
+    phases: seconds over all RL steps; stages: of each stage of the run. overlap: how many times as fast steps could be
+    at most if the next batch were sampled meanwhile; None for a run that does so, or trains on a recording.
     """
 
     steps: int
@@ -134,6 +136,7 @@ class Summary:
     report: Path | None
     trends: list[Trend]
     best: Best | None
+    overlap: float | None = None
 
     @property
     def wall_s(self) -> float | None:
@@ -172,7 +175,17 @@ def summarize(run: RunData | Path) -> Summary:
         report=report if report.exists() else None,
         trends=[*decline_of(run.metrics, run.setting("rollout.prompts_per_step", 1)).trends().values()],
         best=best_step(run),
+        overlap=_overlap(run),
     )
+
+
+def _overlap(run: RunData) -> float | None:
+    rollout, step = run.series("time/rollout"), run.series("time/step")
+    ahead = run.setting("rollout.max_staleness", 0) or run.setting("rollout.lag", None)
+    if ahead or run.setting("rollout.replay", None) or rollout is None or step is None:
+        return None
+    whole, sampling = sum(step.values), sum(rollout.values)
+    return whole / max(sampling, whole - sampling) if whole else None
 
 
 def print_summary(run_dir: Path, console: Console | None = None) -> None:
@@ -198,14 +211,9 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
 
 
 def conversation_uses(epoch: float) -> str:
-    """How often SFT used each conversation, in words; epoch: the mean. No count differs from another by more than 1."""
-    mean = round(epoch, 6)
-    low, high = math.floor(mean), math.ceil(mean)
-    if low == high:
-        return "each used once" if low == 1 else f"each used {low} times"
-    if low == 0:
-        return f"{mean:.1%} used once, the others never"
-    return f"each used {low} or {high} times, {mean:.2f} on average"
+    """Say how often SFT used each conversation; epoch: the mean. No count differs from another by more than 1."""
+    uses = f"{epoch:.3g}"
+    return f"each used {'once' if uses == '1' else f'{uses} times'} on average"
 
 
 def evaluation_label(run: RunData) -> str:
@@ -279,6 +287,9 @@ def _closing(summary: Summary) -> str:
     if summary.wall_s:
         parts.append(f"{duration(summary.wall_s)} in all")
     lines = ["  ·  ".join(parts)]
+    if summary.overlap and summary.overlap > _WORTH_SAYING:
+        faster = f"at most {summary.overlap:.2g} times as fast"
+        lines.append(f"rollout.max_staleness=1 would sample the next batch meanwhile: {faster}")
     lines += [f"[red]warning: {trend}, by more than noise explains[/]" for trend in summary.trends if trend.worse]
     if (best := summary.best) and best.value > best.last:
         lines.append(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping
 from typing import Any
 
 LIGHT = {
@@ -77,18 +74,11 @@ CONFIG: dict[str, Any] = {
     "title": {"anchor": "start", "frame": "group", "color": "var(--ink)", "fontWeight": "bold", "offset": 6},
     "line": {"strokeJoin": "round", "strokeCap": "round"},
 }
-"""Style of a Vega-Lite specification, without sizes; colours as in `variable`."""
-
-_VARIABLE = re.compile(r"var\(--(\w+)\)")
-
-
-def variable(colour: str) -> str:
-    """How a specification names a colour of the theme: as the style sheet of the page does."""
-    return f"var(--{colour})"
+"""Style of a Vega-Lite specification, without sizes; colours as `charts` names them."""
 
 
 def sizes(text: float) -> dict[str, Any]:
-    """Sizes that suit a text size, in points of a file or pixels of a page."""
+    """Return sizes that suit a text size, in points of a file or pixels of a page."""
     return {
         "axis": {"labelFontSize": text, "titleFontSize": text, "gridWidth": 0.07 * text, "domainWidth": 0.08 * text},
         "legend": {"labelFontSize": text},
@@ -98,9 +88,3 @@ def sizes(text: float) -> dict[str, Any]:
         "point": {"size": 0.4 * text * text},
         "text": {"fontSize": text},
     }
-
-
-def coloured(spec: Mapping[str, Any], colours: Mapping[str, str]) -> dict[str, Any]:
-    """A specification with colours in place of their names; raises KeyError for one that the theme does not have."""
-    found: dict[str, Any] = json.loads(_VARIABLE.sub(lambda name: colours[name[1]], json.dumps(spec)))
-    return found

@@ -11,7 +11,7 @@ from multiprocessing.context import BaseContext
 from pebble import CONSTS
 
 from ctpo_megatron.base.stop import children_spared
-from ctpo_sandbox.libc import die_with_parent
+from ctpo_sandbox.isolation.libc import die_with_parent
 
 _ALWAYS = ["__main__", "ctpo_megatron.rewards.pool", "ctpo_megatron.data.trajectory"]
 

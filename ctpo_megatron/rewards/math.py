@@ -9,7 +9,7 @@ from ctpo_answers import ProcessorTimeError, answer_part, cpu_limit, last_boxed,
 from ctpo_megatron.rewards.protocol import Reward
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.prompt import Prompt
+    from ctpo_megatron.data.records import Prompt
     from ctpo_megatron.data.trajectory import Trajectory
 
 

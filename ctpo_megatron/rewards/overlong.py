@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.batch import Group
+    from ctpo_megatron.data.trajectory import Group
 
 OVERLONG = "overlong_penalty"
 """Name of its component of the reward, and of the metric `reward/<name>`."""

@@ -1,51 +1,108 @@
-"""Scores trajectories in worker processes that are killed when a reward function hangs."""
+"""Scores trajectories in worker processes that are killed when a reward function hangs, as a run trains on them."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
+import operator
 import statistics
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.base.text import hidden, printable
-from ctpo_megatron.data.verdict import MissingCause, NoVerdict
+from ctpo_megatron.data.records import MissingCause, NoVerdict
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
+from ctpo_megatron.rewards.overlong import OVERLONG, OverlongPenalty
 from ctpo_megatron.rewards.protocol import COUNTS, Reward
 from ctpo_megatron.rewards.worker import Pair, Routes, Scored
-from ctpo_megatron.rewards.workers import (
-    START_TIMEOUT_S,
-    WORKERS_POLL_S,
-    WORKERS_RETRIES,
-    RewardWorkersLost,
-    Workers,
-    awaited,
-)
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import Extension, RewardConfig
-    from ctpo_megatron.data.batch import Group
-    from ctpo_megatron.data.trajectory import Trajectory
+    from ctpo_megatron.data.trajectory import Group, Trajectory
 
 _LONGEST_REASON = 1000
 GRACE_S = 1.0  # after the deadline, for a worker to discard what it awaits, before it is killed
 START_MARGIN_S = 5.0  # at least, for a worker that was killed to be replaced
+START_TIMEOUT_S = 120.0  # for all workers to start and load the reward functions
+WORKERS_POLL_S = 1.0  # how often a waiting thread checks that the workers are still there
+WORKERS_RETRIES = 3  # how often work is given to new workers because all of them were gone
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+class RewardWorkersLost(RuntimeError):
+    """The processes that score do not come up, or die again and again; another machine may let them live."""
+
+
+class Workers:
+    """A pool of pebble's, and when one of its tasks ended last: a worker that is frozen while idle ends none.
+
+    It keeps the others from tasks, and pebble's deadline begins with a task.
+    """
+
+    def __init__(self, pool: ProcessPool) -> None:
+        self.pool = pool
+        self._lock, self._pending, self._moved = threading.Lock(), 0, time.monotonic()
+        self.frozen = False
+
+    def schedule(self, function: Callable[..., T], arguments: tuple[Any, ...], limit_s: float) -> ProcessFuture[T]:
+        """Raises RuntimeError when the pool is broken. limit_s: after which a worker is killed."""
+        future: ProcessFuture[T] = self.pool.schedule(function, args=arguments, timeout=limit_s)
+        with self._lock:
+            self._moved = self._moved if self._pending else time.monotonic()
+            self._pending += 1
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, _: object) -> None:
+        with self._lock:
+            self._moved = time.monotonic()
+            self._pending -= 1
+
+    def active(self, patience_s: float) -> bool:
+        """Whether results can be expected: one came within this time, or there was nothing to do."""
+        with self._lock:
+            idle_s = time.monotonic() - self._moved if self._pending else 0.0
+        if idle_s > patience_s and not self.frozen:
+            self.frozen = True
+            log.warning("no reward worker did anything for %.0f s, was one of them frozen? They are replaced", idle_s)
+        return not self.frozen and bool(self.pool.active)
+
+    def stop(self) -> None:
+        """Kill the processes; what they were to do is lost."""
+        self.pool.stop()  # type: ignore[no-untyped-call]
+        self.pool.join()
+
+
+def awaited(future: ProcessFuture[T], workers: Workers, patience_s: float, until: float = math.inf) -> T:
+    """The result of a future; a broken pool forgets its tasks. until: monotonic seconds.
+
+    Raises the worker's exception, BrokenProcessPool when no worker is left, or TimeoutError.
+    """
+    while not wait([future], WORKERS_POLL_S).done:
+        if not workers.active(patience_s) and not future.done():
+            raise BrokenProcessPool("the workers are gone, and the result with them")
+        if time.monotonic() > until:
+            raise FutureTimeoutError("no reward worker answered")
+    result: T = future.result()
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,46 +130,6 @@ class ScoreReport:
         values = {name: [*self.values.get(name, ()), *other.values.get(name, ())] for name in names}
         missing = Counter(self.missing) + Counter(other.missing)
         return ScoreReport.of(self.scored + other.scored, missing, values)
-
-
-def reward_metrics(groups: Sequence[Group], report: ScoreReport, *, by_turn: bool = False) -> dict[str, float]:
-    """`reward/*` of scored groups; mean and standard deviation are over the verdicts, and absent without any.
-
-    Also the share of groups with a signal (by_turn: of `objective.credit: turn`), the mean reward of each turn, and the
-    metrics of the reward functions. What has no verdict is counted by cause; where nothing is missing, `timeouts` and
-    `failures` alone are there.
-    """
-    verdicts: list[float] = []
-    for group in groups:
-        verdicts += group.verdicts
-    spread = {"reward/mean": statistics.fmean(verdicts), "reward/std": statistics.pstdev(verdicts)} if verdicts else {}
-    return {
-        **spread,
-        "reward/groups_mixed": sum(group.is_mixed(by_turn=by_turn) for group in groups) / len(groups),
-        **_by_turn(groups),
-        "reward/timeouts": 0.0,
-        "reward/failures": 0.0,
-        **(_missing(groups, report) if report.missing else {}),
-        **{f"reward/{name}": value for name, value in report.metrics.items()},
-    }
-
-
-def _by_turn(groups: Sequence[Group]) -> dict[str, float]:
-    earned: dict[int, list[float]] = defaultdict(list)
-    for group in groups:
-        for trajectory in group.trajectories:
-            for number, reward in enumerate(trajectory.turn_rewards or (), start=1):
-                earned[number].append(reward)
-    return {f"reward/turn/{number}": statistics.fmean(rewards) for number, rewards in sorted(earned.items())}
-
-
-def _missing(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
-    missing = sum(report.missing.values())
-    return {
-        "reward/groups_unjudged": float(sum(group.unjudged for group in groups)),
-        "reward/no_verdict": missing / (report.scored + missing),
-        **{f"reward/{name}": float(report.missing.get(cause, 0)) for cause, name in COUNTS.items()},
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +365,57 @@ class RewardPool:
         self.close()
 
 
+class Scorer:
+    """Scores groups by reward processes.
+
+    penalty: for training batches; an evaluation has none. by_turn: whether the rewards of turns are trained on
+    (`objective.credit`).
+    """
+
+    def __init__(self, pool: RewardPool, penalty: OverlongPenalty | None = None, *, by_turn: bool = False) -> None:
+        self._pool, self._penalty, self._by_turn = pool, penalty, by_turn
+        self._without_turns = set[str]()
+
+    async def score(self, groups: Sequence[Group]) -> ScoreReport:
+        """Give every trajectory its reward, shaping included. Raises as `RewardPool.score`."""
+        report = await self._pool.score(groups)
+        if self._penalty is not None:
+            self._penalty.apply(groups)
+        for group in groups if self._by_turn else ():
+            source = group.prompt.data_source
+            lacking = any(t.reward is not None and t.turn_rewards is None for t in group.trajectories)
+            if lacking and source not in self._without_turns:
+                self._without_turns.add(source)
+                log.warning(
+                    "objective.credit: turn, but the reward function of %r gives no rewards of turns "
+                    "(Reward(turns=[...])): the last turn of a trajectory earns its whole reward",
+                    source,
+                )
+        return report
+
+    def metrics(self, groups: Sequence[Group], reports: Sequence[ScoreReport]) -> dict[str, float]:
+        """`reward/*` of scored groups, given the reports of all calls that scored them.
+
+        Mean and standard deviation are over the verdicts, and absent without any. Also the share of groups with a
+        signal, the mean reward of each turn, and the metrics of the reward functions. What has no verdict is counted by
+        cause; where nothing is missing, `timeouts` and `failures` alone are there.
+        """
+        report = functools.reduce(operator.add, reports)
+        judged = [trajectory for group in groups for trajectory in group.trajectories if trajectory.no_verdict is None]
+        verdicts = [verdict for group in groups for verdict in group.verdicts]
+        metrics = {}
+        if verdicts:
+            metrics = {"reward/mean": statistics.fmean(verdicts), "reward/std": statistics.pstdev(verdicts)}
+        metrics["reward/groups_mixed"] = sum(group.is_mixed(by_turn=self._by_turn) for group in groups) / len(groups)
+        metrics |= _by_turn(groups) | {"reward/timeouts": 0.0, "reward/failures": 0.0}
+        if report.missing:
+            metrics |= _missing(groups, report)
+        metrics |= {f"reward/{name}": value for name, value in report.metrics.items()}
+        if self._penalty is not None and judged:
+            metrics[f"reward/{OVERLONG}"] = statistics.fmean(t.reward_components[OVERLONG] for t in judged)
+        return metrics
+
+
 def _text_of(pair: Pair) -> Pair:
     """Without the tokens: for 8000 tokens, sending them takes longer than scoring with math-verify."""
     trajectory, prompt = pair
@@ -388,3 +456,21 @@ def _count_or_mean(values: Sequence[float]) -> float:
 
 def _name(trajectory: Trajectory) -> str:
     return f"prompt {trajectory.prompt_id} sample {trajectory.sample_index}"
+
+
+def _by_turn(groups: Sequence[Group]) -> dict[str, float]:
+    earned: dict[int, list[float]] = defaultdict(list)
+    for group in groups:
+        for trajectory in group.trajectories:
+            for number, reward in enumerate(trajectory.turn_rewards or (), start=1):
+                earned[number].append(reward)
+    return {f"reward/turn/{number}": statistics.fmean(rewards) for number, rewards in sorted(earned.items())}
+
+
+def _missing(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
+    missing = sum(report.missing.values())
+    return {
+        "reward/groups_unjudged": float(sum(group.unjudged for group in groups)),
+        "reward/no_verdict": missing / (report.scored + missing),
+        **{f"reward/{name}": float(report.missing.get(cause, 0)) for cause, name in COUNTS.items()},
+    }

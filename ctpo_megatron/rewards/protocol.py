@@ -12,9 +12,8 @@ from ctpo_megatron.base.extensions import call_problem
 from ctpo_megatron.rewards.overlong import OVERLONG
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.prompt import Prompt
+    from ctpo_megatron.data.records import MissingCause, Prompt
     from ctpo_megatron.data.trajectory import Trajectory
-    from ctpo_megatron.data.verdict import MissingCause
 
 WORDS: Mapping[str, str] = {"math_verify": "ctpo_megatron.rewards.math:MathVerify"}
 """Built-in reward functions by their name in a configuration."""
@@ -34,8 +33,8 @@ RESERVED = frozenset({"mean", "std", "groups_mixed", "no_verdict", "groups_unjud
 """Reserved names `reward/<name>`, which no component or metric may use."""
 
 
-_OF_OTHERS = {"completions": ("TRL", "from_trl.md"), "solution_str": ("verl", "from_verl.md")}
-"""Parameter that the reward functions of another trainer have -> that trainer, and our page for its users."""
+_OF_OTHERS = {"completions": "TRL", "solution_str": "verl"}
+"""Parameter that the reward functions of another trainer have -> that trainer."""
 
 _SUM: Any = "the sum of turns"
 
@@ -107,12 +106,8 @@ def adapter_for(part: Any) -> str:
         names = inspect.signature(method).parameters
     except (TypeError, ValueError):  # no function, or one written in C without a signature
         return ""
-    pages = (
-        f"{trainer} calls such functions: docs/{page} has an adapter of a few lines"
-        for name, (trainer, page) in _OF_OTHERS.items()
-        if name in names
-    )
-    return next(pages, "")
+    trainer = next((trainer for name, trainer in _OF_OTHERS.items() if name in names), "")
+    return f"{trainer} calls such functions: docs/coming_from.md has an adapter of a few lines" if trainer else ""
 
 
 def _call_problem(part: Any, arguments: Mapping[str, Any]) -> str:

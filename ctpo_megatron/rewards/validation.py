@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from pebble import ProcessExpired, ProcessPool
 
 from ctpo_megatron.rewards.fork_server import end_with_trainer, fork_server
-from ctpo_megatron.rewards.workers import WORKERS_RETRIES, RewardWorkersLost, Workers, awaited
+from ctpo_megatron.rewards.pool import WORKERS_RETRIES, RewardWorkersLost, Workers, awaited
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import RewardConfig
-    from ctpo_megatron.data.prompt import Prompt
+    from ctpo_megatron.data.records import Prompt
 
 log = logging.getLogger(__name__)
 

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ctpo_megatron.base.extensions import ExtensionError, activate, end_copy_of, load, shown
+from ctpo_megatron.base.extensions import ExtensionError, activate, load, shown
 from ctpo_megatron.base.stop import ENDING
 from ctpo_megatron.base.text import printable
-from ctpo_megatron.data.verdict import NoVerdict, Unreachable
+from ctpo_megatron.data.records import NoVerdict, Unreachable
 from ctpo_megatron.rewards.fork_server import end_with_trainer
 from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.prompt import Prompt
+    from ctpo_megatron.data.records import Prompt
     from ctpo_megatron.data.trajectory import Trajectory
 
 Pair = tuple["Trajectory", "Prompt"]
@@ -114,16 +114,13 @@ def traits() -> dict[str | None, Traits]:
 
 def score(route: str | None, pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
     """One outcome per pair. Several are awaited together, each for at most `timeout_s`; one has no limit here."""
-    function, process = _setup.functions[route], os.getpid()
+    function = _setup.functions[route]
+    if len(pairs) == 1:
+        return [_called(function, *pairs[0])]
     try:
-        if len(pairs) == 1:
-            return [_called(function, *pairs[0])]
-        try:
-            return _setup.run(_awaited_together(function, pairs, timeout_s))
-        except BaseException:  # of a task that one of them started, or it closed the loop: nothing says which
-            return [_called(function, *pair) for pair in pairs]
-    finally:
-        end_copy_of(process)
+        return _setup.run(_awaited_together(function, pairs, timeout_s))
+    except BaseException:  # of a task that one of them started, or it closed the loop: nothing says which
+        return [_called(function, *pair) for pair in pairs]
 
 
 def _make(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:

@@ -13,19 +13,3 @@ from ctpo_megatron.rollouts.group_sampler import GroupSampler, Quarantined, TooM
 from ctpo_megatron.rollouts.metrics import rollout_metrics
 from ctpo_megatron.rollouts.replay import Replay, ReplayError
 from ctpo_megatron.rollouts.rollouts import AccountingError, Rollouts
-
-__all__ = [
-    "AccountingError",
-    "Evaluated",
-    "Evaluation",
-    "EventLoop",
-    "Filters",
-    "GroupSampler",
-    "Quarantined",
-    "Replay",
-    "ReplayError",
-    "Rollouts",
-    "TooManyQuarantined",
-    "filter_problem",
-    "rollout_metrics",
-]

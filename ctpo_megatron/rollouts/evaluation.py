@@ -105,7 +105,7 @@ class Evaluation:
 
     async def _answer(self, prompt: Prompt, step: int) -> Group | None:
         """The scored group of a prompt; None where it is in quarantine."""
-        if prompt in self._sampler.quarantine:
+        if self._sampler.is_quarantined(prompt):
             return None
         sampling, samples = Sampling(self._config.temperature, self._config.top_p, 0), range(self._config.samples)
         try:

@@ -8,13 +8,12 @@ import itertools
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.text import hidden, printable
 from ctpo_megatron.config import RolloutConfig
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import GroupFailed, GroupLost, GroupTask
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 """Before a group is tried again; it doubles with each failure."""
-_SHOWN, _DRAWS = 5, 1000
+_SHOWN = 5
 
 log = logging.getLogger(__name__)
 
@@ -45,57 +44,16 @@ class TooManyQuarantined(RuntimeError):
     """More prompts failed than the run may lose; the message names them, the causes, and what to do."""
 
 
-class Quarantine:
-    """The quarantined prompts of one run. limit: `rollout.max_quarantined`. records: oldest first."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.records: list[Quarantined] = []
-
-    def __contains__(self, prompt: Prompt) -> bool:
-        return any(record.prompt_id == prompt.id for record in self.records)
-
-    def __str__(self) -> str:
-        return "; ".join(map(str, self.records[-_SHOWN:]))
-
-    def add(self, record: Quarantined) -> None:
-        """Add a prompt and log it. Raises TooManyQuarantined beyond the limit."""
-        self.records.append(record)
-        log.warning("quarantined, will not be sampled again: %s", record)
-        if len(self.records) > self.limit:
-            raise TooManyQuarantined(
-                f"{len(self.records)} prompts were quarantined, more than rollout.max_quarantined = {self.limit}; "
-                f"the last: {self}. Remove the cause, or take these prompts out of the data; if single failures "
-                "are expected, raise rollout.max_group_retries, rollout.group_timeout_s or rollout.max_quarantined. "
-                "Engine logs are in <run>/logs"
-            )
-
-    def replace(self, prompt: Prompt, draw: Callable[[], Prompt]) -> tuple[Prompt, int]:
-        """Return the prompt, or the next one that is not quarantined, and how many were drawn for it.
-
-        Raises TooManyQuarantined after more draws than any but a mix, of a file that has no others, can need.
-        """
-        limit = _DRAWS * (len(self.records) + 1)
-        for drawn in range(limit):
-            if prompt not in self:
-                return prompt, drawn
-            prompt = draw()
-        raise TooManyQuarantined(
-            f"{limit} prompts drawn in a row are all quarantined: remove the cause, or have data.sampler or the "
-            f"weights of data.train choose others; the last: {self}"
-        )
-
-
 class GroupSampler:
     """Samples the groups of training and evaluation on the same engines. Used on one event loop.
 
-    engines: an `EnginePool`, or a `Replay`. on_hold: no further group begins. in_flight: groups that are sampled now.
-    quarantine: prompts that failed too often.
+    engines: an `EnginePool`, or a `Replay`. quarantined: prompts that failed too often, oldest first. on_hold: no
+    further group begins. in_flight: groups that are sampled now.
     """
 
     def __init__(self, engines: EnginePool | Replay, config: RolloutConfig) -> None:
         self.engines, self._config = engines, config
-        self.quarantine = Quarantine(config.max_quarantined)
+        self.quarantined: list[Quarantined] = []
         self.on_hold = False
         self.in_flight = 0
         self._load, self._urgent = Counter[int](), Counter[int]()  # samples on each engine
@@ -103,7 +61,6 @@ class GroupSampler:
         self._number = itertools.count()
         self._lengths: dict[str, float] = {}
         self._sum = 0.0
-        self._under_way: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         engines.observers.append(self._changed)
 
@@ -113,22 +70,6 @@ class GroupSampler:
         urgent: groups that are not yield to it, whatever their step. Raises GroupFailed after `max_group_retries`, and
         EngineError when the engines cannot continue.
         """
-        if self.engines.failure is not None:
-            raise self.engines.failure
-        work = asyncio.current_task()
-        assert work is not None
-        self._under_way.add(work)
-        try:
-            return await self._sampled(task, urgent)
-        except asyncio.CancelledError:
-            if self.engines.failure is None:
-                raise
-            work.uncancel()
-            raise self.engines.failure from None
-        finally:
-            self._under_way.discard(work)
-
-    async def _sampled(self, task: GroupTask, urgent: bool) -> list[Trajectory]:
         for failures in itertools.count(1):
             try:
                 return await self._attempt(task, urgent)
@@ -139,30 +80,6 @@ class GroupSampler:
             self.engines.counts["group_retries"] += 1
             await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (failures - 1)))
         raise AssertionError  # it counts for ever
-
-    def _changed(self) -> None:
-        """An engine serves that did not, or the engines cannot continue, which ends every group."""
-        self._assign()
-        if self.engines.failure is not None:
-            for work in self._under_way:
-                work.cancel()
-
-    def lose(self, prompt: Prompt, step: int, error: GroupFailed) -> None:
-        """Put a prompt into quarantine, once. Raises TooManyQuarantined."""
-        if prompt not in self.quarantine:  # small data may hold a prompt twice in a batch
-            self.engines.counts["quarantined"] += 1
-            self.quarantine.add(Quarantined(prompt.id, step, str(error)))
-
-    async def drain(self) -> None:
-        """Return when no group is in flight; `on_hold` is set."""
-        while self.in_flight:
-            self._idle.clear()
-            await self._idle.wait()
-
-    def resume(self) -> None:
-        """Let groups begin again."""
-        self.on_hold = False
-        self._assign()
 
     async def _attempt(self, task: GroupTask, urgent: bool) -> list[Trajectory]:
         size = len(task.samples)
@@ -178,13 +95,62 @@ class GroupSampler:
         finally:
             self.in_flight -= 1
             self._leave(engine.index, size, urgent)
+        self._check_engines()
         self._note(task.prompt, trajectories)
         return trajectories
 
+    def _note(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
+        mean = statistics.fmean(trajectory.response_tokens for trajectory in trajectories)
+        self._sum += mean - self._lengths.get(prompt.id, 0.0)
+        self._lengths[prompt.id] = mean
+
+    def _check_engines(self) -> None:
+        """Raise why the engines cannot continue, if they cannot: they may have had other weights than were sent."""
+        if self.engines.failure is not None:
+            raise self.engines.failure
+
+    # Prompts that fail too often.
+
+    def is_quarantined(self, prompt: Prompt) -> bool:
+        """Whether a prompt is not to be sampled."""
+        return any(record.prompt_id == prompt.id for record in self.quarantined)
+
+    def lose(self, prompt: Prompt, step: int, error: GroupFailed) -> None:
+        """Put a prompt into quarantine, once. Raises TooManyQuarantined beyond `rollout.max_quarantined`."""
+        if self.is_quarantined(prompt):  # small data may hold a prompt twice in a batch
+            return
+        self.engines.counts["quarantined"] += 1
+        self.quarantined.append(Quarantined(prompt.id, step, str(error)))
+        log.warning("quarantined, will not be sampled again: %s", self.quarantined[-1])
+        if len(self.quarantined) > self._config.max_quarantined:
+            raise TooManyQuarantined(
+                f"{len(self.quarantined)} prompts were quarantined, more than rollout.max_quarantined = "
+                f"{self._config.max_quarantined}; the last: {self.last_quarantined}. Remove the cause, or take these "
+                "prompts out of the data; if single failures are expected, raise rollout.max_group_retries, "
+                "rollout.group_timeout_s or rollout.max_quarantined. Engine logs are in <run>/logs"
+            )
+
+    @property
+    def last_quarantined(self) -> str:
+        """The last few, for messages."""
+        return "; ".join(map(str, self.quarantined[-_SHOWN:]))
+
     # Places on engines.
+
+    async def drain(self) -> None:
+        """Return when no group is in flight; `on_hold` is set."""
+        while self.in_flight:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def resume(self) -> None:
+        """Let groups begin again."""
+        self.on_hold = False
+        self._assign()
 
     async def _place(self, task: GroupTask, size: int, urgent: bool) -> Any:
         """Wait for an engine with room. Early steps come first, then the longest groups, so that none ends alone."""
+        self._check_engines()
         turn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         usual = self._sum / len(self._lengths) if self._lengths else 0.0
         expected = self._lengths.get(task.prompt.id, usual)
@@ -197,6 +163,14 @@ class GroupSampler:
             if turn.done() and not turn.cancelled():
                 self._leave(turn.result().index, size, urgent)
             raise
+
+    def _changed(self) -> None:
+        """An engine samples that did not, or the engines cannot continue."""
+        if self.engines.failure is not None:
+            for *_, turn in self._waiting:
+                if not turn.done():
+                    turn.set_exception(self.engines.failure)
+        self._assign()
 
     def _assign(self) -> None:
         """Give free places to groups that wait."""
@@ -222,8 +196,3 @@ class GroupSampler:
         self._take(index, -size, urgent)
         self._idle.set()
         self._assign()
-
-    def _note(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
-        mean = statistics.fmean(trajectory.response_tokens for trajectory in trajectories)
-        self._sum += mean - self._lengths.get(prompt.id, 0.0)
-        self._lengths[prompt.id] = mean

@@ -1,16 +1,15 @@
-"""Rollout figures of a batch, computed from its trajectories alone."""
+"""Rollout figures of a batch: of its trajectories, and of the engines while it was made."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.tool_call import TOOL_STATUSES
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.records import TOOL_STATUSES
+from ctpo_megatron.data.trajectory import Group
 from ctpo_megatron.rollouts.filters import void_turn
 
 CONDUCT = ["response_length_mean", "model_tokens_mean", "turns_mean", "tool_use", "tool_calls", "truncated"]
@@ -22,7 +21,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Flat `rollout/*`, `tokens/*` and `sandbox/*` figures of `groups`; empty when there are no trajectories.
 
     `docs/reference/metrics.md` defines each. `sandbox/*` is of all calls of all tools, malformed ones included; times
-    are in seconds. Means and rates of what did not occur are omitted.
+    are in seconds. Means and rates of what did not occur are omitted. Use of tools and length of programs have the
+    names of the authors' code.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -30,10 +30,12 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     n = len(trajectories)
     calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
     statuses: Counter[str] = Counter(call.status for call in calls)
+    successes = [sum(call.status == "success" for call in trajectory.tool_calls) for trajectory in trajectories]
+    called = sum(bool(trajectory.tool_calls) for trajectory in trajectories)
     reasons = Counter(trajectory.finish_reason for trajectory in trajectories)
     model = sum(trajectory.model_tokens for trajectory in trajectories)
     metrics = {
-        "rollout/tool_use": sum(any(call.status == "success" for call in t.tool_calls) for t in trajectories) / n,
+        "rollout/tool_use": sum(map(bool, successes)) / n,
         "rollout/tool_calls": len(calls) / n,
         "rollout/truncated": reasons["length"] / n,
         "rollout/max_turns": reasons["max_turns"] / n,
@@ -44,14 +46,26 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "tokens/model": float(model),
         "tokens/total": float(sum(map(len, trajectories))),
         "sandbox/calls": float(len(calls)),
+        "sandbox/called/rate": called / n,
         "void_turn/rate": sum(bool(void_turn(t, group.prompt)) for group in groups for t in group.trajectories) / n,
     }
     if any(trajectory.sequence_starts for trajectory in trajectories):
         metrics["rollout/sequences_mean"] = sum(len(trajectory.sequences) for trajectory in trajectories) / n
     metrics |= {f"sandbox/{status}": float(statuses[status]) for status in TOOL_STATUSES}
-    metrics |= _by_trajectory(trajectories)
     if calls:
         metrics["rollout/tool_error_rate"] = 1.0 - statuses["success"] / len(calls)
+        metrics["sandbox/success/among_called_rate"] = sum(map(bool, successes)) / called
+    programs = [(len(code.splitlines()), call) for call in calls if isinstance(code := call.arguments.get("code"), str)]
+    figures = {
+        "call_count": [len(trajectory.tool_calls) for trajectory in trajectories],
+        "success_count": successes,
+        "code_lines": [lines for lines, _ in programs],
+        "code_lines_success": [lines for lines, call in programs if call.status == "success"],
+    }
+    for name, values in figures.items():
+        if values:
+            mean, least, most = sum(values) / len(values), float(min(values)), float(max(values))
+            metrics |= {f"sandbox/{name}/mean": mean, f"sandbox/{name}/min": least, f"sandbox/{name}/max": most}
     for name in sorted({call.name for call in calls if call.name}):
         of_tool = [call.status for call in calls if call.name == name]
         metrics |= {f"tool/{name}/calls": float(len(of_tool)), f"tool/{name}/success": float(of_tool.count("success"))}
@@ -63,30 +77,13 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return metrics
 
 
-def _by_trajectory(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Tool use of each trajectory and length of each program, under the names of the authors' code."""
-    successes = [sum(call.status == "success" for call in t.tool_calls) for t in trajectories]
-    called = [success for success, t in zip(successes, trajectories, strict=True) if t.tool_calls]
-    programs = [
-        (len(code.splitlines()), call.status == "success")
-        for trajectory in trajectories
-        for call in trajectory.tool_calls
-        if isinstance(code := call.arguments.get("code"), str)
-    ]
-    figures = {
-        "call_count": [len(trajectory.tool_calls) for trajectory in trajectories],
-        "success_count": successes,
-        "code_lines": [lines for lines, _ in programs],
-        "code_lines_success": [lines for lines, succeeded in programs if succeeded],
-    }
-    metrics = {"sandbox/called/rate": len(called) / len(trajectories)}
-    if called:
-        metrics["sandbox/success/among_called_rate"] = sum(map(bool, called)) / len(called)
-    for name, values in figures.items():
-        if values:
-            mean, least, most = sum(values) / len(values), float(min(values)), float(max(values))
-            metrics |= {f"sandbox/{name}/mean": mean, f"sandbox/{name}/min": least, f"sandbox/{name}/max": most}
-    return metrics
+def engine_metrics(stats: Mapping[str, float]) -> dict[str, float]:
+    """Return `rollout/*` of `EnginePool.stats`: what did not occur as 0, and the rate of weight updates, if any."""
+    names = ["group_retries", "quarantined", "engine_restarts", "sync_s", "sync_bytes"]
+    found = dict.fromkeys([*names, *(f"lost_{status}" for status in TOOL_STATUSES)], 0.0) | dict(stats)
+    if found["sync_bytes"]:
+        found["sync_gb_per_s"] = found["sync_bytes"] / 1e9 / found["sync_s"]
+    return {f"rollout/{name}": float(value) for name, value in found.items()}
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Trajectory
-from ctpo_megatron.engines import GroupLost, GroupTask, pool_stats
+from ctpo_megatron.engines import GroupLost, GroupTask
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines import EnginePool
@@ -39,8 +39,8 @@ class Replay:
     ) -> None:
         self._recorded, self._config, self._evaluating = recorded, config, evaluating
         self._step, self._lost = -1, 0
-        self._groups: dict[tuple[str, int], list[Trajectory]] = {}  # of the step, by prompt and occurrence
-        self._given: set[tuple[str, int]] = set()
+        # Groups of the step that were not asked for yet, by prompt and occurrence.
+        self._groups: dict[tuple[str, int], list[Trajectory]] = {}
         self.counts: Counter[str] = Counter()
         self.engines: Sequence[Replay] = [self]
         self.observers: list[Callable[[], None]] = []
@@ -49,17 +49,15 @@ class Replay:
         """The recorded group of a prompt. Raises ReplayError, and GroupLost for a prompt that was not recorded."""
         if task.step != self._step:
             self._read(task.step)
-        prompt, key = task.prompt, (task.prompt.id, task.occurrence)
-        if key not in self._groups:
+        prompt, group = task.prompt, self._groups.pop((task.prompt.id, task.occurrence), None)
+        if group is None:
             self._lost += 1
-            rest = list(dict.fromkeys(name for name, number in self._groups if (name, number) not in self._given))
+            rest = list(dict.fromkeys(name for name, _ in self._groups))
             names = ", ".join(map(repr, rest[:_SHOWN])) or "no more"
             why = f"step {task.step}: the run draws prompt {prompt.id!r}, the recording has {names}"
             if not rest or self._lost > self._config.max_quarantined:
                 raise ReplayError(f"{why}: give data.train, data.shuffle, run.seed and reward.* as in the recorded run")
             raise GroupLost(why)
-        group = self._groups[key]
-        self._given.add(key)
         if [trajectory.sample_index for trajectory in group] != list(task.samples):
             raise ReplayError(
                 f"step {task.step}, prompt {prompt.id!r}: {len(group)} trajectories were recorded, {len(task.samples)} "
@@ -82,7 +80,7 @@ class Replay:
                 f"{config.samples_per_prompt} samples are needed: set rollout.prompts_per_step and "
                 "rollout.samples_per_prompt as in the recorded run"
             )
-        self._step, self._groups, self._given = step, {}, set()
+        self._step, self._groups = step, {}
         occurrences: Counter[str] = Counter()
         for trajectory in trajectories:
             occurrences[trajectory.prompt_id] += trajectory.sample_index == 0
@@ -90,14 +88,14 @@ class Replay:
             self._groups.setdefault(key, []).append(trajectory)
 
     def stats(self) -> dict[str, float]:
-        """The names that `EnginePool.stats` has, after a step. Raises ReplayError when it has more groups."""
-        if rest := len(self._groups) - len(self._given):
+        """Return as `EnginePool.stats`, after a step. Raises ReplayError when it has more groups."""
+        if self._groups:
             raise ReplayError(
-                f"step {self._step}: {rest} more groups were recorded than this run asks for: refills follow from the "
-                "rewards, so give reward.* and rollout.max_refills as in the recorded run"
+                f"step {self._step}: {len(self._groups)} more groups were recorded than this run asks for: refills "
+                "follow from the rewards, so give reward.* and rollout.max_refills as in the recorded run"
             )
         counts, self.counts = self.counts, Counter()
-        return pool_stats(counts)
+        return {**counts}
 
     def wait_ready(self, *_: object) -> None:
         """Nothing has to start."""

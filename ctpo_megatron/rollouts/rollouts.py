@@ -26,8 +26,8 @@ from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
 from ctpo_megatron.engines.weights import SendsWeights
 from ctpo_megatron.rewards import Scorer, ScoreReport
 from ctpo_megatron.rollouts.filters import Filters
-from ctpo_megatron.rollouts.group_sampler import GroupSampler, Quarantined
-from ctpo_megatron.rollouts.metrics import rollout_metrics, staleness_metrics
+from ctpo_megatron.rollouts.group_sampler import GroupSampler, Quarantined, TooManyQuarantined
+from ctpo_megatron.rollouts.metrics import engine_metrics, rollout_metrics, staleness_metrics
 from ctpo_megatron.tracking import Phases
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 SETTLED = ("trained", "dropped", "quarantined")
 """What becomes of every prompt that is drawn."""
 _SHOWN = 5
+_DRAWS = 1000
+"""In a row for each quarantined prompt; any data but a mix, of a file that has no others, needs fewer."""
 
 
 class AccountingError(RuntimeError):
@@ -197,7 +199,7 @@ class Rollouts:
         self._filters = Filters(self._config.filters)
         self._settled = Counter(dict.fromkeys(SETTLED, 0))
         self._open: list[OpenBatch] = []
-        self._untold: Batch | None = None  # the prompt stream has not heard of its rewards
+        self._untold: dict[str, list[float]] = {}  # rewards that the sampler of the prompts has to learn
         self._version = 0
         self._next: int | None = None
 
@@ -215,7 +217,13 @@ class Rollouts:
         Raises what sampling and scoring raise, and AccountingError.
         """
         try:
-            self._await_ahead(step) if self._ahead else self._sample_now(step)
+            if self._stop.is_set():
+                raise Cancelled("stop requested")
+            if self._ahead:
+                assert self._open[0].step == step
+                self._loop.call(self._completed(1), self._stop)
+            else:
+                self._sample_now(step)
         except Cancelled as cancelled:
             log.info("step %d: no batch: %s", step, cancelled)
             return None
@@ -227,7 +235,6 @@ class Rollouts:
         Returns whether they were published: not when the run is to stop. Raises what sampling ahead has raised, and as
         `EnginePool.send`.
         """
-        self._loop.do(self._tell_rewards)
         if self._stop.is_set():
             return False
         try:
@@ -271,26 +278,20 @@ class Rollouts:
                 f"{ahead['shape']}, this run has {self._shape}: give it those that it was begun with"
             )
         self._prompts.load_state_dict(state["prompts"])
-        self._sampler.quarantine.records[:] = [Quarantined(**record) for record in state["quarantined"]]
+        self._sampler.quarantined[:] = [Quarantined(**record) for record in state["quarantined"]]
         for record in batches:
             prompts = self._prompts.named({group["prompt"] for group in record["groups"]})
-            self._append(record["step"]).load_state_dict(record, prompts)
+            self._open.append(self._new(record["step"]))
+            self._open[-1].load_state_dict(record, prompts)
             self._next = record["step"] + 1
         self._settled = Counter(ahead.get("settled") or {"trained": self._prompts.taken})
         self._check()
-
-    def _await_ahead(self, step: int) -> None:
-        if self._stop.is_set():
-            raise Cancelled("stop requested")
-        if (steps := [opened.step for opened in self._open])[:1] != [step]:
-            raise RuntimeError(f"step {step} asks for its batch, and the steps {steps} are sampled")
-        self._loop.call(self._completed(1), self._stop)
 
     def _sample_now(self, step: int) -> None:
         """A batch that is sampled when it is requested; nothing of it has happened where it is cancelled."""
         before = self._loop.do(lambda: (self._prompts.state_dict(), Counter(self._settled)))
         self._sampler.engines.wait_ready()
-        opened = self._loop.do(lambda: self._begin(step))
+        opened = self._loop.do(lambda: self._begin(step)[-1])
         try:
             while not opened.done:
                 with self._phases.phase("rollout"):
@@ -308,16 +309,18 @@ class Rollouts:
 
     # On the loop.
 
-    def _begin(self, step: int) -> OpenBatch:
-        # With a lag the prompts of a batch follow from the batches before it, whatever the timing.
-        before = self._open[-1].batch if self._config.lag and self._open else None
-        opened = self._append(step)
-        opened.batch = asyncio.create_task(self._collected(opened, before))
-        return opened
+    def _begin(self, *steps: int) -> list[OpenBatch]:
+        """Open the batches of further steps, and sample all that are not sampled yet; returns the open ones."""
+        self._open += map(self._new, steps)
+        before = None
+        for opened in self._open:
+            opened.batch = opened.batch or asyncio.create_task(self._collected(opened, before))
+            # With a lag the prompts of a batch follow from the batches before it, whatever the timing.
+            before = opened.batch if self._config.lag else None
+        return self._open
 
-    def _append(self, step: int) -> OpenBatch:
-        self._open.append(OpenBatch(step, self._config, self._mini, by_turn=self._by_turn))
-        return self._open[-1]
+    def _new(self, step: int) -> OpenBatch:
+        return OpenBatch(step, self._config, self._mini, by_turn=self._by_turn)
 
     @property
     def _batches(self) -> list[asyncio.Task[Batch]]:
@@ -343,15 +346,11 @@ class Rollouts:
 
     def _published(self, version: int) -> None:
         self._version = version
-        if not self._ahead:
-            return
-        for opened in self._open:
-            if opened.batch is None:  # of a checkpoint
-                opened.batch = asyncio.create_task(self._collected(opened))
-        self._next = self._next or version  # the first step trains the version that is published first
-        while self._next <= min(self._steps, version + self._ahead):
-            self._begin(self._next)
-            self._next += 1
+        self._tell()
+        if self._ahead:
+            first = self._next or version  # the first step trains the version that is published first
+            self._next = max(first, min(self._steps, version + self._ahead) + 1)
+            self._begin(*range(first, self._next))
 
     def _delivered(self) -> Batch:
         opened = self._open.pop(0)
@@ -361,20 +360,22 @@ class Rollouts:
         self._check()
         if self._ahead:
             batch.metrics |= staleness_metrics(batch.trained, self._version)
-        batch.metrics |= {f"rollout/{name}": value for name, value in self._sampler.engines.stats().items()}
+        batch.metrics |= engine_metrics(self._sampler.engines.stats())
         batch.metrics |= {"rollout/generate_s": opened.seconds, "rollout/late_groups": float(opened.late)}
         batch.metrics |= self._prompts.metrics()
-        batch.sampler = self._prompts.state_dict()
-        self._untold = batch
+        for group in batch.groups:
+            self._untold.setdefault(group.prompt.id, []).extend(group.verdicts)
+        if not self._config.lag:
+            self._tell()
         return batch
 
-    def _tell_rewards(self) -> None:
-        """Tell the prompt stream how the batch did that has been trained on since, once."""
-        if self._untold is not None:
-            rewards: dict[str, list[float]] = {}
-            for group in self._untold.groups:
-                rewards.setdefault(group.prompt.id, []).extend(group.verdicts)
-            self._untold = None
+    def _tell(self) -> None:
+        """Have the sampler of the prompts learn the rewards of the last batch that was delivered.
+
+        With a lag while no open batch draws: else the refills of one would depend on when the trainer got another.
+        """
+        rewards, self._untold = self._untold, {}
+        if rewards:
             self._prompts.learn(rewards)
 
     async def _collected(self, opened: OpenBatch, before: asyncio.Task[Batch] | None = None) -> Batch:
@@ -414,34 +415,39 @@ class Rollouts:
         sampling = Sampling(config.temperature, config.top_p, config.top_k)
         try:
             while trajectories is None:
-                prompt = self._replace_lost(draw)
+                self._replace_lost(draw)
                 samples, occurrence = tuple(range(config.samples_per_prompt)), opened.occurrence(draw)
                 try:
-                    task = GroupTask(prompt, opened.step, samples, sampling, occurrence=occurrence)
+                    task = GroupTask(draw.prompt, opened.step, samples, sampling, occurrence=occurrence)
                     trajectories = await self._sampler.sample(task)
                 except GroupFailed as error:
-                    self._sampler.lose(prompt, opened.step, error)
+                    self._sampler.lose(draw.prompt, opened.step, error)
         finally:
             opened.note(-1)
         self._phases.advance()
         group = Group(draw.prompt, trajectories)
         opened.add(draw, group, await self._scorer.score([group]))
 
-    def _replace_lost(self, draw: Draw) -> Prompt:
-        """The prompt of a draw; another one where it is in quarantine."""
-        prompt, drawn = self._sampler.quarantine.replace(draw.prompt, lambda: self._prompts.take(1)[0])
-        if drawn:
-            self._settled["quarantined"] += drawn
-            draw.prompt, draw.occurrence = prompt, None
-        return prompt
+    def _replace_lost(self, draw: Draw) -> None:
+        """Give a draw the next prompt that is not in quarantine. Raises TooManyQuarantined where none seems to come."""
+        limit = _DRAWS * (len(self._sampler.quarantined) + 1)
+        for _ in range(limit):
+            if not self._sampler.is_quarantined(draw.prompt):
+                return
+            self._settled["quarantined"] += 1
+            [draw.prompt], draw.occurrence = self._prompts.take(1), None
+        raise TooManyQuarantined(
+            f"{limit} prompts drawn in a row are all quarantined: remove the cause, or have data.sampler or the "
+            f"weights of data.train choose others; the last: {self._sampler.last_quarantined}"
+        )
 
     # Checkpoints and accounting.
 
     def _state(self) -> dict[str, Any]:
-        self._tell_rewards()
+        self._tell()
         state = {
             "prompts": self._prompts.state_dict(),
-            "quarantined": [asdict(record) for record in self._sampler.quarantine.records],
+            "quarantined": [asdict(record) for record in self._sampler.quarantined],
         }
         if not self._ahead:
             return state

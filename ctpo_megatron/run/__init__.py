@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     from ctpo_megatron.run.checkpoints import Checkpoints
     from ctpo_megatron.run.directory import (
         RunDirectoryError,
-        check_there,
         former_choice,
         is_finished,
-        needed,
         open_run_directory,
         record_finish,
         take_over,

@@ -6,8 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +78,7 @@ def _open(config: Config) -> Path:
             )
         # Unlocked at once: NFS cannot delete a folder with an open file in it.
         os.close(_own(directory))
-        _delete(directory, _inputs(config))
+        _delete(directory, [*(path for _, path in config.inputs()), *_users_files(config).values()])
     elif _is_occupied(directory):
         raise RunDirectoryError(
             f"{directory} exists, has no {paths.config.name} and so is not a run directory: it will not be touched. "
@@ -93,31 +92,13 @@ def _open(config: Config) -> Path:
     return directory
 
 
-def check_there(directory: Path) -> None:
-    """Raise RunDirectoryError where the directory of this run was removed or renamed since it was opened."""
-    config = RunPaths(directory).config
-    if not os.path.lexists(config):
-        raise RunDirectoryError(
-            f"{directory} was removed or renamed while this run was writing to it ({config.name} is no longer there). "
-            f"If it was renamed, move it back and type run.resume=true; else start the run again"
-        )
-
-
-@contextmanager
-def needed(directory: Path) -> Iterator[None]:
-    """Within, whatever fails once the run's directory is gone raises the RunDirectoryError of `check_there`."""
-    try:
-        yield
-    except Exception:
-        check_there(directory)
-        raise
-
-
 def take_over(config: Config) -> None:
-    """Write this run's configuration into the reopened directory, and keep the former one if it differs.
+    """Write this run's configuration into a directory that was reopened, and keep the former one if it differs.
 
     Call it once nothing can refuse the resume any more, and before anything is discarded.
     """
+    if not config.run.resume:
+        return
     directory, settings = config.run.directory, stored_settings(config)
     if _changes(directory, settings):
         paths = RunPaths(directory)
@@ -129,7 +110,7 @@ def is_finished(run: RunConfig) -> bool:
     """Whether `run.resume: auto` has nothing to do: the run has ended with all of `run.steps` done."""
     if run.resume != "auto":
         return False
-    if finished_steps(run.directory) < run.steps:
+    if _facts(run.directory).get("finished_steps", -1) < run.steps:  # not there: it has not, or was resumed since
         return False
     log.info("%s has done its %d steps (run.steps): nothing is left to do", run.directory, run.steps)
     return True
@@ -141,12 +122,6 @@ def former_choice(run: RunConfig) -> Chosen | None:
         return None
     found = Chosen(**_facts(run.directory).get("chosen", {}))
     return None if found.gpu_gib is None else found
-
-
-def finished_steps(directory: Path) -> int:
-    """Steps after which the run has finished; -1: it has not, or was resumed since."""
-    steps: int = _facts(directory).get("finished_steps", -1)
-    return steps
 
 
 def record_finish(directory: Path, steps: int) -> None:
@@ -161,7 +136,7 @@ def _facts(directory: Path) -> dict[str, Any]:
 
 
 def written_by_another_version(place: Path, directory: Path) -> str:
-    """The refusal of a run directory, or of a checkpoint in one, whose contents this version does not read."""
+    """Return the refusal of a run directory, or of a checkpoint in one, whose contents this version does not read."""
     facts = _facts(directory)
     written = facts.get("version") or facts.get("packages", {}).get("ctpo-megatron")
     version = f" ({written})" if written else ""
@@ -201,7 +176,10 @@ def _is_occupied(directory: Path) -> bool:
 
 
 def _delete(directory: Path, inputs: Iterable[Path]) -> None:
-    """Remove a run directory, unless something that is not a product of the run lives inside of it."""
+    """Remove a run directory, unless something that is not a product of the run lives inside of it.
+
+    inputs: files that the run reads.
+    """
     inside = list(dict.fromkeys(p for p in inputs if p.resolve().is_relative_to(directory.resolve())))
     if Path.cwd().resolve().is_relative_to(directory.resolve()):
         inside.append(Path.cwd())
@@ -217,11 +195,6 @@ def _delete(directory: Path, inputs: Iterable[Path]) -> None:
     place.rename(aside / place.name)
     place.mkdir()
     shutil.rmtree(aside)
-
-
-def _inputs(config: Config) -> list[Path]:
-    """Files that the run reads."""
-    return [*(path for _, path in config.inputs()), *_users_files(config).values()]
 
 
 def _users_files(config: Config) -> dict[str, Path]:

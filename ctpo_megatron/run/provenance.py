@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import platform
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron import __version__
+from ctpo_megatron.base.installed import versions_of
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.text import redacted_words
 from ctpo_megatron.config import world_size
@@ -53,7 +53,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(terse=True),
         "cpus": os.cpu_count(),
         "devices": list(_devices()),
-        "packages": dict(_installed()),
+        "packages": versions_of(_PACKAGES),
     }
 
 
@@ -88,14 +88,6 @@ def _devices() -> Iterator[str]:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     yield models[0] if models else platform.processor() or platform.machine()
-
-
-def _installed() -> Iterator[tuple[str, str]]:
-    for name in _PACKAGES:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
 
 
 def record_extensions(files: Mapping[str, Path], directory: Path) -> None:

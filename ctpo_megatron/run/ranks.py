@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.config import (
-    GIB,
     Chosen,
     Config,
     Job,
@@ -27,14 +26,9 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import Batch, Trajectory
-from ctpo_megatron.engines.weights import (
-    EngineFacts,
-    Manifest,
-    TransportSettings,
-    WeightTransport,
-    open_transport,
-)
+from ctpo_megatron.engines.weights import EngineFacts, Manifest, TransportSettings, WeightTransport, open_transport
 from ctpo_megatron.environments import exported_chat_template
+from ctpo_megatron.plan import GIB, settled_as_before
 from ctpo_megatron.policy import (
     CheckpointWriteError,
     Layout,
@@ -46,7 +40,6 @@ from ctpo_megatron.policy import (
     summarize_updates,
     supervised,
 )
-from ctpo_megatron.preflight import settled_as_before
 from ctpo_megatron.run.trace import StepTrace, stack_dump
 from ctpo_megatron.tracking import Phases
 
@@ -58,8 +51,8 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Command = tuple[str, str, tuple[Any, ...]]
-"""What the other ranks run: a method, the phase of the run, and the arguments."""
+Command = tuple[str, tuple[Any, ...]]
+"""What the other ranks run: a method, and its arguments."""
 
 _END = "end"  # the command after which a rank serves no longer
 
@@ -78,7 +71,7 @@ def _on_all_ranks(
         def call(group: TrainerGroup, /, *arguments: P.args, **named: P.kwargs) -> R:
             if gpus and group._pool is not None:
                 group._pool.sleep(level=1)
-            command = body.__name__, group.phases.progress.phase, arguments
+            command = body.__name__, arguments
             group.layout.on_rank_zero(lambda: command)
             with group.layout.lost_ranks_named():
                 return body(group, *arguments, **named)
@@ -104,6 +97,7 @@ class TrainerGroup:
 
     def __init__(self, config: Config, layout: Layout, stop: StopSignal) -> None:
         self._config, self.layout, self._stop = config, layout, stop
+        self._shares_gpus = shares_gpus(config)
         self.phases = Phases()
         self._open, self._connection, self._deferred = ExitStack(), ExitStack(), ExitStack()
         self._pool: EnginePool | None = None
@@ -126,7 +120,7 @@ class TrainerGroup:
         def end() -> Command:
             if error is not None:
                 raise error
-            return _END, "", ()
+            return _END, ()
 
         try:
             self.layout.on_rank_zero(end)
@@ -140,13 +134,14 @@ class TrainerGroup:
         Raises RankZeroError when rank zero has failed, RankLost when it is gone.
         """
         while True:
-            name, phase, arguments = self.layout.on_rank_zero(_of_rank_zero)
+            name, arguments = self.layout.on_rank_zero(_of_rank_zero)
             if name == _END:
                 return self._stop.leave() if self._stop.is_set() else 0
             method = getattr(type(self), name)
-            with self.phases.progress.within(phase), self.layout.lost_ranks_named():
+            self.phases.progress.advance()  # stacks are dumped some time after it
+            with self.layout.lost_ranks_named():
                 # The body alone: the method itself would announce it again.
-                getattr(method, "__wrapped__", method)(self, *arguments)
+                method.__wrapped__(self, *arguments)
             faulthandler.cancel_dump_traceback_later()  # waiting for rank zero may take as long as that likes
 
     def share_gpus(self, pool: EnginePool) -> None:
@@ -166,18 +161,16 @@ class TrainerGroup:
     @contextmanager
     def stop_deferred(self) -> Iterator[None]:
         """Within, no rank stops before its state may have been saved."""
-        self._defer_stop()
+        self._defer_stop(True)
         yield
-        self._stop_at_once()
+        self._defer_stop(False)
 
     @_on_all_ranks()
-    def _defer_stop(self) -> None:
-        self._deferred.enter_context(self._stop.deferred())
-
-    @_on_all_ranks()
-    def _stop_at_once(self) -> None:
-        """There is nothing to save any more: a rank stops when it gets the signal."""
-        self._deferred.close()
+    def _defer_stop(self, deferred: bool) -> None:
+        if deferred:
+            self._deferred.enter_context(self._stop.deferred())
+        else:
+            self._deferred.close()
 
     @_on_all_ranks()
     def stop_agreed(self) -> bool:
@@ -292,7 +285,7 @@ class TrainerGroup:
 
     def _empty_cache(self) -> None:
         """Before engines on these GPUs take memory: torch would keep what the trainer has freed."""
-        if shares_gpus(self._config):
+        if self._shares_gpus:
             self.trainer.empty_cache()
 
     # Every rank fails to write at the same point, and continues: rank zero decides what follows.
@@ -312,14 +305,9 @@ class TrainerGroup:
         return _failure(lambda: self.trainer.save(directory, step, state or {}, settings, score, attached))
 
     @_on_all_ranks()
-    def finish_save(self) -> CheckpointWriteError | None:
-        """Wait until a checkpoint is complete; returns why it could not be written."""
-        return _failure(self.trainer.finish_save)
-
-    @_on_all_ranks()
-    def poll_save(self) -> CheckpointWriteError | None:
-        """Complete a checkpoint that is already written, without waiting; returns as `finish_save`."""
-        return _failure(lambda: self.trainer.finish_save(wait=False))
+    def finish_save(self, wait: bool = True) -> CheckpointWriteError | None:
+        """Complete a checkpoint, without `wait` only if it is written; returns why it could not be written."""
+        return _failure(lambda: self.trainer.finish_save(wait=wait))
 
     @_on_all_ranks(gpus=True)
     def load(self, checkpoint: Path, steps: int) -> dict[str, Any]:

@@ -8,14 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from ctpo_megatron.base.run_paths import EVALUATION, SFT_METRICS, TRAJECTORIES, RunPaths
-from ctpo_megatron.base.text import ranges
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
 from ctpo_megatron.environments import decoder
@@ -37,7 +36,6 @@ from ctpo_megatron.tracking import (
     Heartbeat,
     MetricsWriter,
     Phases,
-    PhaseTimer,
     PositionsWriter,
     Progress,
     TrainLog,
@@ -49,7 +47,6 @@ from ctpo_megatron.tracking import (
     read_metrics,
     sft_metrics,
     throughput_metrics,
-    trajectory_files,
     write_trajectories,
 )
 
@@ -58,7 +55,6 @@ log = logging.getLogger(__name__)
 _HEARTBEAT_S = 5.0  # between two writes of the heartbeat
 _SAMPLE = 8
 """Prompts of a step whose trajectories `tracking.trajectories: sample` writes."""
-_SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/epoch", "sft/tokens_per_s")
 
 
 class Reporter:
@@ -66,8 +62,8 @@ class Reporter:
 
     def __init__(self, config: Config, directory: Path, decode: Decode, *, trainers: int, peak: float | None) -> None:
         """decode: token ids to text, special tokens kept. peak: FLOP/s of one device; None where not known."""
-        self.phases = Phases(PhaseTimer(directory))
-        self.timer, self.progress = self.phases.timer, self.phases.progress
+        self.phases = Phases(directory)
+        self.progress = self.phases.progress
         self._config, self._directory, self._decode = config.tracking, directory, decode
         sampling = config.rollout.replay is None  # reading a file is no sampling
         engines = engine_count(config) * config.rollout.engine.tensor_parallel_size if sampling else 0
@@ -117,7 +113,7 @@ class Reporter:
     def stage(self, name: str) -> Iterator[None]:
         """Show and time one stage of the run."""
         self._display.stage(name)
-        self.timer.lap()
+        self.phases.lap()
         with self.phases.stage(name):
             yield
 
@@ -203,11 +199,11 @@ class Reporter:
     def log_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Write and show one supervised step; `begin_sft` comes before the first."""
         assert self._sft is not None, "begin_sft comes before log_sft"
-        metrics = {**metrics, **self.timer.metrics()}
+        metrics = {**metrics, **self.phases.metrics()}
         record = sft_metrics(metrics | throughput_metrics(metrics, self._peaks))
         self._sft.log(step, record)
         self.progress.step = step
-        self._display.progress(step, total, {name: record[name] for name in _SFT_SHOWN if name in record})
+        self._display.progress(step, total, record)
         if step == total and "sft/epoch" in record:
             self.note(f"[sft] conversations: {conversation_uses(record['sft/epoch'])}")
 
@@ -219,17 +215,6 @@ class Reporter:
         self._positions.truncate_after(after)
         self._decline = decline_of(read_metrics(self._directory), self._prompts)
         self.progress.step = max(after, 0)
-
-    def warn_of_lost(self, first: int, last: int) -> None:
-        """Say of which steps the run has lost what it wrote. first, last: those that it has begun with and done."""
-        there = {record["step"] for record in read_metrics(self._directory)}
-        if lost := [step for step in range(first, last + 1) if step not in there]:
-            log.warning(
-                "warning: %s has lost its lines of steps %s: sums over the run leave them out",
-                *(RunPaths(self._directory).metrics, ranges(lost)),
-            )
-        if self._config.trajectories != "none" and last > first and not trajectory_files(self._directory):
-            log.warning("warning: %s has lost its trajectories, of steps up to %d", self._directory, last)
 
     def finish(self) -> None:
         """Write the report and print the summary."""
@@ -244,7 +229,7 @@ class Reporter:
 
         former: the present metrics of that line; times are added to its own, so that `time/step` covers the whole step.
         """
-        times, whole = self.timer.metrics(), self.timer.lap()
+        times, whole = self.phases.metrics(), self.phases.lap()
         times |= {"time/step": whole.wall, "time/step_cpu": whole.cpu}
         if "time/step" not in former:  # before the first step
             del times["time/step"], times["time/step_cpu"]
@@ -258,18 +243,13 @@ class Reporter:
 @contextmanager
 def _heartbeat(directory: Path, progress: Progress, ranks: int) -> Iterator[None]:
     """Within, a thread writes `heartbeat.json` every few seconds; afterwards the file says how the run ended."""
-    over, fails = threading.Event(), False
+    over = threading.Event()
 
     def write(state: Literal["running", "ended", "failed"]) -> None:
-        nonlocal fails
         now, process, host = time.time(), os.getpid(), socket.gethostname()
         moved = now - (progress.idle_s if state == "running" else 0.0)
-        try:
+        with suppress(OSError):  # the metrics tell of a disk that is full or gone
             Heartbeat(state, progress.step, progress.phase, now, moved, ranks, process, host).write(directory)
-        except OSError as error:
-            if not fails:
-                log.warning("the heartbeat of the run could not be written: %s", error)
-            fails = True
 
     def beat() -> None:
         write("running")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import BEGUN, Cancelled, StopRequest, StopSignal
+from ctpo_megatron.checks import DataValidation, NodeComparison
 from ctpo_megatron.config import (
     Config,
     DataConfig,
@@ -28,26 +29,17 @@ from ctpo_megatron.config import (
     world_size,
 )
 from ctpo_megatron.data import Batch, Curriculum, MixedFile, PromptMix, PromptSampler, PromptSet, PromptStream
-from ctpo_megatron.engines import give_way_to_engines
 from ctpo_megatron.environments import usable, write_record
-from ctpo_megatron.policy import CheckpointWriteError, TrainResult, capabilities
-from ctpo_megatron.preflight import Admission, NodeComparison
+from ctpo_megatron.policy import TrainResult, capabilities
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool, Scorer
-from ctpo_megatron.rollouts import (
-    Evaluated,
-    Evaluation,
-    EventLoop,
-    GroupSampler,
-    Replay,
-    Rollouts,
-)
+from ctpo_megatron.rollouts import Evaluated, Evaluation, EventLoop, GroupSampler, Replay, Rollouts
 from ctpo_megatron.run.checkpoints import Checkpoints
 from ctpo_megatron.run.ranks import TrainerGroup
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.tracking import Phases, recorded_trajectories, trajectory_files
 
 if TYPE_CHECKING:
-    from ctpo_megatron.engines import EnginePool
+    from ctpo_megatron.engines import EnginePool, RayRuntime
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +60,17 @@ class Services:
 
 
 @contextmanager
-def start_services(config: Config, directory: Path, phases: Phases, stop: StopRequest) -> Iterator[Services]:
+def start_services(
+    config: Config, directory: Path, phases: Phases, stop: StopRequest, ray: RayRuntime | None = None
+) -> Iterator[Services]:
     """Start sandbox, engines and scorers, and read the prompts; the engines load in the background.
 
-    stop: checked while engines start and groups are sampled. Raises DataError for bad prompts, TokenizerError for a
-    chat template that cannot be used, and ConfigError for a tokenizer of more tokens than the model has. Raises
-    DamagedFileError for stored rows that are damaged.
+    ray: begun by `begin_ray`; None: it starts with the engines. stop: checked while engines start and groups are
+    sampled. Raises DataError for bad prompts, TokenizerError for a chat template that cannot be used, and ConfigError
+    for a tokenizer of more tokens than the model has.
     """
-    admission = Admission.of(config, directory)
-    admission.check_vocabulary()
+    validation = DataValidation.of(config, directory)
+    validation.check_vocabulary()
     logs = RunPaths(directory).logs
     with ExitStack() as stack:
         pool, loop = None, stack.enter_context(EventLoop())
@@ -85,11 +79,11 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: StopRe
 
             placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
             check = partial(NodeComparison.of, config)
-            opened = open_engines(config, logs.root, loop, placement=placement, check=check, stop=stop)
+            opened = open_engines(config, logs.root, loop, placement=placement, check=check, stop=stop, ray=ray)
             pool = stack.enter_context(opened)
-        train = admission.training()
+        train = validation.training()
         usable(train)
-        held_out = usable(admission.held_out(train)) if evaluates(config) else []
+        held_out = usable(validation.held_out(train)) if evaluates(config) else []
         prompts = _stream(train, config.data, config.run.seed)
         sampler = answering = GroupSampler(_source(config.rollout, pool), config.rollout)
         if config.rollout.replay is not None and pool is not None:  # a recording has no answers of these weights
@@ -159,7 +153,7 @@ class Run:
         self._yields = self._ahead and not capabilities().cuda
         self._verdicts = _Verdicts(config.reward.max_failed)
         self._clock, self._saved_at = clock, clock()
-        self._connected = self._updating = self.resumed = False
+        self._connected = self.resumed = False
         self.done = 0
         self._shared = services.pool if shares_gpus(config) else None
         if self._shared is not None:
@@ -260,15 +254,15 @@ class Run:
             log.info("step %d: %s", step, cancelled)
             return None
         if self._yields:
+            from ctpo_megatron.engines import give_way_to_engines  # of CPUs alone
+
             self._yields = False
             give_way_to_engines()
         # A batch that is sampled when it is requested times its own phases.
         with self._report.phase("wait_rollout") if self._ahead else nullcontext():
             batch = self._rollouts.next_batch(step)
-        if batch is not None:
-            self._updating = True  # from now until `finish_step` the weights are ahead of the steps done
-            if self._shared is not None:
-                self._shared.sleep(level=2)  # these weights are not sampled again, so the engines may drop them
+        if batch is not None and self._shared is not None:
+            self._shared.sleep(level=2)  # these weights are not sampled again, so the engines may drop them
         return batch
 
     def finish_step(self, step: int, batch: Batch, result: TrainResult) -> None:
@@ -276,7 +270,7 @@ class Run:
 
         Raises TooManyFailed, once the state is saved, when `reward.max_failed` is exceeded.
         """
-        self.done, self._updating = step, False
+        self.done = step
         # Before the line of this step begins: its result belongs to the line of an earlier one.
         self._end_evaluation()
         self._report.log_step(step, batch, result)
@@ -291,7 +285,7 @@ class Run:
             return
         if self.saves:
             self._save()
-        self._save_again_after(self._trainer.poll_save())
+        self._checkpoints.complete(step, wait=False)
 
     def end(self) -> bool:
         """Finish what is under way, and save if the run is to stop; returns whether all steps were done."""
@@ -307,41 +301,22 @@ class Run:
             self._end_evaluation()
             self._checkpoints.ensure_saved(self.done)
             return False
-        self._save_again_after(self._trainer.finish_save())
+        self._checkpoints.complete(self.done, wait=True)
         return True
 
     def _save(self) -> None:
         self._saved_at = self._clock()
         self._checkpoints.save(self.done)
 
-    def _save_again_after(self, failed: CheckpointWriteError | None) -> None:
-        """Save once more, and wait, where a save in the background has failed."""
-        if failed is not None:
-            self._checkpoints.save_again(self.done, failed)
-
     @contextmanager
-    def saved_at_least(self) -> Iterator[None]:
-        """Within, a failure that is not a refusal of the run gets a note (`BEGUN`); one to write a file a checkpoint.
-
-        That is where the run has trained, now or before a resume. Nothing is saved within a step's updates: the weights
-        are between two steps then, and other ranks may wait in a collective. Nor where a file was removed: a checkpoint
-        would be in the same directory.
-        """
+    def progress_noted(self) -> Iterator[None]:
+        """Within, a failure of a run that has trained, now or before a resume, gets a note that says so (`BEGUN`)."""
         try:
             yield
         except Exception as error:
             if self.done:
                 error.add_note(f"{BEGUN} {self.done}")
-                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not self._updating:
-                    self._save_after(error)
             raise
-
-    def _save_after(self, error: OSError) -> None:
-        log.error("the run ends after step %d, and is saved first: %s", self.done, error)
-        try:
-            self._checkpoints.ensure_saved(self.done)
-        except Exception as failed:  # the error that came first is raised, with its note
-            log.error("the state after step %d could not be saved: %s", self.done, failed)
 
     def _evaluate(self) -> None:
         """Answer the held-out prompts with the weights published last, when due, for the line of the steps done.
@@ -406,32 +381,22 @@ class _Verdicts:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._shares: deque[tuple[int, float, str]] = deque(maxlen=_VERDICT_STEPS)
+        self._steps: deque[tuple[int, float, Counter[str]]] = deque(maxlen=_VERDICT_STEPS)
 
     def problem(self, step: int, batch: Batch) -> str:
         """Take in all samples of a step, dropped groups included; returns why the run must end, or ""."""
         samples = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        missing = [(each, each.no_verdict.reason) for each in samples if each.no_verdict is not None]
-        cause = ""
-        if missing:
-            first, reason = missing[0]
-            cause = f"step {step}, prompt {first.prompt_id} sample {first.sample_index}: {reason}"
-        self._shares.append((step, len(missing) / len(samples) if samples else 0.0, cause))
-        steps, shares, causes = zip(*self._shares, strict=True)
+        missing = Counter(each.no_verdict.reason for each in samples if each.no_verdict is not None)
+        self._steps.append((step, missing.total() / max(1, len(samples)), missing))
+        steps, shares, reasons = zip(*self._steps, strict=True)
         share = statistics.fmean(shares)
-        if step == 1 and share == 1 > self._limit:
-            ((reason, count),) = Counter(reason for _, reason in missing).most_common(1)
-            what = f"no sample of step 1 has a verdict: {count} of {len(missing)} times {reason}"
-            otherwise = "set reward.max_failed=1. --dry-run tries the function on one trajectory"
-        elif len(steps) == _VERDICT_STEPS and share > self._limit:
-            what = (
-                f"{share:.0%} of the samples of steps {steps[0]} to {step} have no verdict, more than reward.max_failed"
-                f" = {self._limit:g} allows; the first: {next(filter(None, causes))}"
-            )
-            otherwise = "raise reward.max_failed"
-        else:
+        judged = len(steps) == _VERDICT_STEPS or (step == 1 and share == 1)
+        if share <= self._limit or not judged:
             return ""
+        ((reason, _),) = sum(reasons, Counter[str]()).most_common(1)
         return (
-            f"{what}. The state after step {step} is saved: mend the reward function, or what it calls, and continue "
-            f"with run.resume=auto, or {otherwise}"
+            f"{share:.0%} of the samples of steps {steps[0]} to {step} have no verdict, more than reward.max_failed"
+            f" = {self._limit:g} allows, most of them as {reason}. The state after step {step} is saved: mend the "
+            "reward function, or what it calls (--dry-run tries it on one trajectory), and continue with "
+            "run.resume=auto, or raise reward.max_failed"
         )

@@ -58,7 +58,7 @@ class StepTrace:
             log.warning("no trace at %s: %s", path, error)
             return
         if (size := path.stat().st_size) > LARGEST:
-            log.warning("%s has %.0f MiB; docs/profiling.md says how to read it", path, size / 2**20)
+            log.warning("%s has %.0f MiB; docs/monitoring.md says how to read it", path, size / 2**20)
 
 
 @contextmanager

@@ -2,11 +2,11 @@
 
     trackers = open_trackers(config, directory)             TensorBoard, Weights & Biases, MLflow, users' own
     writer = MetricsWriter(directory, trackers)             metrics.jsonl, and the same to the trackers
-    timer = PhaseTimer(directory)                           time/<phase>, and totals per stage
+    phases = Phases(directory)                              time/<phase>, and totals per stage
     with Display(config.tracking.live, config.run.steps) as display: ...
     write_trajectories(directory, step, groups, decode)     trajectories/step_%06d.parquet; `DumpWriter`: in a thread
 
-Training code calls these and ignores their results. Every metric is defined in docs/reference/metrics.md.
+Training code calls these and ignores their results. `KNOWN_METRICS` defines every metric (docs/reference/metrics.md).
 What reads and writes dumps is imported on first use: it needs numpy and pyarrow.
 """
 
@@ -15,22 +15,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.front_door import import_when_used
-from ctpo_megatron.tracking.display import Display
-from ctpo_megatron.tracking.display_view import PHASES, duration
+from ctpo_megatron.tracking.display import PHASES, Display, duration
 from ctpo_megatron.tracking.dump_writer import FAILURES as DUMP_FAILURES
 from ctpo_megatron.tracking.dump_writer import DumpWriter
+from ctpo_megatron.tracking.known_metrics import KNOWN_METRICS, KnownMetric, drawn_in, known_metric
 from ctpo_megatron.tracking.metrics import MetricsWriter, PositionsWriter, read_metrics, read_positions
 from ctpo_megatron.tracking.records import TRACES, Decode, Head, Record
 from ctpo_megatron.tracking.throughput import peak_flops, phase_peaks, sft_metrics, throughput_metrics
-from ctpo_megatron.tracking.timing import (
-    Heartbeat,
-    Phases,
-    PhaseTimer,
-    Progress,
-    TimeSpent,
-    read_heartbeat,
-    read_stages,
-)
+from ctpo_megatron.tracking.timing import Heartbeat, Phases, Progress, TimeSpent, read_heartbeat, read_stages
 from ctpo_megatron.tracking.trackers import PROMETHEUS_ADDRESS, open_trackers, tracker_problem
 from ctpo_megatron.tracking.train_log import TrainLog
 

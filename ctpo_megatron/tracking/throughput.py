@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from ctpo_megatron.tracking.known_metrics import KNOWN_METRICS
+
 PASSES = {"rollout": 1, "old_log_probs": 1, "update": 3, "sft": 3}
 """Model FLOPs of a phase in forward passes; a backward pass counts as two."""
 _TRAINED = ("tokens/trained", "tokens/trained_forward_tflop")
@@ -74,18 +76,4 @@ def phase_peaks(per_device: float | None, *, trainers: int, engines: int) -> dic
 
 def sft_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Record of a supervised step for `sft.jsonl`: `metrics` and their `throughput_metrics`."""
-    names = {
-        "sft/loss": "supervised/loss",
-        "sft/epoch": "sft/epoch",
-        "sft/grad_norm": "actor/grad_norm",
-        "sft/bad_steps": "actor/bad_steps",
-        "sft/overflow_steps": "actor/overflow_steps",
-        "sft/loss_scale": "actor/loss_scale",
-        "sft/lr": "actor/lr",
-        "sft/seconds": "time/sft",
-        "sft/tokens_per_s": "throughput/sft_tokens_per_s",
-        "sft/model_tflops_per_s": "throughput/sft_model_tflops_per_s",
-        "sft/mfu": "throughput/sft_mfu",
-        "sft/trainer_peak_mib": "memory/trainer_peak_mib",
-    }
-    return {ours: metrics[theirs] for ours, theirs in names.items() if theirs in metrics}
+    return {row.name: metrics[row.source] for row in KNOWN_METRICS if row.source in metrics}

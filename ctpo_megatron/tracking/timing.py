@@ -31,64 +31,6 @@ class TimeSpent:
     cpu_all: float = 0.0
 
 
-class PhaseTimer:
-    """Times phases within a step (`time/<phase>`) and stages of the run (`stages.json`); both may nest and overlap."""
-
-    def __init__(self, run_dir: Path | None = None) -> None:
-        """With a run directory, stage totals are stored in its `stages.json` and continue in a resumed run."""
-        self._path = RunPaths(Path(run_dir)).stages if run_dir else None
-        self._step: dict[str, TimeSpent] = {}
-        self.phases: dict[str, TimeSpent] = {}
-        self.stages: dict[str, TimeSpent] = read_stages(run_dir) if run_dir else {}
-        self._lock = threading.Lock()
-        self._lap = (time.perf_counter(), time.process_time())
-
-    def lap(self) -> TimeSpent:
-        """Time since the last call, or since the creation of the timer."""
-        now = (time.perf_counter(), time.process_time())
-        spent = TimeSpent(now[0] - self._lap[0], now[1] - self._lap[1])
-        self._lap = now
-        return spent
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the current step, even if it raises."""
-        with _measured(lambda spent: self._add(name, spent, self._step, self.phases)):
-            yield
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage of the run (start, kernels, sft, rl, ...), even if it raises."""
-        try:
-            with _measured(lambda spent: self._add(name, spent, self.stages), whole_tree=True):
-                yield
-        finally:
-            self._save()
-
-    def metrics(self) -> dict[str, float]:
-        """`time/<phase>` and `time/<phase>_cpu` of the step that ends now, in seconds; resets them."""
-        with self._lock:
-            step, self._step = self._step, {}
-        walls = {f"time/{name}": spent.wall for name, spent in step.items()}
-        return walls | {f"time/{name}_cpu": spent.cpu for name, spent in step.items()}
-
-    def _add(self, name: str, spent: TimeSpent, *totals: dict[str, TimeSpent]) -> None:
-        with self._lock:
-            for total in totals:
-                seconds = total.setdefault(name, TimeSpent())
-                seconds.wall += spent.wall
-                seconds.cpu += spent.cpu
-                seconds.cpu_all += spent.cpu_all
-
-    def _save(self) -> None:
-        if self._path is None:
-            return
-        try:
-            write_json(self._path, {name: asdict(total) for name, total in self.stages.items()}, patient=False)
-        except OSError as error:  # it may be why the run ends, which another error says
-            log.warning("the times of the stages could not be written: %s", error)
-
-
 class Progress:
     """Progress of one rank; any thread reads it.
 
@@ -129,30 +71,70 @@ class Progress:
 
 
 class Phases:
-    """Times the phases of a rank and records its progress.
+    """Times phases within a step (`time/<phase>`) and stages of the run (`stages.json`); notes the progress of a rank.
 
-    mark: a context that names a phase in a trace, while one is recorded (`run/trace.py`).
+    Both may nest and overlap. mark: a context that names a phase in a trace, while one is recorded (`run/trace.py`).
     """
 
-    def __init__(self, timer: PhaseTimer | None = None) -> None:
-        self.timer, self.progress = timer or PhaseTimer(), Progress()
+    def __init__(self, run_dir: Path | None = None) -> None:
+        """With a run directory, stage totals are stored in its `stages.json` and continue in a resumed run."""
+        self._path = RunPaths(Path(run_dir)).stages if run_dir else None
+        self.stages: dict[str, TimeSpent] = read_stages(run_dir) if run_dir else {}
+        self.progress = Progress()
         self.mark: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self._step: dict[str, TimeSpent] = {}
+        self._lock = threading.Lock()
+        self._lap = (time.perf_counter(), time.process_time())
+
+    def lap(self) -> TimeSpent:
+        """Time since the last call, or since the creation."""
+        now = (time.perf_counter(), time.process_time())
+        spent = TimeSpent(now[0] - self._lap[0], now[1] - self._lap[1])
+        self._lap = now
+        return spent
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the current step."""
-        with self.progress.within(name), self.timer.phase(name), self.mark(f"time/{name}"):
+        """Time a part of the current step, even if it raises."""
+        measured = _measured(lambda spent: self._add(name, spent, self._step))
+        with self.progress.within(name), measured, self.mark(f"time/{name}"):
             yield
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage of the run."""
-        with self.progress.within(name), self.timer.stage(name):
-            yield
+        """Time a stage of the run (start, kernels, sft, rl, ...), even if it raises."""
+        try:
+            measured = _measured(lambda spent: self._add(name, spent, self.stages), whole_tree=True)
+            with self.progress.within(name), measured:
+                yield
+        finally:
+            self._save()
 
     def advance(self) -> None:
         """Record progress within a long phase."""
         self.progress.advance()
+
+    def metrics(self) -> dict[str, float]:
+        """`time/<phase>` and `time/<phase>_cpu` of the step that ends now, in seconds; resets them."""
+        with self._lock:
+            step, self._step = self._step, {}
+        walls = {f"time/{name}": spent.wall for name, spent in step.items()}
+        return walls | {f"time/{name}_cpu": spent.cpu for name, spent in step.items()}
+
+    def _add(self, name: str, spent: TimeSpent, totals: dict[str, TimeSpent]) -> None:
+        with self._lock:
+            seconds = totals.setdefault(name, TimeSpent())
+            seconds.wall += spent.wall
+            seconds.cpu += spent.cpu
+            seconds.cpu_all += spent.cpu_all
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        try:
+            write_json(self._path, {name: asdict(total) for name, total in self.stages.items()}, patient=False)
+        except OSError as error:  # it may be why the run ends, which another error says
+            log.warning("the times of the stages could not be written: %s", error)
 
 
 def read_stages(run_dir: Path) -> dict[str, TimeSpent]:

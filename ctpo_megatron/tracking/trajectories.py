@@ -13,8 +13,7 @@ import pyarrow as pa
 
 from ctpo_megatron.base.files import DamagedFileError, aside
 from ctpo_megatron.base.run_paths import EVALUATION, TRAJECTORIES, RunPaths, discarded, step_in
-from ctpo_megatron.data.batch import Batch, Group
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.trajectory import Batch, Group, Trajectory
 from ctpo_megatron.data.trajectory_file import SCHEMA, read_table, records_in, row_of, trajectories_in, write_table
 from ctpo_megatron.tracking.records import TRACES, Decode, GiveWay, Head, Record
 from ctpo_megatron.tracking.segments import texts_of
@@ -52,7 +51,7 @@ def write_trajectories(
     trajectory's index: `dropped` if it was not trained on. The report draws `advantage` and the per-token `log_ratio`,
     `clip_low` and `clip_high`, lists or arrays of the length of `token_ids`. docs/reference/dumps.md has all.
 
-    For use in a thread: it lets other threads have the interpreter's lock every few milliseconds.
+    For use in a thread: it lets other threads have the interpreter's lock every few thousand tokens.
     """
     path = RunPaths(Path(run_dir)).dump(step, folder)
     path.parent.mkdir(parents=True, exist_ok=True)

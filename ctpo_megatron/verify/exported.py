@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ctpo_megatron.config import tokenizer_problems
-from ctpo_megatron.policy import Layout, Trainer
+from ctpo_megatron.data import Trajectory
+from ctpo_megatron.policy import Layout, Trainer, gather_objects
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-"""Largest rounding difference of a logit, relative to the largest logit (by policy.dtype)."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+"""Largest rounding difference of a log-prob, in nats (by policy.dtype)."""
 
 _LENGTHS = (2, 17, 40)
 _MESSAGES = [{"role": "user", "content": "What is 6 times 7?"}]
@@ -33,23 +34,22 @@ class Finding:
 
 
 def check_exported(directory: Path, policy: Trainer, layout: Layout, tolerance: float | None = None) -> list[Finding]:
-    """Tokenizer, chat template, generation settings, every tensor, and logits of fixed random sequences; collective.
+    """Tokenizer, chat template, generation settings, every tensor, log-probs of fixed random sequences; collective.
 
     transformers loads the directory in float32 on rank 0, which returns the findings; other ranks return an empty list.
-    tolerance: of a logit, relative to the largest one; None: `TOLERANCE` of the policy's dtype. policy: see
-    `Trainer.logits`.
+    tolerance: of a log-prob, in nats; None: `TOLERANCE` of the policy's dtype.
     """
     vocabulary = policy.spec.vocab_size
     draw = random.Random(0)
     count = max(len(_LENGTHS), layout.dp_size)
     sequences = [[draw.randrange(vocabulary) for _ in range(_LENGTHS[i % len(_LENGTHS)])] for i in range(count)]
-    expected = policy.logits(sequences)
+    ours = _log_probs(policy, layout, sequences)
     limit = TOLERANCE[policy.config.dtype] if tolerance is None else tolerance
     tensors = _tensors(directory, policy, layout)
     if layout.rank != 0:
         return []
     disable_progress_bar()
-    return [*_files(directory), tensors, _logits(directory, sequences, expected, limit)]
+    return [*_files(directory), tensors, _compared(directory, sequences, ours, limit)]
 
 
 def _files(directory: Path) -> Iterator[Finding]:
@@ -116,18 +116,34 @@ def _tensors(directory: Path, policy: Trainer, layout: Layout) -> Finding:
     return Finding("weights", not problems, detail)
 
 
-def _logits(directory: Path, sequences: list[list[int]], expected: list[torch.Tensor], tolerance: float) -> Finding:
+def _log_probs(policy: Trainer, layout: Layout, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Log-probs `[T - 1]` of each sequence after its first token, on every rank; collective."""
+    trajectories = [Trajectory("export", number, seed=0) for number in range(len(sequences))]
+    for trajectory, (first, *rest) in zip(trajectories, sequences, strict=True):
+        trajectory.append_context([first], turn=0)
+        trajectory.append_model(rest, [0.0] * len(rest), [0] * len(rest), turn=1)
+    (mini_batch,) = policy.distribute(trajectories, None, len(trajectories))
+    policy.compute_old_log_probs([mini_batch])
+    own: dict[int, torch.Tensor] = {}
+    for micro in mini_batch.micro_batches if layout.reports else []:
+        assert micro.old_log_probs is not None  # just computed
+        own |= {number: micro.old_log_probs[tokens][1:].cpu() for number, tokens in micro.places()}
+    found = {number: values for part in gather_objects(own) for number, values in part.items()}
+    return [found[number] for number in range(len(sequences))]
+
+
+def _compared(directory: Path, sequences: list[list[int]], ours: list[torch.Tensor], tolerance: float) -> Finding:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    largest = difference = 0.0
+    difference = 0.0
     with torch.no_grad():
-        for ids, ours in zip(sequences, expected, strict=True):
-            theirs = model(torch.tensor([ids])).logits[0]
-            largest = max(largest, float(theirs.abs().max()))
-            found = float((theirs - ours).abs().max())
+        for ids, log_probs in zip(sequences, ours, strict=True):
+            tokens = torch.tensor([ids])
+            theirs = model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+            found = float((theirs - log_probs).abs().max())
             difference = found if not found <= difference else difference  # a NaN stays
-    tokens = sum(map(len, sequences))
-    detail = f"largest difference {difference:.1e} of {largest:.3g} on {tokens} tokens, limit {tolerance * largest:.1e}"
-    return Finding("logits", difference <= tolerance * largest, detail)
+    count = sum(map(len, ours))
+    detail = f"largest difference {difference:.1e} nats on {count} tokens, limit {tolerance:g}"
+    return Finding("log-probs", difference <= tolerance, detail)
 
 
 def _first_line(error: Exception) -> str:

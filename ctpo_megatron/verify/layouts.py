@@ -122,8 +122,12 @@ MET: dict[str, dict[str, Any]] = {
     "cppo": _both(1e-4) | {"prefix_budget": 3e-5},
     "cppo-base": _both(1e-4) | {"prefix_budget": PrefixBudget(quantile=0.5, min=1e-5)},
     "trm-k3": {"clip_high": 0.0016, "clip_c": 0.0034},
+    "dr-grpo-trl": {"loss_scale_factor": float(LONGEST)},
 }
-"""Narrower bounds than the preset's, where the small probabilities and differences of the batch would not meet them."""
+"""Narrower bounds than the preset's, where the small probabilities and differences of the batch would not meet them.
+
+And the divisor that a configuration fills in.
+"""
 
 OBJECTIVES = {name: PolicyObjective.preset(name, **MET.get(name, {})) for name in PRESETS} | {
     f"{name}+entropy": PolicyObjective.preset(name, entropy_coef=ENTROPY_COEF) for name in ("ctpo", "sapo")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from ctpo_megatron.config import ConfigError, PolicyConfig, check_parallel, read_spec, stored_tensors
+from ctpo_megatron.config import ConfigError, Job, PolicyConfig, layout_problems, read_spec, stored_tensors
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.models import ModelFamily, ModelSpec
 from ctpo_megatron.objective import Advantage, PolicyObjective, PositionStats, SamplerTokens, position_stats
@@ -85,9 +85,8 @@ def unsupported_layouts(model: Path | None, family: ModelFamily | None = None) -
 def _reason_against(layout: LayoutCase, spec: ModelSpec) -> str:
     if layout.experts != (spec.num_experts > 0):
         return f"for {'a mixture of experts' if layout.experts else 'a dense model'}"
-    found = check_parallel(
-        PolicyConfig.model_validate(layout.policy), layout.ranks, spec, cuda=torch.cuda.is_available()
-    )
+    job = Job(layout.ranks, cuda=torch.cuda.is_available())
+    found = layout_problems(PolicyConfig.model_validate(layout.policy), spec, job)
     return "; ".join(str(problem) for problem in found if problem.severity == "error")
 
 

@@ -1,4 +1,12 @@
-"""Two trainings with different learning rates, and an evaluation after each: docs/cluster.md says how to start it."""
+"""Two trainings with different learning rates, and an evaluation after each.
+
+From a git repository:
+
+    export PYTHONPATH=.:answers:kernels:sandbox:launchers
+    ~/.cache/ctpo-megatron/venv-launch/bin/python examples/nemo_run/sweep_then_eval.py
+
+In Slurm an evaluation waits for its training to end well (`afterok`), with the local executor for its end.
+"""
 
 import nemo_run as run
 

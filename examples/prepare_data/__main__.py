@@ -13,10 +13,13 @@ from pathlib import Path
 import yaml
 
 from ctpo_megatron.base.text import say
-from ctpo_megatron.config import RewardConfig
+from ctpo_megatron.checks import check_prompt_file
+from ctpo_megatron.config import (
+    RewardConfig,
+    failed,
+)
 from ctpo_megatron.data import DataError, Prompt, marked_messages, token_ids
 from ctpo_megatron.environments import TokenizerError, read_tokenizer, template_problem
-from ctpo_megatron.preflight import check_prompt_file, failed
 from ctpo_megatron.rewards import in_words, shown_words, unverifiable
 from examples.prepare_data.pipeline import Settings, refine, report_json, report_rows
 from examples.prepare_data.problems import COLUMNS, read_held_out, read_problems, write_prompts

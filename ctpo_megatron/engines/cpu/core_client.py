@@ -22,7 +22,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from ctpo_megatron.engines.cpu.router_choices import RouterChoices
-from ctpo_megatron.engines.tasks import CORE_SHUTDOWN_S
+from ctpo_megatron.engines.engine import CORE_SHUTDOWN_S
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs

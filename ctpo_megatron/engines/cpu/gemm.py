@@ -1,4 +1,4 @@
-"""Matrix products of an engine on a CPU, padded to few numbers of tokens so that few kernels are compiled.
+"""Matrices of an engine on a CPU: products padded to few numbers of tokens, and layouts made again after an update.
 
 oneDNN compiles a kernel for each number of tokens in a step, and a layer discards its kernels with every weight update.
 A batch that shrinks as its sequences end has nearly every number. Compiling took 0.4 to 1 ms (AMD EPYC), multiplying
@@ -42,6 +42,21 @@ def pad_small_products() -> None:
             layer.cpu_linear = _Padded(layer.cpu_linear)
 
     utils.dispatch_cpu_unquantized_gemm = choose_product
+
+
+def pack_again(model: torch.nn.Module) -> None:
+    """Pack what vLLM 0.32 packs only when a model is first loaded; called after every weight update."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        # A head tied to the embedding receives no weights of its own, so vLLM does not process it again, and it would
+        # continue with the packed copy of the previous weights.
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+        # Experts are not packed again either: the kernels would read the new weights as if they were packed.
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 class _Padded:

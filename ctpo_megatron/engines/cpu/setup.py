@@ -9,7 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.config import EngineConfig, RolloutConfig
+from ctpo_megatron.config import EngineConfig
+from ctpo_megatron.config.schema import Config
 from ctpo_megatron.engines.setup import EngineSetup
 
 if TYPE_CHECKING:
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 BEHIND_ENGINES = 5
 """Niceness of the trainer's main thread while engines on its machine sample ahead."""
 _SHARE_AHEAD = 2
-"""An engine that samples ahead decodes this part of `max_num_seqs` at once.
+"""An engine that samples ahead decodes `max_num_seqs` divided by this at once.
 
+A step takes longer the more sequences are in it. Two batches that share the engine equally would complete late and
+together: the trainer would wait for the first one, and have the second one before it needs it.
 Of two batches of `max_num_seqs` sequences, the first one is complete after 62 % of the CPU time of both; with all of
 `max_num_seqs` it would be after 78 %. A quarter would cost a third more CPU time for both.
 """
@@ -41,10 +44,12 @@ class CpuSetup(EngineSetup):
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
         }
 
-    def device_arguments(self, engine: EngineConfig, colocated: bool) -> dict[str, Any]:
-        """Arguments that CPUs need."""
+    def device_arguments(self, config: Config) -> dict[str, Any]:
+        """Arguments that CPUs need. vLLM refuses its own for `routed_experts` here, where `router_choices` serves."""
+        engine, share = config.rollout.engine, _SHARE_AHEAD if config.rollout.ahead else 1
         assert engine.kv_cache_mb is not None, "the pool gives it (`CpuCache`): vLLM would claim most of the machine"
         return {
+            "max_num_seqs": max(1, engine.max_num_seqs // share),
             # vLLM's CPU default of 128 would keep short prompts out of the prefix cache.
             "block_size": engine.block_size or 32,
             "enforce_eager": True,
@@ -53,19 +58,6 @@ class CpuSetup(EngineSetup):
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(engine.max_model_len, 4096),
         }
-
-    def router_arguments(self) -> dict[str, Any]:
-        """None: vLLM refuses its own on a CPU, and `router_choices` serves there."""
-        return {}
-
-    def sequences(self, rollout: RolloutConfig) -> int:
-        """Return how many sequences an engine decodes at once: fewer where it samples ahead.
-
-        A step takes longer the more sequences are in it. Two batches that share the engine equally would complete late
-        and together: the trainer would wait for the first one, and have the second one before it needs it.
-        """
-        most = rollout.engine.max_num_seqs
-        return max(1, most // _SHARE_AHEAD) if rollout.ahead else most
 
     def make(self, arguments: AsyncEngineArgs, engine: EngineConfig, *, router_choices: bool = False) -> AsyncLLMEngine:
         """The engine that `apply` chooses, in a process where vLLM is patched for it.

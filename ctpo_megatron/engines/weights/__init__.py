@@ -6,18 +6,5 @@ from ctpo_megatron.engines.weights.transport import (
     SendsWeights,
     TransportSettings,
     WeightTransport,
-    init_request,
     open_transport,
-    update_request,
 )
-
-__all__ = [
-    "EngineFacts",
-    "Manifest",
-    "SendsWeights",
-    "TransportSettings",
-    "WeightTransport",
-    "init_request",
-    "open_transport",
-    "update_request",
-]

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -20,6 +25,16 @@ from ctpo_megatron.engines.weights.tcp import FetchMessage, fetched
 def backend(transport: str) -> str:
     """Return the name under which vLLM knows the backend of a transport."""
     return f"ctpo_{transport}"
+
+
+def init_request(info: dict[str, Any]) -> Any:
+    """Make what `AsyncLLM.init_weight_transfer_engine` takes. info: of the trainer's side of vLLM's transports."""
+    return WeightTransferInitRequest(init_info=info)
+
+
+def update_request(message: dict[str, Any]) -> Any:
+    """Make what `AsyncLLM.update_weights` takes. message: fields of the update info of the engine's backend."""
+    return WeightTransferUpdateRequest(update_info=message)
 
 
 class Summed:
@@ -87,7 +102,7 @@ class FetchingEngine(WeightTransferEngine[NoInitInfo, TcpUpdateInfo]):
         """Turn the loaded parameters into the layout the kernels want."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            from ctpo_megatron.engines.cpu.packed_weights import pack_again
+            from ctpo_megatron.engines.cpu.gemm import pack_again
 
             pack_again(self.model)
 

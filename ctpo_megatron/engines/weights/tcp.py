@@ -14,9 +14,9 @@ import logging
 import mmap
 import secrets
 import socket
+import socketserver
 import struct
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -41,14 +41,8 @@ _ALIGNED = 64
 """Every tensor begins at a multiple of this many bytes of its bucket."""
 _PORTION = 1 << 20
 """SO_RCVLOWAT: wake the receiver once per MiB, not per packet."""
-_UNAUTHENTICATED = 64
-"""Connections that have not sent the secret yet, at most; an engine sends it at once."""
 _SECRET_TIMEOUT_S = 10.0
 """For a connection to send the secret."""
-_REFUSALS_S = 60.0
-"""Between two lines about refused connections."""
-_ACCEPT_PAUSE_S = 0.2
-"""After a connection that could not be accepted."""
 Listed = list[tuple[str, str, list[int]]]
 """Name, dtype as torch names it, and shape of each tensor of a bucket."""
 
@@ -188,88 +182,42 @@ def _sizes(listed: Sequence[Sequence[Any]]) -> tuple[list[tuple[int, int]], int]
     return places, end
 
 
-class WeightServer:
+class WeightServer(socketserver.ThreadingTCPServer):
     """Serves the copy of a rank on one address, to who knows the secret.
 
     timeout_s: deadline of every operation on a connection.
     """
 
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 256
+
     def __init__(self, host: str, secret: bytes, bucket_bytes: int, timeout_s: float) -> None:
-        family = socket.getaddrinfo(host, None)[0][0]
-        self._socket = socket.create_server((host, 0), backlog=256, family=family)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self.address_family = socket.getaddrinfo(host, None)[0][0]
+        super().__init__((host, 0), socketserver.BaseRequestHandler)
+        self.address: tuple[str, int] = self.socket.getsockname()[:2]
         self._secret, self._timeout_s = secret, timeout_s
         self._copy = _Copy(bucket_bytes)
         self.begin, self.copy, self.complete = self._copy.begin, self._copy.add, self._copy.complete
-        self._unauthenticated: dict[socket.socket, str] = {}  # with their addresses, in the order in which they came
-        self._lock, self._refused, self._told_at = threading.Lock(), 0, -_REFUSALS_S
-        self._closed = threading.Event()
-        threading.Thread(target=self._accept, name="weight server", daemon=True).start()
+        threading.Thread(target=self.serve_forever, name="weight server", daemon=True).start()
 
     def close(self) -> None:
         """Serve nothing any more."""
         self.begin(-1)
-        self._closed.set()
-        with suppress(OSError):  # closed before
-            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
-        self._socket.close()
+        self.shutdown()
+        self.server_close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, name = self._socket.accept()
-            except OSError as error:
-                if self._closed.wait(_ACCEPT_PAUSE_S):
-                    return
-                log.warning("weights: a connection was not accepted: %s", error)  # too many open files, say
-                continue
-            self._admit(peer, name[0])
-            threading.Thread(target=self._answer, args=(peer, name[0]), name="weights", daemon=True).start()
-
-    def _admit(self, peer: socket.socket, address: str) -> None:
-        """Count a connection as unauthenticated; where there are too many, the oldest is closed."""
-        with self._lock:
-            self._unauthenticated[peer] = address
-            if len(self._unauthenticated) <= _UNAUTHENTICATED:
-                return
-            oldest = next(iter(self._unauthenticated))
-            address = self._unauthenticated.pop(oldest)
-        with suppress(OSError):  # it has just ended
-            oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-        self._refuse(address, f"{_UNAUTHENTICATED} newer connections have not sent the secret of this run either")
-
-    def _answer(self, peer: socket.socket, address: str) -> None:
-        serving = False
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, in a thread of its own."""
+        request.settimeout(min(_SECRET_TIMEOUT_S, self._timeout_s))
         try:
-            with peer:
-                peer.settimeout(min(_SECRET_TIMEOUT_S, self._timeout_s))
-                if serving := self._authenticate(peer, address):
-                    peer.settimeout(self._timeout_s)
-                    self._serve(peer)
+            if hmac.compare_digest(_received(request, SECRET_BYTES), self._secret):
+                request.settimeout(self._timeout_s)
+                self._serve(request)
+            else:
+                log.warning("weights: %s refused, it does not know the secret of this run", client_address[0])
         except OSError as error:  # rank zero names the engine that is late or gone
-            log.log(logging.INFO if serving else logging.DEBUG, "weights: connection of %s ended: %s", address, error)
-        finally:
-            with self._lock:
-                self._unauthenticated.pop(peer, None)
-
-    def _authenticate(self, peer: socket.socket, address: str) -> bool:
-        """Whether it sends the secret."""
-        secret = bytearray(SECRET_BYTES)
-        _receive(peer, memoryview(secret))
-        if not hmac.compare_digest(secret, self._secret):
-            self._refuse(address, "it does not know the secret of this run")
-            return False
-        with self._lock:
-            return self._unauthenticated.pop(peer, None) is not None
-
-    def _refuse(self, address: str, why: str) -> None:
-        """Log refused connections, rate-limited."""
-        with self._lock:
-            self._refused += 1
-            if time.monotonic() < self._told_at + _REFUSALS_S:
-                return
-            count, self._refused, self._told_at = self._refused, 0, time.monotonic()
-        log.warning("weights: %s refused, %s (%d since the last such line)", address, why, count)
+            log.info("weights: connection of %s ended: %s", client_address[0], error)
 
     def _serve(self, peer: socket.socket) -> None:
         (version,) = _NUMBER.unpack(_received(peer, _NUMBER.size))

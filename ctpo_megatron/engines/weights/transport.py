@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from ctpo_megatron.config import Transport, WeightsConfig
-from ctpo_megatron.engines.tasks import EngineError
+from ctpo_megatron.engines.engine import EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -110,13 +110,14 @@ class EngineFacts:
     """What a transport has to know of the engines.
 
     dtype: of their parameters. address: of an engine's node. transport: what carries weights to them. workers: GPUs of
-    one engine.
+    one engine. log: where that engine writes on its node.
     """
 
     dtype: torch.dtype
     address: str
     transport: Transport
     workers: int = 1
+    log: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,17 +146,3 @@ def open_transport(
     from ctpo_megatron.engines.weights.vllm import VllmTransport
 
     return VllmTransport(ranks, facts, settings, manifest, pool)
-
-
-def init_request(info: dict[str, Any]) -> Any:
-    """Make what `AsyncLLM.init_weight_transfer_engine` takes. info: of the trainer's side of vLLM's transports."""
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-    return WeightTransferInitRequest(init_info=info)
-
-
-def update_request(message: dict[str, Any]) -> Any:
-    """Make what `AsyncLLM.update_weights` takes. message: fields of the update info of the engine's backend."""
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-    return WeightTransferUpdateRequest(update_info=message)

@@ -12,7 +12,7 @@ import pickle
 import socket
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from ctpo_megatron.base.addresses import own_address
-from ctpo_megatron.engines.tasks import EngineError
+from ctpo_megatron.engines.engine import EngineError
 from ctpo_megatron.engines.weights.checksums import Checksums, Sums
 from ctpo_megatron.engines.weights.transport import EngineFacts, Manifest, TransportSettings, WeightTransport
 
@@ -40,8 +40,8 @@ _LARGER_THAN_BUCKET = r"Tensor '.*' has size \d+ bytes, which exceeds buffer_siz
 class VllmTransport(WeightTransport):
     """Rank zero broadcasts to all engines (`nccl`), or every rank shows its GPU's engines its memory (`ipc`).
 
-    Both lead the engines, call by call. Their group is opened in the first update, and again after an engine was
-    replaced.
+    Both lead the engines, call by call: on rank zero this is also the `VLLMWeightSyncClient` that vLLM's trainer side
+    calls. Their group is opened in the first update, and again after an engine was replaced.
     """
 
     def __init__(
@@ -53,13 +53,12 @@ class VllmTransport(WeightTransport):
         pool: EnginePool | None,
     ) -> None:
         self._ranks, self._facts, self._settings, self._manifest = ranks, facts, settings, manifest
-        self._source = TensorSource(manifest)
+        self._source, self._engines = TensorSource(manifest), pool
         # An engine that fails leaves the others waiting in NCCL, and not where each reads the memory of its own GPU.
-        abort = self.abort if facts.transport == "nccl" else None
-        self._client = None if pool is None else EngineClient(pool, facts.workers, abort)
+        self._abort = self.abort if facts.transport == "nccl" else None
         self._group: TrainerWeightTransferEngine[Any] | None = None
-        self._members: tuple[object, ...] = ()
-        self._aborted = False
+        self._members: Sequence[object] = ()
+        self._version, self._aborted = 0, False
 
     def announce(self, version: int) -> None:
         """See `WeightTransport`: `send` calls the engines."""
@@ -70,9 +69,7 @@ class VllmTransport(WeightTransport):
         checked = self._manifest.checked(tensors)
         self._source.tensors = checksums.watch(checked) if self._ranks.is_rank_zero else checked
         with _current_stream():
-            group = self._opened()
-            if self._client is not None:
-                self._client.version = version
+            group, self._version = self._opened(), version
             try:
                 group.send_weights()
             except RuntimeError as error:  # of NCCL, when it was aborted; the pool knows which engine has failed
@@ -110,15 +107,13 @@ class VllmTransport(WeightTransport):
         return self._group
 
     def _has_changed(self) -> bool:
-        assert self._client is not None
-        return self._aborted or self._client.members != self._members
+        return self._aborted or self._pool.members != self._members
 
     def _open(self) -> TrainerInitInfo:
         """Rank zero's side, whose failure all ranks raise."""
-        assert self._client is not None
-        info, self._aborted = self._init_info(len(self._client.members)), False
-        opened: Any = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
-        self._group, self._members = opened, self._client.members
+        info, self._aborted = self._init_info(len(self._pool.members)), False
+        opened: Any = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self._source)
+        self._group, self._members = opened, self._pool.members
         return info
 
     def _init_info(self, engines: int) -> TrainerInitInfo:
@@ -140,6 +135,40 @@ class VllmTransport(WeightTransport):
             rank=0,
         )
 
+    # vLLM's client, on rank zero. Methods but the first do not raise: rank zero would leave a collective in which the
+    # other ranks wait for it. The pool leaves an engine that fails or is late out of the rest of the update.
+
+    @property
+    def _pool(self) -> EnginePool:
+        assert self._engines is not None  # rank zero has them
+        return self._engines
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Tell every engine the first rank of its workers in the group, where there is one. Raises EngineError."""
+        first, each = init_info.get("rank_offset"), self._facts.workers
+
+        def own(number: int) -> list[dict[str, Any]]:
+            return [init_info if first is None else init_info | {"rank_offset": first + number * each}]
+
+        if failed := self._pool.lead("init_weight_transfer", own):
+            raise EngineError(f"did not join the weight transport: {', '.join(failed)}")
+
+    def start_weight_update(self) -> None:
+        """All engines freeze their requests."""
+        self._pool.lead("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """All engines take what is announced; returns when they have it."""
+        if (handles := update_info.get("ipc_handles")) is not None:
+            # Tuples with classes in them, which the engines' own serialization refuses.
+            pickled = base64.b64encode(pickle.dumps(handles)).decode()
+            update_info = {**update_info, "ipc_handles": None, "ipc_handles_pickled": pickled}
+        self._pool.lead("receive_weights", lambda _: [update_info], self._abort)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """All engines compute with the new weights and report them."""
+        self._pool.lead("finish_weight_update", lambda _: [self._version])
+
 
 class TensorSource(WeightSource):
     """The policy as vLLM's trainer side reads it: once for each update, from what `tensors` has been set to."""
@@ -155,52 +184,6 @@ class TensorSource(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.tensors
-
-
-class EngineClient:
-    """vLLM's `VLLMWeightSyncClient`: calls all engines of the pool's update at once; rank zero's.
-
-    Methods but the first do not raise: rank zero would leave a collective in which the other ranks wait for it. The
-    pool leaves an engine that fails or is late out of the rest of the update, and replaces it.
-    """
-
-    version: int
-    """Set for each update."""
-
-    def __init__(self, pool: EnginePool, workers_each: int, abort: Any) -> None:
-        """workers_each: GPUs of one engine. abort: is called when an engine has failed; the other engines fail then."""
-        self._pool, self._workers_each, self._abort = pool, workers_each, abort
-
-    @property
-    def members(self) -> tuple[object, ...]:
-        """The engines' processes: changes when an engine is replaced."""
-        return self._pool.members
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Tell every engine the first rank of its workers in the group, where there is one. Raises EngineError."""
-        first = init_info.get("rank_offset")
-
-        def own(number: int) -> dict[str, Any]:
-            return init_info if first is None else init_info | {"rank_offset": first + number * self._workers_each}
-
-        if failed := self._pool.lead("init_weight_transfer", own):
-            raise EngineError(f"did not join the weight transport: {', '.join(failed)}")
-
-    def start_weight_update(self) -> None:
-        """All engines freeze their requests."""
-        self._pool.lead("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """All engines take what is announced; returns when they have it."""
-        if (handles := update_info.get("ipc_handles")) is not None:
-            # Tuples with classes in them, which the engines' own serialization refuses.
-            pickled = base64.b64encode(pickle.dumps(handles)).decode()
-            update_info = {**update_info, "ipc_handles": None, "ipc_handles_pickled": pickled}
-        self._pool.lead("receive_weights", lambda _: update_info, self._abort)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """All engines compute with the new weights and report them."""
-        self._pool.lead("finish_weight_update", lambda _: self.version)
 
 
 def _current_stream() -> AbstractContextManager[Any]:

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import dedent
 
-from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.environments.parsers.thinking import without_thinking
-from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest
+from ctpo_megatron.data.records import ToolCall
+from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest, without_thinking
 
 LANGUAGES = ("python", "python3", "py")
 

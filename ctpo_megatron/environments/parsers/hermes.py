@@ -6,9 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.environments.parsers.thinking import without_thinking
-from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest
+from ctpo_megatron.data.records import ToolCall
+from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest, without_thinking
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 

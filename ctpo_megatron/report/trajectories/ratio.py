@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ctpo_megatron.report.charts import Axis, Curve, Spec, curves
+from ctpo_megatron.report.charts import Axis, Chart, Curve, Spec, curves, for_page, kept
 from ctpo_megatron.report.run_data import RunData
-from ctpo_megatron.report.theme import variable
 from ctpo_megatron.tracking import Record
 
 
@@ -17,12 +15,10 @@ from ctpo_megatron.tracking import Record
 class RatioQuantity:
     """The ratio r of an objective, and log r, which dumps have as `log_ratio`.
 
-    symbol: of r, for an axis. words: what log r is, within a sentence. name: of log r, in a few words. meaning: of
-    log r at each token, for a caption.
+    symbol: of r, for an axis. name: of log r, in a few words. meaning: of log r at each token, for a caption.
     """
 
     symbol: str
-    words: str
     name: str
     meaning: str
 
@@ -43,38 +39,31 @@ class RatioQuantity:
         return _QUANTITIES.get(str(settings.get("ratio_mode") or default), _UNKNOWN)
 
 
-_UNKNOWN = RatioQuantity("r", "the objective's own log-ratio", "log-ratio", "The objective's own log-ratio")
+_UNKNOWN = RatioQuantity("r", "log-ratio", "The objective's own log-ratio")
 _TURN_END = RatioQuantity(
     "r = exp S at the end of the turn",
-    "the log-ratios of all model tokens up to the end of the token's turn added up",
     "log-ratio at the end of the turn",
     "Cumulative log-ratio at the end of the turn, the same for each of its tokens",
 )
 _QUANTITIES = {
     "cumprod": RatioQuantity(
         "r = exp S_t",
-        "the log-ratios of all model tokens up to t added up",
         "cumulative log-ratio",
         "Cumulative log-ratio: the sum of all tokens up to each",
     ),
     "geomean": RatioQuantity(
         "r = exp(S_t / t)",
-        "the mean log-ratio of the model tokens up to t",
         "mean log-ratio so far",
         "Cumulative log-ratio divided by the position of the token",
     ),
-    "token": RatioQuantity(
-        "r = exp d_t", "the log-ratio of the token alone", "token log-ratio", "Log-ratio of each single token"
-    ),
+    "token": RatioQuantity("r = exp d_t", "token log-ratio", "Log-ratio of each single token"),
     "sequence": RatioQuantity(
         "r = exp S_T",
-        "the log-ratios of the whole response added up",
         "sequence log-ratio",
         "Log-ratio of the whole sequence, the same for each of its tokens",
     ),
     "sequence-geomean": RatioQuantity(
         "r = exp(S_T / T)",
-        "the mean log-ratio of the whole response",
         "sequence log-ratio per token",
         "Log-ratio of the whole sequence divided by its length, the same for each of its tokens",
     ),
@@ -90,8 +79,6 @@ def ratio_name(run: RunData) -> RatioQuantity:
 
 WINDOW = ("log_ratio", "clip_low", "clip_high")
 """Fields of a record: the ratio of the objective, and its window."""
-MOST_POINTS = 320
-"""Of a chart: more could not be seen, and every trajectory of the page would weigh as much."""
 
 Point = tuple[int, float, float | None, float | None]
 """Number of the model token from 1, log-ratio, and the window; None: no bound."""
@@ -108,30 +95,29 @@ def ratio_points(record: Record) -> list[Point] | None:
     by_model = [index for index in range(size) if record["response_mask"][index]]
     numbers = {index: number for number, index in enumerate(by_model, start=1)}
     values = record["log_ratio"]
-    if len(by_model) < 2 or not all(_finite(values[index]) for index in by_model):
+    if len(by_model) < 2 or not all(values[index] is not None and math.isfinite(values[index]) for index in by_model):
         return None
     lows, highs = record["clip_low"], record["clip_high"]
     return [
         (numbers[index], _rounded(values[index]), _bound(lows[index]), _bound(highs[index]))
-        for index in _thin(by_model, values, MOST_POINTS)
+        for index in map(by_model.__getitem__, kept([values[index] for index in by_model]))
     ]
 
 
 def ratio_spec(quantity: RatioQuantity) -> Spec:
-    """The chart of any trajectory, without data: rows have x, y, low, high, and `outside` for a clipped ratio."""
+    """Return the chart of any trajectory, without data.
+
+    Rows have x, y, low, high, and `outside` for a clipped ratio.
+    """
     example = Curve(quantity.name, [1, 2], [0.0, 0.0], low=[-1.0, -1.0], high=[1.0, 1.0])
     spec = curves([example], Axis("model token", whole=True), Axis(f"{quantity.name} (nats)"))
-    spec |= {"data": {"values": []}, "height": 140}
     for layer in spec["layer"]:
         layer["mark"].pop("point", None)  # of every token they would hide the line
-    outside = {"type": "point", "filled": True, "color": variable("red"), "opacity": 1}
-    there = {"y": {"field": "y", "type": "quantitative"}, "color": {"value": variable("red")}}
-    spec["layer"].append({"mark": outside, "encoding": there, "transform": [{"filter": "datum.outside"}]})
-    return spec
-
-
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    red = {"value": "var(--red)"}
+    there = {"y": {"field": "y", "type": "quantitative"}, "color": red}
+    outside = {"mark": {"type": "point", "filled": True}, "encoding": there, "transform": [{"filter": "datum.outside"}]}
+    spec |= {"height": 140, "layer": [*spec["layer"], outside]}
+    return for_page(Chart("ratio", quantity.name, quantity.meaning, spec)) | {"data": {"values": []}, "transform": []}
 
 
 def _bound(value: float | None) -> float | None:
@@ -140,12 +126,3 @@ def _bound(value: float | None) -> float | None:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _thin(indices: list[int], values: Sequence[float], most: int) -> list[int]:
-    """At most `most` of the indices: of each interval the one with the largest value."""
-    stride = -(-len(indices) // most) or 1
-    return [
-        max(indices[start : start + stride], key=lambda index: abs(values[index]))
-        for start in range(0, len(indices), stride)
-    ]

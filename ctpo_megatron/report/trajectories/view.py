@@ -1,4 +1,4 @@
-"""Prepares trajectories for a template: texts, single tokens, tool calls, the ratio."""
+"""Prepares trajectories for a template: address, texts, single tokens, tool calls, the ratio."""
 
 from __future__ import annotations
 
@@ -7,16 +7,42 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.report.trajectories.addresses import Address, Addressed, Source
 from ctpo_megatron.report.trajectories.ratio import WINDOW, Point, RatioQuantity, ratio_points
-from ctpo_megatron.tracking import TRACES, Record
+from ctpo_megatron.tracking import TRACES, Head, Record
 
 _OF_TOKENS = {"token_ids", "response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn", *TRACES}
 _CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 _CHAT_MARKS = re.compile(r"<\|im_(?:start|end)\|>(?:system|user|assistant)?\n?")
+
+
+Source = Literal["training", "evaluation"]
+_NAMES: dict[Source, str] = {"training": "step", "evaluation": "evaluation"}
+_UNSAFE = re.compile(rb"[^A-Za-z0-9_.-]")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Names one trajectory of a run; as text an id of HTML, a fragment and a part of a path: `step-24-aime-7-3`.
+
+    repeat: how many trajectories of the same prompt and sample index come before it in the dump: a step may draw a
+    prompt twice.
+    """
+
+    source: Source
+    step: int
+    prompt_id: str
+    sample_index: int
+    repeat: int = 0
+
+    def __str__(self) -> str:
+        again = f".{self.repeat}" if self.repeat else ""
+        return f"{_NAMES[self.source]}-{self.step}-{_escaped(self.prompt_id)}-{self.sample_index}{again}"
+
+
+Addressed = tuple[Address, Head]
 
 
 @dataclass
@@ -227,3 +253,8 @@ class _Tokens:
     def _at(self, name: str, index: int) -> float | None:
         values = self.record.get(name)
         return values[self.start + index] if values and len(values) == len(self.record["token_ids"]) else None
+
+
+def _escaped(prompt_id: str) -> str:
+    """Return it with bytes of UTF-8 that a path cannot have as they are, and `~`, as `~2F`."""
+    return _UNSAFE.sub(lambda byte: b"~%02X" % byte[0][0], prompt_id.encode("utf-8", "surrogatepass")).decode("ascii")

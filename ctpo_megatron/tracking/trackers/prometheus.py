@@ -10,20 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.tracking.known_metrics import KNOWN_METRICS
 from ctpo_megatron.tracking.timing import read_heartbeat
 
-FAULTS = (
-    "rollout/engine_restarts",
-    "rollout/group_retries",
-    "rollout/quarantined",
-    "reward/timeouts",
-    "reward/failures",
-    "reward/crashes",
-    "reward/nones",
-    "reward/not_finite",
-    "sandbox/infrastructure_error",
-    "actor/bad_steps",
-)
+FAULTS = tuple(row.name for row in KNOWN_METRICS if row.fault)
 """Metrics of a step that count recovered faults."""
 ADDRESS = ("127.0.0.1", 9464)
 """Default address."""
