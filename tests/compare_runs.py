@@ -110,10 +110,10 @@ def _dumps(run: Path, folder: str) -> Iterator[Unit]:
 
 
 def _tensor_files(run: Path) -> Iterator[Unit]:
-    """Exported weights come last. Checkpoints have a format of their own, and `task/` of earlier versions was input."""
+    """Exported weights come last. Checkpoints have a format of their own."""
     for path in run.rglob("*.safetensors"):
         name = path.relative_to(run)
-        if name.parts[0] not in ("checkpoints", "task"):
+        if name.parts[0] != "checkpoints":
             order = (2, 0, 0, str(name))
             yield Unit(order, "tensors", str(name), partial(tensors, path))
 
@@ -139,8 +139,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _from_columns(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as a line of JSON has it: what is not there is absent. Earlier versions have most fields in `other`."""
-    row |= json.loads(row.pop("other", None) or "{}")
+    """A row as a line of JSON has it: what is not there is absent."""
     absent = [name for name in ABSENT if row.get(name, ...) in (None, False)]
     row = {name: value for name, value in row.items() if name not in absent}
     for call in row.get("tool_calls", ()):

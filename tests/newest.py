@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,10 +32,8 @@ import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ctpo_megatron.preflight.packages import import_troubles
-
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("", "train", "sandbox", "sandbox-math", "cpu", "dev")
+EXTRAS = ("", "sandbox-math", "cpu", "tools")
 MODULES = (
     "ctpo_megatron.cli",
     "ctpo_megatron.policy",
@@ -52,11 +51,12 @@ MARKED = "not slow and not gpu and not cluster and not machine and not browser a
 
 
 def direct_dependencies() -> list[str]:
-    """Names of setup.py that apply to this Python and are installed, in its order."""
+    """Names of setup.py and of the group `tools` that apply to this Python and are installed, in its order."""
     taken: dict[str, dict[str, list[str]]] = {}
     with mock.patch.object(setuptools, "setup", lambda **arguments: taken.update(arguments)):
         runpy.run_path(str(ROOT / "setup.py"))
-    wanted = {"": taken["install_requires"], **taken["extras_require"]}
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    wanted = {"": taken["install_requires"], **taken["extras_require"], "tools": groups["tools"]}
     found = [Requirement(text) for extra in EXTRAS for text in wanted[extra]]
     names = [canonicalize_name(item.name) for item in found if item.marker is None or item.marker.evaluate()]
     installed = {canonicalize_name(package.name) for package in importlib.metadata.distributions()}
@@ -117,9 +117,14 @@ class Trial:
 
     def problems(self, before: set[str]) -> list[str]:
         """New refusals of `pip check`, and modules that do not import."""
-        troubles = import_troubles(MODULES, str(self.python), STEP_TIMEOUT_S)
-        broken = [f"{module} does not import: {trouble}" for module, trouble in troubles.items() if trouble]
-        return [*sorted(self.refusals() - before), *broken]
+        return [*sorted(self.refusals() - before), *filter(None, map(self._import_trouble, MODULES))]
+
+    def _import_trouble(self, module: str) -> str:
+        """Why a module does not import; "" if it does. In a process of its own, which a broken package may kill."""
+        command = [str(self.python), "-c", f"import {module}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STEP_TIMEOUT_S, check=False)
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return f"{module} does not import: {reason}" if done.returncode else ""
 
     def refusals(self) -> set[str]:
         """What `pip check` says of versions."""

@@ -25,7 +25,7 @@ CORE = "ctpo_megatron"
 PRODUCT = (CORE, "answers/ctpo_answers", "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
 GENERATED = tuple(
     f"docs/reference/{page}.md"
-    for page in ("answers", "command_line", "configuration", "kernels", "launchers", "sandbox", "sizing")
+    for page in ("answers", "command_line", "configuration", "kernels", "launchers", "metrics", "sandbox", "sizing")
 )
 TIME = re.compile(r"(^|_)(S|SECONDS|RETRIES|ATTEMPTS|TRIES|RESTARTS|BACKOFF|TIMEOUT|DEADLINE|GRACE|WAIT|POLL)(_|$)")
 """In the name of a constant of seconds or retries."""

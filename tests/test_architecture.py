@@ -28,13 +28,13 @@ SEPARATE = {
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("base", "models"),
     ("config",),
-    ("data", "objective"),
+    ("data", "objective", "plan"),
     ("rewards", "tracking"),
     ("environments", "policy", "report"),
     ("engines", "verify"),
     ("rollouts",),
-    ("preflight",),
-    ("evaluate", "run"),
+    ("checks",),
+    ("evaluate", "init", "run"),
     ("sft", "export"),
     ("train",),
     ("cli",),
@@ -44,18 +44,15 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "ctpo_answers": (),
     "ctpo_kernels": (),
     "ctpo_sandbox": (),
-    "ctpo_launchers": ("ctpo_megatron.base", "ctpo_megatron.config", "ctpo_megatron.preflight", "ctpo_sandbox"),
+    "ctpo_launchers": ("ctpo_megatron.base", "ctpo_megatron.config", "ctpo_megatron.checks", "ctpo_sandbox"),
 }
 # Modules other packages may name directly; everything else is reached through the package's front door (`__init__.py`).
 SIDE_DOORS = (
     "ctpo_megatron.base",
-    "ctpo_megatron.data.batch",
-    "ctpo_megatron.data.prompt",
+    "ctpo_megatron.data.records",
     "ctpo_megatron.data.tokens",
-    "ctpo_megatron.data.tool_call",
     "ctpo_megatron.data.trajectory",
     "ctpo_megatron.data.trajectory_file",
-    "ctpo_megatron.data.verdict",
     "ctpo_megatron.config.extension",
     "ctpo_megatron.config.schema",
     "ctpo_megatron.engines.weights",
@@ -63,7 +60,8 @@ SIDE_DOORS = (
 )
 # Packages whose own tests import the front door only; all tests, where a package has none of its own. `base` has no
 # door: each of its modules is documented, and may be named (SIDE_DOORS).
-BY_THE_DOOR = ("data", "engines", "environments", "models", "policy", "rewards", "rollouts", "run", "tracking")
+BY_THE_DOOR = ("checks", "data", "engines", "environments", "models", "plan", "policy", "rewards", "rollouts", "run")
+BY_THE_DOOR += ("tracking",)
 # But for their tests of arithmetic that no front door shows: of attention and its rows, of replayed routers, of what
 # each rank is sent, and of what is found on a machine.
 OF_ARITHMETIC = tuple(
@@ -105,7 +103,7 @@ ALL_RANKS = (
     "base/stop.py",
     "engines/weights/tcp.py",
     "engines/weights/vllm.py",
-    "preflight/devices.py",
+    "checks/ranks.py",
     "run/ranks.py",
 )
 COLLECTIVES = {"on_rank_zero", "wait_for_ranks", "gather_objects", "gather_on_rank_zero"}
@@ -117,8 +115,9 @@ MAX_LINES, MAX_DRIVER_LINES = 500, 150
 WHOLE_CONFIG = (
     "cli",
     "config",
+    "checks",
     "evaluate",
-    "preflight",
+    "plan",
     "run",
     "train.py",
     "engines",  # the actors get it as a whole
@@ -381,12 +380,12 @@ def test_the_whole_configuration_goes_only_where_several_sections_are_needed() -
     assert wrong == []
 
 
-def test_only_device_py_tells_cpu_from_cuda() -> None:
-    """Code only: a comment or docstring may name the function."""
+def test_one_file_asks_for_cuda() -> None:
+    """Code only: a comment or docstring may name the function. It is the first of the policy to be imported."""
     wrong = [
         show(path, node.lineno, "torch.cuda.is_available")
         for path in modules_of(PACKAGE / "policy")
-        if path.name != "device.py"
+        if path.name != "megatron_import.py"
         for node in module(path).of(ast.Attribute)
         if ast.unparse(node) == "torch.cuda.is_available"
     ]
@@ -429,16 +428,6 @@ def test_generic_folders_are_no_packages() -> None:
 
 
 # --- the test's own instruments, on files made for them ------------------------------------------------------------
-
-
-def test_imports_are_seen_wherever_they_stand(tmp_path: Path) -> None:
-    file = tmp_path / "x.py"
-    file.write_text("import a.b\ndef f():\n    from c import d\n    from . import e\n    from ..g import h\n")
-    assert list(imports_of(file, "p.q")) == [(1, "a.b"), (3, "c.d"), (4, "p.q.e"), (5, "p.g.h")]
-
-
-def test_a_module_of_another_package_is_no_door() -> None:
-    assert not _by_a_door("ctpo_megatron.config.load") and not _by_a_door("ctpo_megatron.config.load.dump")
 
 
 @pytest.mark.parametrize(

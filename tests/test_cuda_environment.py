@@ -39,7 +39,7 @@ def test_kernels_are_ordered_before_cuda_starts(
     if users is None:
         monkeypatch.delenv(MAX_CONNECTIONS)
     monkeypatch.setattr(cuda_environment, "_ours", set())
-    monkeypatch.setattr(train, "torch_has_cuda", start)
+    monkeypatch.setattr(train, "has_cuda_device", start)
     monkeypatch.setattr(train, "torch_cuda", lambda: built_for)
     assert cli.main(["train", "configs/quickstart.yaml", f"policy.tensor_model_parallel_size={ranks}"]) != 0
     assert found == [seen]

@@ -243,7 +243,7 @@ def test_the_base_install_serves_a_login_node(login_node: Path, tmp_path: Path) 
     assert "32 prompts x 8 samples" in plan
     assert "not checked (without transformers, tokenizers: pip install 'ctpo-megatron[train]')" in plan
     shape = next(login_node.parent.glob("lib/*/site-packages/ctpo_megatron/configs/models/qwen3_4b.json"))
-    plan = run(ctpo, "train", "qwen3_4b_tir", "--dry-run", "--cuda", "--shapes", shape, cwd=tmp_path)
+    plan = run(ctpo, "train", "qwen3_4b_tir", "--dry-run", "-v", "--cuda", "--shapes", shape, cwd=tmp_path)
     assert "Memory of each GPU on CUDA" in plan
     finished, stored = write_run(tmp_path / "runs" / "finished"), unpacked(ARCHIVES[-1], tmp_path)
     PositionsWriter(stored).log(2, {"last": drawn()[0].record()})  # enough tokens for a fit

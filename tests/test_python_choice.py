@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -61,13 +62,17 @@ def test_without_one_the_error_says_what_would_do(tmp_path: Path) -> None:
         assert part in done.stderr
 
 
-def make(*arguments: str) -> str:
-    """What `make` would do in a checkout without an environment: nothing is run."""
+def run_make(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-    command = ["make", "--dry-run", "VENV=nowhere", *arguments, "nowhere/bin/python"]
-    done = subprocess.run(
+    command = ["make", *arguments]
+    return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=scaled(60), check=False
     )
+
+
+def make(*arguments: str) -> str:
+    """What `make` would do in a checkout without an environment: nothing is run."""
+    done = run_make("--dry-run", "VENV=nowhere", *arguments, "nowhere/bin/python")
     return done.stdout + done.stderr
 
 
@@ -79,8 +84,33 @@ def test_make_takes_the_python_that_it_is_given_and_says_so(version: str, tmp_pa
     assert f"{tmp_path / 'mine'} -m venv nowhere" in said
 
 
+def test_an_environment_of_another_tool_is_left_as_it_is(tmp_path: Path) -> None:
+    interpreter(tmp_path / "theirs" / "bin" / "python", "3.11")
+    done = run_make(f"VENV={tmp_path / 'theirs'}", "lint")
+    assert done.returncode != 0 and "theirs was not made by make" in done.stderr
+    for way in ("uv run ctpo", "move it away", "make VENV="):
+        assert way in done.stderr
+    assert sorted(path.name for path in (tmp_path / "theirs").iterdir()) == ["bin"]
+
+
+def test_help_has_the_targets_of_every_day_and_help_all_has_every_target() -> None:
+    texts = (run_make(target).stdout for target in ("help", "help-all"))
+    every_day, every = (set(re.findall(r"^make ([\w-]+)", text, re.MULTILINE)) for text in texts)
+    nine = "quickstart test test-slow test-gpu test-cluster lint docs locks bench"
+    assert every_day - {"help-all"} == set(nine.split())
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert every == set(targets.split()) - {"help", "help-all", "clean"}
+
+
+def test_the_lock_for_gpus_is_for_one_version(tmp_path: Path) -> None:
+    interpreter(tmp_path / "mine", "3.13")
+    done = run_make("test-cuda-environment", f"CUDA_PYTHON={tmp_path / 'mine'}")
+    assert done.returncode != 0 and "is Python 3.13; the lock for GPUs is for 3.12" in done.stderr
+
+
 def test_every_version_has_its_locks() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f"PYTHONS := {' '.join(VERSIONS)}\n" in makefile
-    locks = [f"{device}-{version}.txt" for device in ("cpu", "cuda") for version in VERSIONS]
+    locks = ["cuda-3.12.txt", *(f"cpu-{version}.txt" for version in VERSIONS)]
     assert [lock for lock in locks if not (ROOT / "requirements" / lock).is_file()] == []

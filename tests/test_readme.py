@@ -34,7 +34,7 @@ def test_a_configuration_of_the_page_fits(
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, str(ranks))
     sizes = str(ROOT / "configs" / "models" / f"{shapes}.json")
-    words = ["train", "my.yaml", "--dry-run", "--cuda", "--gpu-gib", str(gib), "--shapes", sizes]
+    words = ["train", "my.yaml", "--dry-run", "-v", "--cuda", "--gpu-gib", str(gib), "--shapes", sizes]
     assert main(words) == 0
     shown = capsys.readouterr().out
     named = re.findall(r"^  GPUs? (\d+)(?: to (\d+))?", shown, re.MULTILINE)

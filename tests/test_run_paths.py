@@ -14,10 +14,9 @@ PATHS = RunPaths(Path())
 
 
 def documented() -> set[str]:
-    """The first column of the table in docs/architecture.md, without the slash of folders."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    lines = page.partition("## A run directory\n")[2].splitlines()
-    cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
+    """The first column of the table in docs/reference/run_directory.md, without the slash of folders."""
+    page = (ROOT / "docs" / "reference" / "run_directory.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     return {name.rstrip("/") for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 

@@ -77,4 +77,10 @@ def test_the_site_is_built_without_a_warning_is_complete_and_needs_no_network() 
         assert re.findall(r"""<link[^>]*rel=["']stylesheet["'][^>]*href=["'](?:https?:)?//[^"']*""", text) == [], page
         for place in re.findall(r"""\b(?:src|srcset)=["'](?!data:)([^"':?#]+)""", text):
             assert (page.parent / place).is_file(), f"{page} shows {place}"
+    old = [page for page in (site / "docs").rglob("*.html") if "http-equiv" in page.read_text(encoding="utf-8")]
+    assert len(old) > 30
+    for page in old:
+        (target,) = re.findall(r'content="0; url=([^"]+)"', page.read_text(encoding="utf-8"))
+        file, _, anchor = target.partition("#")
+        assert not anchor or f'id="{anchor}"' in (page.parent / file).read_text(encoding="utf-8"), page
     assert "quarantin" in (site / "searchindex.js").read_text(encoding="utf-8")

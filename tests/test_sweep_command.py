@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +23,8 @@ from hypothesis import strategies as st
 from ctpo_megatron import cli
 from ctpo_megatron.cli.grid import points_of
 from tests.support import children
-from tests.support.deadlines import scaled
-from tests.support.prefork import ROOT
+from tests.support.deadlines import awaited, scaled
+from tests.support.prefork import PYTHONPATH, ROOT
 from tests.support.task import SMALL_TASK, sft_file, task_files, task_folder
 from tests.tracking.synthetic_run import write_run
 
@@ -80,15 +79,19 @@ def command(files: tuple[str, ...]) -> list[str]:
     return ["sweep", QUICKSTART, *files, *COMMON, "sft=null", "data.eval=[]", "eval.every=0"]
 
 
-@pytest.fixture
-def stand_in(folder: Path) -> Path:
-    """A Python that runs `RUN`, whatever module it is asked for."""
-    (folder / "run.py").write_text(RUN)
-    (folder / "script.json").write_text("{}")
-    program = folder / "python"
+def python_that_runs(text: str) -> Path:
+    """A Python that runs this program, whatever module it is asked for; in the current folder."""
+    Path("run.py").write_text(text)
+    program = Path.cwd() / "python"
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S run.py "$@"\n')
     program.chmod(0o755)
     return program
+
+
+@pytest.fixture
+def stand_in(folder: Path) -> Path:
+    Path("script.json").write_text("{}")
+    return python_that_runs(RUN)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +234,7 @@ def sweeping(command: list[str], stand_in: Path) -> Iterator[subprocess.Popen[st
     program = (
         f"import sys; from ctpo_megatron import cli; sys.executable = {str(stand_in)!r}; sys.exit(cli.main({words}))"
     )
-    paths = [ROOT, *(ROOT / name for name in ("answers", "kernels", "sandbox", "launchers"))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     process = subprocess.Popen(
         [sys.executable, "-c", program], text=True, start_new_session=True, env=environment, stderr=subprocess.PIPE
     )
@@ -244,10 +246,8 @@ def sweeping(command: list[str], stand_in: Path) -> Iterator[subprocess.Popen[st
 
 
 def wait_for(event: str) -> str:
-    deadline = time.monotonic() + scaled(60)
-    while not (seen := events(event)):
-        assert time.monotonic() < deadline, f"no {event} in {events()}"
-        time.sleep(0.05)
+    seen = awaited(lambda: events(event), 60)
+    assert seen, f"no {event} in {events()}"
     return seen[0]
 
 

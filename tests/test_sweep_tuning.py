@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 from ctpo_megatron import cli
 from ctpo_megatron.report import RunData, mean_sampled_reward
-from tests.support.prefork import ROOT
-from tests.support.task import SMALL_TASK, task_files, task_folder
+from tests.test_sweep_command import command, events, files, folder, python_that_runs
 from tests.tracking.synthetic_run import write_run
 
-QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+__all__ = ["command", "files", "folder"]
+
 GRID = ("--grid", "objective.preset=ctpo,grpo", "run.seed=0,1")
 TUNE = ("--tune", "policy.optimizer.lr=1e-4,3e-4,1e-3", "--tune-seeds", "10,11")
 TWO_RATES = ("--tune", "policy.optimizer.lr=1e-4,3e-4")
@@ -50,35 +48,12 @@ REWARDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def command() -> list[str]:
-    files = task_files(task_folder(*SMALL_TASK))
-    return ["sweep", QUICKSTART, *files, "run.name=mine", "sft=null", "data.eval=[]", "eval.every=0"]
-
-
 @pytest.fixture
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs `RUN` in place of every training."""
-    (folder / "run.py").write_text(RUN)
     (folder / "rewards.json").write_text(json.dumps(REWARDS))
     write_run(folder / "made", steps=2).rename(folder / "template")
-    program = folder / "python"
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S run.py "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setattr("ctpo_megatron.cli.sweep.sys.executable", str(program))
-
-
-def events() -> list[str]:
-    file = Path("events.txt")
-    return file.read_text().splitlines() if file.exists() else []
+    monkeypatch.setattr("ctpo_megatron.cli.sweep.sys.executable", str(python_that_runs(RUN)))
 
 
 def said(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

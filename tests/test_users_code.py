@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from ctpo_megatron.base.extensions import ExtensionError, called, contain_tasks, load, shown
+from ctpo_megatron.base.extensions import ExtensionError, called, load, shown
 from ctpo_megatron.config import DataConfig, RolloutConfig
 from ctpo_megatron.environments import (
     HermesParser,
@@ -186,74 +185,17 @@ def test_an_episode_that_is_finished_with_anything_else_is_named(text: Any, reas
         play(Engine([1, 0]), environment=Conversation(generate, end))
 
 
-class Hostile(Exception):
-    """What is printed of it is code, too."""
-
-    def __str__(self) -> str:
-        raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
         (KeyError("x"), "KeyError: 'x'"),
-        (Hostile("x"), "Hostile"),
         (ValueError(), "ValueError"),
         (ValueError("\x1b]0;title\x07\u202e\ud800\n"), r"ValueError: \x1b]0;title\x07\u202e\ud800\n"),
-        (ValueError(OwnText("x")), "ValueError"),
     ],
     ids=ascii,
 )
 def test_an_exception_is_shown_on_one_line_that_steers_nothing(error: Exception, expected: str) -> None:
     assert shown(error) == expected
-
-
-def test_a_process_that_a_tool_copied_ends_in_the_tool(tmp_path: Path) -> None:
-    """Otherwise two engines would sample, and answer, the same group."""
-    left = tmp_path / "left"
-
-    async def fork(*_: object) -> ToolResult:
-        if child := os.fork():
-            return ToolResult(str(os.waitpid(child, 0)[1] >> 8))
-        return ToolResult("of the child")
-
-    process = os.getpid()
-    found = play(Engine(*CALLS), tool=type("Forking", (Tool,), {"__call__": fork})())
-    if os.getpid() != process:
-        left.touch()
-        os._exit(0)
-    assert found.tool_calls[0].output == "1" and not left.exists()
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt("k"), SystemExit(3)], ids=repr)
-def test_a_task_that_users_code_started_does_not_end_the_loop(error: BaseException) -> None:
-    async def main() -> str:
-        contain_tasks(asyncio.get_running_loop())
-        task = asyncio.ensure_future(raising(error)())
-        await asyncio.wait([task])
-        return str(task.exception())
-
-    def outcome() -> str:
-        try:
-            return asyncio.run(main())
-        except (KeyboardInterrupt, SystemExit) as ended:  # pytest would end of it
-            return f"the loop ended of {ended!r}"
-
-    assert in_a_thread(outcome) == f"a task of users' code raised {shown(error)}"
-
-
-def test_a_contained_task_is_cancelled_like_any_other(recwarn: pytest.WarningsRecorder) -> None:
-    async def main() -> list[bool]:
-        contain_tasks(asyncio.get_running_loop())
-        tasks = [asyncio.ensure_future(asyncio.sleep(60)) for _ in range(2)]
-        tasks[0].cancel()  # before it began
-        await asyncio.sleep(0)
-        tasks[1].cancel()
-        await asyncio.wait(tasks)
-        return [task.cancelled() for task in tasks]
-
-    assert in_a_thread(lambda: asyncio.run(main())) == [True, True]
-    assert [str(warning.message) for warning in recwarn] == []
 
 
 @pytest.mark.parametrize(

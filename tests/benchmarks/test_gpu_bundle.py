@@ -156,43 +156,6 @@ def test_what_was_packed_is_imported_where_it_is_unpacked(machine: Path) -> None
     assert (site / "made_up" / "fa3.so").is_file() and (site / "models" / "sft" / "config.json").is_file()
 
 
-def test_the_same_bundle_is_made_again_from_the_cache(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build(machine) == 0
-    before = manifest(machine)
-    (machine / "out" / "stale.tar.xz").touch()
-    assert build(machine) == 0
-    assert manifest(machine) == before and not (machine / "out" / "stale.tar.xz").exists()
-
-
-def test_an_archive_above_the_limit_is_refused_with_what_is_largest(
-    machine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert build(machine, "--limit-mib", "0.5") == 1
-    told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith("first.tar.xz has 0.8 MiB, 0.5 are allowed")
-    assert told[1].split()[1:] == ["MiB", "made_up/_C.so"] and float(told[1].split()[0]) == pytest.approx(0.75, abs=0.1)
-    assert not any("second" in line for line in told)
-    assert not (machine / "out" / "manifest.json").exists()
-
-
-def test_a_wheel_that_is_not_that_of_the_lock_is_refused(machine: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with zipfile.ZipFile(machine / "index" / "pure-1.0-py3-none-any.whl", "a") as other:
-        other.comment = b"another"
-    assert build(machine) == 1
-    told = capfd.readouterr().err
-    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in told and told.endswith("pip download ended with status 1\n")
-
-
-def test_an_architecture_that_needs_what_is_left_out_is_refused(
-    machine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert build(machine, "--arch", "sm_80") == 2
-    assert "--arch sm_80: " in capsys.readouterr().err and not (machine / "out").exists()
-    with pytest.raises(SystemExit):
-        build(machine, "--model", str(machine / "index"))
-    assert "no model, it has no config.json" in capsys.readouterr().err
-
-
 def test_nothing_is_unpacked_of_a_damaged_bundle(machine: Path) -> None:
     assert build(machine) == 0
     first, second = (machine / "out" / f"{name}.tar.xz" for name in ("first", "second"))
@@ -208,14 +171,6 @@ def test_nothing_is_unpacked_of_a_damaged_bundle(machine: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "unpacked first.tar.xz\nnot here: second.tar.xz\n")
     first.unlink()
     assert "no archive lies in" in unpack(machine).stderr
-
-
-def test_another_python_is_refused(machine: Path) -> None:
-    assert build(machine) == 0
-    path = machine / "out" / "manifest.json"
-    path.write_text(path.read_text().replace(f'"python": "{PYTHON}"', '"python": "3.8"'))
-    done = unpack(machine)
-    assert done.returncode == 1 and f"is Python {PYTHON}, the bundle is for 3.8" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -238,17 +193,6 @@ def test_code_that_cannot_run_becomes_zeros_and_nothing_moves(
     assert sizes == tuple((CODE + 64) * (count + 1) for count in (len(given), len(kept)))
     expected = fat(*stay).ljust(len(fat(*entries)), b"\0")
     assert data == library(expected, other, section=section.encode())
-
-
-def test_what_is_no_fatbin_is_refused_or_left_alone() -> None:
-    text = bytearray(b"#!/bin/sh\n")
-    assert fatbin.prune(text, 90) == (0, 0) and text == b"#!/bin/sh\n"
-    broken = bytearray(fat(entry(CUBIN, 90)))
-    struct.pack_into("<I", broken, 20, 0)
-    with pytest.raises(ValueError, match="the entry at byte 80 has kind 2"):
-        fatbin.prune(bytearray(library(bytes(broken))), 90)
-    with pytest.raises(ValueError, match="the fatbin at byte 64 ends at"):
-        fatbin.prune(bytearray(library(fat(entry(CUBIN, 90))[:-8])), 90)
 
 
 def test_every_package_of_the_lock_is_carried_expected_or_left_out_with_a_reason() -> None:

@@ -12,17 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks.gpu_first_hour import __main__ as program
-from benchmarks.gpu_first_hour import run as run_module
-from benchmarks.gpu_first_hour.report import page
 from benchmarks.gpu_first_hour.run import Interrupt, Record, run_stage
-from benchmarks.gpu_first_hour.stages import SANITIZED, SANITIZER_WHEEL, Machine, Stage, compute_sanitizer, stages
+from benchmarks.gpu_first_hour.stages import Machine, Stage, stages
 from ctpo_megatron.base.processes import wait_for
 from tests.support import children
 from tests.support.deadlines import scaled
@@ -41,46 +38,6 @@ def run(stage: Stage, folder: Path) -> Record:
     return run_stage(stage, folder / "log", ROOT, "c" * 40, Interrupt(), left_s=math.inf, site=None)
 
 
-def sanitizers(folder: Path) -> list[Stage]:
-    planned = stages(Machine("cuda", 1, "a-gpu"), folder)
-    return [stage for stage in planned if stage.name.startswith("sanitizer-")]
-
-
-def test_the_sanitizer_of_the_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the wheel installs it, where no toolkit is on the path."""
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    site = tmp_path / "site-packages"
-    monkeypatch.syspath_prepend(site)
-    assert compute_sanitizer() is None
-    assert {stage.skip for stage in sanitizers(tmp_path)} == {
-        f"compute-sanitizer is not here: pip install {SANITIZER_WHEEL}"
-    }
-    program = site / "nvidia" / "cu13" / "bin" / "compute-sanitizer"
-    program.parent.mkdir(parents=True)
-    program.touch(0o755)
-    monkeypatch.syspath_prepend(site)  # forgets what it saw of the folder
-    assert compute_sanitizer() == str(program)
-    assert {(stage.command[0], stage.skip) for stage in sanitizers(tmp_path)} == {(str(program), "")}
-    on_path = tmp_path / "bin" / "compute-sanitizer"
-    on_path.parent.mkdir()
-    on_path.touch(0o755)
-    assert compute_sanitizer() == str(on_path)
-
-
-def test_the_sanitizers_run_every_kind_of_test_that_is_named() -> None:
-    command = [sys.executable, "-m", "pytest", "tests/gpu/test_kernels_cuda.py", "-m", "gpu", "-k", SANITIZED]
-    done = children.run(
-        [*command, "--collect-only", "-q"], directory=ROOT, environment=dict(os.environ), deadline_s=120
-    )
-    chosen = {line.partition("::")[2].partition("[")[0] for line in done.stdout.splitlines() if "[cuda" in line}
-    assert chosen == {
-        "test_short_and_long_spans_decide_as_the_twin_does",
-        "test_pieces_of_sequences_continue_their_prefix",
-        "test_log_probs_of_logits_with_padding_columns",
-        "test_the_streaming_head_is_as_exact_as_torch",
-    }, done.stdout + done.stderr
-
-
 def test_a_stage_over_its_limit_ends_with_all_that_it_started(tmp_path: Path) -> None:
     child = tmp_path / "child"
     code = f"import os, time\nif process := os.fork(): open({str(child)!r}, 'w').write(str(process))\ntime.sleep(600)"
@@ -88,62 +45,6 @@ def test_a_stage_over_its_limit_ends_with_all_that_it_started(tmp_path: Path) ->
     assert (record.status, record.detail) == ("over its limit", "ended after 3 s")
     with suppress(psutil.NoSuchProcess):  # it is being killed, or over already
         assert wait_for([psutil.Process(int(child.read_text()))], scaled(10)) == []
-
-
-def test_the_page_has_goals_once_figures_and_the_log_of_a_failure() -> None:
-    planned = [
-        Stage(name, f"shows {name}", 1) for name in ("kernels-A", "kernels-B", "engine-v1", "engine-v2", "never")
-    ]
-
-    def goal(name: str, verdict: str) -> dict[str, str]:
-        return {"goal": name, "demand": "1", "stretch": "-", "measured": "2", "verdict": verdict}
-
-    def record(name: str, status: str = "passed", **values: object) -> dict[str, object]:
-        return {"stage": name, "status": status, "seconds": 1.0, "commit": "c" * 40, **values}
-
-    records = {
-        "kernels-A": record("kernels-A", figures={"goals": [goal("one", "met"), goal("two", "not measured")]}),
-        "kernels-B": record("kernels-B", figures={"goals": [goal("one", "not measured"), goal("two", "MISSED")]}),
-        "engine-v1": record(
-            "engine-v1", "failed", detail="exit status 1", tail=["the reason"], figures={"sync_s": 1.5}
-        ),
-    }
-    text = page(planned, records, ENVIRONMENT, judged=True)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    assert ["one", "1", "-", "2", "met"] in rows and ["two", "1", "-", "2", "MISSED"] in rows
-    assert sum(row[0] in ("one", "two") for row in rows) == 2
-    assert ["engine-v1", "sync_s", "1.5"] in rows
-    assert ["never", "shows never", "not run", "-", ""] in rows
-    assert "engine-v1: the end of its log\n\n```\nthe reason\n```" in text
-
-
-def test_figures_of_a_gpu_stand_beside_what_was_expected() -> None:
-    figures: dict[str, dict[str, Any]] = {
-        "engine-v1": {"log_prob_abs_max_0": 0.2, "tokens_per_s_1": 100.0},
-        "engine-v2": {"log_prob_abs_mean_0": 0.001, "log_prob_abs_mean_1": 0.003, "tokens_per_s_1": 90.0},
-        "policy-24-gib": {"first_log_ratio_abs_max": 0.0, "reserved_over_planned": 1.4, "update_s": 3.0},
-        "profile": {"top_kernels_s": {"gemm": 0.5}},
-        "shapes": {"used_gib_at_s": [[1.0, 8.5], [2.0, 60.0]]},
-    }
-    records = {
-        name: {"stage": name, "status": "passed", "seconds": 1.0, "commit": "c" * 40, "figures": of_stage}
-        for name, of_stage in figures.items()
-    }
-    text = page([], records, ENVIRONMENT, judged=True)
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "EXPECTED" in line.upper()
-    ]
-    assert [row[:5] for row in rows if len(row) == 6 and row[0] != "stage"] == [
-        ["engine-v1", "log_prob_abs_max_0", "0.2", "<= 0.1", "NOT AS EXPECTED"],
-        ["engine-v2", "log_prob_abs_mean_0", "0.001", "<= 0.01", "as expected"],
-        ["engine-v2", "log_prob_abs_mean_1", "0.003", "<= 0.01", "as expected"],
-        ["engine-v2", "log_prob_abs_mean_1", "0.003", "<= 0.002", "NOT AS EXPECTED"],
-        ["engine-v2", "tokens_per_s_1", "90", ">= 100", "NOT AS EXPECTED"],
-        ["policy-24-gib", "first_log_ratio_abs_max", "0", "<= 0", "as expected"],
-        ["policy-24-gib", "reserved_over_planned", "1.4", "<= 1.1", "NOT AS EXPECTED"],
-    ]
-    assert "| top_kernels_s: gemm" in text and "shapes, used_gib_at_s: [[1.0, 8.5], [2.0, 60.0]]\n" in text
-    assert "NOT AS EXPECTED" not in page([], records, ENVIRONMENT, judged=False)
 
 
 def test_what_a_machine_cannot_run_is_skipped_with_the_reason(tmp_path: Path) -> None:
@@ -220,42 +121,6 @@ def test_ctrl_c_ends_the_stage_and_keeps_what_is_done(tmp_path: Path) -> None:
     assert "interrupted: Ctrl-C" in results.with_suffix(".md").read_text()
 
 
-def test_ctrl_c_on_any_line_of_the_wait_ends_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler that takes a lock waits for ever on a line that holds it."""
-    interrupted, tried = Interrupt(), set()
-    wait = run_module._wait
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        line = (frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not interrupted.seen and line not in tried:
-            tried.add(line)
-            signal.raise_signal(signal.SIGINT)
-        return trace
-
-    def traced(*arguments: Any) -> Any:
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            return wait(*arguments)
-        finally:
-            sys.settrace(before)
-
-    monkeypatch.setattr(run_module, "_wait", traced)
-    monkeypatch.setattr(run_module, "_POLL_S", 0.01)
-    before = signal.signal(signal.SIGINT, interrupted.on_signal)
-    try:
-        for _ in range(100):
-            interrupted.seen = False
-            stage = Stage("a", "", 1, python("import time; time.sleep(600)"))
-            record = run_stage(stage, tmp_path / "log", ROOT, "c" * 40, interrupted, left_s=math.inf, site=None)
-            if record.status == "over its limit":
-                break
-            assert record.status == "interrupted"
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert record.status == "over its limit" and len(tried) > 8
-
-
 def records_printed(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
@@ -307,27 +172,6 @@ def test_a_budget_ends_a_stage_and_leaves_out_what_does_not_fit(
     assert program.main([*call, "--budget-s", "1"]) == 0 and not records_printed(capsys.readouterr().out)
 
 
-def test_a_stage_that_is_skipped_keeps_its_earlier_figures_on_the_page(tmp_path: Path, planned: list[Stage]) -> None:
-    planned.append(Stage("a", "", 60, python("raise SystemExit(3)"), expected_s=30))
-    call = ["--device", "cpu", "--work", str(tmp_path)]
-    assert program.main(call) == 1
-    assert program.main([*call, "--budget-s", "1"]) == 0
-    assert "failed: exit status 3" in (tmp_path / "a-processor.md").read_text()
-
-
-def test_sources_without_a_history_go_on_too(
-    tmp_path: Path, planned: list[Stage], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(program.report, "environment", lambda device: ENVIRONMENT | {"commit": "unknown"})
-    planned.append(Stage("a", "", 60, python("pass")))
-    call = ["--device", "cpu", "--work", str(tmp_path)]
-    assert program.main(call) == program.main(call) == 0
-    (record,) = records_printed(capsys.readouterr().out)
-    assert record["commit"].startswith("unknown-")
-    monkeypatch.setattr(program, "SOURCES", ("tests/benchmarks",))
-    assert program.main(call) == 0 and records_printed(capsys.readouterr().out)
-
-
 @pytest.fixture
 def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle with one module, whose script notes every call."""
@@ -351,25 +195,6 @@ def test_a_bundle_is_unpacked_once_for_all_stages(tmp_path: Path, planned: list[
     assert program.main(call) == 0 and calls.read_text() == "x\nx\n"
     (packed / "manifest.json").write_text("{ }")
     assert program.main(call) == 0 and calls.read_text() == "x\nx\nx\n"
-
-
-def test_a_bundle_that_does_not_unpack_is_refused(tmp_path: Path, planned: list[Stage], packed: Path) -> None:
-    call = ["--device", "cpu", "--work", str(tmp_path / "work"), "--bundle", str(packed)]
-    (packed / "unpack.sh").write_text("exit 4")
-    for _ in range(2):
-        with pytest.raises(SystemExit, match=r"unpack\.sh ended with exit status 4"):
-            program.main(call)
-    (packed / "unpack.sh").unlink()
-    with pytest.raises(SystemExit, match=r"has no unpack\.sh: make it with"):
-        program.main(call)
-
-
-def test_the_model_of_a_bundle_spares_the_fine_tuning(tmp_path: Path) -> None:
-    model = tmp_path / "models" / "m"
-    by_name = {stage.name: stage for stage in stages(Machine("cuda", 1, "gpu", model), tmp_path)}
-    assert {"sft=null", f"model.path={model}"} < set(by_name["quickstart"].command[-1].split())
-    for name in ("engine-in-process", "engine-v1", "engine-v2"):
-        assert by_name[name].command[-2:] == ("--model", str(model))
 
 
 def test_it_starts_where_no_package_is_but_torch() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import guard
-from benchmarks.guard import STORED_SIDE, TREE, Pair, figures, lost, ratios
+from benchmarks.guard import STORED_SIDE, TREE, Pair, figures, lost
 from benchmarks.measured import Moment, Observed
 
 
@@ -46,20 +46,6 @@ def test_lost_is_what_every_pair_has_lost() -> None:
     assert lost(pairs((1.0, 1.04), (1.0, 1.2))) == []  # within the pairs' noise
     assert lost(pairs((1.2, 1.0))) == []
     assert lost(pairs((0.1, 0.15))) == []  # next to nothing of the step
-
-
-def test_a_row_of_one_side_has_no_ratio() -> None:
-    one_sided = [{STORED_SIDE: run(), TREE: run(new=5.0)}]
-    assert ratios(one_sided, "new") == []
-    assert "in one side only" in guard.table(one_sided)
-
-
-def test_the_text_names_what_is_lost_and_other_work() -> None:
-    result = {"against": "0123abc", "steps": 4, "pairs": pairs((1.0, 1.5))}
-    result |= {"environment": {"device": "none", "versions": {}, "commit": "4567def", "date": "today"}}
-    assert "More than 5 % is lost in: update. Rewards of both sides are the same." in guard.text(result)
-    result["pairs"][0][TREE]["rewards"] = [0.6]
-    assert "NOT the same" in guard.text(result)
 
 
 def test_the_stored_commit_is_checked_out(tmp_path: Path) -> None:

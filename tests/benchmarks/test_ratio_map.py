@@ -79,29 +79,6 @@ def test_the_picture_has_what_is_stored() -> None:
     assert expected <= numbers
 
 
-def test_cells_are_chosen_by_parts_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len([*cells()]) == 48
-    assert [cell.name for cell in cells(["frozen/ctpo"])] == ["toolmath/frozen/ctpo", "early-choice/frozen/ctpo"]
-    assert len([*cells(["toolmath/frozen", "lag"])]) == 6 + 12
-    assert len([*cells(["toolmath"])]) == 24 and len([*cells(["sequence"])]) == 8  # not sequence-weight
-    with pytest.raises(SystemExit):
-        main(["--cells", "toolmath/forzen", "--estimate"])
-    assert "no cell has 'toolmath/forzen' in its name" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--set", "run.steps=1"])
-    assert "store its results elsewhere" in capsys.readouterr().err
-
-
-def test_all_cells_fit_into_a_working_day(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--estimate", "--results", str(tmp_path)]) == 0
-    printed = re.fullmatch(
-        r"48 cells: (\d+) runs to make, about ([\d.]+) hours on two cores\n", capsys.readouterr().out
-    )
-    # Three runs a cell, two rates for each objective and regime, two supervised stages, recordings of 4 and 3 seeds.
-    assert printed and int(printed[1]) == 48 * 3 + 24 * 2 + 2 + 7
-    assert float(printed[2]) <= 8
-
-
 RUN = """\
 # Stands for a run: notes its name, and writes metrics with a reward that grows with its rate.
 import json, sys

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ctpo_megatron.data.trajectory_file import read_ahead
 from ctpo_megatron.tracking import read_trajectories, trajectory_files
@@ -35,14 +34,8 @@ class Accounts:
         )
 
 
-def consumed(position: Mapping[str, Any], prompts: Sequence[str]) -> list[str]:
-    """Ids that a `PromptSampler` has given out. position: its state. prompts: all ids; needed after the first epoch."""
-    assert prompts or not position["epoch"], f"epoch {position['epoch']}: which prompts had the epochs before?"
-    return [*prompts] * position["epoch"] + position["consumed"]
-
-
-def accounts(run: Path, step: int, samples: int, prompts: Sequence[str] = ()) -> Accounts:
-    """Of a run whose checkpoint of that step is there. samples: trajectories per prompt. prompts: see `consumed`."""
+def accounts(run: Path, step: int, samples: int, prompts: Sequence[str]) -> Accounts:
+    """Of a run whose checkpoint of that step is there. samples: trajectories per prompt. prompts: all ids."""
     checkpoint = run / "checkpoints" / f"step_{step:06d}"
     state = json.loads((checkpoint / "COMPLETE.json").read_text())["run"]["rollouts"]
     ahead = read_ahead(checkpoint)
@@ -55,7 +48,7 @@ def accounts(run: Path, step: int, samples: int, prompts: Sequence[str] = ()) ->
         for record in read_trajectories(path)[::samples]
     ]
     return Accounts(
-        consumed(state["prompts"], prompts),
+        [*prompts] * state["prompts"]["epoch"] + state["prompts"]["consumed"],
         trained,
         [record["prompt_id"] for record in state["quarantined"]],
         [group["prompt"] for group in groups if "trajectories" in group],

@@ -23,13 +23,12 @@ FREEZES_S = 1.0, 6.0
 CUTS_S = 0.5, 3.0
 FULL_S = 1.0, 4.0
 MOVES_S = (-7200.0, -60.0, 60.0, 7200.0)
-ENDING = ("kill trainer", "kill gcs")
+ENDING = ("kill trainer", "kill gcs", "kill raylet")
 """A run that these happen to is started again. They come early: what starts last is to live long."""
 EARLY = 0.4
 """Share of the steps."""
-KILLED_RAYLET = "kill raylet"
 KINDS = (
-    *(f"kill {kind}" for kind in ("engine", "sandbox server", "sandbox worker", "scorer", "raylet", "results queue")),
+    *(f"kill {kind}" for kind in ("engine", "sandbox server", "sandbox worker", "scorer", "results queue")),
     *(f"freeze {kind}" for kind in ("engine", "sandbox server", "scorer", "trainer", "raylet")),
     *("cut network", "fill disk", "move clock"),
 )
@@ -44,38 +43,19 @@ class Fault:
 
 
 def plan(seed: int, steps: int, count: int, without: Sequence[str] = ()) -> list[Fault]:
-    """`count` faults by step, of every kind about as many; those that end the run are a tenth of them.
+    """`count` faults by step, of every kind about as many; those that end the run are 15 % of them.
 
-    A raylet that was killed comes back with the next start: until then nothing more happens to it. Raises ValueError
-    for a name in `without` that is no kind.
+    Raises ValueError for a name in `without` that is no kind.
     """
     if unknown := set(without) - {*KINDS, *ENDING}:
         raise ValueError(f"no faults: {', '.join(sorted(unknown))}; there are {', '.join((*KINDS, *ENDING))}")
     rng = random.Random(seed)
     kinds = [kind for kind in rng.sample(KINDS, len(KINDS)) if kind not in without]
     ending = [kind for kind in ENDING if kind not in without]
-    last = max(1, round(count / 10)) if ending else 0
+    last = max(1, round(0.15 * count)) if ending else 0
     found = [Fault(rng.randint(2, max(2, int(EARLY * steps))), ending[n % len(ending)]) for n in range(last)]
     found += [Fault(rng.randint(2, steps - 4), kind) for kind in itertools.islice(itertools.cycle(kinds), count - last)]
-    return _raylets_killed_once_a_start(found, steps, [kind for kind in kinds if kind != KILLED_RAYLET], rng)
-
-
-def _raylets_killed_once_a_start(found: list[Fault], steps: int, kinds: list[str], rng: random.Random) -> list[Fault]:
-    """The faults by step. Kills of a raylet are the last thing that happens to it in a start; the last start has one.
-
-    kinds: of faults that take the place of kills beyond the number of starts.
-    """
-    starts = [0, *sorted({fault.step for fault in found if fault.kind in ENDING})]
-    ends = [*starts[1:], steps - 4]
-    others = [fault for fault in found if fault.kind != KILLED_RAYLET]
-    count = len(found) - len(others)
-    others += [Fault(rng.randint(2, steps - 4), rng.choice(kinds)) for _ in range(count - len(starts))]
-    with_kill = [*rng.sample(range(len(starts) - 1), min(count, len(starts)) - 1), len(starts) - 1] if count else []
-    for begin, end in [(starts[n], ends[n]) for n in with_kill]:
-        frozen = [fault.step for fault in others if fault.kind == "freeze raylet" and begin < fault.step <= end]
-        others.append(Fault(rng.randint(max([2, begin + 1, *frozen]), end), KILLED_RAYLET))
-    at_one_step = {KILLED_RAYLET: 1} | dict.fromkeys(ENDING, 2)
-    return sorted(others, key=lambda fault: (fault.step, at_one_step.get(fault.kind, 0)))
+    return sorted(found, key=lambda fault: (fault.step, fault.kind in ENDING))
 
 
 class Faults:

@@ -1,38 +1,12 @@
-"""What of a run is killed, and when: seeded moments between its first step and its last."""
+"""What of a run can be killed: its kinds of processes, and how to find them."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import psutil
-
-KINDS = {"engine": 1, "sandbox worker": 2, "sandbox server": 1, "scorer": 1}
-"""What is killed -> how many of them at once. The controller of the rollouts is a thread of rank zero."""
-TIMES = 3
-
-
-@dataclass(frozen=True)
-class Kill:
-    """step: the one that is under way, and how much of its usual duration has passed (0 to 1)."""
-
-    kind: str
-    step: int
-    fraction: float
-
-
-def plan(seed: int, steps: int) -> list[Kill]:
-    """Each kind `TIMES` times, in the order of their moments; none in the last two steps.
-
-    A run that samples a step ahead is through with its sandbox and its scorers by then.
-    """
-    rng = random.Random(seed)
-    moments = sorted(rng.uniform(1, steps - 2) for _ in range(TIMES * len(KINDS)))
-    kinds = [kind for kind in KINDS for _ in range(TIMES)]
-    rng.shuffle(kinds)
-    return [Kill(kind, int(at), at % 1.0) for kind, at in zip(kinds, moments, strict=True)]
 
 
 def kill(run: int, kind: str, count: int, rng: random.Random) -> list[int]:
@@ -76,11 +50,16 @@ def _is_sandbox_worker(process: psutil.Process) -> bool:
     """Below a template, which is below the server; nothing is below it, but what it runs."""
     above = process.parents()
     servers = [depth for depth, each in enumerate(above) if _is_server(each)]
-    return bool(servers) and servers[0] >= 1 and "ctpo_sandbox.template" in _command(process) and not process.children()
+    return (
+        bool(servers)
+        and servers[0] >= 1
+        and "ctpo_sandbox.inside.template" in _command(process)
+        and not process.children()
+    )
 
 
 def _is_template(process: psutil.Process) -> bool:
-    return "ctpo_sandbox.template" in _command(process) and _is_server(process.parent() or process)
+    return "ctpo_sandbox.inside.template" in _command(process) and _is_server(process.parent() or process)
 
 
 def _is_scorer(process: psutil.Process) -> bool:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 
 from tests.chaos import kills, machine
 from tests.end_to_end.small_run import SMALL, read
-from tests.support.deadlines import scaled
+from tests.support.deadlines import awaited, scaled
 from tests.support.prefork import ROOT
 
 SETTINGS = (
@@ -26,10 +25,8 @@ SETTINGS = (
     *("checkpoint.grace_s=20", "rollout.max_staleness=1", "rollout.max_response_tokens=64"),
     "rollout.max_turn_tokens=32",
 )
-ENDS = ("trainer", "gcs")
-"""Kinds whose death ends a run."""
-OF_RAYLET = ("raylet", "agent of ray", "engine")
-"""Kinds that a run has while its raylet lives, which ends with its agent. Afterwards its engines are orphans."""
+ENDS = ("trainer", "gcs", "raylet", "agent of ray")
+"""Kinds whose death ends a run: a raylet ends with its agent."""
 _LOG = machine.WORK / "log"
 
 
@@ -59,20 +56,14 @@ class Victim:
 
     def _await_step(self, run: subprocess.Popen[bytes]) -> None:
         """Return after two further steps, or when the run has ended."""
-        steps, deadline = _steps(), time.monotonic() + scaled(120)
-        while _steps() < steps + 2 and run.poll() is None:
-            assert time.monotonic() < deadline, f"no step for {scaled(120):g} s:\n{read(_LOG)[-4000:]}"
-            time.sleep(0.1)
+        steps = _steps()
+        moved = awaited(lambda: _steps() >= steps + 2 or run.poll() is not None, 120)
+        assert moved, f"no step for {scaled(120):g} s:\n{read(_LOG)[-4000:]}"
 
     def kill(self, kind: str) -> None:
         """Kill one of that kind, and wait until the run has made steps again, after a new start where it has ended."""
-        if kind in OF_RAYLET and not kills.of_kind(self._run.pid, "raylet"):
-            self._stop()
-            self._run = self._started()
-        deadline = time.monotonic() + scaled(60)
-        while not (chosen := kills.kill(self._run.pid, kind, 1, self._rng)):
-            assert time.monotonic() < deadline, f"there is no {kind} to be killed"
-            time.sleep(0.02)
+        chosen = awaited(lambda: kills.kill(self._run.pid, kind, 1, self._rng), 60, every=0.02)
+        assert chosen, f"there is no {kind} to be killed"
         self.killed[kind] += 1
         if kind in ENDS:
             self._run.wait(scaled(120))
@@ -91,9 +82,8 @@ class Victim:
     def end(self) -> None:
         """Stop it; then nothing at all is to be there."""
         self._stop()
-        deadline = time.monotonic() + scaled(10)
-        while (left := machine.there()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        awaited(lambda: not machine.there(), 10)
+        left = machine.there()
         if left:
             print(f"left at the end: {left}", flush=True)
             self.found.append(left)

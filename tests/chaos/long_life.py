@@ -28,7 +28,7 @@ from tests.chaos.accounts import accounts
 from tests.chaos.faults import ENDING, Fault, Faults, plan
 from tests.chaos.memory import Growth, Watch
 from tests.end_to_end.small_run import read, records
-from tests.support.deadlines import scaled
+from tests.support.deadlines import awaited, scaled
 from tests.support.prefork import ROOT
 from tests.support.task import sft_file, task_files, write_task
 
@@ -183,9 +183,8 @@ def judge(run: Run, steps: int, rewards: list[float], growths: list[Growth], fin
 
 def end_of(findings: Findings, run: Run) -> None:
     """Nothing is left of anything."""
-    deadline = time.monotonic() + scaled(10)
-    while (left := machine.there()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    awaited(lambda: not machine.there(), 10)
+    left = machine.there()
     findings.check(not left, f"left at the end: {left}")
     findings.check(not run.left, f"starts that found something of earlier ones: {len(run.left)}")
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.support.prefork import ROOT
+from tests.support.prefork import PYTHONPATH, ROOT
 
 WORK = Path("/tmp/work")
 """The run's own files, in memory."""
@@ -97,21 +97,22 @@ class Left(NamedTuple):
 
 
 def there() -> Left:
-    """Everything that is there, but for ourselves and the folder of the run."""
+    """Everything that is there, but for ourselves, agents of Ray, and the folder of the run."""
     ours = {1, os.getpid()}
     processes = {
         (process.pid, process.info["create_time"]): " ".join(process.info["cmdline"] or [process.info["name"]])[:150]
         for process in psutil.process_iter(["cmdline", "name", "create_time", "status"])
-        if process.pid not in ours and process.info["status"] != psutil.STATUS_ZOMBIE
+        if process.pid not in ours
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+        and not process.info["name"].startswith("ray::")  # Ray's agents stay for five minutes after their raylet
     }
-    ledgers = Path(f"/tmp/ctpo-ledgers-{os.geteuid()}")
+    private = Path(f"/tmp/ctpo-{os.geteuid()}")
     kept = {_TMP / path.relative_to(_TMP).parts[0] for path in _kept()}
-    paths = {path for folder in _FOLDERS for path in folder.iterdir()} - {WORK, ledgers, _CACHE, *kept}
-    paths |= set(ledgers.iterdir()) if ledgers.exists() else set()
+    paths = {path for folder in _FOLDERS for path in folder.iterdir()} - {WORK, private, _CACHE, *kept}
+    paths |= set(private.iterdir()) if private.exists() else set()
     return Left(processes, frozenset(map(str, paths)))
 
 
 def environment() -> dict[str, str]:
     """Variables of a run here."""
-    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("answers", "kernels", "sandbox", "launchers"))]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}

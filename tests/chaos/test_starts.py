@@ -27,9 +27,8 @@ SETTINGS = (
     *("sft=null", "export.enabled=false", "tracking.report=false", "eval.every=0", "eval.before_training=false"),
     *("run.steps=40", "checkpoint.every=2", "rollout.max_staleness=1", "rollout.max_turn_tokens=32"),
 )
-RAY = ("gcs", "raylet", "agent of ray")
 SANDBOX = ("sandbox server", "sandbox template", "sandbox worker")
-FIRST = ("results queue", "checkpoint writer", "scorer", "fork server", *SANDBOX, "engine", *RAY)
+FIRST = ("results queue", "checkpoint writer", "scorer", "fork server", *SANDBOX, "engine")
 REPLACED = ("results queue", "scorer", "fork server", "sandbox server", "sandbox worker", "engine")
 TRY_AGAIN = 75
 """Exit status of a run that asks to be started again."""

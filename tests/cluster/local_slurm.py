@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ctpo_launchers.job import free_ports
 from tests.cluster.packages import PATH
-from tests.support.deadlines import scaled
+from tests.support.deadlines import awaited, scaled
 
 NODES = {"n0": "127.0.0.2", "n1": "127.0.0.3"}
 _CONFIGURATION = """
@@ -92,11 +92,9 @@ class Slurm:
 
     def until(self, job: str, *states: str, seconds: float) -> str:
         """Wait until a job is in one of these states."""
-        deadline = time.monotonic() + scaled(seconds)
-        while (state := self.shown(job, "JobState")) not in states:
-            assert time.monotonic() < deadline, f"job {job} is {state} ({self.shown(job, 'Reason')}), not {states}"
-            time.sleep(0.5)
-        return state
+        found = awaited(lambda: {self.shown(job, "JobState")}.intersection(states), seconds, every=0.5)
+        assert found, f"job {job} is {self.shown(job, 'JobState')} ({self.shown(job, 'Reason')}), not {states}"
+        return found.pop()
 
     def requeue(self, job: str) -> None:
         """Let the job be preempted, and begin again at once: Slurm would hold it back for two minutes."""
@@ -149,21 +147,18 @@ def _start(slurm: Slurm) -> None:
     slurm.ask("slurmctld", "-f", str(folder / "slurm.conf"), "-c")
     for name in NODES:
         slurm.ask("slurmd", "-N", name, "-f", str(folder / "slurm.conf"))
-    deadline = time.monotonic() + scaled(60)
-    while (idle := slurm.ask("sinfo", "--noheader", "--format=%D", "--states=idle")) != str(len(NODES)):
+    idle = ("sinfo", "--noheader", "--format=%D", "--states=idle")
+    if not awaited(lambda: slurm.ask(*idle) == str(len(NODES)), 60, every=0.5):
         logs = "".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
-        assert time.monotonic() < deadline, f"{idle or 0} of {len(NODES)} nodes are idle\n{logs}"
-        time.sleep(0.5)
+        raise AssertionError(f"{slurm.ask(*idle) or 0} of {len(NODES)} nodes are idle\n{logs}")
 
 
 def _cancel_all(slurm: Slurm) -> None:
     """End what runs, by force after a minute: the steps of a job outlive the daemons."""
     for options in ((), ("--signal=KILL", "--full")):
-        deadline = time.monotonic() + scaled(60)
         with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):  # the controller did not come up
             slurm.ask("scancel", "--user=root", *options)
-            while slurm.ask("squeue", "--noheader") and time.monotonic() < deadline:
-                time.sleep(0.5)
+            awaited(lambda: not slurm.ask("squeue", "--noheader"), 60, every=0.5)
 
 
 def _end(pid_file: Path) -> None:

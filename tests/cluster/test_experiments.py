@@ -13,11 +13,10 @@ from ctpo_megatron.config import load_config
 from tests.end_to_end.small_run import SMALL, Ctpo, records
 from tests.support import children
 from tests.support.deadlines import scaled
-from tests.support.prefork import ROOT
+from tests.support.prefork import PYTHONPATH, ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 EXAMPLE = ROOT / "examples" / "nemo_run" / "sweep_then_eval.py"
-PATHS = ":".join(str(ROOT / folder) for folder in ("", "answers", "kernels", "sandbox", "launchers"))
 SURFACES = {
     "slurm.fill_template": "assert 'fill_template(\"slurm.sh.j2\", vars_to_fill)' in source(slurm.SlurmBatchRequest)",
     "utils.fill_template": "assert names(utils.fill_template) == ['template_name', 'variables', 'template_dir']",
@@ -63,7 +62,7 @@ print(json.dumps(found))
 def of_nemo_run(program: str, directory: Path, deadline_s: float, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a program in the launcher's environment, which is made if it is missing."""
     python = environment._python()
-    variables = {"PYTHONPATH": PATHS, "NEMORUN_HOME": str(directory / "nemo"), "COLUMNS": "120"} | more
+    variables = {"PYTHONPATH": PYTHONPATH, "NEMORUN_HOME": str(directory / "nemo"), "COLUMNS": "120"} | more
     return children.run([str(python), "-c", program], directory=directory, environment=variables, deadline_s=deadline_s)
 
 

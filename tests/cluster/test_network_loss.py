@@ -1,4 +1,4 @@
-"""The network between two node programs goes, for a while or for good: the fault table of docs/cluster.md."""
+"""The network between two node programs goes, for a while or for good: the faults of docs/cluster.md."""
 
 from __future__ import annotations
 

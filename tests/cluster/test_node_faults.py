@@ -1,4 +1,4 @@
-"""What kills parts of a job of two node programs, and what becomes of it: the fault table of docs/cluster.md."""
+"""What kills parts of a job of two node programs, and what becomes of it: the faults of docs/cluster.md."""
 
 from __future__ import annotations
 

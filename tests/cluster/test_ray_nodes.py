@@ -72,7 +72,7 @@ def nodes() -> Iterator[Set]:
                 "tools": [{"name": "python"}],
             }
             options |= {"start_timeout_s": scaled(240), "weights": {"timeout_s": scaled(60)}}
-            with pytest.raises(Refused, match=r"no place for 9 engines of 1 CPU and 0 GPU each .*packed\)"):
+            with pytest.raises(Refused, match="no place for 9 engines of 1 CPU and 0 GPU each"):
                 driver.call("start", root=str(cluster.folder), sandbox_url=None, engines=9, **options)
             seconds = driver.call("start", root=str(cluster.folder), sandbox_url=None, **options)
             print(f"the engine serves after {seconds:.1f} s")

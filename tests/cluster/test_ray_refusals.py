@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,28 +57,6 @@ def test_all_that_is_wrong_with_a_node_is_said_at_once(driver: Driver, cluster: 
     assert f"{there}: this node has no sandbox: CTPO_SANDBOX_URL is not set for its Ray processes" in said
     assert f"{cluster.cable.here}:" not in said  # the head has no processor for an engine, and needs no sandbox
     assert not [node for node in cluster.nodes if node.processes("ray::RolloutEngine")]
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            {"sections": {"cluster": {"nodes": 3}}, "start_timeout_s": 3},
-            r"2 of 3 Ray nodes \(cluster.nodes\) are there: {here} \(0 CPU, 0 GPU\), {there} \(1 CPU, 0 GPU\)",
-        ),
-        ({"sections": {}}, r"2 Ray nodes are there: .*; cluster.nodes is 1. Set cluster.nodes=2"),
-        (
-            {"sections": {"cluster": {"nodes": 2, "node_address": "10.1.2.3"}}},
-            r"cluster.node_address=10.1.2.3 is no address of this machine",
-        ),
-    ],
-)
-def test_a_cluster_of_another_size_or_address_is_named(
-    driver: Driver, cluster: TwoNodes, change: dict[str, Any], said: str
-) -> None:
-    text = refusal(driver, cluster, **change)
-    here, there = re.escape(cluster.cable.here), re.escape(cluster.cable.there)
-    assert re.search(said.replace("{here}", here).replace("{there}", there), text), text
 
 
 @pytest.mark.parametrize("secret", ["another", None])

@@ -1,11 +1,10 @@
-"""A small model, and what the checks of training say of a configuration for it."""
+"""A small model, and what the rules of training say of a configuration for it."""
 
 from __future__ import annotations
 
-from ctpo_megatron.config import Config, Job
+from ctpo_megatron.config import Config, Job, check_training
 from ctpo_megatron.models import FAMILIES, ModelSpec
-from ctpo_megatron.preflight import RunContext
-from ctpo_megatron.preflight.configuration import check_training
+from ctpo_megatron.plan import check_cache
 
 SPEC = ModelSpec(
     family=FAMILIES["Qwen3ForCausalLM"],
@@ -22,5 +21,6 @@ SPEC = ModelSpec(
 
 def found(config: Config, world_size: int = 1, spec: ModelSpec | None = SPEC, cuda: bool = False) -> list[str]:
     """Of a model whose files are elsewhere, or, without a spec, of the configuration's."""
-    context = RunContext(config, spec, Job(world_size), cuda)
-    return [f"{p.severity}: {p}" for p in check_training(context, files=spec is None)]
+    job = Job(world_size, cuda=cuda)
+    problems = [*check_training(config, spec, job, files=spec is None), *check_cache(config, spec, job)]
+    return [f"{p.severity}: {p}" for p in problems]

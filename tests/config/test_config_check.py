@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ctpo_megatron.checks import check_extensions, validate
 from ctpo_megatron.config import Config, ConfigError, Job, load_with_sources
 from ctpo_megatron.config.keys import known_paths
-from ctpo_megatron.preflight import check_extensions, validate
-from ctpo_megatron.preflight.plan import evaluations
+from ctpo_megatron.plan import evaluations
 from tests.config.model import SPEC, found
 
 Make = Callable[..., Config]
@@ -22,7 +22,7 @@ Make = Callable[..., Config]
 
 def test_good_configuration_has_no_problem(config_with: Make) -> None:
     config = config_with()
-    assert validate(config, Job(1), cuda=False) == []
+    assert validate(config, Job(1)) == []
     assert found(config, world_size=4) == []
     assert found(config_with("policy.tensor_model_parallel_size=2", "policy.sequence_parallel=true"), 2) == []
 
@@ -66,6 +66,7 @@ ERRORS = {
     "rollout.weights.transport=nccl": 'transport = "nccl": needs CUDA; set auto or tcp',
     "rollout.engine.block_size=16": "must be a multiple of 32 without CUDA",
     "'rollout.engine.extra={dtype: half}'": 'extra.dtype = "half": is set elsewhere; use rollout.engine.dtype',
+    "'rollout.engine.extra={seed: 1}'": "extra.seed = 1: is set elsewhere; use run.seed",
     "'rollout.engine.extra={logprobs_mode: raw}'": "the trainer needs the log-probs of the distribution sampled",
     "rollout.engine.tensor_parallel_size=3": ": does not divide",
     "rollout.samples_per_prompt=1 rollout.prompts_per_step=1 objective.advantage.kind=mean_baseline": (
@@ -159,6 +160,7 @@ def test_files_that_are_not_there(config_with: Make) -> None:
 
 
 WARNINGS = {
+    "'rollout.engine.extra={trust_remote_code: true}'": "extra.trust_remote_code = true: runs code: Python files in",
     "policy.mini_batch_prompts=32": "exactly one update per batch: the ratio is identically 1",
     "objective.preset=dr-grpo": "set it to rollout.max_response_tokens (176)",
     "policy.mini_batch_prompts=32 objective.anchor=decoupled objective.correction.level=prefix": (

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ctpo_megatron.preflight import START_CHECKS, has_cuda_device, run_checks
-from ctpo_megatron.preflight import devices as node_devices
+from ctpo_megatron.checks import devices as node_devices
+from ctpo_megatron.checks import has_cuda_device, temporary_problem
 
 
 def test_it_agrees_with_torch() -> None:
@@ -46,18 +46,13 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not node_devices.driver_shows_device()
 
 
-def problems() -> list[str]:
-    return [str(problem) for problem in run_checks(START_CHECKS, None)]
-
-
 def test_a_temporary_directory_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters give each job a folder with a long name; a container's root may be read-only."""
     for length, fits in ((52, True), (53, False)):
         monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * (length - 1)}")
-        assert (problems() == []) == fits
-    (found,) = problems()
-    assert "TMPDIR" in found and "has 53 characters" in found
+        assert (temporary_problem() is None) == fits
+    assert "has 53 characters" in str(temporary_problem())
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
     monkeypatch.setenv("TMPDIR", "/none")
-    assert problems()[0].startswith('TMPDIR = "/none": No usable temporary directory found in')
+    assert str(temporary_problem()).startswith('TMPDIR = "/none": No usable temporary directory found in')

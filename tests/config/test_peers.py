@@ -10,7 +10,7 @@ import pytest
 from ctpo_megatron import cli
 from ctpo_megatron.config import Problem, load_with_sources
 from ctpo_megatron.config.keys import known_paths
-from ctpo_megatron.config.peers import TRL, VERL, answer
+from ctpo_megatron.config.peers import PEERS, answer, peer_table
 
 Refusal = Callable[..., list[str]]
 ANSWERS = [
@@ -26,10 +26,12 @@ ANSWERS = [
     ("run.push_to_hub=true", "nothing is uploaded: `hf upload` takes the folder model/ of a run; remove the key"),
     (
         "actor_rollout_ref={rollout: {n: 8, mode: async}, actor: {use_kl_loss: true}}",
-        "unknown key; of TRL or verl: actor_rollout_ref.rollout.n is rollout.samples_per_prompt; "
+        "unknown key; of verl: actor_rollout_ref.rollout.n is rollout.samples_per_prompt; "
         "actor_rollout_ref.actor.use_kl_loss: there is no KL term",
     ),
-    ("reward_model={overlong_buffer: {len: 4}}", "unknown key; verl's name for reward.overlong_penalty"),
+    ("grpo.num_prompts_per_step=8", "unknown key; NeMo-RL's name for rollout.prompts_per_step"),
+    ("rollout.n_samples_per_prompt=8", "unknown key; slime's name for rollout.samples_per_prompt"),
+    ("reward_model={overlong_buffer: {len: 4}}", "unknown key; verl's name for reward.overlong_penalty ("),
 ]
 OURS = [
     ("policy.lr=1", "did you mean policy.optimizer.lr"),
@@ -49,23 +51,25 @@ def test_an_unknown_key_is_answered(override: str, message: str, refusal: Refusa
     assert message in problem
 
 
-@pytest.mark.parametrize("peer", ["TRL", "verl"])
+@pytest.mark.parametrize("peer", PEERS)
 def test_every_key_of_a_table_is_answered_in_the_section_it_comes_from(peer: str, refusal: Refusal) -> None:
-    """All at once, in one file: `a.b.c` as verl has it, a name alone as TRL has it."""
-    table = {"TRL": TRL, "verl": VERL}[peer]
-    names = [
-        name for name in table if name not in known_paths() and name.split(".")[0] not in ("model", "data", "rollout")
-    ]
+    """All at once, in one file: `a.b.c` as verl has it, a name alone as TRL has it, slime's without dashes."""
+    rows = {name.lstrip("-").replace("-", "_"): row for name, row in peer_table(peer).keys.items()}
+    ours = {path.partition(".")[0] for path in known_paths()}
+    names = [name for name in rows if name.split(".")[0] not in ours]
     problems = refusal(*(f"{name}=1" for name in names if not any(other.startswith(f"{name}.") for other in names)))
     for name in names:
         found = answer(name)
-        assert found is not None and found.peer == peer
+        assert found is not None and (found is rows[name] or PEERS.index(peer) > 1), name
         assert any(name.partition(".")[0] in problem for problem in problems), name
 
 
-@pytest.mark.parametrize("name", [name for name in (*TRL, *VERL) if "_" in name.rpartition(".")[2]])
+NAMES = [name.replace("-", "_") for peer in PEERS for name in peer_table(peer).keys]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "_" in name.rpartition(".")[2].strip("_")])
 def test_a_key_is_known_by_its_last_name(name: str) -> None:
-    last = name.rpartition(".")[2]
+    last = name.rpartition(".")[2].strip("_")
     found, ours = answer(f"mine.{last}"), {path.rpartition(".")[2] for path in known_paths()}
     assert last in ours or (found is not None and (found.keys, found.note) != ((), ""))
 

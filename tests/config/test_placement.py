@@ -12,9 +12,14 @@ import yaml
 from pydantic import TypeAdapter
 
 from ctpo_megatron.config import Config, Job, Placement, engine_count
-from ctpo_megatron.config.memory import GIB
-from ctpo_megatron.preflight import GpuMemory, RunContext, settled
-from ctpo_megatron.preflight.placement import TransferMemory, check_gpu_memory, check_placement
+from ctpo_megatron.config.rollout_rules import check_placement
+from ctpo_megatron.plan import (
+    GpuMemory,
+    TransferMemory,
+    check_gpu_memory,
+    settled,
+)
+from ctpo_megatron.plan.memory import GIB
 from docs.site.sizing import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,8 +46,8 @@ def readme(**change: Any) -> Config:
 
 def refused(config: Config, job: Job, model: str = "Qwen3-4B", gpu_gib: float = 80) -> str:
     chosen = settled(config, job, MODELS[model], gpu_gib)
-    context = RunContext(chosen, MODELS[model], job, cuda=True, gpu_gib=gpu_gib)
-    problems = [*check_placement(context), *check_gpu_memory(context)]
+    job = replace(job, cuda=True)
+    problems = [*check_placement(chosen, None, job), *check_gpu_memory(chosen, MODELS[model], job, gpu_gib)]
     return "\n".join(f"{problem.severity}: {problem}" for problem in problems)
 
 
@@ -71,11 +76,11 @@ def test_sides_have_gpus_of_their_own_or_share_them() -> None:
 
 def test_one_gpu_is_enough_by_turns() -> None:
     """As the first hour on a GPU runs the quickstart."""
-    one = Job(1, None, 1)
+    one = Job(1, None, 1, cuda=True)
     single: dict[str, Any] = {"placement": {"trainer_gpus": None, "engine_gpus": None}, "rollout": {"engines": 1}}
-    assert "needs 2 GPUs" in str([str(p) for p in check_placement(RunContext(readme(**single), None, one, True))])
+    assert "needs 2 GPUs" in str([str(p) for p in check_placement(readme(**single), None, one)])
     shared = merged(single, {"placement": {"mode": "colocated"}})
-    assert list(check_placement(RunContext(readme(**shared), None, one, True))) == []
+    assert list(check_placement(readme(**shared), None, one)) == []
 
 
 def test_auto_is_one_engine_for_each_group_of_gpus() -> None:
@@ -127,7 +132,7 @@ CONTRADICTIONS: list[tuple[Job, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("job", "change", "expected"), CONTRADICTIONS)
 def test_contradictions_are_named(job: Job, change: dict[str, Any], expected: str) -> None:
-    found = [f"{p.severity}: {p}" for p in check_placement(RunContext(readme(**change), None, job, True))]
+    found = [f"{p.severity}: {p}" for p in check_placement(readme(**change), None, replace(job, cuda=True))]
     assert any(expected in text for text in found), found
 
 
@@ -141,14 +146,15 @@ def test_the_job_is_what_torchrun_says_or_what_is_configured(
     for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", on_a_node)):
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     config = readme(cluster={"nodes": nodes})
-    assert Job.here(config, cuda=True) == expected
+    assert Job.here(config, cuda=True) == replace(expected, cuda=True)
     assert Job.here(config, cuda=False) == (expected if world else Job(1))
-    assert Job.here(readme(placement={"trainer_gpus": None}), cuda=True) == (expected if world else Job(1))
+    unset = Job.here(readme(placement={"trainer_gpus": None}), cuda=True)
+    assert unset == replace(expected if world else Job(1), cuda=True)
 
 
 def test_no_gpu_no_placement() -> None:
-    assert list(check_placement(RunContext(readme(placement={"trainer_gpus": 3}), None, Job(1), False))) == []
-    (problem,) = check_placement(RunContext(readme(**colocated()), None, Job(1), False))
+    assert list(check_placement(readme(placement={"trainer_gpus": 3}), None, Job(1))) == []
+    (problem,) = check_placement(readme(**colocated()), None, Job(1))
     assert str(problem) == 'placement.mode = "colocated": engines sleep on CUDA only; set disaggregated'
 
 

@@ -15,6 +15,7 @@ from ctpo_megatron.run import RunDirectoryError, open_run_directory
 
 TEXT_WITHOUT_PATH = {
     "run.name",
+    "rollout.stop",
     "run.root",  # the parent of what is written
     "model.chat_template_kwargs",
     "checkpoint.best_metric",
@@ -35,7 +36,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 def text_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any, bool]]:
     """Dotted key, annotation and whether it is marked, of keys that may hold text; one Extension stands for all."""
     for name, field in section.model_fields.items():
-        key, inner = f"{prefix}{field.alias or name}", _section(field.annotation)
+        key, inner = f"{prefix}{name}", _section(field.annotation)
         if inner is None:
             if _holds(field.annotation, str) or _holds(field.annotation, Any):
                 yield key, field.annotation, any(isinstance(mark, Reads) for mark in field.metadata)

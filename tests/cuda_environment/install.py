@@ -1,6 +1,6 @@
 """The environment of docs/install_cuda.md, by its commands: `python -m tests.cuda_environment.install FOLDER PYTHON`.
 
-Steps 1 and 2 of the page are typed as they stand there, with the folder and the Python of this machine. A last step
+Steps 1 and 2 of the page are typed as they stand there, with the folder of this machine. A last step
 makes a driver library that shows no GPU, so that everything can be imported without one.
 """
 
@@ -24,12 +24,9 @@ STEPS = {"lock": "## 1. ", "transformer-engine": "## 2. "}
 NOT_HERE = ("sudo ", "ctpo doctor", "python3.12 -m venv", 'python -c "import torch, transformer_engine')
 """How lines begin that need root, a GPU, or make the environment, which is there by then."""
 
-OLDER_ENGINE = {"3.11": "2.11.0"}
-"""Python -> the Transformer Engine of its megatron-core, which the page names beside the block."""
 
-
-def commands(page: str, step: str, python: str) -> list[str]:
-    """The shell lines of a step. python: "3.12". Raises LookupError when the page has no such step, or no block."""
+def commands(page: str, step: str) -> list[str]:
+    """The shell lines of a step. Raises LookupError when the page has no such step, or no block."""
     section = next((part for part in re.split(r"(?m)^(?=## )", page) if part.startswith(STEPS[step])), None)
     if section is None:
         raise LookupError(f"{PAGE.name} has no section that begins with {STEPS[step]!r}")
@@ -38,14 +35,7 @@ def commands(page: str, step: str, python: str) -> list[str]:
         raise LookupError(f"{PAGE.name}: the section {STEPS[step]!r} has no block of commands")
     lines = [re.split(r"\s{2,}# ", line.strip())[0] for line in block[0].splitlines()]
     kept = [line for line in lines if not line.startswith(NOT_HERE)]
-    engine = OLDER_ENGINE.get(python)
-    return [_of_this_python(line, python, engine) for line in kept]
-
-
-def _of_this_python(line: str, python: str, engine: str | None) -> str:
-    line = line.replace("requirements/cuda-3.12.txt", f"requirements/cuda-{python}.txt")
-    line = re.sub(r"MAX_JOBS=\d+", f"MAX_JOBS={os.cpu_count() or 1}", line)  # 1.8 GB of memory each
-    return re.sub(r"(transformer-engine[\w-]*)==\S+", rf"\1=={engine}", line) if engine else line
+    return [re.sub(r"MAX_JOBS=\d+", f"MAX_JOBS={os.cpu_count() or 1}", line) for line in kept]  # 1.8 GB of memory each
 
 
 def run(lines: list[str], folder: Path, log: Path) -> None:
@@ -106,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         print(f"{step}: {PAGE.name}, {STEPS[step].strip('# ')}", flush=True)
         began = time.monotonic()
-        run(commands(page, step, python), folder, folder / f"{step}.log")
+        run(commands(page, step), folder, folder / f"{step}.log")
         done.touch()
         print(f"  {time.monotonic() - began:.0f} s", flush=True)
     if not (folder / "driver" / "libcuda.so.1").exists():

@@ -9,19 +9,14 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron.data import DataError, Trajectory, batch_order, batches
+from tests.data.rows import write
 from tests.support.prompts import load_conversations
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-
-
-def write(path, conversations) -> str:
-    pq.write_table(pa.Table.from_pylist([{"messages": messages} for messages in conversations]), path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +57,7 @@ def test_templates_that_no_turn_can_be_taught_with_are_refused(tmp_path, tokeniz
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{% for m in messages %}" + shown + "{% endfor %}"
     with pytest.raises(DataError, match=re.escape(message)):
-        load_conversations([write(tmp_path / "a.parquet", [TALK + TALK])], other)
+        load_conversations([write(tmp_path / "a.parquet", {"messages": TALK + TALK})], other)
 
 
 def test_all_rows_that_the_template_refuses_are_named(tmp_path, tokenizer):

@@ -166,5 +166,5 @@ def test_a_dry_run_takes_what_the_lines_made(own: Path, capsys: pytest.CaptureFi
     message = capsys.readouterr().err
     assert message.count("theirs.jsonl: no columns 'data_source', 'reward_model'; the columns are prompt, answer") == 1
     (file,) = made({own: message})
-    assert cli.main([*words, f"data.train=[{file.name}]"]) == 0
+    assert cli.main([*words, "-v", f"data.train=[{file.name}]"]) == 0
     assert "0+1?" in capsys.readouterr().out

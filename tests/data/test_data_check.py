@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron import cli
+from ctpo_megatron.checks import DataValidation
 from ctpo_megatron.config import load_config
-from ctpo_megatron.preflight import Admission
 from tests.data.rows import row, write
 from tests.support.deadlines import scaled
 
@@ -73,16 +73,16 @@ def test_what_it_shows(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "data.train 1,101 rows 1 file; 1,000 prompts read" in lines
     assert "data.eval 1 rows 1 file" in lines
     assert any(line.startswith("tokens ") and line.endswith("data.max_prompt_tokens is 400") for line in lines)
-    head, first = out.split("The first prompt, as the model sees it\n")[1].split("\nThe first trajectory, ")
-    assert [line for line in first.splitlines() if line.startswith("[")] == [
-        "[model] <tool_call>",
-        "[output] ",
+    called = '<tool_call> {"name": "code_interpreter", "arguments": {"code": "print(6 * 7)"}} </tool_call><|im_end|>'
+    prompt, *first = [line for line in lines if line.startswith("[")]
+    assert prompt.startswith('[prompt] {"type": "function"') and prompt.endswith(" ...")
+    assert first[0] == f"[model] {called}" and first[1].startswith("[output] ")
+    assert first[2:] == [
         "[model] The answer is \\boxed{2}.<|im_end|>",
         "[reward] 1.0 for the ground truth in a box, 0.0 for no answer",
     ]
-    assert head.startswith('{"type": "function"') and head.endswith(
-        "<|im_start|>user\n0<|im_end|>\n<|im_start|>assistant\n\n"
-    )
+    whole = dry_run(capsys, *shown, "-v")[1].partition("\n[prompt] ")[2]
+    assert whole.partition("[model]")[0].endswith("<|im_start|>user\n0<|im_end|>\n<|im_start|>assistant\n\n")
     status, out, _ = dry_run(capsys, *shown, "--full")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert status == 0
@@ -104,7 +104,7 @@ def test_nothing_left_is_a_mistake(own: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_all_mistakes_come_in_one_list(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(own / "train.jsonl", row(data_source=""), row("x", "#### 72"), row("7 " * 400), {"data_source": "u"})
+    write(own / "train.jsonl", row(data_source="", id=" "), row("x", "#### 72"), row("7 " * 400), {"data_source": "u"})
     write(own / "eval.jsonl", row(id="a"), row(id="a"))
     write(own / "sft.jsonl", {"messages": [{"role": "user", "content": "x"}]})
     status, out, err = dry_run(
@@ -113,10 +113,11 @@ def test_all_mistakes_come_in_one_list(own: Path, capsys: pytest.CaptureFixture[
     assert (status, out) == (2, "")
     for problem in (
         "policy.mini_batch_prompts = 5: does not divide the batch",
-        "own.yaml:3: data.train: train.jsonl row 0 column 'data_source': expected a non-empty text",
+        "own.yaml:3: data.train: train.jsonl row 0 column 'data_source': expected a non-empty text (value: '')",
+        "data.train: train.jsonl row 0 column 'id': expected a text or an integer",
         "data.train: train.jsonl row 1 column 'reward_model': the ground truth holds a worked solution (GSM8K)",
         "here '72'; or set data.unverifiable: drop",
-        "data.train: train.jsonl row 2 column 'prompt': ",
+        "tokens, limit 400: raise data.max_prompt_tokens, and rollout.engine.max_model_len",
         "data.train: train.jsonl row 3 column 'prompt': expected a non-empty list",
         "data.eval: eval.jsonl row 1 column 'id': already used by eval.jsonl row 0",
         "sft.data: sft.jsonl row 0 column 'messages': must end with an assistant message",
@@ -151,14 +152,14 @@ def test_held_out_rows_of_a_training_file_are_counted(own: Path, capsys: pytest.
         "the accuracy there says nothing about other problems; leave them out of data.train"
     )
     assert status == 0 and told in err and len(err.splitlines()) == 1
-    admission = Admission.of(load_config("own.yaml"), own / "kept")
-    assert admission.held_out(admission.training()).doubts.lines == [told.removeprefix("data.eval: ")]
+    validation = DataValidation.of(load_config("own.yaml"), own / "kept")
+    assert validation.held_out(validation.training()).doubts.lines == [told.removeprefix("data.eval: ")]
 
 
 def test_a_file_that_is_both_is_named_once(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (own / "link.jsonl").symlink_to("train.jsonl")
     status, _, err = dry_run(capsys, "data.eval=[link.jsonl]")
-    assert status == 0 and len(err.splitlines()) == 1 and "is training data too" in err
+    assert status == 0 and len(err.splitlines()) == 1 and "20 of 20 prompts are in train.jsonl too" in err
 
 
 def test_torch_is_not_imported(own: Path) -> None:

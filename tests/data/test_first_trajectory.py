@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.base.extensions import activate
+from ctpo_megatron.checks.first_trajectory import FirstTrajectory, play_first
 from ctpo_megatron.config import load_config
 from ctpo_megatron.config.problems import Problem
 from ctpo_megatron.environments import chat_tokenizer, training_prompts
-from ctpo_megatron.preflight.first_trajectory import FirstTrajectory, play_first
 from tests.data.rows import row, write
 from tests.data.test_data_check import own  # noqa: F401 - a fixture
 
@@ -20,7 +20,7 @@ def first(*overrides: str) -> FirstTrajectory:
     config = load_config("own.yaml", list(overrides))
     activate(config.extensions.path or ())
     tokenizer = chat_tokenizer(config.model, [])
-    prompt = training_prompts(config, tokenizer, 1).prompts[0]
+    prompt = training_prompts(config, tokenizer, limit=1).prompts[0]
     return play_first(config, tokenizer, prompt)
 
 
@@ -81,6 +81,14 @@ import aiohttp, httpx
 class Episodes:
     async def run(self, episode):
         raise RuntimeError("must not be played")
+
+class WithoutExample:
+    def mentions_call(self, text):
+        return "<call>" in text
+    def parse(self, text):
+        return []
+    def render(self, calls):
+        return []
 
 def nothing(trajectory, prompt):
     return 0.0
@@ -148,6 +156,11 @@ def test_an_environment_of_ones_own_is_not_played(parts: str) -> None:
     assert found.problems == [] and [title for title, _ in found.parts] == ["not played"]
 
 
+def test_a_parser_without_an_example_gets_no_call(parts: str) -> None:
+    found = first(parts, "rollout.tool_parser=first_parts:WithoutExample", "data.tool_in_prompt=false")
+    assert found.problems == [] and [title for title, _ in found.parts] == ["model", "reward"]
+
+
 def scored_by(parts: str, name: str, *overrides: str) -> Problem:
     """The one problem of a first trajectory that this function scores, which is given the address of a judge."""
     arguments = ", arguments: {url: 'http://127.0.0.1:9/v1'}" if name in JUDGES else ""
@@ -181,7 +194,7 @@ def test_the_function_of_the_data_source_is_the_one_that_is_named(parts: str) ->
 def test_a_reward_function_that_returns_a_list_is_an_error_that_names_the_adapter(parts: str) -> None:
     problem = scored_by(parts, "list_of_one")
     assert problem.failed and "TypeError: " in str(problem) and problem.fix.startswith("TRL calls such functions: ")
-    assert "docs/from_trl.md has an adapter" in str(problem)
+    assert "docs/coming_from.md has an adapter" in str(problem)
 
 
 JUDGES = {
@@ -214,6 +227,7 @@ def test_a_judge_that_is_not_there_is_a_warning_with_its_address(parts: str, nam
 def test_a_function_that_gives_the_right_answer_nothing_is_a_warning(parts: str, name: str, said: str) -> None:
     problem = scored_by(parts, name, "reward.timeout_s=0.5") if name == "hangs" else scored_by(parts, name)
     assert problem.severity == "warning" and said in str(problem)
+    assert name != "nothing" or "ignore this where it reads another form" in str(problem)
     assert name != "hangs" or "reward.timeout_s" in problem.fix
 
 

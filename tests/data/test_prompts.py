@@ -56,22 +56,6 @@ def test_missing_file_says_what_is_there(toolmath, tmp_path, tokenizer):
         assert line in message
 
 
-def test_all_bad_rows_are_reported_at_once(tmp_path, tokenizer):
-    """Also two cells of one row, and a row after those of another file."""
-    first = write(tmp_path / "a.jsonl", row(data_source=None, reward_model=None), row("7 " * 80), row(id="x"))
-    second = write(tmp_path / "b.jsonl", row(id="x"))
-    message = errors([first, second], tokenizer)
-    for line in (
-        "4 problems",
-        "row 0 column 'data_source': expected a non-empty text (value: None)",
-        "row 0 column 'reward_model': expected a record with the field 'ground_truth'",
-        "row 1 column 'prompt': 16",  # the token count
-        "tokens, limit 64: raise data.max_prompt_tokens, and rollout.engine.max_model_len",
-        f"{second} row 0 column 'id': already used by {first} row 2",
-    ):
-        assert line in message
-
-
 def test_only_the_first_twenty_problems_are_listed(tmp_path, tokenizer):
     message = errors([write(tmp_path / "a.parquet", *(row(data_source="") for _ in range(33)))], tokenizer)
     assert message.startswith("33 problems")

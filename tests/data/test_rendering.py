@@ -12,9 +12,9 @@ import pytest
 
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.checks import DataValidation
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import PromptSampler, RowSet, batch_order
-from ctpo_megatron.preflight import Admission
 from tests.data.rows import row, write
 
 CLOCK = "{% if '+' in messages[0].content %}{{ strftime_now('%d %B %Y %H:%M:%S') }}\n{% endif %}{{ shown }}"
@@ -54,8 +54,8 @@ def config(own: Path, *overrides: str) -> Config:
 
 def admitted(own: Path, kind: str, *overrides: str, run: str = "run") -> RowSet:
     """What a start of the run makes of the files of one kind."""
-    admission = Admission.of(config(own, *overrides), own / run)
-    return {"train": admission.training, "eval": admission.held_out, "sft": admission.conversations}[kind]()
+    validation = DataValidation.of(config(own, *overrides), own / run)
+    return {"train": validation.training, "eval": validation.held_out, "sft": validation.conversations}[kind]()
 
 
 def tokens(found: RowSet) -> list[list[int]]:

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.base.run_paths import AHEAD, AHEAD_JSON
 from ctpo_megatron.data import TOOL_STATUSES, ToolCall, Trajectory
+from ctpo_megatron.data.records import NoVerdict
 from ctpo_megatron.data.tokens import ROUTER_CHOICES, TOKEN, records
 from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
-from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.tracking import read_trajectories, recorded_trajectories
 from tests.support.recorded import groups_of_a567bdb6, through_a_file
 

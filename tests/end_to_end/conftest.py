@@ -16,9 +16,12 @@ def ctpo(tmp_path_factory: pytest.TempPathFactory) -> Ctpo:
 
 @pytest.fixture(scope="session")
 def finished(ctpo: Ctpo) -> Path:
-    """The run directory of an uninterrupted run; its output is in `output.txt` there."""
-    done = ctpo.launch("run.name=whole")
+    """The run directory of an uninterrupted run; its output is in `output.txt` there, its imports in `imports.txt`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # all processes list their imports
+        done = ctpo.launch("run.name=whole")
     assert done.returncode == 0, done.stderr[-4000:]
     run = ctpo.directory / "runs" / "whole"
     (run / "output.txt").write_text(done.stdout)
+    (run / "imports.txt").write_text(done.stderr)
     return run

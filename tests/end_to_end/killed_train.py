@@ -1,14 +1,12 @@
 """`ctpo train ...` that kills itself, with all its processes, at a chosen point: the Nth time it is reached in the run.
 
-After SIGTERM and the like the run goes on as it will. "wait" sends none: there the run waits for one from elsewhere.
-As a rank of torchrun (`-m tests.end_to_end.killed_train`) it has torchrun signalled in its second step.
+After SIGTERM or another signal that it heeds, the run itself decides how it ends.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,21 +26,6 @@ def half_a_file(_transforms: Any, _process: int, bucket: tuple[str, Any, Any], *
         file.write(b"half")
 
 
-def killed_alone(*_: Any) -> None:
-    """As by a kernel without memory: of a process that writes a checkpoint, and of no other."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def wait_for_a_signal(*_: Any) -> None:
-    signal.pause()
-
-
-def ask_torchrun(*_: Any) -> None:
-    """As a scheduler that signals the launcher alone: whether it arrives here is torchrun's business."""
-    os.kill(os.getppid(), signal.SIGUSR1)
-    signal.pause()
-
-
 def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     """Point -> owner, function, and what to do just before the kill, which comes before the function."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -58,11 +41,8 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
         "score": (RewardPool, "score", None),
         "update": (OptimizerSteps, "apply", None),
         "write": (FileSystemWriterAsync, "write_preloaded_data", half_a_file),
-        "writer": (FileSystemWriterAsync, "write_preloaded_data", killed_alone),
         "publish": (checkpoint_files, "publish", None),
         "log": (MetricsWriter, "_append", half_a_line),
-        "wait": (Replay, "wait_ready", wait_for_a_signal),
-        "torchrun": (Replay, "wait_ready", ask_torchrun),
     }
 
 
@@ -77,8 +57,7 @@ def arm(number: signal.Signals, point: str, count: int) -> None:
         if os.fstat(reached).st_size == count:
             if before is not None:
                 before(*args, *kwargs.values())
-            if point not in ("wait", "torchrun"):
-                os.killpg(0, number)
+            os.killpg(0, number)
         return original(*args, **kwargs)
 
     setattr(owner, name, replacement)
@@ -91,7 +70,3 @@ def main(command: list[str], kill_at: tuple[str, int] | None, by: str) -> int:
     if kill_at is not None:
         arm(signal.Signals[by], *kill_at)
     return cli.main(command)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], ("torchrun", 2), "SIGUSR1"))

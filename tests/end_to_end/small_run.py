@@ -18,8 +18,8 @@ from ctpo_megatron.tracking import read_trajectories
 from tests.compare_runs import repeatable as repeatable
 from tests.support import children
 from tests.support import ranks as pool
-from tests.support.deadlines import scaled
-from tests.support.prefork import ROOT, Child
+from tests.support.deadlines import awaited, scaled
+from tests.support.prefork import PYTHONPATH, ROOT, Child
 from tests.support.task import SMALL_TASK, sft_file, task_files, task_folder
 
 TASK = task_folder(*SMALL_TASK)
@@ -55,8 +55,7 @@ class Ctpo:
 
     @property
     def environment(self) -> dict[str, str]:
-        paths = [str(ROOT), *(str(ROOT / folder) for folder in ("answers", "kernels", "sandbox", "launchers"))]
-        return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        return os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
     def launch(self, *overrides: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
         """Run the command as a user does."""
@@ -96,9 +95,7 @@ class Ctpo:
             environment=self.environment,
         )
         try:
-            deadline = time.monotonic() + scaled(200)
-            while text not in read(log) and process.wait(0.2) is None and time.monotonic() < deadline:
-                pass
+            awaited(lambda: text in read(log) or process.wait(0.2) is not None, 200)
             yield process, log
         finally:
             process.end()

@@ -1,4 +1,4 @@
-"""Whole runs whose judge fails at random: for a fifth of the samples they train on, for most of them they end."""
+"""Whole runs whose judge fails at random: for a fifth of the samples they train on; for most, both ranks end."""
 
 from __future__ import annotations
 
@@ -49,34 +49,6 @@ def test_a_judge_that_fails_for_a_fifth_does_not_end_the_run(tmp_path: Path) -> 
         missing = [record for record in found if "no_verdict" in record]
         assert len(missing) == SAMPLES - len(rewards)
         assert all("log_ratio" not in record and not any(record["loss_mask"]) for record in missing)
-
-
-SHARE = "of the samples of steps 1 to 3 have no verdict, more than reward.max_failed = 0.5"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("fails", "last", "said"),
-    [
-        (0.8, 3, (SHARE, "the first: step 1, prompt toolmath/train/", ": the scorer ")),
-        (1.0, 1, ("no sample of step 1 has a verdict: ", f" of {SAMPLES} times the scorer ")),
-    ],
-)
-def test_a_judge_that_fails_for_most_ends_the_run_which_goes_on_once_it_is_mended(
-    tmp_path: Path, fails: float, last: int, said: tuple[str, ...]
-) -> None:
-    ctpo, run = Ctpo(tmp_path), tmp_path / "runs/most"
-    same = (*SETTINGS, "run.name=most", f'extensions.path=["{tmp_path}"]')
-    done = ctpo.train(*same, judged(ctpo, fails))
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-4000:]
-    assert [text for text in said if text not in done.stderr.splitlines()[-1]] == []
-    assert [line["step"] for line in records(run) if line["step"]] == [*range(1, last + 1)]
-    assert (run / f"checkpoints/step_{last:06d}/COMPLETE.json").exists()
-    again = ctpo.train(*same, judged(ctpo, 0.0), "run.resume=auto", f"run.steps={last + 2}")
-    assert again.returncode == 0, again.stderr[-4000:]
-    steps = [line for line in records(run) if line["step"]]
-    assert [line.get("reward/no_verdict", 0.0) > 0.5 for line in steps] == [True] * last + [False] * 2
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ctpo_megatron.config import Job, load_config, spec_for
-from ctpo_megatron.preflight.host_memory import host_parts
+from ctpo_megatron.plan.host import host_parts
 from tests.end_to_end.small_run import Ctpo
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
@@ -27,7 +27,7 @@ def test_the_quickstart_takes_what_is_said(tmp_path: Path) -> None:
     path = str(ROOT / "configs" / "quickstart.yaml")
     overrides = ["run.steps=1", "sft.steps=5", "eval.before_training=false", "checkpoint.every=1"]
     config = load_config(path, overrides)
-    expected = sum(part.whole for part in host_parts(config, Job(1, 1, 0), spec_for(config), cuda=False))
+    expected = sum(part.whole for part in host_parts(config, Job(1, 1, 0), spec_for(config)))
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "ctpo_megatron.train", path, *overrides],

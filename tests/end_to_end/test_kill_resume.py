@@ -9,13 +9,9 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
-import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -23,9 +19,7 @@ from ctpo_megatron import cli
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import (
     Group,
-    MixedFile,
     Prompt,
-    PromptMix,
     PromptRules,
     PromptSampler,
     PromptStream,
@@ -34,10 +28,9 @@ from ctpo_megatron.data import (
 from ctpo_megatron.rollouts.rollouts import OpenBatch
 from ctpo_megatron.run import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
-from tests import compare_runs
 from tests.end_to_end import killed_train
 from tests.end_to_end.small_run import ROOT, Ctpo, records, repeatable
-from tests.support import children, ranks
+from tests.support import ranks
 from tests.support.prompts import load_prompts
 from tests.support.task import SMALL_TASK, task_files, task_folder
 
@@ -65,12 +58,8 @@ REPLAY = ("rollout.replay=runs/recorded",)
 def drawn_by(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptStream:
     """The prompts in the order in which a run of this configuration draws them."""
     rules = PromptRules(config.data.max_prompt_tokens)
-    if (weights := config.data.train_weights) is None:
-        prompts = load_prompts(config.data.train_files, tokenizer, rules)
-        return PromptSampler(prompts, config.run.seed, config.data.shuffle)
-    named = zip(config.data.train_files, weights, strict=True)
-    files = [MixedFile(name, weight, load_prompts([name], tokenizer, rules)) for name, weight in named]
-    return PromptMix(files, config.run.seed, config.data.shuffle)
+    prompts = load_prompts(config.data.train_files, tokenizer, rules)
+    return PromptSampler(prompts, config.run.seed, config.data.shuffle)
 
 
 def record(folder: Path, *overrides: str, chance: float = 0.5) -> None:
@@ -123,10 +112,9 @@ def train(
     *overrides: str,
     kill_at: tuple[str, int] | None = None,
     by: str = "SIGKILL",
-    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
     arguments = command(*overrides), kill_at, by
-    how = {"directory": folder, "environment": {**Ctpo(folder).environment, **environment}, "deadline_s": 120}
+    how = {"directory": folder, "environment": Ctpo(folder).environment, "deadline_s": 120}
     return ranks.prefork().run(killed_train.main, *arguments, **how)
 
 
@@ -168,21 +156,6 @@ def test_a_recording_of_another_policy_trains_any_objective_against_its_sampler(
     assert ages and all(len(each["n"]) == 1 for each in ages)  # all tokens have age 0
 
 
-@pytest.mark.slow  # of two objectives, and compared: test_ring.py
-def test_engines_answer_held_out_prompts_next_to_a_recording(folder: Path) -> None:
-    asked = (f"data.eval=[{TASK / 'heldout.parquet'}]", "eval.every=1", "eval.prompts=4")
-    settings = ("objective.anchor=behaviour", "policy.optimizer.lr=1e-2", "run.steps=1", "checkpoint.every=0")
-    done = train(folder, "run.name=evaluated", *asked, *settings)
-    assert done.returncode == 0, done.stderr[-4000:]
-    run = folder / "runs" / "evaluated"
-    assert all("val/toolmath/acc/mean@1" in line for line in records(run)) and len(records(run)) == 2
-    first, last = (records(run, f"evaluation/step_{step:06d}.parquet") for step in (0, 1))
-    versions = [{v for line in lines for v in line["weight_version"] if v >= 0} for lines in (first, last)]
-    assert versions == [{1}, {2}]
-    assert [line["token_ids"] for line in first] != [line["token_ids"] for line in last]
-    assert [line["prompt_id"] for line in first] == [line["prompt_id"] for line in last]
-
-
 def test_two_ranks_run_the_same_driver(folder: Path, whole: Path) -> None:
     settings = ("run.name=two", "run.steps=1", "checkpoint.every=0", "policy.tensor_model_parallel_size=2")
     assert ranks.run(train_on_a_rank, folder, command(*settings), ranks=2) == [0, 0]
@@ -196,22 +169,6 @@ def test_two_ranks_run_the_same_driver(folder: Path, whole: Path) -> None:
 def train_on_a_rank(directory: Path, arguments: list[str]) -> int:
     os.chdir(directory)
     return cli.main(arguments)
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued_from(folder: Path, whole: Path) -> None:
-    run = folder / "runs" / "damaged"
-    shutil.copytree(whole, run)
-    (broken,) = (run / "checkpoints" / "step_000003").glob("__0_0.distcp")
-    broken.write_bytes(broken.read_bytes()[:1000])
-    refused = train(folder, "run.name=damaged", "run.resume=true")
-    assert refused.returncode == 2
-    assert "__0_0.distcp has 1000 bytes instead of" in refused.stderr
-    load = "checkpoint.load=runs/damaged/checkpoints/step_000002"
-    assert refused.stderr.strip().endswith(load)
-    resumed = train(folder, "run.name=damaged", "run.resume=true", load)
-    assert resumed.returncode == 0, resumed.stderr[-4000:]
-    assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
 
 
 @pytest.mark.slow
@@ -231,31 +188,6 @@ def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Pat
     assert "continuing after step 2" in resumed.stdout
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
     assert records(run, "positions.jsonl") == records(whole, "positions.jsonl")
-
-
-@pytest.mark.slow  # of the writer alone: tests/policy/test_checkpoint.py
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_a_writer_that_is_killed_is_replaced(folder: Path, whole: Path, asynchronous: str) -> None:
-    settings = (f"run.name=writer-{asynchronous}", f"checkpoint.asynchronous={asynchronous}")
-    done = train(folder, *settings, kill_at=("writer", 2))
-    assert done.returncode == 0, done.stderr[-4000:]
-    [said] = [line for line in done.stderr.splitlines() if "a checkpoint could not be written to " in line]
-    assert "was it killed (out of memory)?" in said
-    run = folder / "runs" / f"writer-{asynchronous}"
-    assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
-    assert (run / f"checkpoints/step_{STEPS:06d}/COMPLETE.json").exists()
-
-
-def test_a_resume_says_which_lines_are_lost(folder: Path, whole: Path) -> None:
-    run = folder / "runs" / "lost"
-    shutil.copytree(whole, run)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text(lines[0] + lines[3])
-    shutil.rmtree(run / "trajectories")
-    resumed = train(folder, "run.name=lost", "run.resume=true", f"run.steps={STEPS}")
-    assert resumed.returncode == 0, resumed.stderr[-4000:]
-    assert "runs/lost/metrics.jsonl has lost its lines of steps 1-2: sums over the run leave them out" in resumed.stderr
-    assert f"runs/lost has lost its trajectories, of steps up to {STEPS}" in resumed.stderr
 
 
 def test_a_refused_resume_leaves_the_record_of_the_data(folder: Path, whole: Path) -> None:
@@ -330,33 +262,6 @@ def test_a_killed_run_without_uniform_groups_goes_on_bit_for_bit(folder: Path, m
     assert [line["actor/lr"] for line in whole[1:]] == sorted((line["actor/lr"] for line in whole[1:]), reverse=True)
 
 
-@pytest.mark.slow  # of the order alone: tests/policy/test_several_passes.py
-def test_a_killed_run_of_two_passes_goes_on_bit_for_bit(folder: Path) -> None:
-    """In the second pass of its second step, whose order is drawn again."""
-    settings = ["policy.passes_per_batch=2", "policy.mini_batch_prompts=1", "policy.optimizer.schedule=linear"]
-    settings.append("export.enabled=true")
-    whole, again = both_courses(folder, "passes", settings, ("update", 15), after="1")
-    assert compare_runs.compare(whole, again, ("trajectories", "metrics", "positions", "tensors"))[0] == 0
-    rates = [line["actor/lr"] for line in records(whole)[1:]]
-    assert rates == pytest.approx([rates[0] * left / 17 for left in (17, 9, 1)])  # 24 optimizer steps
-
-
-@pytest.mark.slow  # of the stream alone: tests/data/test_mix.py
-def test_a_killed_run_of_a_mix_goes_on_bit_for_bit(folder: Path) -> None:
-    rows = pq.read_table(TASK / "train.parquet")
-    pq.write_table(rows.slice(0, 5), folder / "easy.parquet")
-    pq.write_table(rows.slice(5), folder / "hard.parquet")
-    settings = ["data.train=[{path: easy.parquet, weight: 3}, {path: hard.parquet, weight: 1}]"]
-    record(folder, *settings, "run.name=recorded-mix")
-    settings.append("rollout.replay=runs/recorded-mix")
-    whole, again = map(records, both_courses(folder, "mix", settings, ("score", 10)))
-    assert [repeatable(line) for line in again] == [repeatable(line) for line in whole]
-    assert whole[-1]["data/drawn/easy"] > whole[-1]["data/drawn/hard"] > 0
-    assert whole[-1]["data/epochs/easy"] > 1  # whose order was made again
-    other = train(folder, *settings[1:], settings[0].replace("3", "2"), "run.name=mix-killed", "run.resume=true")
-    assert other.returncode == 2 and "weight" in other.stderr, other.stderr[-4000:]
-
-
 @pytest.mark.parametrize(
     ("point", "count", "done"),
     [
@@ -408,38 +313,6 @@ def test_one_command_starts_a_run_and_goes_on_with_it(
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.slow
-def test_torchrun_hands_sigusr1_on_where_it_is_told_to(folder: Path) -> None:
-    settings = ("run.name=told", "checkpoint.every=0", "run.resume=auto", "policy.tensor_model_parallel_size=2")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    launcher += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "-m", "tests.end_to_end.killed_train"]
-    environment = Ctpo(folder).environment
-    told = [*launcher, *command(*settings)]
-    ended = children.run(told, directory=folder, environment=environment, deadline_s=200)
-    assert ended.returncode == 1, ended.stderr[-4000:]  # torchrun's own, whatever the ranks' is
-    assert ended.stderr.count("SIGUSR1: a checkpoint follows, within") == 2, ended.stderr[-4000:]
-    assert [path.name for path in (folder / "runs" / "told" / "checkpoints").iterdir()] == ["step_000001"]
-    assert ranks.run(train_on_a_rank, folder, command(*settings), ranks=2) == [0, 0]
-    assert [line["step"] for line in records(folder / "runs" / "told")] == [0, 1, 2, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("said_by", ["run.deadline", "SLURM_JOB_END_TIME"])
-def test_a_run_leaves_before_its_job_ends(folder: Path, whole: Path, said_by: str) -> None:
-    settings = (f"run.name=end-{said_by}", "checkpoint.every=0", "run.resume=auto", "checkpoint.grace_s=50")
-    end = int(time.time()) + 50 + 30
-    by_key = [f"run.deadline={end}"] if said_by == "run.deadline" else []
-    environment = {} if by_key else {said_by: str(end)}
-    ended = train(folder, *settings, *by_key, kill_at=("wait", 3), environment=environment)
-    assert ended.returncode == 143, ended.stderr[-4000:]
-    assert "the job's end: a checkpoint follows, within 50 s (checkpoint.grace_s)" in ended.stderr
-    assert time.time() < end
-    resumed = train(folder, *settings)
-    assert resumed.returncode == 0 and "continuing after step 2" in resumed.stdout, resumed.stderr[-4000:]
-    run = folder / "runs" / f"end-{said_by}"
-    assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
-
-
 SFT_MEASURED = ("sft/seconds", "sft/tokens_per_s", "sft/model_tflops_per_s", "sft/trainer_peak_mib")
 SFT = (f"sft={{data: [{TASK / 'sft.parquet'}], steps: 6, conversations_per_step: 8}}", "run.steps=1")
 
@@ -473,19 +346,6 @@ def test_sft_goes_on_bit_for_bit(folder: Path, tuned: Path, by: str, count: int,
 def same_lines(run: Path, expected: Path) -> bool:
     found, wanted = ([repeatable(line) for line in records(at)] for at in (run, expected))
     return found == wanted
-
-
-@pytest.mark.slow
-def test_rl_from_the_sft_of_another_run_is_bit_for_bit_that_runs_own(folder: Path, tuned: Path) -> None:
-    start = ("sft=null", "model.path=runs/tuned/sft_model")
-    started = train(folder, *SFT, "run.name=from", *start, "export.enabled=true")
-    assert started.returncode == 0, started.stderr[-4000:]
-    run = folder / "runs" / "from"
-    assert same_lines(run, tuned)
-    assert all(line["actor/grad_norm"] > 0 for line in records(run)[1:])
-    assert not (run / "sft.jsonl").exists() and not (run / "sft_model").exists()
-    start, end = ((at / "model.safetensors").read_bytes() for at in (tuned / "sft_model", run / "model"))
-    assert start != end  # RL has changed weights
 
 
 @pytest.mark.slow

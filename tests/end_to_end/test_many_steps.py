@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.small_run import Ctpo, read
-from tests.support.deadlines import scaled
+from tests.support.deadlines import awaited, scaled
 
 EARLY, LATE, STEPS = 130, 390, 400
 """Between two saves: the processes that write one share the trainer's pages."""
@@ -69,10 +69,9 @@ def test_no_process_grows_with_the_steps(tmp_path: Path) -> None:
         )
     try:
         for step in (EARLY, LATE):
-            deadline = time.monotonic() + scaled(900)
-            while f"[rl] step {step}/{STEPS}" not in read(log):
-                assert run.poll() is None and time.monotonic() < deadline, read(log)[-4000:]
-                time.sleep(0.5)
+            told = f"[rl] step {step}/{STEPS}"
+            awaited(lambda told=told: told in read(log) or run.poll() is not None, 900, every=0.5)
+            assert told in read(log), read(log)[-4000:]
             looks.append(sizes(run.pid))
         assert run.wait(scaled(200)) == 0, read(log)[-4000:]
     finally:

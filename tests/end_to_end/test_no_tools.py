@@ -1,4 +1,4 @@
-"""Plain RL without tools, with the configuration that docs/tutorials/plain_rl.md explains."""
+"""Plain RL without tools, with the configuration of docs/tutorials/own_model.md."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_steps_without_tools(tmp_path: Path) -> None:
     command += ["reward.function=endless_user:even_length_of_last_turn", f"extensions.path=[{Path(__file__).parent}]"]
     command += ["policy.threads=1", "tracking.live=plain"]
     how: Any = {"directory": ctpo.directory, "environment": ctpo.environment}
-    planned = ranks.prefork().run(train_main, [*command, "--dry-run"], **how, deadline_s=60)
+    planned = ranks.prefork().run(train_main, [*command, "--dry-run", "-v"], **how, deadline_s=60)
     assert planned.returncode == 0, planned.stderr[-4000:]
     assert "KV cache of each" in planned.stdout and "16 sequences x 160 tokens" in planned.stdout
     done = ranks.prefork().run(train_main, command, **how, deadline_s=300)

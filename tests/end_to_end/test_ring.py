@@ -16,10 +16,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ctpo_megatron.checks import count_rows
 from ctpo_megatron.config import load_config, spec_for
-from ctpo_megatron.preflight import disk_use, held_out_prompts
+from ctpo_megatron.plan import (
+    disk_use,
+)
+from ctpo_megatron.tracking import KNOWN_METRICS
 from tests.end_to_end.small_run import Ctpo, records, repeatable
 from tests.support import children
+
+COMPILER = ("torch._dynamo", "torch._inductor")
+"""Two CPU-seconds and 80 MiB in each rank on CPUs, which compile nothing."""
 
 
 def test_a_run_writes_what_it_promises(finished: Path) -> None:
@@ -40,10 +47,39 @@ def test_a_run_writes_what_it_promises(finished: Path) -> None:
     assert "sampled reward" in output and "report.html" in output and "accuracy, toolmath" in output
 
 
+@pytest.mark.parametrize(
+    ("log", "needed", "never"),
+    [
+        pytest.param("imports.txt", "megatron.core", (*COMPILER, "wandb.sdk", "vllm.config"), id="trainer"),
+        pytest.param(
+            "logs/rewards.log", "sympy.combinatorics", ("torch.nn", "transformers.utils", "ray.util"), id="scorers"
+        ),
+        pytest.param(
+            "logs/rollout_engine_0.log", "vllm", ("megatron.core", "wandb.sdk", "tensorboard.summary"), id="engine"
+        ),
+        pytest.param("logs/sandbox.log", "fastapi", ("torch.nn", "transformers.utils", "ray.util"), id="sandbox"),
+    ],
+)
+def test_what_processes_of_a_run_do_not_import(finished: Path, log: str, needed: str, never: tuple[str, ...]) -> None:
+    """By a module inside each package: an import that failed is listed, too."""
+    imported = imports(finished / log)
+    assert needed in imported
+    assert {*never} & {*imported} == set()
+
+
+def test_ray_begins_before_the_trainer_imports_its_libraries(finished: Path) -> None:
+    order = imports(finished / "imports.txt")
+    assert order.index("ray") < order.index("torch") < order.index("megatron.core")
+
+
+def imports(log: Path) -> list[str]:
+    """The modules that `PYTHONPROFILEIMPORTTIME` lists in a log, as they were done."""
+    lines = log.read_text().splitlines()
+    return [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")]
+
+
 def test_every_metric_of_a_run_is_documented(finished: Path) -> None:
-    table = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-    cells = re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE)
-    rows = [re.escape(name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    rows = [re.escape(name) for row in KNOWN_METRICS for name in row.names]
     rows.remove(re.escape("reward/<name>"))  # what users' functions add: ours are documented one by one
     known = re.compile("|".join(re.sub(r"<\w+>", "[^/]+?", row) for row in rows))
     written = {name for file in ("metrics.jsonl", "sft.jsonl") for record in records(finished, file) for name in record}
@@ -91,7 +127,7 @@ def test_as_much_is_written_as_the_dry_run_expects(ctpo: Ctpo, finished: Path, m
     """
     monkeypatch.chdir(ctpo.directory)
     config = load_config(finished / "config.yaml")
-    expected = {use.what: use.total for use in disk_use(config, spec_for(config), held_out_prompts(config))}
+    expected = {use.what: use.total for use in disk_use(config, spec_for(config), count_rows(config.data.eval))}
     expected["checkpoints"] *= config.checkpoint.keep_last / (config.checkpoint.keep_last + 1)  # none is being written
     for what, files, factor in (
         ("trajectories", "trajectories/*", 3.0),
@@ -242,32 +278,16 @@ def test_an_evaluation_only_run_that_is_cut_short_says_so_and_can_be_resumed(ctp
     assert "val/toolmath/acc/mean@1" in records(run)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
-def test_two_ranks_run_the_same_driver(ctpo: Ctpo, finished: Path, layout: str) -> None:
-    name = layout.split("_")[0]
-    done = ctpo.launch(f"run.name={name}", f"policy.{layout}=2", "run.steps=1", "checkpoint.every=0", ranks=2)
+@pytest.mark.slow  # of tensor parallelism, without engines: test_kill_resume.py
+def test_two_stages_run_the_same_driver(ctpo: Ctpo, finished: Path) -> None:
+    settings = ("run.name=pipeline", "policy.pipeline_model_parallel_size=2", "run.steps=1", "checkpoint.every=0")
+    done = ctpo.launch(*settings, ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
-    ours, theirs = records(ctpo.directory / "runs" / name), records(finished)
+    ours, theirs = records(ctpo.directory / "runs" / "pipeline"), records(finished)
     assert [record["step"] for record in ours] == [0, 1]
     # The sft runs under the other layout too, so the weights differ by rounding when RL begins.
-    sft = [records(ctpo.directory / "runs" / run, "sft.jsonl")[-1]["sft/loss"] for run in (name, "whole")]
+    sft = [records(ctpo.directory / "runs" / run, "sft.jsonl")[-1]["sft/loss"] for run in ("pipeline", "whole")]
     assert sft[0] == pytest.approx(sft[1], rel=1e-2)
     assert ours[1]["mismatch/log_prob_abs_max"] <= 1e-3
     assert ours[1]["pg_update/first_log_ratio_abs_max"] <= 1e-5
     assert theirs[1]["weights/version"] == ours[1]["weights/version"]
-
-
-@pytest.mark.slow  # of the fleet alone: tests/engines/test_pool.py
-def test_a_tool_that_never_answers_stops_the_run_with_a_reason(ctpo: Ctpo) -> None:
-    done = ctpo.train(
-        "run.name=deaf",
-        "run.steps=1",
-        "sft.steps=120",  # long enough for the model to call the tool
-        "sandbox.url=http://127.0.0.1:9",  # the discard port: nobody listens
-        "sandbox.request_timeout_s=3",
-        "rollout.max_group_retries=1",
-        "rollout.max_quarantined=0",
-    )
-    assert done.returncode != 0
-    assert "127.0.0.1:9" in done.stderr and "sandbox" in done.stderr.lower(), json.dumps(done.stderr[-3000:])

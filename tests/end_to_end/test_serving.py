@@ -1,4 +1,4 @@
-"""docs/serving.md as a reader follows it: an export behind vLLM's OpenAI server, and the client of the page."""
+"""docs/evaluation.md as a reader follows it: an export behind vLLM's OpenAI server, and the client of examples/."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,11 +22,11 @@ import pytest
 from ctpo_megatron.tracking import read_trajectories
 from examples.toolmath.tokenizer import CHAT_TEMPLATE
 from tests.end_to_end.small_run import Ctpo
-from tests.support.deadlines import scaled
+from tests.support.deadlines import awaited, scaled
 from tests.support.prefork import ROOT
 from tests.support.task import SMALL_TASK, sft_file, task_files, task_folder
 
-PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
 QUESTIONS = 24
 TASK = task_folder(SMALL_TASK[0], f"heldout_prompts={QUESTIONS}", "sft_conversations=7200")
 ENOUGH = (*task_files(TASK), sft_file(TASK), "sft.steps=450")
@@ -53,16 +52,15 @@ def documented(pattern: str) -> str:
 @contextmanager
 def served(model: Path, port: int, folder: Path) -> Iterator[None]:
     """The server of the page, on another model and port."""
-    text = documented(r"(python -m vllm\.entrypoints.*?)\n\n").replace("\\\n", " ")
+    text = documented(r"(python -m vllm\.entrypoints.*?)\n    python ").replace("\\\n", " ")
     command = shlex.split(text.replace("runs/quickstart/model", str(model)).replace("8000", str(port)))
     environment = Ctpo(folder).environment | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen([sys.executable, *command[1:]], stdout=log, stderr=log, env=environment, cwd=folder)
     try:
-        deadline = time.monotonic() + scaled(200)
-        while not answers(f"http://127.0.0.1:{port}/health"):
-            assert server.poll() is None and time.monotonic() < deadline, (folder / "server.log").read_text()[-4000:]
-            time.sleep(0.5)
+        health = f"http://127.0.0.1:{port}/health"
+        awaited(lambda: answers(health) or server.poll() is not None, 200, every=0.5)
+        assert answers(health), (folder / "server.log").read_text()[-4000:]
         yield
     finally:
         server.terminate()
@@ -94,12 +92,13 @@ def test_a_served_model_calls_as_in_training_and_a_client_gets_an_answer(tmp_pat
     assert len(in_training) == QUESTIONS and sum(in_training.values()) >= QUESTIONS / 2
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    (tmp_path / "client.py").write_text(documented(r"```python\n(# client\.py\n.*?)```").replace("8000", str(port)))
+    client = ROOT / documented(r"python (examples/\w+\.py) ")
+    (tmp_path / "client.py").write_text(client.read_text(encoding="utf-8").replace("8000", str(port)))
     with served(run / "model", port, tmp_path):
         assert calls_of(port, TASK / "heldout.parquet") == sum(in_training.values())
-        command = [sys.executable, "client.py", "What is the sum of 34 and 70?"]
-        client = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), cwd=tmp_path)
-    check_conversation(client)
+        command = [sys.executable, "client.py", documented(r'python examples/\w+\.py "(.*?)"')]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), cwd=tmp_path)
+    check_conversation(done)
 
 
 def calls_of(port: int, questions: Path) -> int:

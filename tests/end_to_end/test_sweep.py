@@ -54,7 +54,7 @@ def test_a_sweep_goes_on_after_a_kill_and_a_stop(ctpo: Ctpo, finished: Path) -> 
     status, _ = sweep_until(ctpo, "[sweep] seed0", "[sft] 1/40", signal.SIGKILL)
     first, second = (ctpo.directory / "runs" / "swept" / name for name in ("seed0", "seed1"))
     assert status == -signal.SIGKILL
-    assert any((first / "checkpoints" / "sft").glob("step_*")) and not (first / "sft_model.json").exists()
+    assert any((first / "checkpoints" / "sft").glob("step_*")) and not (first / "sft_model").exists()
     status, said = sweep_until(ctpo, "[sweep] seed1", "[rl] step 1/3", signal.SIGTERM)
     assert status == 143 and "continuing after SFT step" in said
     assert f"stopped in {second.relative_to(ctpo.directory)}; the same command continues" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +18,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.fixture(scope="session")
 def shared_ray() -> Iterator[None]:
     """Ray with a processor for each fleet that is kept, and two; a fleet that finds it does not start its own."""
-    runtime = RayRuntime(4, lambda gpus: None, timeout_s=scaled(120))
+    runtime = RayRuntime(cpus=4)
     try:
-        while not runtime.is_up():
-            time.sleep(0.01)
+        runtime.started.result(scaled(120))
         yield
     finally:
         runtime.close()

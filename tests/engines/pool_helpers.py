@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,15 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ctpo_megatron.base.event_loop import EventLoop, Work
+from ctpo_megatron.checks import NodeComparison
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.trajectory import Group, Trajectory
 from ctpo_megatron.engines import EngineHandle, EnginePool, GroupFailed, GroupTask, Sampling
-from ctpo_megatron.engines.weights import TransportSettings, WeightTransport, checksums, open_transport
-from ctpo_megatron.preflight import NodeComparison
+from ctpo_megatron.engines.weights import TransportSettings
 from ctpo_megatron.rollouts import GroupSampler
 from tests.engines.tiny_model import CALL, build_tiny_model
-from tests.weights.sides import ONE_RANK, manifest_of
+from tests.weights.sides import Sender
 
 MAX_RESPONSE, MAX_TURN = 150, 30
 
@@ -67,21 +66,6 @@ def check_of(config: Config) -> NodeComparison | None:
     return NodeComparison.of(config) if os.environ.get("RAY_ADDRESS") else None
 
 
-class Sender:
-    """A trainer of one rank, as the engine pool calls it. received: makes the sums that engines are to report."""
-
-    def __init__(self, transport: WeightTransport) -> None:
-        self.transport = transport
-        self.received: Callable[[checksums.Sums], checksums.Sums] = lambda sums: sums
-        self.state: dict[str, torch.Tensor] = {}
-
-    def announce(self, version: int) -> dict[str, Any] | None:
-        return self.transport.announce(version)
-
-    def send(self, version: int) -> checksums.Sums:
-        return self.received(self.transport.send(self.state.items(), version))
-
-
 class Stage:
     """A running fleet with what the tests compare it to. `flag` tells its scripted tool what to do.
 
@@ -105,7 +89,7 @@ class Stage:
     def close(self) -> None:
         self.fleet.close()
         if self._sender is not None:
-            self._sender.transport.close()
+            self._sender.close()
 
     @property
     def sender(self) -> Sender:
@@ -113,8 +97,7 @@ class Stage:
         if self._sender is None:
             settings = TransportSettings.of(self.config.rollout.weights)
             settings = replace(settings, bucket_bytes=64 << 10)
-            facts, manifest = self.fleet.wait_ready(), manifest_of(self.state())
-            self._sender = Sender(open_transport(ONE_RANK, facts, settings, manifest, self.fleet))
+            self._sender = Sender(self.state(), self.fleet.wait_ready(), settings, self.fleet)
         return self._sender
 
     def prompts(self, count: int, length: int = 40) -> list[Prompt]:
@@ -143,11 +126,12 @@ class Stage:
 
     def begin_send(self, state: dict[str, torch.Tensor], version: int) -> None:
         """Returns when the weights can be changed."""
-        self.sender.state = state
+        self.sender.tensors = state
         self.fleet.send(self.sender, version)
 
     def generate(self, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **sampling: Any) -> list[Group]:
-        return groups_of(self, prompts, step, samples, **sampling)
+        self.fleet.wait_ready()
+        return self.loop.call(sampled(self.sampler, prompts, step, samples, urgent=True, **sampling))
 
     def begin(self, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **settings: Any) -> Work[list[Group]]:
         """Sample groups in the background."""
@@ -162,7 +146,7 @@ async def sampled(
     draws = [[each.id for each in prompts[:place]].count(prompt.id) for place, prompt in enumerate(prompts)]
 
     async def one(prompt: Prompt, draw: int) -> Group | None:
-        if prompt in sampler.quarantine:
+        if sampler.is_quarantined(prompt):
             return None
         try:
             return Group(prompt, await sampler.sample(GroupTask(prompt, *shape, occurrence=draw), urgent=urgent))
@@ -171,11 +155,6 @@ async def sampled(
             return None
 
     return [group for group in await asyncio.gather(*map(one, prompts, draws)) if group is not None]
-
-
-def groups_of(stage: Stage, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **sampling: Any) -> list[Group]:
-    stage.fleet.wait_ready()
-    return stage.loop.call(sampled(stage.sampler, prompts, step, samples, urgent=True, **sampling))
 
 
 def trajectories(groups: Sequence[Group]) -> list[Trajectory]:
@@ -212,13 +191,6 @@ def versions(groups: Sequence[Group]) -> set[int]:
         for version, by_model in zip(trajectory.weight_version, trajectory.response_mask, strict=True)
         if by_model
     }
-
-
-def engine_processes(stage: Stage, name: str) -> list[psutil.Process]:
-    """Of the stage's only engine: its actor, or the engine core that the actor started."""
-    [engine] = stage.fleet.engines
-    actor = process_of(engine)
-    return [process for process in (actor, *actor.children(recursive=True)) if name in " ".join(process.cmdline())]
 
 
 def process_of(engine: EngineHandle) -> psutil.Process:

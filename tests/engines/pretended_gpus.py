@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 
 import ray
 
@@ -31,12 +30,9 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE
     order_kernels()
     placed = Placement.of(readme(rollout={"engine": {"tensor_parallel_size": 2}}), Job(4))
-    counted: list[float] = []
-    runtime = RayRuntime(1, counted.append, placed.engine_devices(VISIBLE), timeout_s=120.0)
+    runtime = RayRuntime(1, placed.engine_devices(VISIBLE))
     try:
-        while not runtime.is_up():
-            time.sleep(0.01)
-        assert counted == [4.0]
+        assert runtime.started.result(120.0) == 4.0
         assert os.environ["CUDA_VISIBLE_DEVICES"] == VISIBLE
         assert MAX_CONNECTIONS in os.environ  # this rank keeps its own
         engines = [Engine.options(num_gpus=2).remote() for _ in range(2)]

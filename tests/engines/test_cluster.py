@@ -25,13 +25,13 @@ VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_P
 def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Why a cluster with these settings is not joined, given variables of Ray; without one its head is not there."""
 
-    def refuse(seconds: float = 0.0, address: str = "", variables: dict[str, str] | None = None, **cluster: Any) -> str:
+    def refuse(address: str = "", variables: dict[str, str] | None = None, **cluster: Any) -> str:
         for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)
         for name, value in {"RAY_ADDRESS": address or nowhere(), **(variables or {})}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(EngineError) as error:
-            join_ray(ClusterConfig(**cluster), time.monotonic() + seconds)
+            join_ray(ClusterConfig(**cluster))
         return str(error.value)
 
     return refuse
@@ -52,28 +52,25 @@ def token_file(path: Path, mode: int = 0o600) -> dict[str, str]:
 def test_several_nodes_need_a_token_that_only_its_owner_reads(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "does not answer" in refused(variables=token_file(tmp_path / "token"), nodes=2)
     environments = {
-        "export RAY_AUTH_MODE=token": {"RAY_AUTH_MODE": "disabled"},
-        "RAY_AUTH_TOKEN_PATH=None": {"RAY_AUTH_MODE": "token"},
-        "is no file": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path)},
+        "RAY_AUTH_MODE=disabled and RAY_AUTH_TOKEN_PATH=None name no file": {"RAY_AUTH_MODE": "disabled"},
+        f"{tmp_path} name no file": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path)},
         "chmod 600": token_file(tmp_path / "open", 0o640),
         "unset it": token_file(tmp_path / "token") | {"RAY_AUTH_TOKEN": "secret"},
     }
     for text, environment in environments.items():
-        assert text in refused(variables=environment, nodes=2)
+        said = refused(variables=environment, nodes=2)
+        assert text in said and "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=FILE, with the same secret" in said
         assert "does not answer" in refused(variables=environment)  # one node needs none
 
 
-def test_a_head_that_does_not_answer_is_named(refused: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
-    """At once as well: RAY_ADDRESS may be left from another project, and the deadline is minutes away."""
+def test_a_head_that_does_not_answer_is_named(refused: Callable[..., str]) -> None:
+    """RAY_ADDRESS may be left from another project."""
     address = nowhere()
-    text = refused(seconds=1.4, address=address)
-    assert text.startswith(f"RAY_ADDRESS={address}: Ray's head does not answer: ") and "refused" in text
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(f"RAY_ADDRESS={address}: Ray's head does not answer (")
-    assert "waiting for it, 1 s at most (rollout.start_timeout_s). Type unset RAY_ADDRESS" in warning
-    assert "Ray Client is not supported" in refused(address="ray://host:10001")
-    for port in ("redis", "", "65536"):
-        assert f"'{port}' is no port; give HOST:PORT" in refused(address=f"127.0.0.1:{port}")
+    text = refused(address=address)
+    assert text.startswith(f"RAY_ADDRESS={address}: Ray's head does not answer (") and "refused" in text
+    assert "type unset RAY_ADDRESS" in text and "does not answer" in refused(address="127.0.0.1:65536")
+    for wrong in ("ray://host:10001", "127.0.0.1", "127.0.0.1:redis"):
+        assert f"RAY_ADDRESS={wrong}: give HOST:PORT of Ray's head" in refused(address=wrong)
 
 
 def test_an_address_of_another_machine_is_refused(refused: Callable[..., str]) -> None:
@@ -99,9 +96,9 @@ FITS = lambda *_: []  # noqa: E731 - Ray sends it by value
         (
             FITS,
             {"engines": 3},
-            r"no place for 3 engines of 3 CPU and 0 GPU each \(.*\); the cluster has\n  [^\n]+ CPU, ",
+            r"no place for 3 engines of 3 CPU and 0 GPU each; the cluster has\n  [^\n]+ CPU, ",
         ),
-        (FITS, {"sections": {"cluster": {"nodes": 2}}}, r"1 of 2 Ray nodes \(cluster.nodes\) are there: .* \(4 CPU, "),
+        (FITS, {"sections": {"cluster": {"nodes": 2}}}, r"1 Ray nodes are there, and cluster.nodes is 2: .* \(4 CPU, "),
         (lambda *needs: [f"needs {needs}"], {}, r"1 problems of the Ray nodes:\n  [\d.]+: needs \(True, True\)$"),
         (lambda *_: [f"here is {1 / 0}"], {}, r"1 problems of the Ray nodes:\n  [\d.]+: could not be asked: Zero"),
         (lambda *_: time.sleep(60), {"start_timeout_s": 3}, r"[\d.]+: did not answer in time \(rollout.start_timeout"),

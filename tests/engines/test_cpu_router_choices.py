@@ -43,7 +43,7 @@ async def _play(root: Path) -> None:
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    from ctpo_megatron.engines.cpu import packed_weights
+    from ctpo_megatron.engines.cpu import gemm
 
     _, model = build_tiny_model(root / "model", favour={}, **EXPERTS)
     _, updated = build_tiny_model(root / "updated", seed=1, favour={}, **EXPERTS)
@@ -109,7 +109,7 @@ async def _play(root: Path) -> None:
     while not any(request.num_output_tokens > 30 for request in core.core.scheduler.requests.values()):
         await asyncio.sleep(0.001)
     await llm.pause_generation(mode="keep", clear_cache=True)
-    await core.in_turn(lambda: _load(core.core, root / "updated", packed_weights.pack_again))
+    await core.in_turn(lambda: _load(core.core, root / "updated", gemm.pack_again))
     await llm.update_weight_version("2")
     await llm.resume_generation()
     for ids, experts, before in await asyncio.gather(*tasks):

@@ -35,10 +35,6 @@ class RecordedLLM:
         self.calls.append((method, ()))
         return [{"weight": [4, 7]}]
 
-    async def get_weight_version(self) -> str:
-        self.calls.append(("get_weight_version", ()))
-        return "3"
-
     async def is_paused(self) -> bool:
         last = [name for name, _ in self.calls if name in ("pause_generation", "resume_generation")][-1:]
         return last == ["pause_generation"]
@@ -55,26 +51,31 @@ def recorded_calls(*, asleep: bool) -> list[str]:
     recorder = RecordedLLM()
     engine._llm, engine._asleep, engine._updated = recorder, False, asyncio.Condition()
 
+    async def update() -> None:
+        await engine.start_weight_update()
+        await engine.receive_weights({"servers": []})
+        await engine.finish_weight_update(3)
+
     async def step() -> None:
         if asleep:
             await engine.sleep(2)
             await engine.wake_up(["weights"])
-        await engine.update_weights({"servers": []}, 3)
+        await update()
         if asleep:
             await engine.wake_up(["kv_cache"])
-            await engine.update_weights({"servers": []}, 3)
+            await update()
 
     asyncio.run(step())
     return [f"{name} {detail}" if name in ("sleep", "wake_up") else name for name, detail in recorder.calls]
 
 
-UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "ctpo_sums", "get_weight_version"]
+UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "ctpo_sums"]
 
 
 def test_the_cache_comes_back_after_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing resumes sampling before it is there: vLLM does when all memory is."""
-    request = SimpleNamespace(WeightTransferUpdateRequest=dict)  # vLLM's takes eight seconds to import
-    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", request)
+    receiver = SimpleNamespace(update_request=dict)  # vLLM takes eight seconds to import
+    monkeypatch.setitem(sys.modules, "ctpo_megatron.engines.weights.receiver", receiver)
     awake = ["pause_generation", *UPDATE, "resume_generation"]
     assert recorded_calls(asleep=True) == ["sleep 2", "wake_up ['weights']", *UPDATE, "wake_up ['kv_cache']", *awake]
     assert recorded_calls(asleep=False) == awake

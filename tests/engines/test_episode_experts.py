@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.tokens import ROUTER_CHOICES, recorded
 from ctpo_megatron.engines import EngineSpec, GroupTask, RolloutEngine, Sampling
 from tests.engines.conftest import EXPERTS
@@ -51,7 +51,6 @@ async def _play(spec: EngineSpec, root: Path) -> None:
     rows = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = [Prompt(f"p{i}", "test", (), "", tuple(row)) for i, row in enumerate(rows)]
     tasks = [GroupTask(prompt, 1, tuple(range(8)), Sampling()) for prompt in prompts]
-    outcomes = await asyncio.gather(*map(engine.run_group, tasks))
-    trajectories = [trajectory for outcome in outcomes for trajectory in outcome.trajectories or ()]
-    assert len(trajectories) == 16, [outcome.failure for outcome in outcomes]
+    trajectories = [trajectory for group in await asyncio.gather(*map(engine.run_group, tasks)) for trajectory in group]
+    assert len(trajectories) == 16
     (root / "trajectories").write_bytes(pickle.dumps(trajectories))

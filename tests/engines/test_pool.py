@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ctpo_megatron.base.stop import Cancelled
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import GroupTask, Sampling
-from ctpo_megatron.rollouts import Quarantined, TooManyQuarantined, rollout_metrics
+from ctpo_megatron.rollouts import rollout_metrics
 from tests.engines.pool_helpers import (
     MAX_RESPONSE,
     MAX_TURN,
@@ -50,7 +50,7 @@ def test_groups_are_complete_and_exact(stage: Stage) -> None:
     assert metrics["sandbox/calls"] > 0
     assert metrics["rollout/tool_use"] > 0
     assert metrics["rollout/turns_mean"] > 1
-    assert stage.fleet.stats()["group_retries"] == 0
+    assert stage.fleet.stats().get("group_retries", 0) == 0
 
 
 def title(process: psutil.Process) -> str:
@@ -139,11 +139,6 @@ def test_sync_changes_what_is_sampled_and_forgets_cached_prefixes(stage: Stage) 
     assert largest_log_prob_error(stage.model, after) <= 1e-4
 
 
-def test_prompt_without_room_is_named(stage: Stage) -> None:
-    with pytest.raises(ValueError, match="'p0' has 320 tokens"):
-        stage.generate(stage.prompts(1, length=320))
-
-
 def test_sampling_can_be_given_up(stage: Stage) -> None:
     prompts = stage.prompts(2)
     stage.flag.write_text("hang")
@@ -170,7 +165,6 @@ def test_unavailable_tool_means_retry_not_reward(stage: Stage) -> None:
         ("1000000", "connection refused"),
         ("bug", 'KeyError: "a bug in a user\'s tool" on rollout engine '),
         ("own error", r"OwnError: \ud800\x1b[2J on rollout engine "),
-        ("stray task", "a task of users' code raised KeyboardInterrupt: in a task of a tool on rollout engine "),
     ],
 )
 def test_a_prompt_that_fails_too_often_is_never_played_again(
@@ -183,7 +177,7 @@ def test_a_prompt_that_fails_too_often_is_never_played_again(
     lost = Prompt(f"lost {failure}", "test", (), "", prompt.token_ids)
     assert stage.generate([lost], step=6) == []
     stage.flag.write_text("0")
-    record = stage.sampler.quarantine.records[-1]
+    record = stage.sampler.quarantined[-1]
     assert (record.prompt_id, record.step) == (lost.id, 6)
     assert "failed 3 times" in record.cause
     assert cause in record.cause
@@ -194,31 +188,4 @@ def test_a_prompt_that_fails_too_often_is_never_played_again(
     assert [group.prompt.id for group in groups] == ["p0"]
     assert tokens(groups) == want
     stats = stage.fleet.stats()
-    assert (stats["quarantined"], stats["group_retries"]) == (0, 0)
-
-
-def test_a_group_without_replacement_is_left_out(stage: Stage) -> None:
-    stage.flag.write_text("1000000")
-    lost = [Prompt(f"held out {i}", "test", (), "", prompt.token_ids) for i, prompt in enumerate(stage.prompts(2))]
-    assert stage.generate(lost, step=6) == []
-    stage.flag.write_text("0")
-    assert {record.prompt_id for record in stage.sampler.quarantine.records[-2:]} == {"held out 0", "held out 1"}
-    assert stage.fleet.stats()["quarantined"] == 2
-
-
-def test_a_run_that_loses_too_many_prompts_stops_and_names_them(stage: Stage) -> None:
-    records = stage.sampler.quarantine.records
-    before = list(records)
-    room = stage.config.rollout.max_quarantined - len(before)
-    records.extend(Quarantined(f"earlier {i}", 1, "of the run before") for i in range(room))
-    stage.flag.write_text("1000000")
-    prompt = Prompt("one too many", "test", (), "", tuple(range(40)))
-    try:
-        with pytest.raises(
-            TooManyQuarantined, match=r"rollout.max_quarantined = 16.*'one too many' \(step 7\).*refused"
-        ):
-            stage.generate([prompt], step=7)
-    finally:
-        stage.flag.write_text("0")
-        records[:] = before
-    assert [len(group.trajectories) for group in stage.generate([prompt], step=7)] == [4]
+    assert not {"quarantined", "group_retries"} & stats.keys()

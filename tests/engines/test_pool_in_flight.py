@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from pathlib import Path
 
 import pytest
 import ray
-from ray.exceptions import RayError
 
 from ctpo_megatron.base.stop import NeverStop
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.trajectory import Group
 from ctpo_megatron.engines import GroupTask, Sampling
 from tests.engines.pool_helpers import Stage, largest_log_prob_error, tokens, versions
 from tests.support.deadlines import scaled
@@ -47,12 +45,11 @@ def test_what_is_asked_for_during_an_update_is_of_the_new_weights(stage: Stage) 
     """Nobody waits for the update: an engine begins a group when it has the weights that were sent before it."""
     stage.sync(0.0)
     [prompt] = stage.prompts(1)
-    task = GroupTask(prompt, 29, (0, 1), Sampling(), version=stage.version + 1)
-    reference = stage.fleet.engines[0].call("run_group", task)
+    task = GroupTask(prompt, 29, (0, 1), Sampling())
+    reference = stage.fleet.engines[0].call("run_group", task, stage.version + 1)
     assert not ray.wait([reference], timeout=1.0)[0]
     stage.sync(0.0)
-    outcome = ray.get(reference, timeout=scaled(60))
-    assert versions([Group(prompt, outcome.trajectories)]) == {stage.version}
+    assert versions([Group(prompt, ray.get(reference, timeout=scaled(60)))]) == {stage.version}
     stage.fleet.stats()
     stage.version += 1
     stage.begin_send(stage.state(), stage.version)
@@ -79,9 +76,9 @@ def test_turns_of_an_earlier_step_come_first_in_an_engine(stage: Stage) -> None:
     later, earlier = stage.prompts(144), stage.prompts(8)
 
     async def play(prompt: Prompt, step: int) -> Group:
-        outcome = await engine.sample(GroupTask(prompt, step, (0, 1, 2, 3), Sampling()))
+        trajectories = await engine.sample(GroupTask(prompt, step, (0, 1, 2, 3), Sampling()))
         order.append(step)
-        return Group(prompt, outcome.trajectories or [])
+        return Group(prompt, trajectories)
 
     async def both() -> list[Group]:
         tasks = [asyncio.create_task(play(prompt, 41)) for prompt in later]
@@ -93,35 +90,3 @@ def test_turns_of_an_earlier_step_come_first_in_an_engine(stage: Stage) -> None:
     alone = tokens(stage.generate(earlier, step=40))
     assert tokens(stage.loop.call(both())) == alone
     assert order.count(41) == len(later) and order[: len(order) // 2].count(40) == len(earlier), order
-
-
-def test_groups_that_are_not_needed_any_more_are_discarded(stage: Stage) -> None:
-    prompts = stage.prompts(30)
-    turns, deadline = stage.begin(prompts, step=29), time.monotonic() + scaled(60)
-    while not stage.sampler.in_flight and time.monotonic() < deadline:
-        time.sleep(0.01)
-    turns.cancel()
-    assert not stage.sampler.in_flight
-    groups = stage.generate(prompts[:3], step=29)
-    assert len(groups) == 3 and largest_log_prob_error(stage.model, groups) <= 1e-4  # and the engine still samples
-
-
-@pytest.mark.slow
-def test_nobody_waits_for_requests_of_an_engine_whose_update_failed(shared_ray: None, tmp_path: Path) -> None:
-    """They go on with it, which kills vLLM's engine: its layers have lost their weights."""
-    stage = Stage(tmp_path)
-    prompts = stage.prompts(4)
-    try:
-        want = tokens(stage.generate(prompts, step=23))
-        [engine] = stage.fleet.engines
-        stage.fleet.stats()
-        turns, deadline = stage.begin(prompts, step=23), time.monotonic() + scaled(60)
-        while stage.sampler.in_flight < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        nowhere = {"servers": [("127.0.0.1", 1)], "secret": "", "version": 99, "timeout_s": 1.0}
-        with pytest.raises(RayError, match=r"127\.0\.0\.1:1, version 99"):
-            ray.get(engine.call("update_weights", nowhere, 99), timeout=scaled(60))
-        assert tokens(turns.wait(NeverStop())) == want  # on the process that has replaced it, of the model's directory
-        assert stage.fleet.stats()["engine_restarts"] == 1
-    finally:
-        stage.close()

@@ -16,7 +16,7 @@ import pytest
 from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.base.processes import wait_for
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.engines import EngineError, EnginePool
 from ctpo_megatron.rollouts import GroupSampler
 from tests.engines.pool_helpers import make_config, sampled
@@ -58,10 +58,8 @@ def test_failed_and_late_starts_name_engine_and_log(model_path: Path, tmp_path: 
     late = make_config(model_path, tmp_path, start_timeout_s=7)
     with pool(late) as fleet:
         fleet.start()
-        with pytest.raises(EngineError, match=r"not up after 7 s.*(rollout_engine_0\.log|no place for 1 CPU)"):
+        with pytest.raises(EngineError, match=r"within 7 s \(rollout\.start_timeout_s\); log: |Ray is not up in time"):
             fleet.wait_ready()
-    with pool(late) as fleet, pytest.raises(EngineError):
-        fleet.wait_ready()  # never started
 
 
 def test_an_engine_that_dies_while_it_loads_is_begun_again(
@@ -74,7 +72,7 @@ def test_an_engine_that_dies_while_it_loads_is_begun_again(
         fleet.wait_ready()
         prompt = Prompt("p", "test", (), "", tuple(range(40)))
         assert len(fleet.loop.call(sampled(GroupSampler(fleet, fleet.settings), [prompt], 0, 4))) == 1
-    assert caplog.text.count("rollout engine 0 died while it started") == 1
+    assert caplog.text.count("it is begun again") == 1
 
 
 def engines() -> Iterator[psutil.Process]:
@@ -106,10 +104,10 @@ def test_group_past_its_deadline_is_retried_then_quarantined(model_path: Path, t
         flag.write_text("hang")
         sampler = GroupSampler(fleet, config.rollout)
         assert fleet.loop.call(sampled(sampler, prompts, 0, 4)) == []
-        assert {record.prompt_id for record in sampler.quarantine.records} == {prompt.id for prompt in prompts}
-        for record in sampler.quarantine.records:
+        assert {record.prompt_id for record in sampler.quarantined} == {prompt.id for prompt in prompts}
+        for record in sampler.quarantined:
             assert f"failed 2 times, the last: no result from rollout engine 0 within {limit:g} s" in record.cause
-        assert fleet.stats()["engine_restarts"] == 0  # the engine itself answers
+        assert "engine_restarts" not in fleet.stats()  # the engine itself answers
         flag.unlink()
         assert len(fleet.loop.call(sampled(GroupSampler(fleet, config.rollout), prompts, 0, 4))) == 4
 

@@ -42,13 +42,13 @@ def test_it_answers_nobody_without_its_secret(
 
 
 DRIVER = """
-import os, signal, sys, time
+import os, signal, sys
 from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.engines import RayRuntime
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 stop = StopSignal(grace_s=60)
-runtime = RayRuntime(1, lambda gpus: None, timeout_s=float(sys.argv[2]))
-while not runtime.is_up(): time.sleep(0.01)
+runtime = RayRuntime(1)
+runtime.started.result(float(sys.argv[2]))
 with stop.deferred():
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     while not stop.is_set(): pass

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.records import Prompt, ToolCall
+from ctpo_megatron.data.trajectory import Group, Trajectory
 from ctpo_megatron.environments import trajectory_seed, turn_seed
 from ctpo_megatron.rollouts import rollout_metrics
 from tests.support.recorded import through_a_file

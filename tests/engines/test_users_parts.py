@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.rollouts import rollout_metrics
 from tests.engines.pool_helpers import Stage, trajectories
 
 pytestmark = pytest.mark.timeout(600)
+
+
+def ids_of(trajectory: Trajectory, turn: int, *, by_model: bool) -> list[int]:
+    """The tokens of a turn that the model has sampled, or the others."""
+    tokens = trajectory.tokens
+    found: list[int] = tokens["token_ids"][(tokens["turn"] == turn) & (tokens["response_mask"] == by_model)].tolist()
+    return found
 
 
 def test_a_users_parser_calls_two_tools_in_one_turn_and_words_the_answer(users_stage: Stage) -> None:
@@ -20,28 +28,13 @@ def test_a_users_parser_calls_two_tools_in_one_turn_and_words_the_answer(users_s
             python, add = (call for call in trajectory.tool_calls if call.turn == turn)
             assert (python.name, python.arguments, python.output) == ("code_interpreter", {"code": "print(1)"}, "1")
             assert (add.name, add.arguments, add.output) == ("add", {"a": 8, "b": 1}, "9")
-            shown = [
-                token
-                for token, of_turn, by_model in zip(
-                    trajectory.token_ids, trajectory.turn, trajectory.response_mask, strict=True
-                )
-                if of_turn == turn and not by_model
-            ]
             # The parser ended the turn behind its call, so the end token is not of the model.
-            assert tokenizer.decode(shown) == (
+            assert tokenizer.decode(ids_of(trajectory, turn, by_model=False)) == (
                 "<|im_end|>\n<|im_start|>user\n<result>1</result><result>9</result><|im_end|>\n<|im_start|>assistant\n"
             )
             seen += 1
         for turn in range(1, max(trajectory.turn) + 1):
-            said = tokenizer.decode(
-                [
-                    token
-                    for token, of_turn, by_model in zip(
-                        trajectory.token_ids, trajectory.turn, trajectory.response_mask, strict=True
-                    )
-                    if of_turn == turn and by_model
-                ]
-            )
+            said = tokenizer.decode(ids_of(trajectory, turn, by_model=True))
             assert "</tool_call>" not in said[: -len("</tool_call>")]
             paused += any(letter in said[:-1] for letter in "eao")
     assert paused > 0
@@ -58,22 +51,15 @@ def test_a_users_environment_answers_with_user_turns(users_stage: Stage) -> None
     end, asked = tokenizer.convert_tokens_to_ids("<|im_end|>"), 0
     for trajectory in trajectories(users_stage.generate(prompts, step=1)):
         assert trajectory.tool_calls == []
-        context = [
-            (turn, token)
-            for token, turn, by_model in zip(
-                trajectory.token_ids, trajectory.turn, trajectory.response_mask, strict=True
-            )
-            if turn and not by_model
-        ]
-        columns = zip(trajectory.token_ids, trajectory.turn, trajectory.response_mask, strict=True)
-        ended = {turn for token, turn, by_model in columns if by_model and token == end}
-        for turn in {turn for turn, _ in context}:
-            ids = [token for of_turn, token in context if of_turn == turn]
+        for turn in range(1, max(trajectory.turn) + 1):
+            if not (ids := ids_of(trajectory, turn, by_model=False)):
+                continue
             # A turn that the parser ended behind a call has no end token of the model's.
-            text = tokenizer.decode(ids).removeprefix("" if turn in ended else "<|im_end|>")
+            ended = end in ids_of(trajectory, turn, by_model=True)
+            text = tokenizer.decode(ids).removeprefix("" if ended else "<|im_end|>")
             assert text == (f"\n<|im_start|>user\n{turn}: really?<|im_end|><|im_end|>\n<|im_start|>assistant\n")
             # What a user says is text: it cannot end its own message.
-            assert ids.count(end) == 1 + (turn not in ended)
+            assert ids.count(end) == 1 + (not ended)
             asked += 1
         if trajectory.finish_reason == "answer":
             assert max(trajectory.turn) == 3

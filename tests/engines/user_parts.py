@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.records import ToolCall
 from ctpo_megatron.environments import (
     Episode,
     Message,
@@ -31,14 +31,10 @@ class OwnError(Exception):
         raise KeyboardInterrupt
 
 
-async def _interrupt() -> None:
-    raise KeyboardInterrupt("in a task of a tool")
-
-
 class ScriptedPython:
     """Stands in for the sandbox: prints 1, until the file `flag` says otherwise.
 
-    A number: unavailable that many times. "bug", "own error", "stray task": raises what no tool should raise. "hang":
+    A number: unavailable that many times. "bug", "own error": raises what no tool should raise. "hang":
     no answer while it says so, and a file "called" beside the flag.
     """
 
@@ -51,9 +47,6 @@ class ScriptedPython:
         while (text := self._flag.read_text() if self._flag.exists() else "0") == "hang":
             self._flag.with_name("called").touch()
             await asyncio.sleep(0.1)
-        if text == "stray task":
-            self._stray = asyncio.ensure_future(_interrupt())
-            await self._stray
         if text == "own error":
             raise OwnError("\ud800\x1b[2J", 7)
         if text == "bug":

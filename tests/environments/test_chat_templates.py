@@ -12,7 +12,7 @@ import pytest
 
 from ctpo_megatron.config import Config, chat_template_text
 from ctpo_megatron.environments import TokenizerError, check_chat_template, offered_schemas, use_chat_template
-from tests.data.test_conversations import write
+from tests.data.rows import write
 from tests.engines.tiny_model import CHATML, tiny_tokenizer
 from tests.optional.qwen_formats import ANSWER, CASES, LONG, TEXTS, TOOL, TRL, USER, rendered, texts
 from tests.support.deadlines import scaled
@@ -63,7 +63,9 @@ def test_conversations_with_calls_are_taught_with_qwen3s_format(tmp_path: Path) 
     tokenizer = tiny_tokenizer(chat_template_text("qwen3"))
     said = "<tool_call>...</tool_call>"
     talk = [USER, {"role": "assistant", "content": said}, {"role": "tool", "content": "4"}, ANSWER]
-    (record,) = load_conversations([write(tmp_path / "a.parquet", [talk])], tokenizer, chat_template_kwargs=OFF)
+    (record,) = load_conversations(
+        [write(tmp_path / "a.parquet", {"messages": talk})], tokenizer, chat_template_kwargs=OFF
+    )
     taught = tokenizer.decode([i for i, mask in zip(record.token_ids, record.loss_mask, strict=True) if mask])
     assert taught == f"{said}<|im_end|>{ANSWER['content']}<|im_end|>"
     assert tokenizer.decode(record.token_ids).count("<think>\n\n</think>\n\n") == 2

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ctpo_megatron.config import SystemPrompt, chat_template_text
-from ctpo_megatron.data import ConversationRules, PromptRules, read_conversations, read_prompts
+from ctpo_megatron.data import ConversationRules, PromptRules, read_conversations, read_prompts, token_ids
 from ctpo_megatron.environments import AgentTask, Message, MessageTemplate
+from tests.data.rows import write
 from tests.engines.tiny_model import CHATML
 from tests.environments.endpoint_stand import TEMPLATE, TOKENIZER, Engine, asked, played
 from tests.environments.test_template import LLAMA3_LIKE, QWEN3_LIKE
@@ -161,11 +162,6 @@ def test_a_token_that_takes_the_blanks_behind_it() -> None:
     assert specials(tokenizer, ids) == {"<|user|>": 1, "<|im_end|>": 1}
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 @pytest.mark.parametrize("name", WITH_CALLS)
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
@@ -177,7 +173,7 @@ def test_prompts_of_a_data_set(name: str, data: Any, tmp_path_factory: pytest.Te
         return {"id": name, "data_source": "s", "prompt": talk, "reward_model": {"ground_truth": "1"}, "tools": tools}
 
     tools = [schema("run", text)]
-    file = write(path / "a.jsonl", [row("a", talk, tools), row("b", harmless(talk), harmless(tools))])
+    file = write(path / "a.jsonl", row("a", talk, tools), row("b", harmless(talk), harmless(tools)))
     sets = [
         read_prompts([file], tokenizer, PromptRules(max_prompt_tokens=9999, system_prompt=SystemPrompt(prompt)))
         for prompt in (system, harmless(system))
@@ -194,7 +190,7 @@ def test_conversations_to_train_on(name: str, data: Any, tmp_path_factory: pytes
     """Also with the text of another end token in what is taught: the turn ends where the template ends it."""
     tokenizer, path = tokenizer_of(name), tmp_path_factory.mktemp("talks")
     talk = [*data.draw(conversations(True)), {"role": "assistant", "content": data.draw(said) + "<|endoftext|> done"}]
-    file = write(path / "a.jsonl", [{"messages": talk}, {"messages": harmless(talk)}])
+    file = write(path / "a.jsonl", {"messages": talk}, {"messages": harmless(talk)})
     found = read_conversations([file], tokenizer, ConversationRules(end_tokens=("<|endoftext|>", "<|im_end|>")))
     assert found.problems.lines == []
     mine, other = found.conversations
@@ -222,3 +218,30 @@ def test_what_an_agent_sends(talk: list[dict[str, Any]], more: str) -> None:
     played(engine, agent, max_model_len=99_999, max_response_tokens=9_999)
     hostile, continued, plain, plainly = (specials(TOKENIZER, ids) for ids, *_ in engine.read)
     assert (hostile, continued) == (plain, plainly)
+
+
+def with_byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2's: blanks are pieces of words, unknown characters are bytes, and special tokens are normalized."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    core = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *byte_tokens])
+    core.train_from_iterator(["the answer is in the system"] * 9, trainer)
+    core.add_special_tokens([AddedToken(text, special=True, normalized=True) for text in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[0], unk_token="<unk>")
+
+
+@pytest.mark.parametrize("family", ["bytes", "byte-fallback", "as-text"])
+def test_ids_and_texts_of_the_backend_are_those_of_the_tokenizer(family: str) -> None:
+    tokenizer = with_byte_fallback() if family == "byte-fallback" else tokenizer_of("qwen3")
+    tokenizer.split_special_tokens = family == "as-text"
+    words = [*SPECIAL, *PLAIN, "the", " answer", "  ", "\n\n", "\t", "é", "東京", "🙂", "\u0301", "x_1=-7", "12.50"]
+    drawn = random.Random(68)
+    template = MessageTemplate(tokenizer)
+    for _ in range(10_000):
+        text = "".join(drawn.choices(words, k=drawn.randint(1, 9)))
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert token_ids(tokenizer, [text]) == [expected], text
+        assert template.decode(expected) == tokenizer.decode(expected, skip_special_tokens=False), text
+    tokenizer.split_special_tokens = False

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError
+from ctpo_megatron.checks import check_agent
 from ctpo_megatron.config import Extension
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.environments import (
@@ -23,7 +24,6 @@ from ctpo_megatron.environments import (
     ToolEnvironment,
     ToolUnavailable,
 )
-from ctpo_megatron.preflight import check_agent
 from tests.engines.tiny_model import CALL
 from tests.environments.endpoint_stand import (
     QUESTION,

@@ -187,19 +187,6 @@ def test_an_answer_that_cannot_be_written_does_not_count(size: int) -> None:
     assert (sampled(trajectory), trajectory.final_text) == (["one<|im_end|>"], "one")
 
 
-def test_a_client_that_has_sent_all_it_will_is_answered() -> None:
-    """It has closed its side alone: it still reads."""
-
-    async def half_closed(task: AgentTask) -> None:
-        reader, writer = await connected(task)
-        writer.write(request(task, QUESTION))
-        writer.write_eof()
-        assert b'"content":"one"' in await asyncio.wait_for(reader.read(), scaled(20))
-        writer.close()
-
-    assert sampled(played(Late(("one", 0.3)), half_closed)) == ["one<|im_end|>"]
-
-
 def test_a_client_that_leaves_within_its_request_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
     async def leaves(task: AgentTask) -> None:
         for abort in (True, False):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments import (
     Episode,
@@ -128,6 +128,21 @@ def test_call_then_answer_keeps_every_array_aligned() -> None:
     assert [seed for _, _, seed in engine.asked] == [turn_seed(1234, 1), turn_seed(1234, 2)]
 
 
+def test_a_stop_text_ends_a_turn_and_its_tokens_stay() -> None:
+    stops: list[Sequence[str]] = []
+
+    class Asked(Engine):
+        async def __call__(self, token_ids: Sequence[int], *, stop: Sequence[str] = (), **asked: Any) -> ModelTurn:
+            stops.append(stop)
+            return await super().__call__(token_ids, **asked)
+
+    trajectory = play(Asked([10, 2], [1, 2]), stop=("b",))
+    assert trajectory.token_ids == [5, 6, 10, 2, STOP, 99, 99, 99, 1, 2]  # the template's end token follows a call
+    assert trajectory.response_mask == [0, 0, 1, 1, 0, 0, 0, 0, 1, 1]
+    assert (trajectory.finish_reason, trajectory.final_text) == ("answer", "a")
+    assert stops == [("b",)] * 2
+
+
 def test_budget_is_what_remains() -> None:
     engine = Engine([10, STOP], [10, STOP], [1, STOP])
     play(engine, max_response_tokens=20, max_turn_tokens=12)
@@ -173,14 +188,6 @@ def test_a_call_beyond_the_budget_of_a_trajectory_is_not_run(
     assert (trajectory.finish_reason, trajectory.final_text) == ("tool_budget", "")
     assert [call.status for call in trajectory.tool_calls] == ["parse_error", *["success"] * calls]
     assert trajectory.token_ids[-1] == STOP  # its turn is part of the record, as that of `max_turns`
-
-
-def test_parse_error_is_shown_and_counted() -> None:
-    codec = Codec()
-    trajectory = play(Engine([11, STOP], [1, STOP]), codec)
-    assert [call.status for call in trajectory.tool_calls] == ["parse_error"]
-    assert "invalid JSON" in codec.seen[0]
-    assert trajectory.finish_reason == "answer"
 
 
 @pytest.mark.parametrize(("length", "reason"), [(7, "answer"), (8, "length"), (500, "length")])

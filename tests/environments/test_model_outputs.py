@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.records import Prompt, ToolCall
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments import (
     Episode,
@@ -92,10 +91,6 @@ def played(parser: ToolParser, *turns: str, prompt: str = "?", **limits: Any) ->
         limits=EpisodeLimits(**(settings | limits)),
     )
     return asyncio.run(play(TurnByTurn(), episode)), engine
-
-
-def test_the_corpus_is_large_and_its_names_differ() -> None:
-    assert len({case["name"] for case in CORPUS}) == len(CORPUS) >= 60
 
 
 @pytest.mark.parametrize("protocol", PARSERS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError
-from ctpo_megatron.data.tool_call import ToolCall
+from ctpo_megatron.data.records import ToolCall
 from ctpo_megatron.environments import (
     FencedParser,
     HermesParser,
@@ -207,13 +207,6 @@ def test_an_unavailable_tool_is_told_from_a_failed_call() -> None:
     calls, failure = run(text, Search(), parallel=True)
     assert [record.status for record in calls] == ["runtime_error", "infrastructure_error", "success"]
     assert failure == "the tool is unavailable: no index"
-
-
-def test_answers_are_cut() -> None:
-    [record], _ = run(call(good("x" * 100)), max_chars=10)
-    assert record.output == "xxxxx\n[... 90 characters cut ...]\nxxxxx"
-    [record], _ = run(call(good()[:-1]), max_chars=10)
-    assert record.output.startswith("[pars\n[... ")
 
 
 @pytest.mark.parametrize(

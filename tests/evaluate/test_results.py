@@ -1,20 +1,13 @@
-"""results.json and the page: figures by source, both scorers, and one self-contained file."""
+"""results.json: figures by source and both scorers."""
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ctpo_megatron.base.files import write_json
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.evaluate.page import write_evaluation_page
-from ctpo_megatron.evaluate.results import RESULTS_FILE, ScoreColumn, results, said
-from ctpo_megatron.evaluate.samples import Sample, by_problem
+from ctpo_megatron.evaluate.results import ScoreColumn, results, said
+from ctpo_megatron.evaluate.samples import Sample
 
 
 def sample(source: str, prompt: str, index: int, box: str | None, truth: str = "7") -> Sample:
@@ -62,30 +55,7 @@ def test_the_reference_votes_with_what_it_reads() -> None:
     assert found["overall"]["reference"]["maj@4"]["value"] == found["overall"]["reference"]["worst@4"]["value"] == 1
 
 
-def written(directory: Path, scorers: list[ScoreColumn]) -> dict[str, Any]:
-    facts = {"model": "runs/x/model", "samples_per_prompt": 4, "temperature": 0.7, "left_out": ["z/9"]}
-    found = facts | {"scorers": [each.name for each in scorers]} | results(SAMPLES, scorers, seed=0)
-    prompts = [Prompt(id, "a", ({"role": "user", "content": f"What <b>is</b> {id}?"},), "7", ()) for id in BOXES]
-    problems = {problem[0].prompt_id: problem for problem in by_problem(SAMPLES)} | {"z/9": []}
-    write_json(directory / RESULTS_FILE, found)
-    write_evaluation_page(directory, found, prompts, problems, scorers[0])
-    return found
-
-
-def test_the_page_shows_every_column_and_asks_no_server(tmp_path: Path) -> None:
-    found = written(tmp_path, [scorer("strict"), scorer("reference", 1.0)])
-    assert json.loads((tmp_path / "results.json").read_text()) == found
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//|url\((?!#)|@import""", page)
-    assert "default-src 'none'" in page and "prefers-color-scheme:dark" in page
-    for text in ("Scorer: strict", "Scorer: reference", "avg@4", "pass@2", "maj@4", "z/9", "(no answer)", "cut off"):
-        assert text in page
-    assert "What &lt;b&gt;is&lt;/b&gt; p?" in page and "<b>is</b>" not in page  # a question is text
-    assert page.count("<figure id=") == 3
-    assert page.index("· r</span>") < page.index("· q</span>")  # the hardest first
-
-
-def test_one_sample_a_prompt_has_no_draws(tmp_path: Path) -> None:
-    first = [replace(s) for s in SAMPLES if s.index == 0]
+def test_one_sample_a_prompt_has_no_draws() -> None:
+    first = [s for s in SAMPLES if s.index == 0]
     found = results(first, [scorer("strict")], seed=0)
     assert set(found["overall"]["strict"]) == {"avg@1", "pass@1", "best@1", "worst@1", "maj@1"}

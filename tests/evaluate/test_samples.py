@@ -1,4 +1,4 @@
-"""Figures of samples: accuracies of a problem, and the conduct as the rollout's own metrics define it."""
+"""Figures of samples: accuracies of a problem, and statistics of responses as the rollout's own metrics define it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import random
 
 import pytest
 
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.data.verdict import NoVerdict
-from ctpo_megatron.evaluate.samples import Sample, accuracies, by_problem, conduct
+from ctpo_megatron.data.records import NoVerdict, Prompt
+from ctpo_megatron.data.trajectory import Group, Trajectory
+from ctpo_megatron.evaluate.samples import Sample, accuracies, by_problem, response_statistics
 from ctpo_megatron.rollouts import rollout_metrics
 from tests.tracking.synthetic_run import make_groups
 
@@ -23,9 +21,9 @@ def sample(source: str, prompt: str, index: int, score: float | None) -> Sample:
     return Sample(prompt, source, index, score, "answer", 10, 8, 1, ())
 
 
-def test_the_conduct_is_what_the_rollout_metrics_say() -> None:
+def test_response_statistics_are_what_the_rollout_metrics_say() -> None:
     groups = make_groups(random.Random(0), prompts=12, samples=4, share_right=0.4)
-    figures = conduct(samples_of(groups))
+    figures = response_statistics(samples_of(groups))
     metrics = rollout_metrics(groups)
     assert figures == pytest.approx({name: metrics[f"rollout/{name}"] for name in figures})
     assert len(figures) == 8 and 0 < figures["tool_use"] < 1

@@ -9,7 +9,7 @@ import pytest
 
 from ctpo_megatron.base.exports import record_step
 from ctpo_megatron.config import Config, ConfigError, dump
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.evaluate import Target, find_target, read_config
 from ctpo_megatron.evaluate.target import fingerprint, settings_of
 from tests.tracking.synthetic_run import make_config

@@ -1,4 +1,4 @@
-"""Takes the examples out of docs/howto and other pages, so that tests run what the documents say."""
+"""Takes the examples out of the documents, so that tests run what the documents say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-HOWTO = DOCS / "howto"
+EXTENDING = DOCS / "extending.md"
 MOST_LINES = 25
 
 
@@ -22,12 +22,11 @@ def blocks(document: Path, name: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def example(name: str, folder: Path, document: Path | None = None) -> tuple[Path, str]:
+def example(name: str, folder: Path, document: Path) -> tuple[Path, str]:
     """Writes the Python of an example to the file in `folder` that its first line names.
 
-    document: by default the page of docs/howto with the example's name. Returns the file, and the YAML.
+    Returns the file, and the YAML.
     """
-    document = document or HOWTO / f"{name.replace(' ', '_')}.md"
     code, settings = blocks(document, name)
     first, _, code = code.partition("\n")
     if (lines := len(code.splitlines())) > MOST_LINES:

@@ -1,4 +1,4 @@
-"""What the tests of docs/howto and of the examples share: their configurations, and a scripted model."""
+"""What the tests of the examples share: their configurations, and a scripted model."""
 
 from __future__ import annotations
 
@@ -7,31 +7,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import Config, load_config
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments import Episode, EpisodeLimits, Message, ModelTurn, make_environment, make_toolbox, play
 from tests.end_to_end.small_run import Ctpo
-from tests.extend.document_examples import example
 from tests.support import children
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP = 0
-
-
-def saved_example(name: str, folder: Path) -> Config:
-    """The configuration of the example, both in files in `folder`, with the user's module ready to be imported."""
-    _, settings = example(name, folder)
-    tree = {"defaults": str(ROOT / "configs" / "quickstart.yaml"), "run": {"name": "tried", "root": str(folder)}}
-    for section, keys in yaml.safe_load(settings).items():
-        tree[section] = keys
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    config = load_config(folder / "run.yaml")
-    activate(config.extensions.path or ())
-    return config
 
 
 def project(name: str, *overrides: str) -> Config:

@@ -1,7 +1,8 @@
-"""The agent of docs/agents.md, as a reader would save it, and what the dry run says of agents."""
+"""examples/agent_endpoint: an agent that checks itself, and what the dry run says of agents."""
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,31 +10,27 @@ from typing import Any
 import pytest
 import yaml
 
-from ctpo_megatron.config import Config, ConfigError, load_config
-from ctpo_megatron.preflight import check_extensions
-from ctpo_megatron.preflight.check import RunContext
-from ctpo_megatron.preflight.configuration import SAMPLING, TRAINING
-from ctpo_megatron.preflight.engine import check_endpoint
+from ctpo_megatron.checks import check_extensions
+from ctpo_megatron.config import Config, ConfigError, Job, load_config
+from ctpo_megatron.config.rollout_rules import check_endpoint
+from ctpo_megatron.config.rules import SAMPLING, TRAINING
 from tests.environments.test_endpoint import Engine, played, sampled, sequences
-from tests.extend.document_examples import DOCS, example
 from tests.extend.scripted import ROOT
 
-PAGE = DOCS / "agents.md"
-MOST_LINES = 120
+SOURCE = ROOT / "examples" / "agent_endpoint" / "solve_and_check.py"
+AGENT = {"name": "solve_and_check:solve_and_check", "arguments": {"rounds": 3}}
 
 
 def configured(folder: Path, **endpoint: Any) -> Config:
-    """The example's configuration over the quickstart's. endpoint: settings instead of the example's."""
-    _, settings = example("agent", folder, PAGE)
-    tree = yaml.safe_load(settings)
-    tree["rollout"]["endpoint"] |= endpoint
-    tree |= {"defaults": str(ROOT / "configs" / "quickstart.yaml"), "run": {"name": "tried", "root": str(folder)}}
+    """A configuration over the quickstart's, next to the agent. endpoint: settings instead of its own."""
+    shutil.copy(SOURCE, folder)
+    tree = {
+        "defaults": str(ROOT / "configs" / "quickstart.yaml"),
+        "run": {"name": "tried", "root": str(folder)},
+        "rollout": {"environment": "endpoint", "endpoint": {"agent": AGENT, "timeout_s": 300} | endpoint},
+    }
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
     return load_config(folder / "run.yaml")
-
-
-def test_the_page_is_short() -> None:
-    assert len(PAGE.read_text().splitlines()) <= MOST_LINES
 
 
 def test_the_example_checks_answers_in_a_conversation_of_its_own(
@@ -43,7 +40,7 @@ def test_the_example_checks_answers_in_a_conversation_of_its_own(
     config = configured(tmp_path)
     check_extensions(config)
     assert config.rollout.endpoint.agent is not None
-    from my_agent import solve_and_check  # type: ignore[import-not-found] # written above
+    from solve_and_check import solve_and_check  # type: ignore[import-not-found] # copied above
 
     arguments = config.rollout.endpoint.agent.arguments
     trajectory = played(Engine("two", "No.", "one", "Yes."), partial(solve_and_check, **arguments))
@@ -52,22 +49,10 @@ def test_the_example_checks_answers_in_a_conversation_of_its_own(
     assert len(sequences(trajectory)) == 3  # the answers, and a check of each
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "key", "message"),
-    [
-        ({"agent": "no_agent:solve"}, "rollout.endpoint.agent", "there is no module 'no_agent'"),
-        ({"agent": "my_agent:solve"}, "rollout.endpoint.agent", "has no 'solve'; define it there"),
-        ({"agent": "my_agent:solve_and_check"}, "rollout.endpoint.agent", "argument: 'rounds'; its signature is"),
-    ],
-)
-def test_the_dry_run_names_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: dict[str, Any], key: str, message: str
-) -> None:
+def test_the_dry_run_names_an_argument_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError) as refused:
-        check_extensions(configured(tmp_path, **endpoint))
-    assert [problem.key for problem in refused.value.problems] == [key]
-    assert message in str(refused.value)
+    with pytest.raises(ConfigError, match=r"rollout\.endpoint\.agent.*argument: 'rounds'; its signature is"):
+        check_extensions(configured(tmp_path, agent="solve_and_check:solve_and_check"))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +69,6 @@ def test_settings_that_do_not_fit_each_other(
     configured(tmp_path)
     config = load_config(tmp_path / "run.yaml", [override])
     assert check_endpoint in TRAINING and check_endpoint in SAMPLING
-    (found,) = check_endpoint(RunContext(config))
+    (found,) = check_endpoint(config, None, Job(1))
     assert (found.key, found.severity) == (key, severity) and message in found.message
-    assert [*check_endpoint(RunContext(load_config(tmp_path / "run.yaml")))] == []
+    assert [*check_endpoint(load_config(tmp_path / "run.yaml"), None, Job(1))] == []

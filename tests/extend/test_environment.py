@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError, activate, load
-from ctpo_megatron.config import Config, Extension
+from ctpo_megatron.checks import check_environment
+from ctpo_megatron.config import (
+    Config,
+    Extension,
+)
 from ctpo_megatron.data import Prompt, Trajectory
-from ctpo_megatron.environments import needs_sandbox, tool_schemas
-from ctpo_megatron.preflight import check_environment
+from ctpo_megatron.environments import tool_schemas
 from tests.extend.scripted import played, project
 
 
@@ -22,7 +25,7 @@ def config() -> Config:
 def test_a_user_answers_until_the_number_is_found(config: Config) -> None:
     check_environment(config.rollout.environment)
     assert tool_schemas(config.rollout) == []
-    assert not needs_sandbox(config.rollout)
+    assert not config.rollout.needs_sandbox
     text, trajectory = played(config, "50", " many", "42", answer="42")
     assert text == ("50|[user: Too high. Please try again.] many|[user: Say a number. Please try again.]42|")
     assert (trajectory.finish_reason, trajectory.final_text) == ("answer", "42")

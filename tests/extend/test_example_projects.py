@@ -9,16 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.preflight import check_extensions
+from ctpo_megatron.checks import check_extensions
 from tests.end_to_end.small_run import SMALL, records
-from tests.extend.document_examples import HOWTO
+from tests.extend.document_examples import DOCS, EXTENDING
 from tests.extend.scripted import project, trained
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 
 EXAMPLES = ROOT / "examples"
-CONFIGURED = ("environment", "judge", "objective", "reward", "tool")
-PROJECTS = (*CONFIGURED, "agent_endpoint", "kernels", "plain_rl")
+CONFIGURED = (
+    "brevity",
+    "environment",
+    "filter",
+    "judge",
+    "objective",
+    "reward",
+    "sampler",
+    "tool",
+    "tool_parser",
+    "tracker",
+)
+PROJECTS = (*CONFIGURED, "agent_endpoint", "kernels", "model_family", "plain_rl")
+TRAINED = ("environment", "objective", "reward", "tool")
 MOST_LINES = 80
 
 
@@ -33,12 +45,18 @@ def test_a_project_passes_the_checks_of_a_dry_run(name: str) -> None:
     check_extensions(project(name))
 
 
-@pytest.mark.parametrize("name", CONFIGURED)
-def test_the_how_to_includes_the_files_instead_of_repeating_them(name: str) -> None:
-    text = (HOWTO / f"{name}.md").read_text(encoding="utf-8")
-    included = re.findall(r"^```\{literalinclude\} \.\./\.\./examples/(\S+)$", text, re.MULTILINE)
-    assert {path.partition("/")[0] for path in included} == {name}
-    assert [path for path in included if not (EXAMPLES / path).is_file() or f"/examples/{path})" not in text] == []
+@pytest.mark.parametrize("page", [EXTENDING, DOCS / "agents.md"], ids=lambda page: page.stem)
+def test_a_page_includes_files_that_are_there_and_links_them(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    included = re.findall(r"^```\{literalinclude\} \.\./examples/(\S+)$", text, re.MULTILINE)
+    linked = set(re.findall(r"\]\(\.\./examples/(\w+)/", text))
+    assert included and {path.partition("/")[0] for path in included} <= linked
+    assert [path for path in included if not (EXAMPLES / path).is_file()] == []
+
+
+def test_the_page_of_extensions_shows_every_kind() -> None:
+    text = EXTENDING.read_text(encoding="utf-8")
+    assert [name for name in (*CONFIGURED, "model_family") if f"(../examples/{name}/" not in text] == []
 
 
 def test_every_project_is_in_the_list() -> None:
@@ -61,7 +79,7 @@ def test_the_loop_with_the_kernels_alone_learns() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [name for name in CONFIGURED if name != "judge"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_project_trains(name: str, tmp_path: Path) -> None:
     files = [EXAMPLES / name / f"{name}.yaml"]
     run, _ = trained(tmp_path, files, *SMALL, "run.steps=1", f"run.name={name}", deadline_s=280)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.checks import check_extensions
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import Config, ConfigError, load_config
-from ctpo_megatron.preflight import check_extensions
 from ctpo_megatron.run import RunDirectoryError, open_run_directory
 from tests.support import ranks
 from tests.support.task import SMALL_TASK, task_folder

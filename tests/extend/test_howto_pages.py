@@ -1,4 +1,4 @@
-"""docs/howto and docs/tutorials: what a reader would type or save is run by a test, or the page says why not.
+"""Pages with commands: what a reader would type or save is run by a test, or the page says why not.
 
 A comment before a block says which:
 
@@ -7,8 +7,6 @@ A comment before a block says which:
     example: NAME    tests take the block from the page
     tested: FILES    these tests, which exist, do the same
     not run: REASON  so do the tests that it names
-
-docs/tutorials/own_reward.md needs none: all of it is typed by test_own_reward_tutorial.py.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ import pytest
 
 from ctpo_megatron.cli import main, parse
 from ctpo_megatron.config import load_config
-from ctpo_megatron.config.sources import read_overrides
-from tests.extend.document_examples import DOCS, HOWTO, MOST_LINES, blocks
+from ctpo_megatron.config.load import check_override
+from tests.extend.document_examples import DOCS, EXTENDING, MOST_LINES, blocks
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 from tests.support.task import SMALL_TASK, task_folder
 from tests.tracking.synthetic_run import write_run
 
-TYPED_WHOLE = DOCS / "tutorials" / "own_reward.md"
-PAGES = sorted([*HOWTO.glob("*.md"), *(DOCS / "tutorials").glob("*.md")])
-MARKED = [page for page in PAGES if page != TYPED_WHOLE]
+OF_A_RUN = [DOCS / f"{name}.md" for name in ("checkpoints", "compare", "config", "evaluation", "monitoring")]
+"""Pages on what to do with a run."""
+PAGES = sorted([EXTENDING, DOCS / "agents.md", *(DOCS / "tutorials").glob("*.md"), *OF_A_RUN])
 BLOCK = re.compile(
     r"(?:<!-- (?P<mark>[^\n]*) -->\n)?"
     r"(?:```(?P<kind>python|yaml|bash)\n(?P<fenced>.*?)^```$|(?P<indented>^    \S[^\n]*\n(?:^    [^\n]+\n)*))",
@@ -42,11 +40,8 @@ BLOCK = re.compile(
 )
 SHOWN = ("    ╭", "    [", "    ```")
 """How the output of a command or a model begins, which a reader does not type."""
-LONGEST_SHORT_PAGE = 250
-OF_OTHERS = {"from_verl.md", "from_trl.md", "from_nemo_rl_and_slime.md", "glossary.md", "limits.md"}
+OF_OTHERS = {"coming_from.md", "status.md"}
 """Pages with configuration keys of other trainers, or of what is not there."""
-OF_MODULES = {"architecture.md", "concepts.md"}
-"""Pages with names of our modules."""
 FILES = (".py", ".json", ".jsonl", ".log", ".parquet")
 
 
@@ -63,12 +58,12 @@ def typed(page: Path) -> list[tuple[str, str, str]]:
 
 
 def commands(text: str) -> list[str]:
-    """The lines of a block, without variables before them and what stands behind them."""
+    """The lines of a block, without variables before them, what stands behind them, and the file of their output."""
     lines = (line.split("  #")[0].strip() for line in text.replace("\\\n", " ").splitlines())
-    return [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line) for line in lines]
+    return [re.sub(r"^(?:[A-Z_]+=\S+ )+| > \S+$", "", line) for line in lines]
 
 
-@pytest.mark.parametrize("page", MARKED, ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     for mark, kind, text in typed(page):
         what, _, rest = mark.partition(": ")
@@ -93,11 +88,11 @@ def test_every_command_of_ctpo_is_one(page: Path) -> None:
             if line.startswith("ctpo "):
                 words = shlex.split(line)[1:]
                 given = parse(words)
-                _, problems = read_overrides([word for word in getattr(given, "overrides", ()) if "=" in word])
-                assert problems == [], line
+                for word in getattr(given, "overrides", ()):
+                    assert "=" not in word or check_override(word) is None, line
 
 
-@pytest.mark.parametrize("page", MARKED, ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_configuration_is_one(page: Path, tmp_path: Path) -> None:
     """Keys and kinds of values of what a reader saves as YAML, over the quickstart's configuration."""
     for _, kind, text in typed(page):
@@ -120,7 +115,8 @@ def checkout(tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / shipped).symlink_to(ROOT / shipped)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "toolmath").symlink_to(task_folder(*SMALL_TASK))
-    shutil.copytree(task_folder(*SMALL_TASK) / "model", tmp_path / "runs" / "quickstart" / "sft_model")
+    for run in ("quickstart", "sft"):
+        shutil.copytree(task_folder(*SMALL_TASK) / "model", tmp_path / "runs" / run / "sft_model")
     (tmp_path / "mine.yaml").write_text("defaults: configs/quickstart.yaml\nrun: {name: mine}\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -150,8 +146,8 @@ def to_run(page: Path) -> list[list[str]]:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=name(page), marks=pytest.mark.slow if page.stem == "compare_objectives" else ())
-        for page in filter(to_run, MARKED)
+        pytest.param(page, id=name(page), marks=pytest.mark.slow if page.stem == "compare" else ())
+        for page in filter(to_run, PAGES)
     ],
 )
 def test_the_commands_that_need_no_more_are_run(
@@ -165,11 +161,6 @@ def test_the_commands_that_need_no_more_are_run(
             assert program == "ctpo" and main(words) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", ["does_not_learn", "memory", "preemption"])
-def test_a_short_page_is_short(page: str) -> None:
-    assert len((HOWTO / f"{page}.md").read_text(encoding="utf-8").split()) <= LONGEST_SHORT_PAGE
-
-
 def test_every_key_that_a_page_names_is_one() -> None:
     """Keys in a sentence or a table, such as `policy.offload: all`. The blocks of examples have tests of their own."""
     rows = (DOCS / "reference" / "configuration.md").read_text(encoding="utf-8").splitlines()
@@ -177,8 +168,8 @@ def test_every_key_that_a_page_names_is_one() -> None:
     assert {"run.name", "policy.offload"} <= keys
     groups = {key.rpartition(".")[0] for key in keys} | {"rollout.tool_parser.name"}
     sections = {key.partition(".")[0] for key in keys}
-    for page in [*PAGES, *DOCS.glob("*.md"), ROOT / "README.md"]:
-        if page.name not in OF_OTHERS | OF_MODULES:
+    for page in {*PAGES, *DOCS.glob("*.md"), ROOT / "README.md"}:
+        if page.name not in OF_OTHERS:
             named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?::[^`]*)?`", page.read_text(encoding="utf-8"))
             wrong = {key for key in named if key.partition(".")[0] in sections} - keys - groups
             assert [key for key in wrong if not key.endswith(FILES)] == [], page

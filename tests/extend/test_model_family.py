@@ -1,8 +1,9 @@
-"""The family of docs/howto/model_family.md, in a file outside the package: from the configuration to the export."""
+"""examples/model_family, a file outside the package: from the configuration to the export."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,16 +17,17 @@ from ctpo_megatron.export import resolve
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed, policy_gradient
 from ctpo_megatron.verify import batch, job, run
-from tests.extend.document_examples import example
 from tests.support import ranks
+from tests.support.prefork import ROOT
 
+EXAMPLE = ROOT / "examples" / "model_family" / "seed_oss.py"
 VOCAB = 300
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A configuration next to `my_models.py`, and the directory of a small model."""
-    example("model family", tmp_path)
+    """A configuration next to `seed_oss.py`, and the directory of a small model."""
+    shutil.copy(EXAMPLE, tmp_path)
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = SeedOssForCausalLM(
@@ -38,13 +40,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     file = tmp_path / "run.yaml"
     file.write_text(
         f"run: {{name: first, steps: 1, root: {tmp_path}}}\n"
-        f"model: {{path: {tmp_path}/model, family: 'my_models:SeedOss'}}\n"
+        f"model: {{path: {tmp_path}/model, family: 'seed_oss:SeedOss'}}\n"
         "data: {train: [prompts.parquet]}\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_models", raising=False)
+    monkeypatch.delitem(sys.modules, "seed_oss", raising=False)
     yield load_config(file)
-    sys.modules.pop("my_models", None)
+    sys.modules.pop("seed_oss", None)
 
 
 def test_a_family_from_a_file_trains_and_exports(config: Config, tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_an_export_finds_the_family_of_the_run(config: Config, tmp_path: Path) -
     (run / "model").mkdir(parents=True)
     (run / "config.yaml").write_text((tmp_path / "run.yaml").read_text())
     (run / "model" / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
-    example("model family", run)
+    shutil.copy(EXAMPLE, run)
     assert resolve(run, None, None).family.architecture == "SeedOssForCausalLM"
 
 
@@ -104,7 +106,7 @@ def test_ctpo_verify_compares_it_with_transformers(
 
     monkeypatch.setattr(run, "_run_job", run_forked)
     monkeypatch.chdir(tmp_path)
-    assert main(["verify", "--model", "model", "--family", "my_models:SeedOss", "--layouts", "tp2"]) == 0
+    assert main(["verify", "--model", "model", "--family", "seed_oss:SeedOss", "--layouts", "tp2"]) == 0
     assert "1 of 1 within 1e-05 of the float64 oracle" in capsys.readouterr().out
 
 
@@ -112,11 +114,11 @@ def test_ctpo_verify_compares_it_with_transformers(
     ("family", "expected"),
     [
         (None, "architecture SeedOssForCausalLM is not supported; supported: .* in model.family"),
-        ("my_models:Missing", 'model.family = "my_models:Missing": .*my_models has no .Missing.'),
+        ("seed_oss:Missing", 'model.family = "seed_oss:Missing": .*seed_oss has no .Missing.'),
         ("no_such_module:Family", "there is no module 'no_such_module' in extensions.path"),
-        ("my_models:replace", "model.family = .*replace"),
+        ("seed_oss:replace", "model.family = .*replace"),
         ("collections:OrderedDict", "makes a OrderedDict; name a subclass of ctpo_megatron.models.ModelFamily"),
-        ({"name": "my_models:SeedOss", "arguments": {"bias": True}}, "takes no arguments"),
+        ({"name": "seed_oss:SeedOss", "arguments": {"bias": True}}, "takes no arguments"),
         ("ctpo_megatron.models.dense:Llama", "SeedOssForCausalLM is not the one of model.family, LlamaForCausalLM"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Reward functions as TRL and verl call them, in the adapters of docs/from_trl.md and docs/from_verl.md."""
+"""Reward functions as TRL and verl call them, in the adapters of docs/coming_from.md."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from ctpo_megatron.checks import check_extensions
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_megatron.config.schema import RewardConfig
 from ctpo_megatron.data import Group, Prompt, Trajectory
-from ctpo_megatron.preflight import check_extensions
 from ctpo_megatron.rewards import RewardPool, ScoreReport
 from tests.extend.document_examples import DOCS, example
 
@@ -35,13 +35,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return right
     return {"score": right - extra_info["level"], "acc": right > 0, "pred": solution_str, "level": extra_info["level"]}
 """
-PAGES = {"trl rewards": ("from_trl.md", "my_rewards.py", TRL), "verl rewards": ("from_verl.md", "my_reward.py", VERL)}
+FUNCTIONS = {"trl rewards": ("my_rewards.py", TRL), "verl rewards": ("my_reward.py", VERL)}
 
 
 def adapter(name: str, folder: Path) -> RewardConfig:
     """The adapter of the page next to a user's functions, and the configuration that names it."""
-    page, file, code = PAGES[name]
-    _, settings = example(name, folder, DOCS / page)
+    file, code = FUNCTIONS[name]
+    _, settings = example(name, folder, DOCS / "coming_from.md")
     (folder / file).write_text(code)
     return RewardConfig(**yaml.safe_load(settings)["reward"])
 
@@ -98,6 +98,9 @@ class Accuracy:
     def __call__(self, prompts, completions, solution, **kwargs):
         return [1.0]
 
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
 def needs_more(trajectory, prompt, weight):
     return weight
 """
@@ -106,8 +109,9 @@ def needs_more(trajectory, prompt, weight):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("format_reward", "TRL calls such functions: docs/from_trl.md has an adapter"),
-        ("Accuracy", "TRL calls such functions: docs/from_trl.md has an adapter"),
+        ("format_reward", "TRL calls such functions: docs/coming_from.md has an adapter"),
+        ("Accuracy", "TRL calls such functions: docs/coming_from.md has an adapter"),
+        ("compute_score", "verl calls such functions: docs/coming_from.md has an adapter"),
         ("needs_more", None),
     ],
 )

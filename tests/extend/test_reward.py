@@ -6,10 +6,8 @@ import asyncio
 
 import pytest
 
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.records import Prompt, ToolCall
+from ctpo_megatron.data.trajectory import Group, Trajectory
 from ctpo_megatron.rewards import RewardPool, ScoreReport
 from tests.extend.scripted import project
 

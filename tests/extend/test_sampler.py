@@ -1,4 +1,4 @@
-"""The sampler of docs/howto/sampler.md, as a reader would save it, and samplers that misbehave."""
+"""examples/sampler: from easy prompts to hard ones, and samplers that misbehave."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ctpo_megatron.base.event_loop import EventLoop
+from ctpo_megatron.checks.extensions import check_extensions
 from ctpo_megatron.config import ConfigError, Extension, RolloutConfig, load_config
 from ctpo_megatron.data import Curriculum, Prompt, PromptSampler
-from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.rollouts import GroupSampler, Rollouts
 from ctpo_megatron.tracking import Phases
-from tests.extend.document_examples import example
+from tests.extend.scripted import project
 from tests.rollouts.scripted import ScriptedEngines, ScriptedScorer, Stops
 
 PROMPTS = [
@@ -25,10 +24,10 @@ HARD_FIRST = [f"p{n}" for n in reversed(range(10))]
 
 
 @pytest.fixture
-def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Extension:
-    file, settings = example("sampler", tmp_path)
-    monkeypatch.syspath_prepend(str(file.parent))
-    return Extension.model_validate(yaml.safe_load(settings)["data"]["sampler"] | {"arguments": {"size": 4}})
+def part() -> Extension:
+    sampler = project("sampler").data.sampler
+    assert sampler is not None
+    return sampler.model_copy(update={"arguments": sampler.arguments | {"size": 4}})
 
 
 def ids(prompts: list[Prompt]) -> list[str]:
@@ -78,7 +77,7 @@ def test_another_sampler_is_refused(part: Extension) -> None:
     ours.take(3)
     with pytest.raises(ValueError, match=r"begun without data\.sampler"):
         ours.load_state_dict(plain.state_dict())
-    with pytest.raises(ValueError, match=r"begun with data.sampler my_sampler:EasyToHard"):
+    with pytest.raises(ValueError, match=r"begun with data.sampler easy_to_hard:EasyToHard"):
         plain.load_state_dict(ours.state_dict())
     with pytest.raises(ValueError, match="other tokens or answers"):
         Curriculum(part, PROMPTS[:9], 0).load_state_dict(ours.state_dict())

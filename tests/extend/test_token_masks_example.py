@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ctpo_megatron.base.extensions import activate
+from ctpo_megatron.checks import check_extensions
 from ctpo_megatron.config import load_config
 from ctpo_megatron.objective import (
     Denominators,
@@ -22,7 +23,6 @@ from ctpo_megatron.objective import (
     objective_from_config,
     summarize,
 )
-from ctpo_megatron.preflight import check_extensions
 from tests.end_to_end.small_run import SMALL, records
 from tests.extend.scripted import ROOT, trained
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError
+from ctpo_megatron.checks import check_tool
 from ctpo_megatron.config import Config, Extension
 from ctpo_megatron.environments import tool_schemas
-from ctpo_megatron.preflight import check_tool
 from tests.extend.scripted import played, project
 
 

@@ -1,4 +1,4 @@
-"""The tool parser of docs/howto/tool_parser.md, as a reader would save it."""
+"""examples/tool_parser: a model writes programs in a format of its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError
+from ctpo_megatron.checks import check_tool_parser
 from ctpo_megatron.config import Config, Extension
-from ctpo_megatron.preflight import check_tool_parser
-from tests.extend.scripted import played, saved_example
+from tests.extend.scripted import played, project
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         "    async def __call__(self, arguments):\n"
         "        return ToolResult(arguments['code'].upper())\n"
     )
-    config = saved_example("tool parser", tmp_path)
+    config = project("tool_parser")
     # What the program prints is the sandbox' business; this one gives back what it was told to run.
     rollout = config.rollout.model_copy(update={"tools": (Extension(name="adder:Reader"),)})
     return config.model_copy(update={"rollout": rollout})
@@ -43,8 +43,8 @@ def test_a_model_can_write_in_its_format(config: Config) -> None:
 
 def test_parsers_that_are_refused(config: Config) -> None:
     for name, arguments, reason in (
-        ("my_parser:PythonTags", {"least": 1}, "unexpected keyword argument 'least'"),
-        ("my_parser:Message", {"role": "", "content": ""}, "has no method mentions_call"),
+        ("python_tags:PythonTags", {"least": 1}, "unexpected keyword argument 'least'"),
+        ("python_tags:Message", {"role": "", "content": ""}, "has no method mentions_call"),
         ("xml", {}, "write hermes or fenced, or package.module:Name"),
     ):
         with pytest.raises(ExtensionError, match=reason):

@@ -1,19 +1,14 @@
-"""The tracker of docs/howto/tracker.md, as a reader would save it."""
+"""examples/tracker: metrics of every step are posted to an address."""
 
 from __future__ import annotations
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.base.extensions import activate
-from ctpo_megatron.config import load_config
 from ctpo_megatron.tracking import MetricsWriter, open_trackers, tracker_problem
-from tests.extend.document_examples import example
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.extend.scripted import project
 
 
 @pytest.fixture
@@ -36,15 +31,11 @@ def received():
         server.shutdown()
 
 
-def test_the_example_gets_the_metrics(tmp_path, received, caplog, monkeypatch):
+def test_the_example_gets_the_metrics(tmp_path, received, caplog):
     url, texts = received
-    _, yaml = example("tracker", tmp_path)
-    base = f"defaults: {ROOT / 'configs' / 'quickstart.yaml'}\nrun: {{name: tried, root: {tmp_path}}}\n"
-    (tmp_path / "run.yaml").write_text(base + yaml.replace("http://localhost:8080/", url))
-    config = load_config(tmp_path / "run.yaml")
-    assert config.extensions.path == (str(tmp_path),)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    activate(config.extensions.path)
+    trackers = f"tracking.trackers=[tensorboard, {{name: 'post:Post', arguments: {{url: '{url}'}}}}]"
+    config = project("tracker", "run.name=tried", f"run.root={tmp_path}", trackers)
+    assert config.tracking.trackers[1].name == project("tracker").tracking.trackers[1].name
     assert [tracker_problem(extension) for extension in config.tracking.trackers] == [None, None]
     run_dir = tmp_path / "tried"
     run_dir.mkdir()

@@ -10,7 +10,7 @@ import pytest
 
 from ctpo_megatron.config import load_config
 from ctpo_megatron.data import Group, Prompt, Trajectory
-from ctpo_megatron.data.tool_call import ToolCall, ToolStatus
+from ctpo_megatron.data.records import ToolCall, ToolStatus
 from ctpo_megatron.rewards import RewardPool
 from tests.end_to_end.small_run import records
 from tests.extend.scripted import trained

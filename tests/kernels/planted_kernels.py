@@ -24,18 +24,3 @@ def past_the_end_kernel(values, out, n, BLOCK: tl.constexpr):
     """Grid: blocks. No mask: the last block passes the end."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + index, tl.load(values + index))
-
-
-@triton.jit
-def halves_kernel(wide, narrow):
-    """Grid: two. Program 0 stores a float32, program 1 the two bfloat16 that begin at `narrow`."""
-    if tl.program_id(0) == 0:
-        tl.store(wide, 1.0)
-    else:
-        tl.store(narrow + tl.arange(0, 2), tl.zeros((2,), tl.bfloat16))
-
-
-@triton.jit
-def counter_kernel(count):
-    """Grid: any."""
-    tl.atomic_add(count, 1)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.kernels import aot
-from benchmarks.kernels.aot_launches import KernelLaunch
 from tests.kernels.compiling import code, gate, quick_gate
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -74,15 +71,6 @@ def test_every_limit_that_is_exceeded_is_named_and_fails_the_gate(compiled: Path
     assert all("registers, limit 1" in line and "sm_90" in line for line in failures)
 
 
-def test_another_tile_is_that_of_the_loss_alone() -> None:
-    own = KernelLaunch("loss_kernel", "", "", {}, {"BLOCK": 128, "RUN": 4, "LOOK": 128}, (), {"maxnreg": 128})
-    changed = aot.with_tile(own, "256:8:168")
-    assert changed.constants == {"BLOCK": 256, "RUN": 8, "LOOK": 128}
-    assert (changed.options["maxnreg"], aot.with_tile(own, "64:2").options["maxnreg"]) == (168, 128)
-    other = dataclasses.replace(own, kernel="reduce_kernel")
-    assert aot.with_tile(other, "256:8") is other
-
-
 def test_a_kernel_outside_the_table_is_refused() -> None:
     added = (
         "from benchmarks.kernels import aot; from ctpo_kernels import loss_kernels as k; "
@@ -91,39 +79,3 @@ def test_a_kernel_outside_the_table_is_refused() -> None:
     done = code(added)
     assert done.returncode == 1
     assert "LookupError" in done.stderr and "other_kernel" in done.stderr
-
-
-def test_spills_and_compiler_errors_are_failures() -> None:
-    sizes = {"registers": 20, "spill_bytes": 8, "stack_bytes": 16, "shared_bytes": 1 << 20}
-    bad = aot.Report("loss_kernel", "some", 90, 1, **sizes, instructions=500.0, most_instructions=240, unordered=True)
-    failures = "\n".join(bad.failures(aot.REGISTERS))
-    assert len(failures.splitlines()) == 5
-    for part in ("spills 8 bytes", "16 bytes", "shared memory", "500 instructions a token", "have still to load"):
-        assert part in failures
-    broken = aot.Report("loss_kernel", "some", 90, 1, error="CompilationError: no")
-    assert broken.failures(aot.REGISTERS) == ["loss_kernel (some) on sm_90 does not compile: CompilationError: no"]
-
-
-def test_the_interpreter_is_refused() -> None:
-    done = quick_gate(TRITON_INTERPRET="1")
-    assert done.returncode == 2
-    assert "TRITON_INTERPRET" in done.stderr and "unset" in done.stderr
-
-
-def test_a_machine_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(SystemExit) as stopped:
-        aot.main(["--quick"])
-    assert stopped.value.code == 2
-    assert "triton is not installed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [(["--arch", "75"], "8.0"), (["--limit", "no_kernel=3"], "no_kernel=3"), (["--tile", "256x8"], "--tile 256x8")],
-)
-def test_bad_arguments_are_refused(arguments: list[str], named: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        aot.main(arguments)
-    assert stopped.value.code == 2
-    assert named in capsys.readouterr().err

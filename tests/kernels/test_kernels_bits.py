@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctpo_kernels import SUMS, loss_torch
+from ctpo_kernels import SUMS
 from ctpo_kernels.loss import loss_implementation, loss_stream
 from ctpo_kernels.loss_torch import LossPass, merge_vectors, segment_totals
 from ctpo_kernels.packed import LossTensors, PackedTokens
@@ -50,23 +50,6 @@ def same_decisions(a: LossPass, b: LossPass) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "power"),
-    [
-        *((ratio, (0.5, 0.3)[i % 2]) for i, ratio in enumerate(RATIOS)),
-        *(pytest.param(ratio, (0.3, 0.5)[i % 2], marks=pytest.mark.slow) for i, ratio in enumerate(RATIOS)),
-    ],
-)
-def test_interpreter_and_twin_decide_alike(interpreter: None, ratio: str, power: float) -> None:
-    from ctpo_kernels import loss_triton
-
-    narrow = {"clip_low": 1e-3, "clip_high": 1e-3, "clip_c": 2e-3} if ratio != "cumprod" else {}
-    batch, spec = checked(rough(1, LENGTHS, padding=4), ratio_mode=ratio, clip_power=power, **narrow)
-    twin = loss_torch.loss_pass(batch, spec, 0.1, per_token=True)
-    assert same_decisions(loss_triton.loss_pass(batch, spec, 0.1, per_token=True), twin)
-    assert twin.per_token.clip.count_nonzero() > 10
-
-
-@pytest.mark.parametrize(
     ("span", "block"),
     [
         (64, 16),
@@ -92,19 +75,6 @@ def test_spans_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPatch, sp
         assert same_bits(found.gradient, expected.gradient)
         assert same_bits(found.per_token.loss, expected.per_token.loss)
         torch.testing.assert_close(found.vector, expected.vector, rtol=1e-6, atol=1e-6)
-
-
-def test_no_program_walks_a_long_sequence_alone(interpreter: None) -> None:
-    from ctpo_kernels.loss_triton import BLOCK, PROGRAMS, choose_span
-
-    assert choose_span(1 << 15) == 512
-    assert choose_span(1 << 20) == 512
-    assert choose_span(1 << 24) == 8192
-    assert choose_span(1 << 30) == 8192
-    for tokens in (1, 1 << 15, (1 << 22) + 3, 1 << 26):
-        span = choose_span(tokens)
-        assert span % BLOCK == 0
-        assert tokens < 1 << 20 or tokens // span >= PROGRAMS // 2
 
 
 @pytest.mark.parametrize("cuts", [[], [100], [1, 2, 3], [64, 128, 192, 256], [150, 220, 285], [149, 151, 299]])
@@ -138,25 +108,6 @@ def test_a_window_longer_than_the_longest_span(interpreter: None, monkeypatch: p
     stream = loss_triton.TritonLossStream(batch, spec, 0.1, totals=None, state=state)
     assert same_bits(stream.step(0, batch.tokens), expected.gradient)
     torch.testing.assert_close(stream.finish(), expected.vector, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("cut", [1, 40, 149])
-def test_pieces_of_a_sequence_continue_it(backend: str, cut: int) -> None:
-    batch, spec = checked(rough(5, [150, 60]), ratio_mode="geomean")
-    implementation = loss_implementation(batch.log_probs)
-    expected = implementation.loss_pass(batch, spec, 0.1, per_token=True)
-    pieces, _ = checked({**rough_columns(batch), "cu_seqlens": torch.tensor([0, cut, 150, 210])}, ratio_mode="geomean")
-    own, whole = segment_totals(pieces), segment_totals(batch)
-    state = torch.zeros(3, 3, dtype=torch.int64)
-    state[1] = own[0, :3]
-    found = implementation.loss_pass(pieces, spec, 0.1, state=state, totals=whole[[0, 0, 1]], per_token=True)
-    assert same_decisions(found, expected)
-    assert same_bits(found.gradient, expected.gradient)
-
-
-def rough_columns(batch: PackedTokens) -> dict[str, Tensor | None]:
-    names = ("log_probs", "old_log_probs", "response_mask", "loss_mask", "advantages", "weights")
-    return {name: getattr(batch, name) for name in names}
 
 
 @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [2, 0, 5, 1, 4, 3]])

@@ -37,33 +37,11 @@ def test_programs_come_in_another_order(planted: Any) -> None:
     assert totals.tolist() != list(range(1, 10))
 
 
-@pytest.mark.parametrize(("place", "race"), [(0, True), (1, True), (2, False)], ids=["low half", "high half", "behind"])
-def test_elements_of_different_width(planted: Any, place: int, race: bool) -> None:
-    memory = torch.zeros(4)
-    narrow = memory.view(torch.bfloat16)[place : place + 2]
-    if race:
-        with pytest.raises(AssertionError, match="halves_kernel: race"):
-            planted.halves_kernel[(2,)](memory, narrow)
-    else:
-        planted.halves_kernel[(2,)](memory, narrow)
-
-
 def test_accesses_behind_the_end(planted: Any) -> None:
     """The memory is there, so nothing faults; but it belongs to someone else."""
     values, out = torch.zeros(64), torch.zeros(64)
     with pytest.raises(AssertionError, match="past_the_end_kernel: 4 stores outside of the arguments; 4 loads outside"):
         planted.past_the_end_kernel[(3,)](values[:20], out[:20], 20, BLOCK=8)
-
-
-def test_gaps_of_a_slice_belong_to_nobody(planted: Any) -> None:
-    columns = torch.zeros(20, 2)
-    with pytest.raises(AssertionError, match="neighbours_kernel: 4 loads outside of the arguments"):
-        planted.neighbours_kernel[(1,)](columns[:, 0], torch.zeros(20), 8, BLOCK=8, STEP=8)
-
-
-def test_atomics_are_refused(planted: Any) -> None:
-    with pytest.raises(Exception, match="does not record atomic operations"):
-        planted.counter_kernel[(2,)](torch.zeros(1, dtype=torch.int64))
 
 
 def test_fresh_memory_is_poisoned() -> None:

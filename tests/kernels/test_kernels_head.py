@@ -124,11 +124,6 @@ def test_chunks_leave_integers_and_decisions(backend: str, chunks: tuple[int | N
     assert distance(found[0].d_weight, found[1].d_weight.double()) <= 5e-6
 
 
-def test_repetition_gives_the_same_bits(backend: str) -> None:
-    head = random_head(13)
-    assert same_bits(sweep(head, chunk_size=16), sweep(head, chunk_size=16))
-
-
 def test_masked_rows_never_enter(backend: str) -> None:
     head = random_head(14)
     expected = sweep(head)

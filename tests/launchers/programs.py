@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,8 +15,8 @@ import psutil
 
 from ctpo_launchers.job import free_ports
 from ctpo_megatron.base.processes import wait_for
-from tests.support.deadlines import scaled
-from tests.support.prefork import ROOT
+from tests.support.deadlines import awaited, scaled
+from tests.support.prefork import PYTHONPATH, ROOT
 
 ADDRESSES = {0: "127.0.0.2", 1: "127.0.0.3"}
 _JOBS = itertools.count()
@@ -51,7 +50,6 @@ class Programs:
 
     def start(self, rank: int) -> None:
         """Start the node program of a rank."""
-        paths = [str(ROOT), *(str(ROOT / folder) for folder in ("answers", "kernels", "sandbox", "launchers"))]
         program = [*self._before.get(rank, ()), sys.executable, "-m", "ctpo_launchers.node"]
         own = ["--nodes", str(len(self._addresses)), "--node-rank", str(rank), "--address", self._addresses[rank]]
         self.processes[rank] = subprocess.Popen(
@@ -59,7 +57,7 @@ class Programs:
             stdout=(self.directory / f"out{rank}").open("wb"),
             stderr=subprocess.STDOUT,
             cwd=self.directory,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=os.environ | {"PYTHONPATH": PYTHONPATH},
             start_new_session=True,
         )
 
@@ -68,19 +66,14 @@ class Programs:
 
     def until(self, text: str, rank: int = 0, seconds: float = 100) -> None:
         """Wait until a node has printed a text."""
-        deadline = time.monotonic() + scaled(seconds)
-        while text not in self.output(rank):
-            assert time.monotonic() < deadline, f"no {text!r} in\n{self.output(rank)}"
-            assert self.processes[rank].poll() is None, self.output(rank)
-            time.sleep(0.1)
+        awaited(lambda: text in self.output(rank) or self.processes[rank].poll() is not None, seconds, every=0.1)
+        assert text in self.output(rank), f"no {text!r} in\n{self.output(rank)}"
         self.family |= set(self.children())
 
     def until_runs(self, word: str, count: int, seconds: float = 60) -> None:
         """Wait until so many processes run whose command lines hold a word."""
-        deadline = time.monotonic() + scaled(seconds)
-        while len(found := self.children(word)) != count:
-            assert time.monotonic() < deadline, f"{found} and not {count} of {word!r}"
-            time.sleep(0.2)
+        there = awaited(lambda: len(self.children(word)) == count, seconds, every=0.2)
+        assert there, f"{self.children(word)} and not {count} of {word!r}"
 
     def children(self, word: str = "", of: int | None = None) -> list[psutil.Process]:
         """What the programs have started, or one of them, of which the command line holds a word."""

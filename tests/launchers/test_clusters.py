@@ -12,8 +12,11 @@ from pydantic import TypeAdapter
 from ctpo_launchers import LaunchError
 from ctpo_launchers.clusters import Cluster, load_cluster
 from ctpo_megatron.config import Config, Job, engine_count
-from ctpo_megatron.preflight import RunContext, settled
-from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
+from ctpo_megatron.config.rollout_rules import check_placement
+from ctpo_megatron.plan import (
+    check_gpu_memory,
+    settled,
+)
 from docs.site.sizing import MODELS
 from tests.config.test_placement import merged, readme
 
@@ -124,8 +127,8 @@ def test_every_key_of_a_cluster_says_what_it_means() -> None:
 def test_the_overlays_fit_what_they_say(nodes: int, model: str, engines: int) -> None:
     overlay = yaml.safe_load((CONFIGS / f"nodes_{nodes}x8.yaml").read_text())
     config = TypeAdapter(Config).validate_python(merged(readme().model_dump(mode="json"), overlay))
-    job = Job(4 * nodes, 4, 8)
+    job = Job(4 * nodes, 4, 8, cuda=True)
     assert engine_count(config) == engines and config.cluster.nodes == nodes
-    context = RunContext(settled(config, job, MODELS[model], 80), MODELS[model], job, cuda=True, gpu_gib=80)
-    problems = [*check_placement(context), *check_gpu_memory(context)]
+    chosen = settled(config, job, MODELS[model], 80)
+    problems = [*check_placement(chosen, None, job), *check_gpu_memory(chosen, MODELS[model], job, 80)]
     assert [str(problem) for problem in problems] == []

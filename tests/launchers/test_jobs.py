@@ -18,7 +18,7 @@ from ctpo_launchers.jobs import TEMPLATES, Launch, VerbJob
 from ctpo_megatron import cli
 from ctpo_megatron.config import load_config
 from tests.support.deadlines import scaled
-from tests.support.prefork import ROOT
+from tests.support.prefork import PYTHONPATH, ROOT
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
@@ -40,13 +40,12 @@ def test_a_check_is_a_short_job_of_the_same_program_beside_the_run(tmp_path: Pat
 def test_a_command_is_run_where_it_was_typed(tmp_path: Path) -> None:
     """The command is `ctpo eval`, which refuses: it exists, and was reached."""
     words = ("eval", "a b", "--data", "x.parquet")
-    paths = os.pathsep.join(str(ROOT / name) for name in ("", "answers", "launchers", "sandbox", "kernels"))
     arguments = VerbJob(words, slurm(tmp_path), tmp_path).arguments()
     for given, message in (
         (arguments, 'MODEL = "a b": is no model and no run'),
         (["--workdir", "/nowhere", "--", "eval"], "--workdir /nowhere: No such file or directory"),
     ):
-        command, environment = [sys.executable, "-m", VerbJob.module, *given], os.environ | {"PYTHONPATH": paths}
+        command, environment = [sys.executable, "-m", VerbJob.module, *given], os.environ | {"PYTHONPATH": PYTHONPATH}
         done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), env=environment)
         assert done.returncode == 2 and message in done.stderr
 

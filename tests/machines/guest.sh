@@ -21,10 +21,10 @@ mkdir -p $groups/system.slice/tests.scope $groups/$delegated/tests.scope $groups
 for group in . system.slice user.slice $delegated; do echo +memory >$groups/$group/cgroup.subtree_control; done
 chown $user $groups/$delegated $groups/$delegated/cgroup.procs $groups/$delegated/cgroup.subtree_control
 
-# The ledgers of the host's processes, whose locks are not seen here: what they name would be swept.
+# The private folders of the host's processes, whose locks are not seen here: what they link to would be swept.
 for id in 0 $user; do
-    mkdir -p /tmp/ctpo-ledgers-$id
-    mount -t tmpfs -o mode=700,uid=$id none /tmp/ctpo-ledgers-$id
+    mkdir -p /tmp/ctpo-$id
+    mount -t tmpfs -o mode=700,uid=$id none /tmp/ctpo-$id
 done
 
 # For another user; the host's files stay as they are, as this is in the memory over them.

@@ -17,8 +17,8 @@ from typing import NamedTuple
 CACHE = Path(__file__).resolve().parents[2] / "build" / "machines"
 EMULATOR = "qemu-system-x86_64"
 INSTALL = "apt-get install --yes --no-install-recommends qemu-system-x86"
-SUITES = ("bullseye", "bookworm", "trixie")
-"""Linux 5.10, before mount_setattr (5.12) and Landlock (5.13); 6.1; and 6.12."""
+SUITES = ("bookworm", "trixie")
+"""Linux 6.1 and 6.12."""
 
 _MIRROR = "DEBIAN_MIRROR"
 _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"

@@ -22,8 +22,7 @@ from ctpo_megatron.objective import (
     policy_loss,
     supervised_loss,
 )
-from ctpo_megatron.objective.ratios import prefix_sum, sequence_sum
-from ctpo_megatron.objective.sequences import SequenceBounds
+from ctpo_megatron.objective.ratios import SequenceBounds, prefix_sum, sequence_sum
 from tests.objective.objective_reference import packed, padded, random_batch, reference
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)

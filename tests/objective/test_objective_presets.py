@@ -17,44 +17,25 @@ def test_presets_are_those_of_the_configuration():
         assert PolicyObjective.preset(name) == objective_from_config(ObjectiveConfig(preset=name))
 
 
-def test_unknown_names_get_the_nearest():
-    with pytest.raises(ConfigError, match="unknown 'ctp0'; did you mean 'ctpo'"):
-        PolicyObjective.preset("ctp0")
-    with pytest.raises(ConfigError, match="unknown 'clip_hi'; did you mean 'clip_high'"):
-        PolicyObjective.preset("ctpo", clip_hi=1.0)
-    with pytest.raises(ConfigError, match=r"objective\.ratio_mode = .*unknown 'cumprd'; did you mean 'cumprod'"):
-        PolicyObjective.preset("ctpo", ratio_mode="cumprd")
-
-
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("ctpo", {"clip_low": -0.1}, "clip_low = -0.1: must not be negative"),
-        ("ctpo", {"clip_high": float("nan")}, "objective.clip_high = .*: expected a finite number"),
-        ("ctpo", {"clip_power": "half"}, "objective.clip_power = .*: expected a finite number"),
-        ("ctpo", {"clip_low": None}, "objective.clip_low = .*: expected a finite number"),
         ("ctpo", {"clip_mode": "ratio"}, "clip_c = 0.05: .* must exceed 1;"),
         ("grpo", {"clip_low": 1.5}, "clip_low = 1.5: .* never negative"),
-        ("ctpo", {"loss_scale_factor": 0.0}, "must be positive"),
         ("grpo", {"clip_mode": "detached_ratio"}, "clip_c = 3.0: clip_mode: detached_ratio has no dual bound; set -1"),
         ("sapo", {"clip_c": 2.0}, "clip_c = 2.0: clip_mode: sigmoid has no dual bound; set -1"),
-        ("sapo", {"tau_negative": 0.0}, "tau_negative = 0.0: must be positive"),
         ("dppo-tv", {"clip_c": 0.5}, "clip_c = 0.5: .* must exceed 1; 20 is usual"),
-        ("cppo", {"prefix_weight": 1.5}, "prefix_weight = 1.5: must be above 0 and at most 1"),
-        ("cppo", {"prefix_budget": -1.0}, "prefix_budget = -1.0: must not be negative"),
-        ("cppo", {"prefix_budget": None}, "prefix_budget = .*: expected a finite number"),
         ("grpo", {"clip_drift": 0.1}, "clip_drift = 0.1: with ratio of token: only the sum of"),
         ("ctpo-drift", {"ratio_mode": "geomean"}, "clip_drift = 0.0015: with log_power of geomean: only the sum"),
-        ("ctpo", {"entropy_coef": -0.1}, "entropy_coef = -0.1: must not be negative"),
         ("cispo", {"clip_low": 10.0}, "clip_low = 10.0: with clip_mode: detached_ratio .* never negative"),
     ],
 )
-def test_invalid_values_are_refused(name, overrides, message):
+def test_contradictions_are_refused(name, overrides, message):
     with pytest.raises(ConfigError, match=message):
         PolicyObjective.preset(name, **overrides)
 
 
-def test_all_invalid_values_are_named_at_once():
+def test_all_contradictions_are_named_at_once():
     with pytest.raises(ConfigError, match="2 problems") as caught:
         PolicyObjective.preset("ctpo", clip_mode="ratio", clip_low=3.0)
     assert [problem.key for problem in caught.value.problems] == ["objective.clip_low", "objective.clip_c"]

@@ -71,27 +71,6 @@ def test_the_loss_has_the_gradient_that_the_theory_enumerates(seed: int) -> None
             assert relative_bias(enumerated, ours) < 3e-12, ratio
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_proposition_1_cumulative_ratio_is_unbiased_for_prefix_measurable_advantages(seed: int) -> None:
-    found, advantages, _ = tree(seed)
-    true = true_gradient(found, advantages)
-    assert relative_bias(expected_gradient(found, "cumprod", advantages), true) < 3e-12
-    assert relative_bias(expected_gradient(found, "token", advantages), true) > 0.05
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_outcome_rewards_leave_the_cumulative_ratio_biased(seed: int) -> None:
-    """One reward for the whole sequence: the suffix still follows mu. Less biased than the token ratio, not unbiased.
-
-    The full-sequence ratio is the unbiased one, at the price of its variance.
-    """
-    found, _, outcome = tree(seed)
-    true = true_gradient(found, outcome)
-    bias = {ratio: relative_bias(expected_gradient(found, ratio, outcome), true) for ratio in RATIOS}
-    assert 0.01 < bias["cumprod"] < bias["token"]
-    assert bias["sequence"] < 3e-12
-
-
 def two_turns(seed: int, vocabulary: int = 3, shift: float = 0.5) -> TwoTurns:
     """Turns that earn 1 on average, the second of which some sequences do not have."""
     rng = np.random.default_rng(seed)

@@ -40,6 +40,11 @@ LINES = {
     "dr-grpo": "token ratio, window (0.8, 1.2) of r, no dual bound, sum per sequence / 1, advantages not divided by "
     "their standard deviation",
     "dapo": "token ratio, window (0.8, 1.28) of r, dual 3, mean over tokens",
+    "grpo-trl": "token ratio, window (0.8, 1.2) of r, no dual bound, mean per sequence, advantages over std + 0.0001",
+    "dapo-trl": "token ratio, window (0.8, 1.2) of r, no dual bound, mean over tokens, advantages over std + 0.0001",
+    "dr-grpo-trl": "token ratio, window (0.8, 1.2) of r, no dual bound, sum per sequence / 1, advantages over std + "
+    "0.0001",
+    "grpo-verl": "token ratio, window (0.8, 1.2) of r, dual 3, mean over tokens",
     "gspo": "geometric mean ratio of the sequence, window (0.9997, 1.0004) of r, no dual bound, mean per sequence",
     "cispo": "token ratio, window (0, 5) of r without its gradient, mean over tokens",
     "sapo": "token ratio, sigmoid of r, tau 1 (A > 0), 1.05 (A < 0), mean per sequence",
@@ -66,6 +71,8 @@ CHANGED = [
     ({"count_masked_sequences": False}, "mean per sequence, masked sequences not counted"),
     ({"entropy_coef": 0.001}, "mean per sequence, entropy bonus 0.001"),
     ({"anchor": "behaviour"}, "mean per sequence, behaviour anchor"),
+    ({"preset": "grpo-verl", "advantage": {"epsilon": 0.01}}, "mean over tokens, advantages over std + 0.01"),
+    ({"preset": "grpo-trl", "advantage": {"epsilon": 1e-6}}, "no dual bound, mean per sequence"),
     ({"advantage": {"kind": "rloo"}}, "mean per sequence, rloo advantages"),
     ({"credit": "turn"}, "mean per sequence, credit by turn"),
     (

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tests.optional.uses import uses
 
@@ -228,18 +229,9 @@ def _text(arguments: ast.arguments, *, skip: int) -> str:
 
 def parsed(text: str) -> inspect.Signature:
     """The signature that `Sources.signature` wrote."""
-    arguments = ast.parse(f"def f{text}: ...").body[0].args  # type: ignore[attr-defined]
-    kind, result = inspect.Parameter, []
-    required = len(arguments.args) - len(arguments.defaults)
-    for index, item in enumerate(arguments.args):
-        result.append(kind(item.arg, kind.POSITIONAL_OR_KEYWORD, default=kind.empty if index < required else ...))
-    if arguments.vararg:
-        result.append(kind(arguments.vararg.arg, kind.VAR_POSITIONAL))
-    for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        result.append(kind(item.arg, kind.KEYWORD_ONLY, default=... if default else kind.empty))
-    if arguments.kwarg:
-        result.append(kind(arguments.kwarg.arg, kind.VAR_KEYWORD))
-    return inspect.Signature(result)
+    made: dict[str, Any] = {}
+    exec(f"def function{text}: ...", made)
+    return inspect.signature(made["function"])
 
 
 def signatures(packages: tuple[str, ...], version: str, root: Path) -> dict[str, str | None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.optional.signatures import EXISTS, EXTENSIONS, WHEELS, Sources, committed, of_wheel, parsed
+from tests.optional.signatures import EXISTS, EXTENSIONS, WHEELS, committed, of_wheel, parsed
 from tests.optional.uses import Use, uses
 from tests.support.deadlines import scaled
 
@@ -87,22 +87,6 @@ def test_what_our_configuration_reaches_is_among_the_calls() -> None:
         "apex.optimizers.FusedAdam",
         "fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32",
     }
-
-
-def test_a_call_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "engine" / "__init__.py").write_text("from .layers import *\n")
-    (tmp_path / "engine" / "layers.py").write_text(
-        "class Base:\n    def __init__(self, size, *, eps=1.0): ...\nclass Norm(Base):\n    def forward(self, x): ...\n"
-    )
-    sources = Sources(tmp_path)
-    norm = sources.signature("engine.Norm")
-    assert norm == "(size, *, eps=...)"
-    assert sources.signature("engine.Norm.forward") == "(x)"
-    assert sources.signature("engine.Gone") is None
-    assert unbound(Use("engine.Norm", "here", 1, ("eps",)), norm) is None
-    assert "unexpected keyword argument 'epsilon'" in str(unbound(Use("engine.Norm", "here", 1, ("epsilon",)), norm))
-    assert "missing a required argument: 'size'" in str(unbound(Use("engine.Norm", "here", 0), norm))
 
 
 @pytest.mark.network

@@ -97,7 +97,7 @@ def test_our_client_and_source_are_vllms() -> None:
     """Structural on vLLM's side: every method of its client, and each that a source must have, with its arguments."""
     text = (Path(weights.__file__).parent / "vllm.py").read_text(encoding="utf-8")
     ours = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
-    client = methods_of(ours["EngineClient"])
+    client = methods_of(ours["VllmTransport"])
     for name, arguments in methods_of(class_of(f"{TRANSFER}.base.VLLMWeightSyncClient")).items():
         assert [each.arg for each in client[name].args] == [each.arg for each in arguments.args], name
     source = class_of(f"{TRANSFER}.base.WeightSource")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 
-from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, PolicyConfig
+from ctpo_megatron.config import CorrectionConfig, PolicyConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import ObjectiveInputs, ObjectiveOutput, PolicyObjective, summarize
 from ctpo_megatron.policy import (
@@ -83,8 +83,7 @@ def corrected(policy: Trainer, mini_batch: MiniBatch, config: CorrectionConfig) 
         if micro.old_log_probs is not None:
             noise = torch.cos(micro.token_ids * 5.0 + micro.position_ids)
             micro.rollout_log_probs = micro.old_log_probs + 0.05 * noise - 0.01
-    objective = ObjectiveConfig(anchor="decoupled", correction=config)
-    return apply_correction([mini_batch], objective, policy.layout, True)
+    return apply_correction([mini_batch], config, policy.layout, PolicyObjective.preset("ctpo"))
 
 
 def move_anchor(micro: PackedBatch) -> None:

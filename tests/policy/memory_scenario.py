@@ -12,8 +12,13 @@ from unittest import mock
 
 import torch
 
-from ctpo_megatron.config import OptimizerConfig, PolicyConfig, Split, layer_activations, stage_memory
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
+from ctpo_megatron.plan import (
+    Split,
+    layer_activations,
+    stage_memory,
+)
 from ctpo_megatron.policy import Trainer, device, gather_objects, init_distributed, policy_gradient
 from tests.policy import models
 

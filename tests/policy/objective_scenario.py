@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.extensions import activate
-from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig
+from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig, objective_from_config
 from ctpo_megatron.policy import (
     Layout,
     Trainer,
@@ -26,7 +26,7 @@ def one_update(layout: Layout, model: Path, objective: ObjectiveConfig, head: st
     policy.use_optimizer(OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0), total_steps=1)
     (mini_batch,) = policy.distribute(models.trajectories(), models.advantages(), size=16)
     policy.compute_old_log_probs([mini_batch])
-    apply_correction([mini_batch], objective, layout, True)
+    apply_correction([mini_batch], objective.correction, layout, objective_from_config(objective))
     update = policy.update(mini_batch, configured_loss(objective))
     return {"metrics": summarize_updates([update]), "weights": {n: w.clone() for n, w in policy.weights()}}
 

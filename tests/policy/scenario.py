@@ -8,15 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from megatron.core.transformer.moe.router import TopKRouter
-
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     Trainer,
-    gather_objects,
     init_distributed,
     policy_gradient,
     summarize_updates,
@@ -28,30 +24,12 @@ MEASURED = ("time/", "memory/")
 """Metrics that are never the same twice."""
 
 
-def watch_routers(policy: Trainer) -> list[float]:
-    """Filled by every later pass: by how much (logits) the last chosen expert leads the next, least over its tokens."""
-    margins: list[float] = []
-
-    @torch.no_grad()
-    def measure(router: TopKRouter, arguments: tuple[torch.Tensor, ...], _output: Any) -> None:
-        logits = router.gating(arguments[0]).flatten(0, -2)
-        ranked = logits.sort(dim=-1, descending=True).values
-        margins.append(float((ranked[:, router.topk - 1] - ranked[:, router.topk]).min()))
-
-    for chunk in policy._model.gpt:
-        for module in chunk.modules():
-            if isinstance(module, TopKRouter):
-                module.register_forward_hook(measure)
-    return margins
-
-
 def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Train for a few RL steps on recorded trajectories; every rank returns metrics and full weights."""
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, **settings.get("policy", {}))
     layout = init_distributed(config, seed=0)
     policy = Trainer(config, layout, model, temperature=0.9)
     policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear", betas=(0.9, 0.95)), total_steps=20)
-    margins = watch_routers(policy)
     before = weights(policy)
     done = policy.load(Path(settings["load"]))["step"] if "load" in settings else 0
     loss = policy_gradient(PolicyObjective.preset(settings.get("preset", "ctpo")), "proximal")
@@ -69,8 +47,5 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
             how = CheckpointConfig(asynchronous=settings.get("asynchronous", False))
             policy.save(Path(settings["save"]), 1, {"step": 1}, how)
     policy.finish_save()
-    router_margin = min(margin for part in gather_objects(margins) for margin in part) if margins else None
-    return {"steps": steps, "measured": measured, "before": before, "weights": weights(policy)} | {
-        "first_norm": first_norm,
-        "router_margin": router_margin,
-    }
+    found = {"steps": steps, "measured": measured, "before": before, "weights": weights(policy)}
+    return found | {"first_norm": first_norm}

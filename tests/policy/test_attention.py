@@ -1,16 +1,13 @@
-"""Packed attention equals attention per sequence, in calls of few shapes; micro-batches have what the layout needs."""
+"""Packed attention equals attention per sequence, micro-batches have what the layout needs."""
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from ctpo_megatron.config import PolicyConfig
@@ -19,16 +16,11 @@ from ctpo_megatron.data import (
     pack,
     token_sequences,
 )
-from ctpo_megatron.policy import Layout, context, device, layers
+from ctpo_megatron.policy import Layout, context, layers
 from ctpo_megatron.policy.attention_plan import (
-    EXACT,
     SHORTEST_OF_CLASS,
-    STEP,
     AttentionPlan,
-    AttentionRules,
     attention_calls,
-    attention_shapes,
-    call_lengths,
 )
 from ctpo_megatron.policy.context import ContextSplit
 from ctpo_megatron.policy.layers import PackedCausalAttention
@@ -36,9 +28,8 @@ from ctpo_megatron.policy.minibatch import packing_rules
 from tests.policy import models
 from tests.policy.jobs import CP2, SP2, VPP2
 
-EVERY_RULE = pytest.mark.parametrize(
-    "rules", [AttentionRules(), AttentionRules(bounded=True), AttentionRules(True, True)], ids=str
-)
+EITHER = pytest.mark.parametrize("grouped", [True, False])
+"""Whether keys are repeated for all heads of queries."""
 
 
 @pytest.mark.parametrize(
@@ -54,11 +45,12 @@ def test_rules_follow_from_the_layout(policy: dict[str, Any], rules: PackingRule
     assert packing_rules(PolicyConfig(micro_batch_tokens=100, **policy)) == rules
 
 
-@EVERY_RULE
+@EITHER
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 2, 3, 4, 31, 32, 33, 7], [64, 1, 1], [65, 0, 63, 128, 129]])
 def test_packed_attention_equals_attention_per_sequence(
-    lengths: list[int], rules: AttentionRules, layout: Layout
+    lengths: list[int], grouped: bool, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(layers, "_takes_grouped_keys", lambda *_: grouped)
     torch.manual_seed(0)
     tokens, heads, groups, width = sum(lengths), 4, 2, 8
     query = torch.randn(tokens, heads, width, requires_grad=True)
@@ -66,7 +58,7 @@ def test_packed_attention_equals_attention_per_sequence(
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
     packed.split = ContextSplit.of(cu_seqlens)
-    packed.attention_plan = AttentionPlan(packed.split, rules)
+    packed.attention_plan = AttentionPlan(packed.split)
     attention = PackedCausalAttention(SimpleNamespace())
     found = attention(query, key, value, None, packed_seq_params=packed)
 
@@ -87,11 +79,12 @@ def test_packed_attention_equals_attention_per_sequence(
         torch.testing.assert_close(a, b)
 
 
-@EVERY_RULE
+@EITHER
 def test_attention_of_context_parallel_ranks_is_that_of_one(
-    rules: AttentionRules, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    grouped: bool, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ranks in this process; what they gather is put together by hand."""
+    monkeypatch.setattr(layers, "_takes_grouped_keys", lambda *_: grouped)
     torch.manual_seed(0)
     lengths, heads, groups, width = [8, 64, 12, 68, 4, 132], 4, 2, 8
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -101,7 +94,7 @@ def test_attention_of_context_parallel_ranks_is_that_of_one(
 
     def attend(split: ContextSplit) -> torch.Tensor:
         packed = PackedSeqParams(qkv_format="thd")
-        packed.split, packed.attention_plan = split, AttentionPlan(split, rules)
+        packed.split, packed.attention_plan = split, AttentionPlan(split)
         mine = [split.take(t) for t in (query, key, value)]
         return attention(*mine, None, packed_seq_params=packed).squeeze(1)
 
@@ -121,55 +114,33 @@ def test_length_classes_hold_every_token_once_and_little_else(layout: Layout) ->
     plan = AttentionPlan(ContextSplit.of(batch.cu_seqlens))
     assert plan.queries[plan.back].tolist() == list(range(batch.num_tokens))
     rows = sum(part.queries.numel() for part in plan.classes)
-    shapes = attention_shapes(batch.cu_seqlens, EXACT)
-    assert attention_shapes(batch.cu_seqlens, None) == [(1, batch.num_tokens)]  # of layers that pad nothing
-    assert len(plan.queries) == len(plan.tokens) == rows == sum(size * length for size, length in shapes)
+    calls = attention_calls(batch.cu_seqlens.diff().tolist())
+    assert len(plan.queries) == len(plan.tokens) == rows == sum(len(call.members) * call.length for call in calls)
     assert batch.num_tokens >= SHORTEST_OF_CLASS * rows
 
 
-BUDGET, MOST_SHAPES = 24576, 317
-"""Tokens of a micro-batch, and shapes that its calls of attention can have; docs/policy.md says so, too."""
+class OnCuda:
+    """Queries `[rows, heads, length, head_dim]` as far as the choice of a back end looks at them."""
 
+    is_cuda = True
 
-def test_all_shapes_of_a_budget_are_few() -> None:
-    """Every length as often as it fits, and fewer times: no other set of sequences has another shape."""
-    shapes = set()
-    for length in range(1, BUDGET + 1):
-        for rows in (1 << k for k in range((BUDGET // length).bit_length())):
-            shapes |= {(len(call.members), call.length) for call in attention_calls([length] * rows, bounded=True)}
-    assert len(shapes) == MOST_SHAPES
-
-
-@settings(max_examples=60)
-@given(st.lists(st.integers(0, 6000), max_size=200))
-def test_few_shapes_hold_any_sequences(lengths: list[int]) -> None:
-    lengths = [n for end, n in zip(itertools.accumulate(lengths), lengths, strict=True) if end <= BUDGET]
-    calls = attention_calls(lengths, bounded=True)
-    assert sorted(index for call in calls for index in call.members) == [i for i, n in enumerate(lengths) if n]
-    for call in calls:
-        shortest, longest = (bound(lengths[index] for index in call.members) for bound in (min, max))
-        assert call.length in call_lengths(BUDGET) and longest <= call.length
-        assert call.length - shortest < STEP or shortest > SHORTEST_OF_CLASS * call.length - STEP
-        assert len(call.members) & (len(call.members) - 1) == 0
-    batch = torch.tensor([0, *itertools.accumulate(lengths)])
-    assert len(set(attention_shapes(batch, AttentionRules(bounded=True)))) <= MOST_SHAPES
+    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
+        self.dtype, self.shape = dtype, (1, 4, 8, head_dim)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "masked", "capability", "rules"),
+    ("dtype", "head_dim", "masked", "grouped"),
     [
-        (torch.bfloat16, 128, False, (9, 0), EXACT),
-        (torch.float16, 64, False, (8, 0), EXACT),
-        (torch.bfloat16, 320, False, (9, 0), AttentionRules(bounded=True)),  # wider than flash attention takes
-        (torch.bfloat16, 128, True, (9, 0), AttentionRules(bounded=True)),  # cuDNN
-        (torch.bfloat16, 128, True, (8, 0), AttentionRules(bounded=True, repeat_keys=True)),
-        (torch.float32, 128, False, (9, 0), AttentionRules(bounded=True, repeat_keys=True)),
+        (torch.bfloat16, 128, False, True),
+        (torch.bfloat16, 320, False, False),  # wider than flash attention takes
+        (torch.bfloat16, 128, True, False),
+        (torch.float32, 128, False, False),
     ],
 )
 def test_attention_is_called_as_its_fused_back_ends_take_it(
-    dtype: torch.dtype, head_dim: int, masked: bool, capability: tuple[int, int], rules: AttentionRules, monkeypatch
+    dtype: torch.dtype, head_dim: int, masked: bool, grouped: bool
 ) -> None:
-    assert device.attention_rules(dtype, head_dim, masked=masked) == EXACT  # a CPU
-    monkeypatch.setattr(device, "CUDA", True)
-    monkeypatch.setattr(device, "_compute_capability", lambda: capability)
-    assert device.attention_rules(dtype, head_dim, masked=masked) == rules
+    query: Any = OnCuda(dtype, head_dim)
+    mask = torch.zeros(()) if masked else None
+    assert layers._takes_grouped_keys(query, mask) == grouped
+    assert layers._takes_grouped_keys(torch.zeros(1, 4, 8, head_dim, dtype=dtype), mask)  # a CPU

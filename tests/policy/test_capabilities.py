@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import shutil
@@ -26,14 +25,12 @@ from ctpo_megatron.policy import (
     device,
     replacements,
 )
-from ctpo_megatron.policy.memory import DeviceMemory
+from ctpo_megatron.policy.device import DeviceMemory
 from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
 from ctpo_megatron.policy.parallel import usable_threads
-from tests.policy import models, scenario
-from tests.policy.jobs import run_job, run_on_rank
+from tests.policy import models
 from tests.support import ranks
 from tests.support.deadlines import scaled
-from tests.support.prefork import Prefork
 
 TE, APEX, FUSION, FLASH = "transformer_engine", ("apex", "amp_C"), "fused_weight_gradient_mlp_cuda", "flash_attn"
 
@@ -217,20 +214,6 @@ def test_the_logged_adam_is_the_one_that_steps(model: Path, layout: Layout) -> N
     policy.use_optimizer(OptimizerConfig(), total_steps=1)
     (inner,) = [optimizer.optimizer for optimizer in policy._steps.optimizer.chained_optimizers]
     assert f"{type(inner).__module__.split('.')[0]} {type(inner).__name__}" == capabilities().adam
-
-
-@pytest.mark.slow  # a process that imports everything
-def test_the_other_package_called_apex_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """megatron-core sees a package of that name and believes that it has NVIDIA's norms."""
-    foreign = tmp_path / "site" / "apex"
-    foreign.mkdir(parents=True)
-    (foreign / "__init__.py").write_text('"""A toolkit for Pyramid, an Apache web server, and Velruse."""\n')
-    models.build("qwen3-tied", tmp_path / "qwen3-tied")
-    plain = run_job(scenario.run, tmp_path, 1, {"run": {}})
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    with contextlib.closing(Prefork(())) as server:
-        (beside,) = ranks.run(run_on_rank, scenario.run, tmp_path, {"run": {}}, server=server)
-    assert beside["run"]["steps"] == plain["run"]["steps"]
 
 
 def test_a_rank_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,18 +6,14 @@ import gc
 import json
 import logging
 import multiprocessing
-import os
 import random
-import signal
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy
 import psutil
@@ -34,7 +30,6 @@ from ctpo_megatron.policy import (
     Trainer,
     checkpoint,
 )
-from tests.policy import megatron_checkpoints as checkpoints
 from tests.policy import models
 from tests.policy.stepping import has_weights, step, weights
 from tests.support.deadlines import scaled
@@ -201,41 +196,11 @@ def test_a_writer_that_cannot_write_is_reported(make: Make, tmp_path: Path) -> N
     policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
     (process,) = [call.async_caller.process for call in policy._checkpoints._queue.async_calls]
     process.kill()
-    how = rf"the process that writes it \({process.pid}\) ended by SIGKILL before its end"
-    with pytest.raises(CheckpointWriteError, match=f"could not be written.*{how}; was it killed"):
+    with pytest.raises(CheckpointWriteError, match=r"could not be written.*a process that writes ended.*was it killed"):
         policy.finish_save()
     assert list(tmp_path.glob("step_*")) == []
     policy.save(tmp_path, 1, {"step": 1})  # another one may begin
     assert list(tmp_path.glob("step_*"))
-
-
-def test_a_part_of_a_writer_that_is_killed_ends_the_save_soon(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With 0.16 it is a child of the writer, which waits for it, whatever becomes of it."""
-    monkeypatch.setattr(checkpoint, "_LOOK_S", 0.2)
-    policy = make()
-    with monkeypatch.context() as patch, pytest.raises(CheckpointWriteError, match="was it killed"):
-        patch.setattr(
-            FileSystemWriterAsync, "write_preloaded_data", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-        )
-        policy.save(tmp_path, 1, {"step": 1})
-    assert checkpoints.VERSION != "0.16.1" or "which wrote a checkpoint, was ended by SIGKILL" in caplog.text
-    assert list(tmp_path.glob("step_*")) == []
-    policy.save(tmp_path, 1, {"step": 1})
-
-
-def test_a_writer_that_is_frozen_is_named(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(checkpoint, "_LOOK_S", 0.2)
-    policy = make()
-    policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
-    (process,) = [call.async_caller.process for call in policy._checkpoints._queue.async_calls]
-    os.kill(process.pid, signal.SIGSTOP)
-    threading.Timer(1.0, os.kill, (process.pid, signal.SIGCONT)).start()
-    policy.finish_save()
-    assert f"process {process.pid}, which writes a checkpoint, is stopped: kill -CONT {process.pid}" in caplog.text
 
 
 def test_a_writer_that_hangs_is_discarded_and_does_not_outlive_the_job(
@@ -259,18 +224,6 @@ def test_the_process_that_keeps_what_writers_tell_has_no_torch(make: Make, tmp_p
     make().save(tmp_path, 1, {"step": 1})
     (keeper,) = [child for child in multiprocessing.active_children() if child.name.startswith("SyncManager")]
     assert not [file.path for file in psutil.Process(keeper.pid).memory_maps() if "torch" in file.path]
-
-
-def test_a_save_whose_queue_does_not_start_fails_and_the_next_succeeds(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = make()
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "start_results_queue", mock.Mock(side_effect=BlockingIOError(11, "no process")))
-        with pytest.raises(CheckpointWriteError, match=r"could not be written to .*: Blocking.*'no process'"):
-            policy.save(tmp_path, 1, {"step": 1})
-    assert not [*tmp_path.iterdir()]
-    assert policy.load(policy.save(tmp_path, 1, {"step": 1})) == {"step": 1}
 
 
 def test_attached_files_are_those_of_rank_zero_and_checked(

@@ -63,7 +63,7 @@ def test_the_export_has_the_checkpoints_weights(run: Path, exported: Path) -> No
 def test_an_export_is_checked_alone(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(exported), "--check"]) == 0
     printed = capsys.readouterr().out
-    for what in ("tokenizer", "chat template", "generation config", "weights", "logits"):
+    for what in ("tokenizer", "chat template", "generation config", "weights", "log-probs"):
         assert f"  {what} " in printed
     assert "FAILED" not in printed
 
@@ -91,7 +91,7 @@ def test_an_export_is_asked_what_the_run_was_asked(
     assert "prompt FAILED" in said and "model.chat_template_kwargs" in said
 
 
-def test_wrong_weights_are_found_by_their_logits(run: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_weights_are_found_by_their_log_probs(run: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The check of a checkpoint writes anew; so the comparison is called with an export spoiled afterwards."""
     weights = load_file(copy / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -99,11 +99,11 @@ def test_wrong_weights_are_found_by_their_logits(run: Path, copy: Path, capsys: 
     del weights["model.layers.0.mlp.up_proj.weight"]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     layout = init_distributed(PolicyConfig(), seed=0)
-    policy = Trainer(PolicyConfig(head="logits"), layout, task_folder(*SMALL_TASK) / "model", temperature=1.0)
+    policy = Trainer(PolicyConfig(), layout, task_folder(*SMALL_TASK) / "model", temperature=1.0)
     policy.load_weights(run / "checkpoints" / STEP)
     found = {finding.what: finding for finding in check_exported(copy, policy, layout)}
     destroy_distributed()
-    assert [name for name, finding in found.items() if not finding.good] == ["weights", "logits"]
+    assert [name for name, finding in found.items() if not finding.good] == ["weights", "log-probs"]
     assert "missing: model.layers.0.mlp.up_proj.weight" in found["weights"].detail
     assert f"differs: {name}" in found["weights"].detail
 

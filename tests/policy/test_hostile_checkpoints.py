@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import pickletools
-import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,11 +21,9 @@ from ctpo_megatron.policy import (
     Trainer,
     checkpoint_files,
 )
-from tests.end_to_end.small_run import Ctpo
 from tests.policy import megatron_checkpoints as checkpoints
 from tests.policy.stepping import has_weights, weights
 from tests.policy.test_checkpoint_files import rewrite
-from tests.support import children
 
 
 class Call:
@@ -138,11 +134,9 @@ def test_no_file_of_a_checkpoint_runs(
     [
         ("{", "JSONDecodeError"),
         ("[]", "cannot be loaded"),
-        ('{"sharded_backend": "zarr"}', "names the format zarr 1, and torch_dist 1 is read"),
-        ('{"sharded_backend": "torch_dist", "sharded_backend_version": []}', r"names the format torch_dist \[\]"),
         ("[" * 100_000, "RecursionError"),
     ],
-    ids=["cut", "list", "other", "odd version", "deep"],
+    ids=["cut", "list", "deep"],
 )
 def test_a_format_that_is_none_is_refused(layout: Layout, model: Path, tmp_path: Path, content: str, why: str) -> None:
     hostile = unpacked("0.16.1", tmp_path)
@@ -157,66 +151,16 @@ def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path, name: str) -
     hostile = unpacked("0.16.1", tmp_path)
     rewrite(hostile, lambda content: content["files"].update({name: {"bytes": 1, "blake2b": "0"}}))
     with pytest.raises(CheckpointError, match="which is no name of a file of it"):
-        checkpoint_files.read_marker(hostile)
-
-
-def test_a_manifest_of_endless_depth_is_refused(tmp_path: Path) -> None:
-    hostile = unpacked("0.16.1", tmp_path)
-    (hostile / MARKER).write_text('{"a":' * 100_000)
-    with pytest.raises(CheckpointError, match=r"COMPLETE\.json is damaged"):
-        checkpoint_files.read_marker(hostile)
-
-
-@pytest.mark.slow  # what it reads is read by the tests above
-def test_export_runs_nothing_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
-    hostile = unpacked("0.16.1", tmp_path)
-    in_metadata(hostile, Call(os.system, f"touch {tmp_path / 'made'}"))
-    sign(hostile)
-    command = [sys.executable, "-m", "ctpo_megatron.cli", "export", str(hostile), "--model", str(model)]
-    ended = children.run(
-        [*command, "--output", str(tmp_path / "out")], deadline_s=120, environment=Ctpo(tmp_path).environment
-    )
-    assert ended.returncode == 2, ended.stderr[-2000:]
-    assert "it asks for 'posix.system'" in ended.stderr and "Traceback" not in ended.stderr
-    assert not (tmp_path / "made").exists() and not (tmp_path / "out").exists()
-
-
-def assembled(*operations: bytes) -> bytes:
-    return b"\x80\x04" + b"".join(operations) + b"."
-
-
-def word(text: str) -> bytes:
-    return pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode()
-
-
-def known(part: Any) -> bytes:
-    return word(part.__module__) + word(part.__qualname__) + pickle.STACK_GLOBAL
+        checkpoint_files.read_checkpoint_marker(hostile)
 
 
 HOSTILE: dict[str, bytes] = {
     "os.system": pickle.dumps(Call(os.system, "true")),
-    "exec, protocol 0": pickle.dumps(Call(exec, "1"), protocol=0),
     "protocol 2": pickle.dumps(Call(eval, "1"), protocol=2),
-    "getattr": pickle.dumps(Call(getattr, "x", "upper")),
-    "pickle in pickle": pickle.dumps(Call(pickle.loads, pickle.dumps(1))),
     "a class of an allowed module": pickle.dumps(Call(torch.distributed.checkpoint.planner.SavePlanner)),
-    "attributes of what is allowed": assembled(
-        word("torch.serialization"), word("_get_layout.__globals__"), pickle.STACK_GLOBAL
-    ),
-    "attributes of a class": assembled(
-        word("torch.distributed.checkpoint.metadata"), word("Metadata.__init__"), pickle.STACK_GLOBAL
-    ),
-    "a name of two dots": assembled(word("torch"), word("Size.__class__"), pickle.STACK_GLOBAL),
-    "INST": b"\x80\x04(Vtrue\nios\nsystem\n.",
-    "OBJ": b"\x80\x04(cos\nsystem\nVtrue\no.",
-    "EXT": assembled(pickle.EXT1 + b"\x01"),
-    "a persistent id": assembled(word("x"), pickle.BINPERSID),
-    "called with a number": assembled(known(torch.Size), pickle.BININT1 + b"\x05", pickle.REDUCE),
-    "huge": assembled(pickle.FRAME + b"\xff" * 7 + b"\x0f"),
-    "a huge text": assembled(pickle.BINUNICODE + b"\xff" * 4 + b"x"),
-    "a huge memo": assembled(pickle.NONE, pickle.LONG_BINPUT + b"\xff" * 4),
-    "an empty stack": assembled(pickle.REDUCE),
-    "empty": b"",
+    "attributes of a class": b"\x80\x04" + b"ctorch\nSize.__class__\n.",
+    "a new class": b"\x80\x04" + b"ctorch.distributed.checkpoint.metadata\nEnum\n.",
+    "a persistent id": b"\x80\x04" + b"Px\n.",
     "text": b"no pickle at all",
     "another object": pickle.dumps({"state_dict_metadata": {}}),
 }
@@ -236,14 +180,3 @@ def test_a_description_names_files_of_its_folder_alone(tmp_path: Path, path: str
     next(iter(described.storage_data.values())).relative_path = path
     with pytest.raises(CheckpointError, match=f"it names a file elsewhere, '{path}'"):
         checkpoint_files.metadata_from(pickle.dumps(described), tmp_path)
-
-
-def test_what_is_allowed_is_what_checkpoints_of_both_releases_contain() -> None:
-    allowed = checkpoint_files.ALLOWED
-    asked = set()
-    for archive in checkpoints.FOLDER.glob("*.zip"):
-        with zipfile.ZipFile(archive) as opened:
-            content = opened.read("step_000002/.metadata")
-        words = [argument for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)]
-        asked |= {name for name in allowed if {*name} <= {*words}}
-    assert {name for name in allowed if not isinstance(allowed[name], torch.dtype)} <= asked

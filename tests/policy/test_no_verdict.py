@@ -11,8 +11,8 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import ObjectiveConfig, PolicyConfig
-from ctpo_megatron.data.batch import Batch
-from ctpo_megatron.data.verdict import NoVerdict
+from ctpo_megatron.data.records import NoVerdict
+from ctpo_megatron.data.trajectory import Batch
 from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
 from tests.policy.jobs import CP2, DISTOPT, PP2, SP2
 from tests.policy.test_train import Run, a_batch, comparable

@@ -55,7 +55,7 @@ def test_buffers_are_gone_until_they_are_needed(
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> int:
     """Of host memory: smaller than most tensors, and of no dtype's size."""
-    monkeypatch.setattr("ctpo_megatron.policy.memory.SLAB_BYTES", 1021)
+    monkeypatch.setattr("ctpo_megatron.policy.device.SLAB_BYTES", 1021)
     return 1021
 
 

@@ -66,9 +66,9 @@ class Passes(Run):
     def by_hand(self, order: list[int]) -> tuple[dict[str, float], np.ndarray[Any, Any]]:
         """An optimizer step on each of these mini-batches: metrics, and the cells of the positions of all of them."""
         trainer, mini_batches = self.trainer, self.mini_batches()
-        metrics = trainer.compute_old_log_probs(mini_batches)
-        metrics |= apply_correction(mini_batches, self.objective, trainer.layout, True)
         loss, ratio = configured_loss(self.objective), objective_from_config(self.objective)
+        metrics = trainer.compute_old_log_probs(mini_batches)
+        metrics |= apply_correction(mini_batches, self.objective.correction, trainer.layout, ratio)
         updates, cells = [], []
         for number in order:
             updates.append(trainer.update(mini_batches[number], loss))

@@ -10,9 +10,9 @@ import torch
 
 from ctpo_megatron.config import ObjectiveConfig, PolicyConfig
 from ctpo_megatron.data import Trajectory, token_sequences
-from ctpo_megatron.data.batch import Batch, Group
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.tokens import joined
+from ctpo_megatron.data.trajectory import Batch, Group
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Layout, Trainer, policy_gradient
 from tests.policy import models

@@ -20,16 +20,16 @@ from ctpo_megatron.policy import (
     MiniBatch,
     Trainer,
     destroy_distributed,
+    gather_objects,
     init_distributed,
     layers,
-    minibatch,
     policy_gradient,
 )
 from ctpo_megatron.policy.context import ContextSplit, Targets
 from ctpo_megatron.policy.model import _build_gpt
 from ctpo_megatron.policy.passes import LogitsPredictions
 from tests.policy import models, te_layers
-from tests.policy.jobs import PP2, SP2
+from tests.policy.jobs import EP2, PP2, SP2
 from tests.support import ranks
 
 TEMPERATURE = 0.7
@@ -141,7 +141,7 @@ def test_flops_of_attention_are_those_of_what_it_computes(attention: None, layou
     pairs = [length * (length + 1) // 2 for length in prompts]
     attention_of_prompts = 4 * spec.num_layers * spec.num_attention_heads * spec.head_dim * sum(pairs)
     saved = sum(spec.forward_flops(length, 0) for length in prompts)
-    if policy._model.attention is None:
+    if policy._model.whole_attention:
         saved -= attention_of_prompts
     assert work["off"].trained_flops - work["auto"].trained_flops == saved
 
@@ -155,13 +155,12 @@ def test_in_float64_they_are_equal_to_rounding(
     multiple: of the rows, as for sequence parallelism. 9 of them are of no token then.
     """
     models.build("qwen3-tied", tmp_path)
-    rules = minibatch.packing_rules
-    monkeypatch.setattr(minibatch, "packing_rules", lambda config: replace(rules(config), batch_multiple=multiple))
     monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps))
     found: dict[str, tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]] = {}
     for share in ("off", "auto"):
         config = PolicyConfig(share_prefixes=share, head="logits")  # type: ignore[arg-type]
         policy = Trainer(config, layout, tmp_path, temperature=TEMPERATURE)
+        policy._rules = replace(policy._rules, batch_multiple=multiple)
         module = _build_gpt(policy._model.config, policy.spec, config, None)
         module.load_state_dict(policy._model.gpt[0].state_dict())
         module.double()
@@ -171,7 +170,7 @@ def test_in_float64_they_are_equal_to_rounding(
             assert micro.num_rows % multiple == 0 and (micro.forest is None) == (share == "off")
             assert micro.forest is None or micro.num_rows - micro.distinct_tokens == (9 if multiple > 1 else 0)
             split = ContextSplit.of(micro.cu_seqlens)
-            packed = layers.packed_sequences(micro, split, policy._model.attention)
+            packed = layers.packed_sequences(micro, split, whole_attention=policy._model.whole_attention)
             rows = packed.take(micro.token_ids)[None], packed.take(micro.position_ids)[None]
             output = module(*rows, attention_mask=None, packed_seq_params=packed)
             targets = Targets.of(micro, split)
@@ -188,12 +187,16 @@ def test_in_float64_they_are_equal_to_rounding(
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [PP2 | {"micro_batch_tokens": 192}, {"recompute": "full"} | SP2, {"recompute": "selective"} | SP2],
-    ids=["PP", "SP, full recompute", "SP, recomputed attention"],
+    ("family", "settings"),
+    [
+        pytest.param("qwen3-tied", PP2 | {"micro_batch_tokens": 192}, id="PP"),
+        pytest.param("qwen3-tied", {"recompute": "full"} | SP2, id="SP, full recompute"),
+        pytest.param("qwen3-tied", {"recompute": "selective"} | SP2, id="SP, recomputed attention"),
+        pytest.param("qwen3-moe-decided", EP2, id="experts"),
+    ],
 )
-def test_whole_sequences_in_attention_on_two_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
-    models.build("qwen3-tied", tmp_path)
+def test_whole_sequences_in_attention_on_two_ranks(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    models.build(family, tmp_path)
     for log_probs, gradients in ranks.run(apart_on_a_rank, tmp_path, settings, ranks=2):
         assert log_probs <= 1e-5 and gradients <= 2e-5
 
@@ -205,10 +208,11 @@ def apart_on_a_rank(path: Path, settings: dict[str, Any]) -> tuple[float, float]
     given = trajectories(2, tokens=3)
     (whole, expected), (shared, found) = (passed(layout, path, share, given, **settings) for share in ("off", "auto"))
     assert any(micro.forest for mini in shared for micro in mini.micro_batches)
-    log_probs = 0.0
-    if layout.has_loss:
-        mine, other = by_sequence(shared, "log_probs"), by_sequence(whole, "log_probs")
-        log_probs = max(float((mine[place] - values).abs().max()) for place, values in other.items())
+    mine, other = (
+        {place: values for rank in gather_objects(own) for place, values in rank.items()}
+        for own in ((by_sequence(made, "log_probs") if layout.has_loss else {}) for made in (shared, whole))
+    )
+    log_probs = max(float((mine[place] - values).abs().max()) for place, values in other.items())
     norms = [(torch.linalg.vector_norm(found[name] - t), torch.linalg.vector_norm(t)) for name, t in expected.items()]
     destroy_distributed()
     return log_probs, max(float(apart / norm) for apart, norm in norms)

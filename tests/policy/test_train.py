@@ -21,8 +21,8 @@ from ctpo_megatron.config import (
     advantage_from_config,
     objective_from_config,
 )
-from ctpo_megatron.data.batch import Batch, Group
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.trajectory import Batch, Group
 from ctpo_megatron.objective import batch_advantages, window_metrics
 from ctpo_megatron.policy import (
     Layout,
@@ -36,7 +36,7 @@ from ctpo_megatron.policy import (
     init_distributed,
     summarize_updates,
 )
-from ctpo_megatron.tracking import PhaseTimer
+from ctpo_megatron.tracking import Phases
 from tests.policy import models
 from tests.policy.jobs import CP2, PP2, SP2
 from tests.support import ranks
@@ -98,7 +98,7 @@ class Run:
         )
         self.objective, self.size = objective, size
         self.trainer = Trainer(settings, layout, model, temperature=1.0)
-        self.timer = PhaseTimer()
+        self.phases = Phases()
         self.trainer.prepare_rl(
             objective,
             RolloutConfig(
@@ -109,7 +109,7 @@ class Run:
             ),
             RunConfig(name="test", steps=batches, seed=seed),
             TrackingConfig(dump_every=dump_every),
-            self.timer,
+            self.phases,
         )
         self.passes = 0
         self.trainer._model.gpt[0].register_forward_hook(self._count)
@@ -125,11 +125,11 @@ class Run:
         trainer, batch = self.trainer, a_batch()
         advantages = batch_advantages([group.rewards for group in batch.trained], advantage_from_config(self.objective))
         mini_batches = trainer.distribute(batch.trajectories, advantages, self.size, version=1)
+        ratio = objective_from_config(self.objective)
         metrics = trainer.compute_old_log_probs(mini_batches)
-        metrics |= apply_correction(mini_batches, self.objective, trainer.layout, True)
+        metrics |= apply_correction(mini_batches, self.objective.correction, trainer.layout, ratio)
         loss = configured_loss(self.objective)
         metrics |= summarize_updates([trainer.update(mini_batch, loss) for mini_batch in mini_batches])
-        ratio = objective_from_config(self.objective)
         positions = gather_positions(mini_batches, ratio, self.objective.anchor, trainer.layout)
         widths = window_metrics([trajectory.model_tokens for trajectory in batch.trajectories], ratio)
         return metrics | (positions.metrics() if positions else {}) | widths
@@ -262,7 +262,7 @@ def test_a_short_batch_advances_the_schedule_as_a_whole_one(model: Path, layout:
     run = Run(model, layout, OBJECTIVES["ctpo"], 8, planned=4)
     assert run.train().metrics["actor/lr"] == pytest.approx(1e-3 * 7 / 8)
     assert run.train().metrics["actor/lr"] == pytest.approx(1e-3 * 3 / 8)
-    assert {"time/old_log_probs", "time/update", "time/token_diagnostics"} <= run.timer.metrics().keys()
+    assert {"time/old_log_probs", "time/update", "time/token_diagnostics"} <= run.phases.metrics().keys()
 
 
 def test_a_dropped_group_is_not_trained_on(model: Path, layout: Layout) -> None:

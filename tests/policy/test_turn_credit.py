@@ -10,7 +10,7 @@ import torch
 
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import ObjectiveConfig, PolicyConfig
-from ctpo_megatron.data.batch import Batch
+from ctpo_megatron.data.trajectory import Batch
 from ctpo_megatron.policy import Layout, Trainer
 from tests.policy import models
 from tests.policy.test_train import Run, a_batch, comparable

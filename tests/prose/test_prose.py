@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prose.__main__ import ROOT, count, of_markdown, of_python, phrases, problems, sentences
+from tests.prose.__main__ import ROOT, phrases, problems
 
 LONG = " ".join(["Word", *["word"] * 30]) + "."
 SHORT = " ".join(["Word", *["word"] * 29]) + "."
@@ -56,29 +56,6 @@ def test_a_long_sentence_is_found(tree: Path) -> None:
     (tree / "docs" / "page.md").write_text(f"{SHORT}\n\n- First.\n- {LONG}\n")
     (tree / "ctpo_megatron" / "part.py").write_text(f'x = 1\n"""{LONG}"""\n# {LONG}\n')
     assert [line.split(" words")[0] for line in problems(tree)] == ["docs/page.md:4: 31", "ctpo_megatron/part.py:2: 31"]
-
-
-def test_sentences() -> None:
-    text = "Of `a.b` (see [there](x.md)). It has 2 parts, e.g. This one. n: int64. `code` ends it."
-    (only,) = of_markdown("page.md", text)
-    assert sentences(only.words) == [
-        "Of code (see there).",
-        "It has 2 parts, e.g. This one.",
-        "n: int64.",
-        "code ends it.",
-    ]
-    assert [count(each) for each in sentences(only.words)] == [4, 7, 2, 3]
-
-
-def test_parameters_and_items_stand_alone() -> None:
-    docstring = '"""One.\n\nx, y: [N], two\nlines\nz: three\n"""\n'
-    assert [text.words for text in of_python("a.py", docstring)] == ["One.", "x, y: [N], two\nlines", "z: three"]
-    assert [text.words for text in of_markdown("a.md", "# Head\nText\n1. one\n2. two\n")] == [
-        "Head",
-        "Text",
-        "one",
-        "two",
-    ]
 
 
 @pytest.mark.slow  # `make lint` looks at them too

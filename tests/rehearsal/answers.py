@@ -27,6 +27,7 @@ from tests.rehearsal.streams import note
 T = torch.Tensor
 _FROM_HOST_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 _PRODUCTS = {torch.mm, torch.addmm}
+_PINNED = "pinned_in_rehearsal"
 
 
 class Requests(TorchFunctionMode):
@@ -98,8 +99,16 @@ def _to(
         return T.to(tensor, target, dtype=dtype or tensor.dtype)
     if target != claim(tensor) and not non_blocking:
         note(f"to {target.type}")
+    elif target.type == "cuda" and claim(tensor) == CPU and not hasattr(tensor, _PINNED):
+        note("to cuda, from pageable memory")
     out = T.to(tensor, dtype=dtype, **kwargs) if dtype is not None or kwargs else tensor
     return moved(out, target)
+
+
+def _pinned(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    out = T.clone(tensor)
+    setattr(out, _PINNED, True)
+    return out
 
 
 def _cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> torch.Tensor:
@@ -128,6 +137,6 @@ _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     T.cpu: lambda tensor, **_: _to(tensor, CPU),
     T.to: _to,
     T.type: _type,
-    T.pin_memory: lambda tensor, *_: tensor,
-    T.is_pinned: lambda tensor, *_: False,
+    T.pin_memory: _pinned,
+    T.is_pinned: lambda tensor, *_: hasattr(tensor, _PINNED),
 }

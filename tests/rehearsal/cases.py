@@ -68,4 +68,5 @@ CASES = (
     Case("transformer_engine", 2, DENSE, "bfloat16", "streaming", True, CONTEXT, quick=True),
     # Whole sequences around the attention of rows that are computed once.
     Case("transformer_engine", 2, DENSE, "bfloat16", "streaming", True, TENSOR, quick=True, te_layers=True),
+    Case("transformer_engine", 2, MIXTURE, "bfloat16", "streaming", False, EXPERTS, te_layers=True),
 )

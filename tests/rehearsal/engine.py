@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 from vllm.utils.torch_utils import current_stream, set_default_torch_dtype
 
-from ctpo_megatron.engines import UpdateReport
+from ctpo_megatron.engines.weights.checksums import Sums
 from ctpo_megatron.engines.weights.receiver import BACKENDS
 from tests.rehearsal.claims import launch, unchecked
 from tests.rehearsal.pretend import pretending
@@ -99,9 +99,9 @@ class Engine:
     def _receive_weights(self, info: dict[str, Any]) -> None:
         self._worker.update_weights(info)
 
-    def _finish_weight_update(self, version: int) -> UpdateReport:
+    def _finish_weight_update(self, version: int) -> list[Sums]:
         self._worker.finish_weight_update()
-        return UpdateReport(str(version), [self._worker.received.sums()])
+        return [self._worker.received.sums()]
 
 
 def stand_in() -> None:

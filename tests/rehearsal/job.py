@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, OptimizerConfig, PolicyConfig, RejectConfig
+from ctpo_megatron.config import CorrectionConfig, OptimizerConfig, PolicyConfig, RejectConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
@@ -20,6 +20,7 @@ from ctpo_megatron.policy import (
     apply_correction,
     destroy_distributed,
     device,
+    gather_objects,
     init_distributed,
     policy_gradient,
 )
@@ -99,7 +100,7 @@ def _update(step: int, on: Trainer) -> Weights:
     batch = _mini_batch(step, on)
     with phase("old log-probs"):
         on.compute_old_log_probs([batch])
-        apply_correction([batch], ObjectiveConfig(correction=CORRECTION), on.layout, True)
+        apply_correction([batch], CORRECTION, on.layout, OBJECTIVE)
     with phase("update"):
         on.update(batch, policy_gradient(OBJECTIVE, "decoupled"))
     on.release()
@@ -149,7 +150,8 @@ def _check_sharing(case: Case, on: Trainer, model: Path) -> None:
         assert all((micro.forest is not None) == (share == "auto") for micro in batch.micro_batches)
         policy.compute_old_log_probs([batch])
         micro_batches = batch.micro_batches
-        found.append({place: micro.old_log_probs[at].cpu() for micro in micro_batches for place, at in micro.places()})
+        own = {place: micro.old_log_probs[at].cpu() for micro in micro_batches for place, at in micro.places()}
+        found.append({place: values for rank in gather_objects(own) for place, values in rank.items()})
     for place, log_probs in found[1].items():
         assert torch.allclose(found[0][place], log_probs, atol=0.05), (place, found[0][place] - log_probs)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.engines.weights.checksums import Checksums
-from ctpo_megatron.policy.memory import DeviceMemory
+from ctpo_megatron.policy.device import DeviceMemory
 from tests.rehearsal.allocator import Allocator, Gpu
 from tests.rehearsal.streams import UnorderedAccess, here
 

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.config import GIB, Config, Job, read_spec
-from ctpo_megatron.preflight import GpuMemory
-from ctpo_megatron.preflight.placement import ASLEEP
+from ctpo_megatron.config import Config, Job, read_spec
+from ctpo_megatron.plan import (
+    ASLEEP,
+    GIB,
+    GpuMemory,
+)
 from tests.rehearsal import start
 from tests.rehearsal.transfer_cases import CASES, FAST, GPU_MIB, MIB, SAMPLING, SENT, TransferCase
 from tests.support import ranks

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ctpo_megatron.config import PolicyConfig, Split, head_chunk_rows
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.plan import (
+    Split,
+    head_chunk_rows,
+)
 from docs.site.sizing import MODELS
 from tests.rehearsal import waits
 from tests.support import ranks

@@ -16,7 +16,6 @@ import torch
 from ctpo_megatron.base.stop import NeverStop
 from ctpo_megatron.config import Config, OptimizerConfig, shares_gpus
 from ctpo_megatron.data import Batch
-from ctpo_megatron.engines import UpdateReport
 from ctpo_megatron.engines.weights import EngineFacts, SendsWeights, checksums
 from ctpo_megatron.policy import destroy_distributed, init_distributed
 from ctpo_megatron.run import Run, Services, TrainerGroup
@@ -85,15 +84,15 @@ class Pool:
         self._moments.enter(SENT)
         self._wake("weights")
         sums = trainer.send(version)
-        assert self._report == UpdateReport(str(version), [sums])
+        assert self._received == [sums]
 
     @property
     def members(self) -> tuple[object, ...]:
         return (self._engine,)
 
-    def lead(self, method: str, arguments: Any = None, abort: Any = None) -> list[str]:
+    def lead(self, method: str, arguments: Any = lambda _: (), abort: Any = None) -> list[str]:
         """In this process, and in the calling thread: not by Ray."""
-        self._report = self._engine.call(method, *([] if arguments is None else [arguments(0)]))
+        self._received = self._engine.call(method, *arguments(0))
         return []
 
     def wake(self) -> None:

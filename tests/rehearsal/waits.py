@@ -55,7 +55,9 @@ def _count(name: str) -> int:
         "cu_seqlens": cu_seqlens,
         "rows": None if name == "nothing known" else place,
     }
-    given: dict[str, Any] = {key: None if t is None else t.to("cuda", non_blocking=True) for key, t in tensors.items()}
+    given: dict[str, Any] = {
+        key: None if t is None else t.pin_memory().to("cuda", non_blocking=True) for key, t in tensors.items()
+    }
     given["hidden"].requires_grad_()
     given["weight"].requires_grad_()
     if name.endswith("tiles known") or name in ("token-mean, uncounted", "a power without a formula"):

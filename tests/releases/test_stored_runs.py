@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from ctpo_megatron import __version__
-from ctpo_megatron.policy.checkpoint_files import complete, digests, read_marker
+from ctpo_megatron.policy.checkpoint_files import complete, digests, read_checkpoint_marker
 from ctpo_megatron.tracking import (
     PositionsWriter,
     read_heads,
@@ -52,7 +52,7 @@ def test_a_stored_run_is_small_and_whole(archive: Path, tmp_path: Path) -> None:
     assert yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["run"]["root"] == "runs"
     assert steps(run)[-1] == 2
     (checkpoint,) = complete(run / "checkpoints")
-    marker = read_marker(checkpoint)
+    marker = read_checkpoint_marker(checkpoint)
     assert (marker.step, digests(checkpoint, marker.files)) == (2, marker.files)
     dumps = trajectory_files(run)
     assert [*dumps] == [1, 2]

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from rich.table import Table
 
 from ctpo_megatron.report.accuracies import compare_accuracies
-from ctpo_megatron.report.comparison import Comparison, difference_table, notes_of_accuracies, value_table
+from ctpo_megatron.report.comparison import Comparison, TextTable, difference_table, notes_of_accuracies, value_table
 from ctpo_megatron.report.confidence import seeds_interval
 from ctpo_megatron.report.endpoints import UNDECIDED, Endpoint, GroupDifference
 from ctpo_megatron.report.estimates import ONE_SEED, ScoredProblem, ScoredSet, difference, mean_score
@@ -226,10 +225,11 @@ def test_scores_beyond_one_have_no_bounds() -> None:
     assert found.interval and found.interval[0] < 1 < found.interval[1] <= 3
 
 
-def lines_of(table: Table | None) -> list[list[str]]:
+def lines_of(table: TextTable | None) -> list[list[str]]:
     """Words of each line on a terminal of 80 columns."""
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table)
+    assert table is not None
+    console.print(table.drawn())
     return [line.split() for line in console.export_text().splitlines()]
 
 

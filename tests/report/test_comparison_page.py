@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.cli import main
-from ctpo_megatron.report import Comparison, save_figures, write_comparison
+from ctpo_megatron.report import Comparison, write_comparison
 from ctpo_megatron.run import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter
 from tests.tracking.synthetic_run import make_config, step_metrics
@@ -49,39 +49,30 @@ def nine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_groups_have_a_colour_and_each_metric_a_chart(nine: Path) -> None:
     page = nine.read_text(encoding="utf-8")
     assert nine.stat().st_size <= 2_000_000 and page.count('id="vega"') == 1
-    assert re.findall(r'data-series="(\w+)"', page) == [*PRESETS]
     charts = data_of(page)
-    clip = [name for name in charts if name.startswith("clip-")]
-    assert clip == [f"clip-pg_update-clip-{bound}-rate" for bound in ("total", "high", "low", "dual")]
+    assert {"reward", "accuracy", "tool", "clip", "is_ratio", "time", "memory"} <= charts.keys()
     for chart in charts.values():
-        assert chart["spec"]["encoding"]["color"]["scale"]["domain"] == [*PRESETS]
-    assert "objectives with different ratios" in charts["is_ratio-pg_update-is_ratio-mean"]["caption"]
+        assert chart["encoding"]["color"]["scale"]["domain"] == [*PRESETS]
+    assert "objectives with different ratios" in charts["is_ratio"]["description"]
+    assert charts["time"]["description"].endswith("Drawn: time/step.")
     assert "objective.preset" in page and 'id="trajectories"' not in page and 'id="health"' not in page
 
 
 def test_a_chart_has_means_bands_and_each_run(tmp_path: Path) -> None:
     path = write_comparison(Comparison.load(write_runs(tmp_path, steps=4)), tmp_path / "comparison.html")
-    spec = data_of(path.read_text(encoding="utf-8"))["reward-reward-mean"]["spec"]
-    assert spec["data"]["length"] == 3 * 4 and {"x", "y", "low", "high", "series"} == spec["data"]["columns"].keys()
-    (thin,) = [layer["data"] for layer in spec["layer"] if layer.get("data", {}).get("length") == 9 * 4]
-    assert [name for name, _ in thin["columns"]["member"]["equal"]][:4] == ["ctpo-0", "ctpo-1", "ctpo-2", "grpo-0"]
+    found = data_of(path.read_text(encoding="utf-8"))["reward"]["data"]["values"]
+    means, runs = ([each for each in found if bool(each["member"]) is of_run] for of_run in (False, True))
+    assert [each["series"] for each in means] == [*PRESETS] and all(len(each["x"]) == 4 for each in found)
+    for mean in means:
+        assert all(low <= y <= high for low, y, high in zip(mean["low"], mean["y"], mean["high"], strict=True))
+    assert [each["member"] for each in runs][:4] == ["ctpo-0", "ctpo-1", "ctpo-2", "grpo-0"] and len(runs) == 9
 
 
 def test_one_run_has_the_page_of_its_report(tmp_path: Path) -> None:
     (run_dir, *_) = write_runs(tmp_path, steps=2, seeds=1)
     path = write_comparison(Comparison.load([run_dir, run_dir]), tmp_path / "comparison.html")
     page = path.read_text(encoding="utf-8")
-    assert 'id="health"' in page and 'data-series="' not in page
-
-
-def test_figures_of_one_run_have_an_overview_that_follows_the_theme(tmp_path: Path) -> None:
-    (run_dir, *_) = write_runs(tmp_path, steps=2, seeds=1)
-    written = {path.name: path for path in save_figures(Comparison.load([run_dir]), tmp_path / "figures")}
-    wide, narrow = (written[name].read_text(encoding="utf-8") for name in ("overview.svg", "overview-narrow.svg"))
-    for svg in (wide, narrow):
-        assert "prefers-color-scheme:dark" in svg and 'stroke="var(--blue)"' in svg and ">Clipped tokens<" in svg
-    sizes = [tuple(map(float, re.findall(r'(?:width|height)="([\d.]+)"', svg)[:2])) for svg in (wide, narrow)]
-    assert sizes[0][0] > sizes[0][1] and sizes[1][0] < sizes[1][1] and sizes[1][0] < 300
+    assert 'id="health"' in page and 'id="runs"' not in page
 
 
 def test_the_verb_writes_page_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

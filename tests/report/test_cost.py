@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.report import Comparison, RunData, cost_table, write_comparison, write_report
+from ctpo_megatron.report import Comparison, RunData, write_comparison, write_report
 from ctpo_megatron.report.summary import REST, StepCost
 
 
@@ -61,15 +61,15 @@ def test_report_and_comparison_show_it(tmp_path: Path) -> None:
     for shown in ("2.13 samples per second, 67 tokens per second", "73%", "38%", "15.0%", "<td>old_log_probs</td>"):
         assert shown in page
     compared = Comparison.load([run.directory for run in runs])
-    table = cost_table(compared.costs)
+    table = compared.cost_table()
     assert table is not None
-    cells = {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
-    assert cells["seconds a step"] == ["15", "30"] and cells["trainer waits"] == ["73%", "87%"]
-    assert cells["engines wait"] == ["38%", "–"] and cells["MFU of the update"] == ["15.0%", "15.0%"]
+    cells = dict(zip(table.header, zip(*table.rows, strict=True), strict=True))
+    assert cells["seconds a step"] == ("15", "30") and cells["trainer waits"] == ("73%", "87%")
+    assert cells["engines wait"] == ("38%", "–") and cells["MFU of the update"] == ("15.0%", "15.0%")
     page = write_comparison(compared, tmp_path / "page.html").read_text()
     assert "trainer waits" in page and "87%" in page
 
 
 def test_a_comparison_of_runs_without_steps_has_no_table(tmp_path: Path) -> None:
     runs = [write(tmp_path / name, STEPS[:1]).directory for name in ("a", "b")]
-    assert cost_table(Comparison.load(runs).costs) is None
+    assert Comparison.load(runs).cost_table() is None

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.report.figures import figures
 from ctpo_megatron.report.health import checks
 from ctpo_megatron.report.learning import Indicator
-from ctpo_megatron.report.panels import compared_panels, panels
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.trajectories.ratio import ratio_name
 from tests.tracking.synthetic_run import logged
@@ -79,8 +79,8 @@ def test_steps_without_tokens_are_counted_and_not_judged(tmp_path: Path) -> None
 )
 def test_captions_name_the_ratio_of_the_objective(tmp_path: Path, objective: dict[str, str], symbol: str) -> None:
     run = RunData.load(logged(tmp_path, objective=objective))
-    (panel,) = [panel for panel in panels(run) if panel.name == "is_ratio"]
-    assert panel.ylabel == ratio_name(run).symbol == symbol and ratio_name(run).words in panel.caption
+    (ratio,) = [figure for figure in figures([run]) if figure.name == "is_ratio"]
+    assert ratio.y.title == ratio_name(run).symbol == symbol and ratio_name(run).name in ratio.question
     other = RunData.load(logged(tmp_path, name="other", objective={"preset": "cispo"}))
-    (both,) = [panel for panel in compared_panels([run, other]) if panel.name == "is_ratio"]
-    assert both.ylabel == ("r = exp d_t" if symbol == "r = exp d_t" else "ratio r")
+    (both,) = [figure for figure in figures([run, other]) if figure.name == "is_ratio"]
+    assert both.y.title == ("r = exp d_t" if symbol == "r = exp d_t" else "ratio r")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from ctpo_megatron.report.groups import RunGroup
-from ctpo_megatron.report.metric_charts import mean_and_band
+from ctpo_megatron.report.groups import RunGroup, mean_and_band
 from ctpo_megatron.report.run_data import RunData
 
 

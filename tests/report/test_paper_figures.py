@@ -14,16 +14,17 @@ import torch
 from ctpo_megatron.objective import PolicyObjective, PositionStats, SamplerTokens, position_stats, skipped_stats
 from ctpo_megatron.report.charts import save_charts
 from ctpo_megatron.report.groups import RunGroup
-from ctpo_megatron.report.paper_figures import law_charts, outcome_charts, position_charts
-from ctpo_megatron.report.positions_of_groups import (
+from ctpo_megatron.report.positions import (
+    Growth,
     chosen_steps,
     clip_rates,
     effective_sizes,
     entropies,
-    growth,
     late_positions,
+    law_charts,
+    outcome_charts,
+    position_charts,
     sampler_spread,
-    why_not,
     window_rates,
 )
 from ctpo_megatron.report.run_data import RunData
@@ -74,15 +75,16 @@ def test_the_law_of_independent_steps_is_found(tmp_path: Path) -> None:
     group = written(tmp_path / "a", {step: found for step, (found, *_) in steps.items()}, dumps=dumps)
     sums = late_positions(group, "last")
     assert sums and sums.steps == [2, 3]
-    found = growth(sums)
+    found = Growth.of(sums)
     assert found.law and found.law.sigma == pytest.approx(SIGMA, rel=0.03)
-    assert found.fitted() == pytest.approx([found.law.sigma * t**0.5 for t in found.t])
+    points, fit = found.curves("blue")
+    assert points.y == found.std and fit.y == pytest.approx([found.law.sigma * t**0.5 for t in found.t])
     assert found.verdict.startswith("std(S_t) grows like sqrt(t), sigma 0.0")
     assert [each.label for each in chosen_steps(group)] == ["step 1", "step 2", "step 3"]
     chart = law_charts([group])[0]
     assert all(f"step {step}: std(S_t) grows like sqrt(t)" in chart.caption for step in (1, 2, 3))
-    (area,) = [layer for layer in chart.spec["layer"] if layer["mark"]["type"] == "area"]
-    first = next(row for row in area["data"]["values"] if row["series"] == "step 2")
+    assert [layer["mark"]["type"] for layer in chart.spec["layer"]] == ["area", "line", "point"]
+    first = next(row for row in chart.spec["data"]["values"] if row["series"] == "step 2" and "low" in row)
     assert (first["low"] + first["high"]) / 2 == pytest.approx(SIGMA * first["x"] ** 0.5, rel=0.05)
     assert first["high"] / first["low"] == pytest.approx(1.2 / 0.8)
 
@@ -103,11 +105,11 @@ def test_certain_tokens_are_the_reason_why_the_law_fails(tmp_path: Path, certain
     group = written(tmp_path / "a", {1: drawn(spread)[0]})
     sums = late_positions(group, "last")
     assert sums
-    law = growth(sums).law
-    assert law and not law.how
+    found = Growth.of(sums)
+    assert found.law and not found.law.how
     caption = law_charts([group])[0].caption
-    assert said in why_not(sums, law) and why_not(sums, law) in caption
-    assert (why_not(sums, law) == "") == (said == "")
+    assert said in found.why_not and found.why_not in caption
+    assert (found.why_not == "") == (said == "")
     assert not said or "docs/notebooks/theory.ipynb, When sqrt(t) fails" in caption
 
 
@@ -126,14 +128,15 @@ def test_windows_clip_what_they_should(tmp_path: Path) -> None:
     rates = window_rates(sums)
     for window, clipped in outside.items():
         by_t = clipped.sum(0) / (TRAJECTORIES + zero)
-        assert rates[window].t[:16] == list(range(1, 17))
-        assert rates[window].values[:16] == pytest.approx(by_t[:16], abs=1.01 / (TRAJECTORIES + zero))
-        assert rates[window].values[-1] == pytest.approx(by_t[[*map(int, np.arange(269, 300))]].mean(), abs=0.01)
+        at, values = rates[window]
+        assert at[:16] == list(range(1, 17))
+        assert values[:16] == pytest.approx(by_t[:16], abs=1.01 / (TRAJECTORIES + zero))
+        assert values[-1] == pytest.approx(by_t[[*map(int, np.arange(269, 300))]].mean(), abs=0.01)
     # CTPO clips by the widening window, and by its dual bound.
     dual = stats.column("clip_dual").sum(0)[:16] / (TRAJECTORIES + zero)
-    both = np.array(rates["widening"].values[:16]) + dual
-    assert dual.any() and rates["own"].values[:16] == pytest.approx(both, abs=0.003)
-    assert max(rates["widening"].values) > 0.05 > max(rates["fixed"].values[:16])
+    both = np.array(rates["widening"][1][:16]) + dual
+    assert dual.any() and rates["own"][1][:16] == pytest.approx(both, abs=0.003)
+    assert max(rates["widening"][1]) > 0.05 > max(rates["fixed"][1][:16])
 
 
 def test_sizes_and_entropy_by_position(tmp_path: Path) -> None:
@@ -141,14 +144,13 @@ def test_sizes_and_entropy_by_position(tmp_path: Path) -> None:
     sums = late_positions(written(tmp_path / "a", {1: stats}), "all")
     assert sums
     weights = np.exp(prefix[:, 9])
-    assert effective_sizes(sums).values[9] == pytest.approx(weights.sum() ** 2 / (TRAJECTORIES * (weights**2).sum()))
-    entropy = entropies(sums)
-    assert entropy and entropy.values == pytest.approx([0.25] * len(entropy.t))
-    spread = sampler_spread(sums)
-    assert spread and spread.values[9] == pytest.approx(2 * prefix[:, 9].std(), rel=1e-4)
-    assert sampler_spread(replace(sums, stats=PositionStats.empty())) is None
+    assert effective_sizes(sums)[1][9] == pytest.approx(weights.sum() ** 2 / (TRAJECTORIES * (weights**2).sum()))
+    t, entropy = entropies(sums)
+    assert entropy == pytest.approx([0.25] * len(t)) and len(t) > 20
+    assert sampler_spread(sums)[1][9] == pytest.approx(2 * prefix[:, 9].std(), rel=1e-4)
+    assert sampler_spread(replace(sums, stats=PositionStats.empty())) == ([], [])
     sides = clip_rates(sums)
-    assert {*sides} <= {"high", "low", "dual"} and sides["low"].values[9] == pytest.approx(
+    assert {*sides} <= {"high", "low", "dual"} and sides["low"][1][9] == pytest.approx(
         2 * ((prefix < -0.025 * np.sqrt(np.arange(1, LENGTH + 1)))[::2, 9]).mean() / 2, abs=0.01
     )
 
@@ -157,7 +159,7 @@ def test_bins_of_few_tokens_are_not_shown(tmp_path: Path) -> None:
     stats = drawn()[0]
     few = replace(stats, cells=stats.cells / TRAJECTORIES * 25)
     sums = late_positions(written(tmp_path / "a", {1: few}), "last")
-    assert sums and effective_sizes(sums).t[0] > 16  # a bin of several positions has more
+    assert sums and effective_sizes(sums)[0][0] > 16  # a bin of several positions has more
 
 
 def test_runs_without_positions_have_no_figure_of_them(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 from ctpo_megatron.config import resolved_objective
-from ctpo_megatron.data.verdict import NoVerdict
+from ctpo_megatron.data.records import NoVerdict
 from ctpo_megatron.report import print_summary, summarize, write_report
+from ctpo_megatron.report.figures import figures
 from ctpo_megatron.report.health import checks, rank_memory
 from ctpo_megatron.report.page import facts, tiles
-from ctpo_megatron.report.panels import panels
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.theme import DARK, LIGHT
 from ctpo_megatron.rewards import COUNTS
@@ -26,8 +26,8 @@ from tests.report.test_trajectories import Elements
 from tests.tracking.synthetic_run import decode, logged, make_config, make_groups, step_metrics, write_run
 
 FIGURES = (
-    "reward", "accuracy", "tool", "clip", "is_ratio", "mismatch", "grad_norm", "length", "time", "throughput", "flops",
-    "packing", "memory", "overview",
+    "reward", "accuracy", "tool", "signal", "clip", "is_ratio", "mismatch", "grad_norm", "length", "time", "throughput",
+    "sft", "memory", "overview",
 )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_charts_take_their_colours_from_the_page(page):
     for theme in (LIGHT, DARK):
         assert all(f"--{name}:{colour};" in page for name, colour in theme.items())
     named = set(re.findall(r'data-chart="([^"]+)"', page))
-    assert named == data["charts"].keys() and all(chart["caption"] for chart in data["charts"].values())
+    assert named == data["charts"].keys() and all(chart["description"] for chart in data["charts"].values())
 
 
 def test_missing_metrics_leave_a_section_out_and_say_so(tmp_path):
@@ -78,7 +78,7 @@ def test_throughput_memory_and_packing_are_told(demo_run, page):
     run = RunData.load(demo_run)
     assert [tile.label for tile in tiles(run, summarize(run))][-2:] == ["Update", "Trainer memory"]
     assert {"Useful tokens", "Update overhead", "Rank imbalance"} <= {check.label for check in checks(run)}
-    assert "rank 0" in page and "rank 1" in page
+    assert "ranks 0–1" in page
     assert summarize(run).peak_mib == 660.0
 
 
@@ -109,49 +109,24 @@ def test_the_mismatch_is_judged_without_a_limit_too(tmp_path, trainer, sampler, 
         assert "policy.dtype" in row.note and "rollout.engine.dtype" in row.note and trainer in row.note
 
 
-def test_utilization_is_drawn_where_it_is_known(tmp_path):
-    run_dir = logged(tmp_path, {"throughput/update_mfu": 0.41, "throughput/update_tokens_per_s": 9e4})
-    run = RunData.load(run_dir)
-    (panel,) = [panel for panel in panels(run) if panel.name == "mfu"]
-    assert [line.metric for line in panel.lines] == ["throughput/update_mfu"]
-    assert "MFU 41.0%" in write_report(run_dir).read_text(encoding="utf-8")
-
-
 def write_memory(folder: Path, ranks: int) -> RunData:
     """A run of two steps whose rank r held 1000 + r MiB, and twice that in the end."""
     steps = [{f"memory/rank_{rank}_peak_mib": step * (1000.0 + rank) for rank in range(ranks)} for step in (1, 2)]
     return RunData.load(logged(folder, *(peaks | {"memory/trainer_peak_mib": max(peaks.values())} for peaks in steps)))
 
 
-def test_the_memory_of_many_ranks_is_a_spread_and_a_table(tmp_path):
+def test_the_memory_of_many_ranks_is_a_table(tmp_path):
     run = write_memory(tmp_path, 12)
-    (panel,) = [panel for panel in panels(run) if panel.name == "memory"]
-    curves = {line.label: line.series(run).values for line in panel.lines}
-    assert curves == {
-        "largest of the ranks": [1011.0, 2022.0], "median": [1005.5, 2011.0], "smallest": [1000.0, 2000.0],
-    }  # fmt: skip
     page = write_report(run.directory).read_text(encoding="utf-8")
     rows = re.findall(r"<tr><th>(ranks .*?)</th>(.*?)</tr>", page)
     assert [name for name, _ in rows] == ["ranks 0–7", "ranks 8–11"]
     sizes = [size for _, cells in rows for size in re.findall(r">([\d,]+)<", cells)]
     assert sizes == [f"{2000 + 2 * rank:,}" for rank in range(12)]
-    assert (run.directory / "figures" / "memory.png").is_file() and "memory" not in re.findall(r"<li>(\w+)", page)
 
 
-@pytest.mark.parametrize(("ranks", "rows", "curves"), [(1, 0, 1), (6, 1, 6), (64, 8, 3), (65, 0, 3)])
-def test_ranks_are_told_apart_as_far_as_they_can_be(tmp_path, ranks, rows, curves):
-    run = write_memory(tmp_path, ranks)
-    assert len(rank_memory(run)) == rows
-    assert [len(panel.lines) for panel in panels(run) if panel.name == "memory"] == [curves]
-
-
-def test_the_speed_of_sft_is_drawn_where_it_is_known(tmp_path):
-    run_dir = logged(tmp_path, {"sft/loss": 2.0, "sft/tokens_per_s": 5e4}, file="sft.jsonl")
-    assert [panel.name for panel in panels(RunData.load(run_dir)) if "sft_" in panel.name] == ["sft_throughput"]
-    with MetricsWriter(run_dir, file_name="sft.jsonl") as writer:
-        writer.log(2, {"sft/loss": 1.0, "sft/tokens_per_s": 5e4, "sft/mfu": 0.4})
-    page = write_report(run_dir).read_text(encoding="utf-8")
-    assert 'id="figure-sft_throughput"' in page and 'id="figure-sft_mfu"' in page
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 0), (6, 1), (64, 8), (65, 0)])
+def test_ranks_are_told_apart_as_far_as_they_can_be(tmp_path, ranks, rows):
+    assert len(rank_memory(write_memory(tmp_path, ranks))) == rows
 
 
 def test_a_run_without_any_metrics_still_has_a_report(tmp_path):
@@ -192,15 +167,29 @@ def test_summary_is_rebuilt_from_the_files(demo_run):
         assert part in output.getvalue()
 
 
+@pytest.mark.parametrize(("setting", "faster"), [(None, "1.6"), ({"max_staleness": 1}, ""), ({"lag": 4}, "")])
+def test_what_sampling_ahead_would_give_is_said(setting: dict[str, int] | None, faster: str, tmp_path: Path) -> None:
+    run_dir = logged(tmp_path, *({"time/step": 4.0, "time/rollout": 2.5} for _ in range(2)), rollout=setting or {})
+    output = io.StringIO()
+    print_summary(run_dir, Console(file=output, width=160))
+    said = f"rollout.max_staleness=1 would sample the next batch meanwhile: at most {faster} times as fast"
+    assert (said in output.getvalue()) == bool(faster) and ("meanwhile" in output.getvalue()) == bool(faster)
+
+
 REWARDS = {"reward/mean": 0.2, "reward/std": 0.1}
+
+
+def parts_of(run_dir: Path) -> list[str]:
+    """Labels of the figure of the parts of the reward."""
+    (figure,) = [figure for figure in figures([RunData.load(run_dir)]) if figure.name == "reward_parts"]
+    return [line.label for line in figure.lines]
 
 
 def test_what_users_rewards_return_is_drawn_by_itself(tmp_path):
     run_dir = logged(tmp_path, *({**REWARDS, "reward/format": 0.5 * step, "reward/judge": 0.4} for step in (1, 2)))
     page = write_report(run_dir).read_text(encoding="utf-8")
     assert "Parts of the reward" in page and "Answers without a box" not in page
-    (panel,) = [panel for panel in panels(RunData.load(run_dir)) if panel.name == "reward_parts"]
-    assert [line.metric for line in panel.lines] == ["reward/format", "reward/judge"]
+    assert parts_of(run_dir) == ["format", "judge"]
     assert (run_dir / "figures" / "reward_parts.png").stat().st_size > 5_000
 
 
@@ -214,9 +203,7 @@ def test_what_turns_earned_is_drawn_and_stands_at_each_turn(tmp_path):
     write_trajectories(run_dir, 2, groups, decode, extra={0: {"turn_advantages": [-0.5] * turns}})
     page = write_report(run_dir).read_text(encoding="utf-8")
     assert "model · turn 2 · earned 0.25 · advantage -0.50<" in page and "model · turn 2 · earned 0.25<" in page
-    found = {panel.name: panel for panel in panels(RunData.load(run_dir))}
-    assert [line.label for line in found["turn_rewards"].lines] == ["turn 1", "turn 2", "turn 10"]
-    assert "reward_parts" not in found
+    assert parts_of(run_dir) == ["turn/1", "turn/10", "turn/2"]
 
 
 def test_what_was_not_judged_is_no_part_of_the_reward_and_no_right_or_wrong_answer(tmp_path):
@@ -226,9 +213,8 @@ def test_what_was_not_judged_is_no_part_of_the_reward_and_no_right_or_wrong_answ
     for group in groups:
         group.trajectories[0].reward, group.trajectories[0].no_verdict = None, NoVerdict("timeout", "late")
     write_trajectories(run_dir, 2, groups, decode)
-    run = RunData.load(run_dir)
-    assert not any(panel.name == "reward_parts" for panel in panels(run))
-    judged = {check.label: check.good for check in checks(run) if check.label.startswith("Scorer")}
+    assert parts_of(run_dir) == []
+    judged = {check.label: check.good for check in checks(RunData.load(run_dir)) if check.label.startswith("Scorer")}
     kinds = ("failures", "timeouts", "crashes", "without an answer", "not finite")
     assert judged == {f"Scorer {kind}": False for kind in kinds}
     page = write_report(run_dir).read_text(encoding="utf-8")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from ctpo_megatron.config import PRESETS, ObjectiveConfig, objective_from_config, resolved_objective
 from ctpo_megatron.report import write_report
-from ctpo_megatron.report.trajectories.addresses import Address, addresses
-from ctpo_megatron.report.trajectories.ratio import MOST_POINTS, RatioQuantity, ratio_points, ratio_spec
-from ctpo_megatron.report.trajectories.sample import sample_of_run
+from ctpo_megatron.report.trajectories.ratio import RatioQuantity, ratio_points, ratio_spec
+from ctpo_megatron.report.trajectories.selection import addresses, sample_of_run
+from ctpo_megatron.report.trajectories.view import Address
 from ctpo_megatron.tracking import read_heads, read_trajectories, trajectory_files, write_trajectories
 from ctpo_megatron.tracking.records import Head
 from tests.tracking.synthetic_run import HOSTILE, decode, make_groups, write_run
@@ -80,7 +80,7 @@ def test_best_and_worst_stand_side_by_side_with_all_rewards_of_their_group(demo_
 
 def test_every_dump_has_its_share_of_single_tokens_and_the_page_says_what_has_none(tmp_path, monkeypatch):
     run_dir = write_run(tmp_path, steps=3)
-    monkeypatch.setattr("ctpo_megatron.report.trajectories.sample.TOKEN_BUDGET", 4 * 200)
+    monkeypatch.setattr("ctpo_megatron.report.trajectories.selection.REPORT_TOKENS", 4 * 200)
     views = sample_of_run(run_dir).views
     apart = {(view.source, view.step): 0 for view in views}
     for view in views:
@@ -112,8 +112,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path):
     }  # fmt: skip
     shown = sum(view.step == 8 and view.source == "training" for view in sample.views)
     assert sample.left_out == [
-        "all of steps 2–3, 5",
-        "all of evaluations after step 4",
+        "4 other dumps",
         f"{30 - shown} of 30 of step 1",
         f"{30 - shown} of 30 of step 8",
     ]  # an evaluation of three is shown whole
@@ -194,17 +193,10 @@ def test_points_are_of_model_tokens_and_an_absent_bound_is_none():
     assert ratio_points(record | {"clip_low": None}) is None
 
 
-def test_a_thinned_curve_keeps_its_peak():
-    size = 50 * MOST_POINTS
-    values = [0.0] * size
-    values[7_123] = -2.5
-    points = ratio_points(record_of(values, [-1.0] * size, [1.0] * size, [1] * size))
-    assert len(points) <= MOST_POINTS and (7_124, -2.5, -1.0, 1.0) in points
-
-
 def test_points_and_chart_of_the_page_are_read_by_its_script(page):
     (section,) = [each for each in Elements(page).found if each.get("id") == "ratio-spec"]
     spec = json.loads(section["data-ratio-spec"])
-    assert spec == ratio_spec(RatioQuantity.of({"preset": "ctpo"})) and spec["data"] == {"values": []}
+    assert spec == json.loads(json.dumps(ratio_spec(RatioQuantity.of({"preset": "ctpo"}))))
+    assert spec["data"] == {"values": []}
     charts = [json.loads(each["data-ratio"]) for each in Elements(page).found if "data-ratio" in each]
     assert len(charts) > 4 and all(len(point) == 4 for points in charts for point in points)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ctpo_megatron import cli
-from ctpo_megatron.data.verdict import NoVerdict
+from ctpo_megatron.data.records import NoVerdict
 from ctpo_megatron.tracking import read_trajectories, trajectory_files, write_trajectories
 from tests.tracking.synthetic_run import HOSTILE, decode, make_groups, ratio_fields, write_run
 

@@ -45,12 +45,6 @@ def misbehaving(trajectory: Any, prompt: Any) -> Any:
         print("\x1b]0;title\x07")
         os.write(2, b"\x1b[2J")
         return 1.0
-    if text == "fork" and os.fork():
-        return 1.0
-    if text == "fork and exit":
-        if os.fork():
-            return 1.0
-        raise SystemExit
     if text == "login":
         raise ConnectionError("http://me:hunter2@judge:80 does not answer")
     if text in RAISED:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ctpo_megatron.config import Extension, RewardConfig
-from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.rewards import RewardWorkersLost, as_products, in_words, unverifiable, validation
 from tests.support.deadlines import scaled
 from tests.support.kills import signalled_as_they_start, with_word

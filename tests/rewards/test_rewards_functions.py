@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.config.schema import RewardConfig
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.records import Prompt, ToolCall
+from ctpo_megatron.data.trajectory import Group, Trajectory
 from ctpo_megatron.rewards import RewardPool, ScoreReport
 from tests.support.deadlines import scaled
 from tests.support.recorded import through_a_file

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.data.verdict import NoVerdict
-from ctpo_megatron.rewards import COUNTS, OVERLONG, RESERVED, ScoreReport, reward_metrics
+from ctpo_megatron.data.records import NoVerdict, Prompt
+from ctpo_megatron.data.trajectory import Group, Trajectory
+from ctpo_megatron.rewards import COUNTS, OVERLONG, RESERVED, Scorer, ScoreReport
 
 FAILED = NoVerdict("exception", "the scorer failed")
 
@@ -21,9 +21,14 @@ def scored(source: str, *rewards: float | None) -> Group:
     return Group(Prompt("p", source, (), "", ()), trajectories)
 
 
-def test_reward_metrics_count_groups_with_a_signal():
+def metrics_of(groups: list[Group], report: ScoreReport) -> dict[str, float]:
+    no_pool: Any = None  # they are scored
+    return Scorer(no_pool).metrics(groups, [report])
+
+
+def test_metrics_count_groups_with_a_signal():
     report = ScoreReport(scored=8, metrics={"no_box": 3.0})
-    metrics = reward_metrics([scored("a", 1, 0), scored("a", 0, 0), scored("a", 1, 1), scored("a", 0, 0)], report)
+    metrics = metrics_of([scored("a", 1, 0), scored("a", 0, 0), scored("a", 1, 1), scored("a", 0, 0)], report)
     assert metrics["reward/mean"] == pytest.approx(3 / 8)
     assert metrics["reward/groups_mixed"] == 1 / 4
     assert metrics["reward/no_box"] == 3
@@ -40,7 +45,7 @@ def test_what_has_no_verdict_is_in_no_figure_but_its_own():
         scored("a", 1, 1, None),
     ]
     counts = {"timeout": 2, "exception": 1, "crash": 1, "none": 1, "not_finite": 2}
-    metrics = reward_metrics(groups, ScoreReport(5, counts))
+    metrics = metrics_of(groups, ScoreReport(5, counts))
     assert metrics["reward/mean"] == 4 / 5 and metrics["reward/std"] == pytest.approx(0.4)
     assert (metrics["reward/groups_mixed"], metrics["reward/groups_unjudged"]) == (1 / 4, 2)
     assert metrics["reward/no_verdict"] == 7 / 12
@@ -49,7 +54,7 @@ def test_what_has_no_verdict_is_in_no_figure_but_its_own():
 
 
 def test_without_any_verdict_there_is_no_mean():
-    metrics = reward_metrics([scored("a", None, None)], ScoreReport(0, {"exception": 2}))
+    metrics = metrics_of([scored("a", None, None)], ScoreReport(0, {"exception": 2}))
     assert metrics["reward/no_verdict"] == 1 and metrics["reward/groups_mixed"] == 0
     assert not {"reward/mean", "reward/std"} & metrics.keys()
 

@@ -21,11 +21,8 @@ from pebble.pool.process import WorkerManager
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.config.schema import RewardConfig
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.data.verdict import MissingCause
+from ctpo_megatron.data.records import MissingCause, Prompt, ToolCall
+from ctpo_megatron.data.trajectory import Group, Trajectory
 from ctpo_megatron.rewards import RewardPool, RewardWorkersLost, ScoreReport
 from tests.rewards.misbehaving_reward import RAISED
 from tests.support.deadlines import scaled
@@ -172,15 +169,6 @@ def test_what_is_no_verdict_is_counted_by_cause_and_named(
     assert through_a_file([bad]) == [bad]
 
 
-@pytest.mark.parametrize("how", ["fork", "fork and exit"])
-def test_a_copy_of_a_worker_ends_where_it_leaves_the_reward(unruly: RewardPool, how: str) -> None:
-    """Two workers would take each other's tasks, and answer one twice."""
-    groups = [group("2"), group(how), group("2", "5")]
-    assert asyncio.run(unruly.score(groups)) == ScoreReport(4)
-    assert rewards(groups) == [1.0, 1.0, 1.0, 0.0]
-    assert asyncio.run(unruly.score([group("2", "5") for _ in range(20)])).scored == 40
-
-
 def test_what_a_reward_prints_goes_to_its_log_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = RewardConfig(function={"name": "misbehaving_reward:misbehaving"}, timeout_s=scaled(5))
     with RewardPool(config, [str(HERE)], tmp_path / "logs" / "rewards.log") as pool:
@@ -235,31 +223,25 @@ def test_async_rewards_that_wait_are_given_up_one_by_one(caplog: pytest.LogCaptu
     assert "prompt p sample 8: the scorer was killed" in caplog.text
 
 
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("how", RAISED)
-def test_an_async_reward_that_raises_what_is_no_exception_is_counted(how: str, together: bool) -> None:
-    groups = [group("2", how, "5", "2") if together else group(how)]
+ASYNC_FAULTS: dict[str, MissingCause] = {
+    **dict.fromkeys(RAISED, "exception"),
+    "close the loop": "exception",
+    "interrupt from a task": "exception",
+    "sleep": "timeout",
+    "die": "crash",
+}
+
+
+@pytest.mark.parametrize(("how", "cause"), ASYNC_FAULTS.items())
+def test_a_fault_of_an_async_reward_costs_only_itself(how: str, cause: MissingCause) -> None:
+    """What is no Exception, an end of the loop, a hang, or an end of the process; also of one that is called alone."""
+    together, alone = [group("2", how, "5", "2")], [group(how)]
     with misbehaving("misbehaving_async", 5.0) as pool:
-        assert asyncio.run(pool.score(groups)) == ScoreReport(3 if together else 0, {"exception": 1})
-        assert rewards(groups) == ([1.0, None, 0.0, 1.0] if together else [None])
+        assert asyncio.run(pool.score(together)) == ScoreReport(3, {cause: 1})
+        assert rewards(together) == [1.0, None, 0.0, 1.0]
+        if how in RAISED:
+            assert asyncio.run(pool.score(alone)) == ScoreReport(0, {cause: 1}) and rewards(alone) == [None]
         assert asyncio.run(pool.score([group("2", "2")])).scored == 2
-
-
-@pytest.mark.parametrize("how", ["close the loop", "interrupt from a task"])
-def test_an_async_reward_that_stops_the_loop_of_its_worker_costs_only_itself(how: str) -> None:
-    groups = [group("2", how, "5", "2")]
-    with misbehaving("misbehaving_async", 5.0) as pool:
-        assert asyncio.run(pool.score(groups)) == ScoreReport(3, {"exception": 1})
-        assert rewards(groups) == [1.0, None, 0.0, 1.0]
-        assert asyncio.run(pool.score([group("2", "2")])).scored == 2
-
-
-@pytest.mark.parametrize(("how", "cost"), [("sleep", "timeout"), ("die", "crash")])
-def test_an_async_reward_that_blocks_or_kills_its_worker_costs_only_itself(how: str, cost: MissingCause) -> None:
-    groups = [group("2", how, "2", "5", "2")]
-    with misbehaving("misbehaving_async") as pool:
-        assert asyncio.run(pool.score(groups)) == ScoreReport(4, {cost: 1})
-    assert rewards(groups) == [1.0, None, 1.0, 0.0, 1.0]
 
 
 def test_a_reward_that_is_not_there_is_said_at_the_start() -> None:

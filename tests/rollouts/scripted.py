@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.data.verdict import NoVerdict
-from ctpo_megatron.engines import GroupLost, GroupTask, pool_stats
+from ctpo_megatron.data.records import NoVerdict, Prompt
+from ctpo_megatron.data.trajectory import Group, Trajectory
+from ctpo_megatron.engines import GroupLost, GroupTask
 from ctpo_megatron.environments import trajectory_seed
 from ctpo_megatron.rewards import ScoreReport
 from ctpo_megatron.rollouts import Quarantined, Rollouts
@@ -101,7 +99,7 @@ class ScriptedEngines:
 
     def stats(self) -> dict[str, float]:
         counts, self.counts = self.counts, Counter()
-        return pool_stats(counts)
+        return {**counts}
 
 
 class BrokenEngines(ScriptedEngines):
@@ -158,7 +156,7 @@ class RecordedPhases(Phases):
 
 
 def quarantined(source: Rollouts) -> list[Quarantined]:
-    return source._sampler.quarantine.records
+    return source._sampler.quarantined
 
 
 class Stops:

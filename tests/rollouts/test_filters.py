@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from ctpo_megatron.base.extensions import ExtensionError, activate
-from ctpo_megatron.config import Extension, RolloutConfig
+from ctpo_megatron.config import Extension
 from ctpo_megatron.data import Group, PackingRules, Prompt, ToolCall, Trajectory, pack, token_sequences
+from ctpo_megatron.data.records import NoVerdict
 from ctpo_megatron.data.trajectory import FinishReason
-from ctpo_megatron.data.verdict import NoVerdict
 from ctpo_megatron.objective import PRESETS, PolicyLossOutput, PolicyObjective, policy_loss
 from ctpo_megatron.rollouts import Filters, filter_problem
-from tests.extend.document_examples import example
+from tests.extend.scripted import project
 
 PROMPT = Prompt("p", "test", (), "4", (1, 2))
 BOX = r"So \boxed{4}"
@@ -146,15 +145,13 @@ def test_what_left_is_counted_by_filter() -> None:
     assert all(t.loss_mask == t.response_mask for group in groups for t in group.trajectories)  # of no filter
 
 
-def test_the_filter_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_filter_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    _, settings = example("filter", tmp_path)
-    config = RolloutConfig.model_validate(yaml.safe_load(settings)["rollout"])
-    activate([tmp_path])
-    assert [filter_problem(part) for part in config.filters] == ["", ""]
+    filters = project("filter").rollout.filters
+    assert [filter_problem(part) for part in filters] == ["", ""]
     slow = episode("sss")
     slow.tool_calls[1].wall_s = 2.5
-    assert masked(slow, *config.filters) == [2]
+    assert masked(slow, *filters) == [2]
 
 
 def test_a_filter_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

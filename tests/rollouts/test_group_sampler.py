@@ -10,7 +10,7 @@ import pytest
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Prompt, Trajectory
 from ctpo_megatron.engines import GroupFailed, GroupTask, Sampling
-from ctpo_megatron.rollouts import GroupSampler, group_sampler
+from ctpo_megatron.rollouts import GroupSampler, TooManyQuarantined, group_sampler
 from tests.rollouts.scripted import ScriptedEngine, ScriptedEngines
 
 SAMPLING = Sampling(1.0, 1.0, 0)
@@ -144,3 +144,14 @@ def test_an_engine_that_comes_back_gets_what_waits_for_it() -> None:
         return await asyncio.wait_for(waiting, 5)
 
     assert len(asyncio.run(started())) == 4
+
+
+def test_a_run_that_loses_too_many_prompts_ends_and_names_them() -> None:
+    mine = GroupSampler(ScriptedEngines(), settings(max_quarantined=2))
+    for name in ("a", "b", "b"):  # small data may hold a prompt twice
+        mine.lose(task(name).prompt, 7, GroupFailed("refused"))
+    assert [mine.is_quarantined(task(name).prompt) for name in "abc"] == [True, True, False]
+    assert mine.engines.counts["quarantined"] == 2
+    named = r"3 prompts were .* rollout.max_quarantined = 2; the last: .*'b' \(step 7\): refused; prompt 'c' \(step 8\)"
+    with pytest.raises(TooManyQuarantined, match=named):
+        mine.lose(task("c").prompt, 8, GroupFailed("refused"))

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ctpo_megatron.base.event_loop import EventLoop
 from ctpo_megatron.config import RolloutConfig
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import EnginePool, GroupLost, GroupTask, Sampling
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.trajectory import Group, Trajectory
+from ctpo_megatron.engines import GroupLost, GroupTask, Sampling
 from ctpo_megatron.rollouts import Replay, ReplayError
-from tests.engines.pool_helpers import make_config
 
 SAMPLING = Sampling(1.0, 1.0, 0)
 
@@ -113,11 +109,3 @@ def test_weights_go_to_the_engines_that_evaluate() -> None:
     Replay(recording("a"), shape, engines).send(trainer, 3)
     Replay(recording("a"), shape).send(trainer, 4)
     assert sent == [(trainer, 3)]
-
-
-def test_the_counts_have_the_names_of_the_pool(tmp_path: Path) -> None:
-    counts = replay("a").stats()
-    assert set(counts.values()) == {0.0}
-    with EventLoop() as loop:
-        of_engines = EnginePool(make_config(tmp_path, tmp_path), "unused", loop).stats()
-    assert counts.keys() == of_engines.keys() - {"engines_idle"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import tempfile
@@ -143,11 +144,13 @@ def test_batches_come_in_prompt_order_and_are_at_most_so_stale(ahead: int, parti
 def test_a_batch_is_scored_and_says_where_it_comes_from() -> None:
     phases = RecordedPhases()
     with Run(max_staleness=0, phases=phases).going() as run:
+        run.engines.counts.update({"sync_bytes": 4 * 10**9, "sync_s": 2})
         batch = run.train(until=1).trained[0]
     assert [t.prompt_id for t in batch.trajectories] == [name for name in ORDER[:4] for _ in range(2)]
     assert [group.rewards for group in batch.groups] == [[reward(name, n) for n in range(2)] for name in ORDER[:4]]
-    assert batch.weight_versions == (1,) and batch.sampler["consumed"] == ORDER[:4]
+    assert batch.weight_versions == (1,) and run.prompts.state_dict()["consumed"] == ORDER[:4]
     assert batch.metrics["reward/mean"] == sum(reward(name, 1) for name in ORDER[:4]) / 8
+    assert batch.metrics["rollout/sync_gb_per_s"] == 2.0 and batch.metrics["rollout/quarantined"] == 0.0
     assert phases.names == ["rollout", "reward"] and phases.advanced == 4
 
 
@@ -201,6 +204,45 @@ def test_with_a_lag_every_step_is_of_the_version_before_it_whatever_the_timing(l
         found.append([(t.prompt_id, t.seed) for batch in run.trained for t in batch.trajectories])
         assert run.engines.in_update == 0
     assert found[0] == found[1] == found[2]
+
+
+class Learning(PromptSampler):
+    """Draws from what it has learned so far."""
+
+    def __init__(self) -> None:
+        super().__init__(PROMPTS, seed=0)
+        self.learned = list[str]()
+
+    def take(self, count: int) -> list[Prompt]:
+        drawn = random.Random(f"{self.taken} {self.learned}").choices(PROMPTS, k=count)
+        self.taken += count
+        return drawn
+
+    def learn(self, rewards: Any) -> None:
+        self.learned += rewards
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken, "learned": list(self.learned)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.taken, self.learned = state["taken"], list(state["learned"])
+
+
+def test_with_a_lag_a_sampler_that_learns_draws_the_same_whatever_the_timing() -> None:
+    settings = {"max_staleness": 0, "lag": 2, "uniform_groups": "refill", "max_refills": 3}
+    found = []
+    for seed, resumed_after in itertools.product(range(4), (0, 2)):
+        state, runs = None, list[Run]()
+        for done, until in [(0, resumed_after), (resumed_after, STEPS)] if resumed_after else [(0, STEPS)]:
+            runs.append(Run(ScriptedEngines(seed), prompts=Learning(), done=done, state=state, **settings))
+            runs[-1].engines.version = done
+            with runs[-1].going() as run:
+                for step in range(done + 1, until + 1):
+                    time.sleep(0.02 * (seed % 2))  # so that refills come before the batch is taken, or after
+                    run.train(until=step)
+                state = run.state()
+        found.append([(t.prompt_id, t.seed) for run in runs for batch in run.trained for t in batch.trajectories])
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize("done", [1, 3])

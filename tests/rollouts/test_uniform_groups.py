@@ -11,7 +11,7 @@ import pytest
 
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler, Trajectory
-from ctpo_megatron.data.verdict import NoVerdict
+from ctpo_megatron.data.records import NoVerdict
 from ctpo_megatron.rewards import ScoreReport
 from ctpo_megatron.rollouts import Replay, ReplayError, Rollouts
 from ctpo_megatron.tracking import recorded_trajectories, trajectory_files, write_trajectories
@@ -109,7 +109,7 @@ def test_a_batch_without_any_mixed_group_still_makes_one_optimizer_step() -> Non
 def told(batch: Batch) -> tuple[Any, ...]:
     """What a batch trains on, drops, reports and leaves behind."""
     metrics = {name: value for name, value in batch.metrics.items() if name != "rollout/generate_s"}
-    return ids(batch.trained), ids(dropped(batch)), metrics, batch.sampler, batch.weight_versions
+    return ids(batch.trained), ids(dropped(batch)), metrics, batch.weight_versions
 
 
 def test_a_resumed_source_draws_the_same_prompts() -> None:

@@ -45,7 +45,7 @@ class SavingTrainer:
     def finish_save(self, *, wait: bool = True) -> None:
         with self.group.phases.phase("save"):
             pass
-        self.seen.append((wait, self.group.phases.progress.phase))
+        self.seen.append(wait)
         if wait and self.signalled is not None:
             pid = os.getpid()
             if self.signalled == 0 or os.fork() == 0:
@@ -87,7 +87,7 @@ def _of_rank_zero(group: TrainerGroup, root: Path, how: str) -> int:
     with phases.stage("rl"):
         if how == "traced":
             group.begin_trace(2)
-        group.poll_save()
+        group.finish_save(False)
         if how == "traced":
             group.end_trace(2, root)
         with group.stop_deferred():

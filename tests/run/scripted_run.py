@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ctpo_megatron import export, train
+from ctpo_megatron import engines, export, train
 from ctpo_megatron.cli import export as export_verb
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
@@ -61,7 +61,6 @@ class ScriptedTrainer:
             "disconnect",
             "stop_agreed",
             "finish_save",
-            "poll_save",
         )
         return lambda *_, **__: None
 
@@ -91,7 +90,7 @@ class ScriptedTrainer:
         checkpoint_files.publish(aside, marker, keep_last=settings.keep_last, keep_best=settings.keep_best)
 
     def load(self, checkpoint: Path, _steps: int) -> dict[str, Any]:
-        state = checkpoint_files.read_marker(checkpoint).run
+        state = checkpoint_files.read_checkpoint_marker(checkpoint).run
         self.version = int((checkpoint / WEIGHTS).read_text()) + 1
         assert self.version == state["weights_version"]
         return state
@@ -108,7 +107,7 @@ class ScriptedExporter:
 
     def load_weights(self, checkpoint: Path) -> dict[str, Any]:
         self._steps = int((checkpoint / WEIGHTS).read_text())
-        return checkpoint_files.read_marker(checkpoint).run
+        return checkpoint_files.read_checkpoint_marker(checkpoint).run
 
     def export(self, target: Path, _template: str | None, step: int | None) -> None:
         write_model(target, self._source, self._steps, step)
@@ -120,9 +119,7 @@ class ScriptedRuns:
     def __init__(self, root: Path, model: Path, patch: Any) -> None:
         self.root, self._model = root, model
         patch.setattr(train, "start_services", self._services)
-        patch.setattr(
-            "ctpo_megatron.run.run.give_way_to_engines", lambda: None
-        )  # it would slow down what tests come after
+        patch.setitem(vars(engines), "give_way_to_engines", lambda: None)  # it would slow down what tests come after
         patch.setattr(export, "Trainer", ScriptedExporter)
         patch.setattr(export, "init_distributed", lambda *_, **__: ONE_RANK)
         patch.setattr(export, "destroy_distributed", lambda: None)
@@ -151,7 +148,7 @@ class ScriptedRuns:
         assert export_verb.run(parser.parse_args([str(run), *options])) == 0
 
     @contextmanager
-    def _services(self, config: Config, _directory: Path, phases: Any, stop: Any) -> Iterator[Services]:
+    def _services(self, config: Config, _directory: Path, phases: Any, *_: Any) -> Iterator[Services]:
         scorer, sampler = ScriptedScorer(), GroupSampler(ScriptedEngines(), config.rollout)
         prompts = PromptSampler(PROMPTS, seed=0)
         settings = {"steps": config.run.steps, "mini_batch_prompts": config.policy.mini_batch_prompts}

@@ -87,9 +87,6 @@ def test_a_finished_sft_is_not_done_again(tmp_path: Path) -> None:
     assert ours.start_weights(None) == run / "sft_model"
     assert ours.sft_to_do(write(tmp_path / "saved", 9)) == config.sft  # checkpoint.load names it
     assert ours.start_weights(write(run / "checkpoints", 1, rollouts={})) is None  # that has later weights
-    (run / "sft_model" / "config.json").write_text("{ }")
-    with pytest.raises(CheckpointError, match=r"damaged or was changed: config\.json"):
-        ours.start_weights(None)
 
 
 def test_a_checkpoint_is_of_the_stage_that_wrote_it_wherever_it_lies(tmp_path: Path) -> None:
@@ -125,8 +122,7 @@ def test_sft_goes_on_with_the_batches_it_was_begun_with(tmp_path: Path, caplog: 
     assert restored(order=dict(ours)) == 3 and not caplog.records
     with pytest.raises(CheckpointError) as refused:
         restored(order={"seed": 0, "conversations_per_step": 4, "conversations": "bb"})
-    assert "sft.conversations_per_step (4, now 8); sft.data, " in str(refused.value)
-    assert "(bb, now aa)" in str(refused.value) and "run.seed" not in str(refused.value)
+    assert "other batches: conversations_per_step, conversations changed since" in str(refused.value)
 
 
 def test_a_checkpoint_without_what_this_version_needs_is_of_another_one(tmp_path: Path) -> None:
@@ -143,13 +139,11 @@ def test_a_checkpoint_without_what_this_version_needs_is_of_another_one(tmp_path
         assert str(of_rl.value) == str(of_sft.value)
         return str(of_rl.value)
 
+    (run / "environment.json").write_text('{"version": "0.9.1"}')
     for folder in ("checkpoints", "checkpoints/sft"):
         path = run / folder / "step_000003"
-        (run / "environment.json").write_text('{"version": "0.9.1"}')
-        message = f"{path} was written by another version of ctpo-megatron"
-        assert f"{message} (0.9.1), and version {__version__}" in refused(path)
-        (run / "environment.json").unlink()
-        assert f"{message}, and version {__version__}" in refused(path)
+        message = f"{path} was written by another version of ctpo-megatron (0.9.1), and version {__version__}"
+        assert message in refused(path)
     assert "new one (run.name=other), with the run's export as model.path" in refused(path)
 
 

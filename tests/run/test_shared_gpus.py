@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ from ctpo_megatron.engines.cpu.setup import BEHIND_ENGINES
 from ctpo_megatron.engines.weights import EngineFacts
 from ctpo_megatron.rollouts import Evaluated
 from ctpo_megatron.run import Run, Services
+from tests.run.test_run import Recorder
 
 CONFIG = Config.model_validate(
     {
@@ -32,17 +32,16 @@ CONFIG = Config.model_validate(
 )
 
 
-class Recorder:
-    """Stands for engines, trainer, rollouts and evaluation, whose GPUs are not here, and writes down what they do."""
+class Sharing(Recorder):
+    """Stands for engines as well, whose GPUs are not here, and writes down who takes and leaves them."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        super().__init__(NeverStop())  # type: ignore[arg-type]
         self.phases: list[str] = []
         self.logged: list[dict[str, float]] = []
         self.batch: Batch | None = Batch([])
         self.is_asleep = self.evaluates = self.stops = False
-        self.version, self.write_s, self.latest = 0, 0.0, {"step": -1}
-        self.shared: Any = None
+        self.version, self.latest, self.shared = 0, {"step": -1}, None
         self.settings = SimpleNamespace(weights=SimpleNamespace(transport="auto"))
 
     def wait_ready(self) -> EngineFacts:
@@ -81,24 +80,9 @@ class Recorder:
         self.work(f"engines take weights {version}")
         return True
 
-    def stop_agreed(self) -> bool:
-        return False
-
-    def finish_save(self) -> None:
-        """None is under way."""
-
-    poll_save = finish_save
-
-    def finish_update(self) -> None:
-        self.calls.append("engines have them")
-
     def next_batch(self, step: int) -> Batch | None:
         self.calls.append(f"sample {step}")
         return self.batch
-
-    def run(self, step: int) -> Evaluated:
-        self.calls.append(f"evaluate {step}")
-        return Evaluated(step)
 
     def begin(self, step: int) -> None:
         self.calls.append(f"begin to evaluate {step}")
@@ -110,9 +94,6 @@ class Recorder:
         self.evaluates = False
         self.calls.append("evaluation ends")
         return Evaluated(0, {"val/acc": 0.5})
-
-    def lacks(self, latest: Any) -> bool:
-        return False
 
     def save(self, done: int) -> None:
         """As `Checkpoints` does."""
@@ -129,14 +110,11 @@ class Recorder:
 
     def phase(self, name: str) -> Any:
         self.phases.append(name)
-        return nullcontext()
-
-    def note(self, text: str) -> None:
-        """Nothing is shown."""
+        return super().phase(name)
 
 
-def a_run(*, shared: bool, ahead: int = 0, **sections: Any) -> tuple[Run, Recorder]:
-    recorder: Any = Recorder()
+def a_run(*, shared: bool, ahead: int = 0, **sections: Any) -> tuple[Run, Any]:
+    recorder: Any = Sharing()
     sections["rollout"] = RolloutConfig(max_staleness=ahead)
     if shared:
         sections["placement"] = CONFIG.placement.model_copy(update={"mode": "colocated"})
@@ -190,7 +168,7 @@ def test_no_gpu_holds_both_sides() -> None:
         "engines wake",
         "trainer leaves",
         "sample 2",
-        "engines have them",
+        "finish_update",
         "engines sleep 1",
         "export",
     ]
@@ -247,7 +225,7 @@ def test_an_evaluation_that_something_needs_is_waited_for_when_sampling_ahead() 
     run, recorder = a_run(shared=False, ahead=1, run=CONFIG.run.model_copy(update={"steps": 0}))
     run.begin()
     assert run.end()
-    assert [call for call in recorder.calls if call.startswith("e")] == ["evaluate 0", "engines have them"]
+    assert [call for call in recorder.calls if call.startswith(("e", "f"))] == ["evaluate 0", "finish_update"]
 
 
 @pytest.mark.parametrize(("trainer", "told"), [("float32", []), ("bfloat16", ["float32", "bfloat16"])])

@@ -22,7 +22,7 @@ from tests.support.prefork import ROOT
 from tests.tracking.synthetic_run import make_config
 
 pytestmark = pytest.mark.xdist_group("ranks")
-SEEN = [(False, "rl"), (True, "rl")]
+SEEN = [False, True]
 
 
 def run(tmp_path: Path, how: str) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from ctpo_megatron.base.exports import Export, checkpoint_steps, exports, record
 from ctpo_megatron.config import Config, ConfigError
 from ctpo_megatron.data import Batch
 from ctpo_megatron.evaluate import find_target
-from ctpo_megatron.policy import CheckpointError
 from ctpo_megatron.report import write_report
 from ctpo_megatron.run import RunDirectoryError
 from tests.compare_runs import repeatable
@@ -159,45 +158,6 @@ def test_a_run_that_is_extended_draws_what_the_longer_run_draws(
     else:
         ours, theirs = ([repeatable(line) for line in run] for run in lines)
         assert ours == theirs
-
-
-def test_what_a_longer_run_would_have_done_otherwise_is_said(
-    runs: ScriptedRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def extended(name: str, **sections: Any) -> str:
-        shown = {"live": "plain"} | sections.pop("tracking", {})
-        for steps in (FIRST, LONGER):
-            capsys.readouterr()
-            run = {"steps": steps, "resume": "auto"}
-            runs.train(runs.config(name, run=run, tracking=shown, **sections))
-        (line,) = [line for line in capsys.readouterr().out.splitlines() if "extended" in line]
-        return line
-
-    alike = {"dump_every": 5}
-    line = extended("alike", tracking=alike)
-    assert line.endswith("a finished run of 5 steps is extended to 10, as a run of 10 steps")
-    optimizer = {"optimizer": {"schedule": "cosine"}, "mini_batch_prompts": 2}
-    line = extended("cosine", tracking=alike, policy=optimizer)
-    assert line.endswith("Unlike a run of 10 steps: learning rates until step 5 (policy.optimizer.schedule: cosine)")
-    line = extended("otherwise", rollout={"max_staleness": 1}, data={"eval": ["heldout.parquet"]})
-    for key in ("eval.every", "tracking.dump_every", "rollout.max_staleness"):
-        assert f"({key})" in line
-
-
-def test_a_finished_run_without_its_last_checkpoint_is_not_begun_again(runs: ScriptedRuns, tmp_path: Path) -> None:
-    """As an earlier version left it, or a user who needed the space."""
-    run = tmp_path / "finished"
-    verbs = Verbs(runs, 2)
-    runs.train(verbs.config(run.name, FIRST))
-    before = (run / "metrics.jsonl").read_bytes()
-    for gone, has in (("step_000005", "no checkpoint after step 4"), ("step_000004", "no checkpoint:")):
-        shutil.rmtree(run / "checkpoints" / gone)
-        for resume in (True, "auto"):
-            with pytest.raises(
-                CheckpointError, match=rf"has finished its 5 steps and has {has}.*model\.path={run}/model"
-            ):
-                runs.train(verbs.config(run.name, LONGER, resume=resume))
-    assert (run / "metrics.jsonl").read_bytes() == before and not [*run.rglob("discarded_*")]
 
 
 def test_exports_of_a_course_that_was_left_are_not_evaluated(runs: ScriptedRuns, tmp_path: Path) -> None:

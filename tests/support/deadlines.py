@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 VARIABLE = "CTPO_TEST_SLOWNESS"
+T = TypeVar("T")
 
 
 def scaled(seconds: float) -> float:
@@ -13,3 +17,11 @@ def scaled(seconds: float) -> float:
     if not slowness > 0:
         raise ValueError(f"{VARIABLE}={slowness:g}: must be a positive number")
     return seconds * slowness
+
+
+def awaited(asked: Callable[[], T], seconds: float, every: float = 0.05) -> T:
+    """What `asked()` says once it is true; after `scaled(seconds)` its last answer, true or not."""
+    deadline = time.monotonic() + scaled(seconds)
+    while not (answer := asked()) and time.monotonic() < deadline:
+        time.sleep(every)
+    return answer

@@ -32,6 +32,10 @@ from typing import Any
 from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("answers", "kernels", "sandbox", "launchers")
+"""Folders of packages beside the trainer's."""
+PYTHONPATH = os.pathsep.join([str(ROOT), *(str(ROOT / folder) for folder in PACKAGES)])
+"""Of a process that imports all that is ours, installed or not."""
 SHARED = "CTPO_TEST_PREFORK"
 """Environment variable: the address of a server that several processes share."""
 OUTPUT_CHARACTERS = 8000

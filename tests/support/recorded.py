@@ -10,9 +10,9 @@ import numpy as np
 
 from ctpo_megatron.base.run_paths import AHEAD
 from ctpo_megatron.data import Group, Prompt, ToolCall, Trajectory
+from ctpo_megatron.data.records import NoVerdict
 from ctpo_megatron.data.tokens import ROUTER_CHOICES
 from ctpo_megatron.data.trajectory_file import encode_ahead, read_ahead
-from ctpo_megatron.data.verdict import NoVerdict
 
 
 def through_a_file(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

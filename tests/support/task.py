@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.support.deadlines import scaled
-from tests.support.prefork import ROOT, SHARED, Client
+from tests.support.prefork import PYTHONPATH, ROOT, SHARED, Client
 
 SMALL_TASK = ("train_prompts=64", "heldout_prompts=16", "sft_conversations=640", "tokenizer_conversations=400")
 _SOURCES = ROOT / "examples" / "toolmath"
@@ -39,8 +39,7 @@ def write_task(folder: Path, *settings: str) -> None:
         assert done.returncode == 0, done.stderr
         return
     command = [sys.executable, "-m", "examples.toolmath", str(folder), *settings]
-    paths = [str(ROOT), *(str(ROOT / part) for part in ("answers", "kernels", "sandbox", "launchers"))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=scaled(120), stdout=subprocess.DEVNULL)
 
 

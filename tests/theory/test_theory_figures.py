@@ -18,7 +18,7 @@ def drawn(rows: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
     """Series -> its points."""
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        series.setdefault(row["series"], []).append((row["x"], row["y"]))
+        series.setdefault(row.get("member", row["series"]), []).append((row["x"], row["y"]))
     return series
 
 
@@ -52,9 +52,12 @@ def rates() -> Table:
 @pytest.mark.parametrize("window", ["widening", "fixed"])
 def test_clip_rates_have_formulas_as_lines_and_walks_as_points(window: str, rates: Table) -> None:
     spec = clip_figure(rates, window).spec
-    marks = {layer["mark"]["type"]: layer for layer in reversed(spec["layer"])}
-    lines, walks = drawn(marks["line"]["data"]["values"]), drawn(spec["data"]["values"])
-    assert "data" not in marks["point"] and set(walks) == {*lines, TOKENS} != set(lines)
+    found = drawn(spec["data"]["values"])
+    lines = {name.removesuffix(", line"): points for name, points in found.items() if name.endswith(", line")}
+    walks = {name: points for name, points in found.items() if not name.endswith(", line")}
+    marks = [(layer["mark"]["type"], layer["transform"]) for layer in spec["layer"]]
+    assert marks == [("line", [{"filter": "datum.member"}]), ("point", [{"filter": "!datum.member"}])]
+    assert set(walks) == {*lines, TOKENS} != set(lines)
     for kind, points in walks.items():
         rows = [row[2:5] for row in rates.rows if row[:2] == (window, kind)]
         assert points == [(t, simulated) for t, _, simulated in rows] and len(points) == len(CURVE)

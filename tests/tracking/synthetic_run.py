@@ -11,10 +11,8 @@ from typing import Any
 
 from ctpo_megatron.base.run_paths import METRICS
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tool_call import ToolCall
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.records import Prompt, ToolCall
+from ctpo_megatron.data.trajectory import Group, Trajectory
 from ctpo_megatron.run import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, write_trajectories
 

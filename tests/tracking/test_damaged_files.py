@@ -15,11 +15,11 @@ from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.evaluate.store import SampleStore
-from ctpo_megatron.report.trajectories.sample import sample_of_run
+from ctpo_megatron.report.trajectories.selection import sample_of_run
 from ctpo_megatron.run import is_finished, open_run_directory, record_finish, take_over
 from ctpo_megatron.tracking import (
     MetricsWriter,
-    PhaseTimer,
+    Phases,
     open_trackers,
     read_heartbeat,
     read_metrics,
@@ -33,7 +33,7 @@ damaged = pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
 @damaged
 def test_a_resume_does_without_notes(config_in, caplog, left):
     directory = open_run_directory(config_in())
-    with PhaseTimer(directory).stage("rl"):
+    with Phases(directory).stage("rl"):
         pass
     record_finish(directory, config_in().run.steps)
     notes = [directory / name for name in ("environment.json", "stages.json", "heartbeat.json")]
@@ -41,7 +41,7 @@ def test_a_resume_does_without_notes(config_in, caplog, left):
         note.write_bytes(left)
     auto = config_in(run={"resume": "auto"})
     assert not is_finished(auto.run)
-    assert PhaseTimer(directory).stages == {} and read_heartbeat(directory) is None
+    assert Phases(directory).stages == {} and read_heartbeat(directory) is None
     open_run_directory(auto)
     for note in notes:
         assert f"{note} is damaged" in caplog.text

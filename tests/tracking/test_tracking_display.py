@@ -57,24 +57,17 @@ def test_an_evaluation_is_printed_when_it_happens():
     ]
 
 
-def test_the_latest_evaluation_is_a_row_of_the_panel():
+def test_a_terminal_has_lines_and_beneath_them_the_progress_of_the_stage():
     output = io.StringIO()
-    with Display("auto", 30, Console(file=output, force_terminal=True, width=110, height=40)) as display:
-        display.stage("rl")
-        display.evaluation(8, EVALUATED, {"val/aime/acc/mean@8": 0.4})
-    assert "aime mean@8 0.914 (+0.51)" in output.getvalue() and "step 8" in output.getvalue()
-
-
-def test_terminal_shows_stages_steps_and_reward():
-    output = io.StringIO()
-    run_through(Display("auto", 30, Console(file=output, force_terminal=True, width=110, height=40)))
+    console = Console(file=output, force_terminal=True, color_system=None, width=110, height=40)
+    run_through(Display("auto", 30, console, title="demo [x]"))
     text = output.getvalue()
-    for part in ("✓ sft", "✓ rl", "● report", "0.500", "rollout", "reward", "published [ok]"):
+    for part in ("demo [x]", "sft", "100/100", "rl", "2/30", "eta 58.0s", "reward 0.500", "published [ok]", "report"):
         assert part in text
     assert text.endswith("\x1b[?25h")  # the cursor is visible again
 
 
-def test_log_records_go_through_the_panel_and_back_afterwards(monkeypatch):
+def test_log_records_go_above_the_bar_and_back_afterwards(monkeypatch):
     stderr = io.StringIO()
     stderr.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", stderr)
@@ -111,18 +104,6 @@ def test_a_null_metric_does_not_disturb_the_line():
 
 def test_durations_are_readable():
     assert [duration(seconds) for seconds in (8.26, 125, 11_220)] == ["8.3s", "2m05s", "3h07m"]
-
-
-@pytest.mark.parametrize(("rewards", "bars"), [((0.0, 0.5, 1.0), "▁▅█"), ((0.3, 0.3, 0.3), "▁▁▁")])
-def test_the_panel_shows_progress_the_rewards_and_the_time_left(rewards, bars):
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, color_system=None, width=110, height=40)
-    with Display("auto", 30, console, title="demo") as display:
-        display.stage("rl")
-        for step, reward in enumerate(rewards, start=1):
-            display.step(step, METRICS | {"reward/mean": reward})
-    for part in ("demo", "● rl ", "step 3/30", "eta 54.0s", f" {bars} "):
-        assert part in output.getvalue()
 
 
 UNREAD = """

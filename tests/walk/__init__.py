@@ -2,8 +2,8 @@
 
 A row: from `Rollouts.next_batch` to the end of `Trainer.train`, which also computes the figures of a step, and all of
 `RolloutEngine.run_group`. A weight: from `Rollouts.publish` until the pool has the reports of its engines, and all of
-`RolloutEngine.update_weights`. Trainer, engine and reward workers are recorded. The server of the sandbox is not, nor
-are threads that serve neither walk, such as the heartbeat's.
+the three steps of an update in `RolloutEngine`. Trainer, engine and reward workers are recorded. The server of the
+sandbox is not, nor are threads that serve neither walk, such as the heartbeat's.
 
 A file is entered when one of its functions is called, those that a dataclass generates included. Imports, the
 configuration and whatever else precedes the first step do not count. `hook/sitecustomize.py` records it.

@@ -21,12 +21,12 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError, RayError
 
-from ctpo_megatron.base.event_loop import EventLoop
-from ctpo_megatron.engines import EngineHandle, EnginePool
+from ctpo_megatron.base.event_loop import EventLoop, end
+from ctpo_megatron.engines import EngineHandle, EnginePool, EngineSpec
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings
 from tests.engines.pool_helpers import make_config
 from tests.support.deadlines import scaled
-from tests.weights.sides import Sender, begin, report, worker
+from tests.weights.sides import Fetching, Sender, begin, report, worker
 
 BUCKET = 300
 """Bytes of a bucket: no more than a few of the tensors."""
@@ -54,13 +54,6 @@ class Process:
         self.dead, self.meets, self.changed = threading.Event(), nothing_happens, ""
         self._worker = worker(transport, self.model)
 
-    def update_weights(self, message: dict[str, Any], version: int) -> Any:
-        """As an engine that takes weights by itself."""
-        self.calls.append("update_weights")
-        begin(self._worker)
-        self._worker.fetch(message, lambda: self.meets(self))
-        return self.finish_weight_update(version)
-
     def init_weight_transfer(self, info: dict[str, Any]) -> None:
         self.calls.append("init_weight_transfer")
         self._worker.init_transfer_engine(self._worker.parse_init_info(info))
@@ -71,13 +64,15 @@ class Process:
 
     def receive_weights(self, info: dict[str, Any]) -> None:
         self.calls.append("receive_weights")
+        if isinstance(self._worker, Fetching):
+            return self._worker.fetch(info, lambda: self.meets(self))
         self.meets(self)
         self._worker.receive_weights(self._worker.parse_update_info(info))
 
     def finish_weight_update(self, version: int) -> Any:
         self.calls.append("finish_weight_update")
         self.version = version
-        return report(self._worker, version, self.changed)
+        return report(self._worker, self.changed)
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
@@ -99,21 +94,15 @@ def die(process: Process) -> None:
 class Engine(EngineHandle):
     """The handle of an engine that is a thread of this process."""
 
-    def __init__(self, index: int, spec: Any, transport: str) -> None:
+    def __init__(self, index: int, spec: EngineSpec) -> None:
         super().__init__(index, spec)
-        self._transport, self._threads = transport, ThreadPoolExecutor(4)
-        self._begin()
-
-    def _begin(self) -> None:
-        self.launches += 1
-        self.version, self.process = 0, Process(self._transport)
-        self.up = True
+        self.process, self._threads = Process(spec.transport), ThreadPoolExecutor(4)
 
     async def start(self) -> None:
-        self._begin()
+        self.facts = EngineFacts(torch.float32, "127.0.0.1", self._spec.transport)
 
-    def kill(self, *, gently: bool = False) -> None:
-        self.live = self.up = False
+    def end(self) -> None:
+        super().end()
         self.process.dead.set()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -129,6 +118,13 @@ class Engine(EngineHandle):
             raise
         except Exception as error:
             raise RayError(repr(error)) from error
+
+
+class Pool(EnginePool):
+    """A pool of such engines."""
+
+    def _new(self, index: int) -> Engine:
+        return Engine(index, self._spec)
 
 
 class Stop:
@@ -147,24 +143,20 @@ class Stop:
 class Fleet:
     """Two engines of a pool, and the trainer that sends them weights."""
 
-    def __init__(self, folder: Path, transport: str, timeout_s: float) -> None:
+    def __init__(self, folder: Path, transport: Any, timeout_s: float) -> None:
         mode = "colocated" if transport == "ipc" else "disaggregated"
         weights = {"transport": transport, "timeout_s": timeout_s}
         config = make_config(folder, folder, engines=2, weights=weights, sections={"placement": {"mode": mode}})
         self.transport, self.stop, self.loop = transport, Stop(), EventLoop()
-        self.pool = EnginePool(config, "unused", self.loop, stop=self.stop)
-        self.pool._spec = replace(self.pool._spec, transport=transport)  # type: ignore[arg-type]
-        self.pool._start = self.loop.begin(_nothing())
-        self.engines = [Engine(index, self.pool._spec, transport) for index in range(2)]
-        self.pool.engines = self.engines
-        for engine in self.engines:
-            engine.facts = self.facts
-        self.settings = TransportSettings(BUCKET, timeout_s)
+        self.pool = Pool(config, "unused", self.loop, stop=self.stop)
+        self.pool._spec = replace(self.pool._spec, transport=transport)
+        self.pool._start = self.loop.begin(self.pool._begin_all())  # without Ray
+        self.facts, self.settings = self.pool.wait_ready(), TransportSettings(BUCKET, timeout_s)
         self.trainer: Any = None
 
     @property
-    def facts(self) -> EngineFacts:
-        return EngineFacts(torch.float32, "127.0.0.1", self.transport)  # type: ignore[arg-type]
+    def engines(self) -> list[Any]:
+        return self.pool.engines
 
     def begin(self, tensors: Tensors, version: int, sends: Callable[[Tensors], Any] | None = None) -> None:
         """Returns when the trainer may change its weights. sends: what it sends in place of these tensors."""
@@ -201,12 +193,9 @@ class Fleet:
             engine.process.dead.set()
         if self.trainer is not None:
             self.trainer.close()
-        self.loop.call(self.pool._break_off())
+        if self.pool._update is not None:
+            self.loop.call(end([self.pool._update.task]))
         self.loop.__exit__(None, None, None)
-
-
-async def _nothing() -> None:
-    return None
 
 
 class Communicator:

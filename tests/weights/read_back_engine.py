@@ -62,8 +62,10 @@ async def read_back(folder: Path, settings: dict[str, Any], planted: dict[str, P
                 message = transport.announce(version)
                 assert message is not None
                 sending = pool.submit(transport.send, tensors.items(), version)
-                report = await engine.update_weights(message, version)
-                if wrong := different(sending.result(), report.sums[0]):
+                await engine.start_weight_update()
+                await engine.receive_weights(message)
+                [received] = await engine.finish_weight_update(version)
+                if wrong := different(sending.result(), received):
                     return {"wrong": wrong, "missing": [], "planted": {}}
         transport.close()
         compared: dict[str, list[tuple[list[str], list[str]]]] = {}

@@ -50,13 +50,13 @@ def test_handles_of_gpu_memory_arrive_as_they_were() -> None:
     """Tuples with classes in them, which the engine's own serialization refuses: as vLLM's HTTP client sends them."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
 
-    from ctpo_megatron.engines.weights.vllm import EngineClient
-
     told: list[Any] = []
-    pool: Any = SimpleNamespace(lead=lambda method, arguments, _: told.append((method, arguments(0))))
+    pool: Any = SimpleNamespace(lead=lambda method, arguments, _: told.append((method, *arguments(0))))
     handles = {"GPU-1": (torch.Tensor, torch.Size([3]), b"handle", torch.uint8)}
     names: dict[str, Any] = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[3]], "tensor_sizes": [12]}
-    EngineClient(pool, 1, None).update_weights({**names, "ipc_handles": handles, "ipc_handles_pickled": None})
+    facts, settings = EngineFacts(torch.float32, "127.0.0.1", "ipc"), TransportSettings(BUCKET, 1.0)
+    transport: Any = open_transport(ONE_RANK, facts, settings, manifest_of(TENSORS), pool)
+    transport.update_weights({**names, "ipc_handles": handles, "ipc_handles_pickled": None})
     [(method, info)] = told
     assert method == "receive_weights" and IPCWeightTransferUpdateInfo(**info).ipc_handles == handles
 

@@ -42,7 +42,8 @@ DOORS = {
     "RolloutEngine.run_group": ROW,
     "Rollouts.publish": WEIGHTS,
     "EnginePool.finish_update": WEIGHTS,
-    "RolloutEngine.update_weights": WEIGHTS,
+    **dict.fromkeys([f"RolloutEngine.{step}_weight_update" for step in ("start", "finish")], WEIGHTS),
+    "RolloutEngine.receive_weights": WEIGHTS,
 }
 """Methods of ours where a walk begins; a door inside another begins its own walk and ends it."""
 

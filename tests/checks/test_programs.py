@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.checks import validate, validate_sampling
 from ctpo_megatron.config import Config, ConfigError, Job
-from ctpo_megatron.preflight import validate, validate_sampling
-from ctpo_megatron.preflight.check import RunContext
-from ctpo_megatron.preflight.programs import check_programs
-from ctpo_sandbox.readable import readable_above
+from ctpo_megatron.config.rollout_rules import check_programs
+from ctpo_sandbox.isolation.readable import readable_above
 from tests.support.minimal import minimal
 
 SITE = Path(sysconfig.get_paths()["purelib"])
@@ -22,7 +21,7 @@ LIBRARIES = readable_above(SITE)
 
 
 def _found(config: Config) -> list[str]:
-    return [f"{problem}: {problem.fix}" for problem in check_programs(RunContext(config))]
+    return [f"{problem}: {problem.fix}" for problem in check_programs(config, None, Job(1))]
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def test_every_key_is_named_with_its_folder(linked: Path) -> None:
         sft={"data": [str(linked / "sft.jsonl")], "steps": 1},
         run={"root": str(SITE / "runs")},
     )
-    problems = [*check_programs(RunContext(config))]
+    problems = [*check_programs(config, None, Job(1))]
     assert [problem.key for problem in problems] == ["data.train", "data.eval", "sft.data", "run.root"]
     assert [problem.value for problem in problems] == [
         f"{SITE}/a/train.jsonl", f"{SITE}/numpy/*.py", f"{linked}/sft.jsonl", f"{SITE}/runs"
@@ -61,7 +60,7 @@ def test_programs_that_do_not_run_read_nothing() -> None:
 
 def test_training_and_sampling_refuse() -> None:
     config = minimal(data={"eval": [str(SITE / "numpy")]})
-    for check in (lambda: validate(config, Job(1), cuda=False), lambda: validate_sampling(config, cuda=False)):
+    for check in (lambda: validate(config, Job(1)), lambda: validate_sampling(config, cuda=False)):
         with pytest.raises(ConfigError) as caught:
             check()
         assert f"data.eval = {json.dumps(str(SITE / 'numpy'))}: is below {LIBRARIES}" in str(caught.value)

@@ -10,8 +10,11 @@ import pytest
 
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import Config, Job, PolicyConfig, load_config, read_shapes
-from ctpo_megatron.preflight import GpuMemory, settled
-from ctpo_megatron.preflight.choice import choices
+from ctpo_megatron.plan import (
+    GpuMemory,
+    choices,
+    settled,
+)
 from tests.support.prefork import ROOT
 
 PAGE = (ROOT / "docs" / "reference" / "sizing.md").read_text(encoding="utf-8")
@@ -66,7 +69,7 @@ def recipe(model: str, *overrides: str) -> Config:
 
 def dry_run(model: str, *words: str) -> int:
     shapes = ["--shapes", f"qwen3_{model}"]
-    return main(["train", str(ROOT / "configs" / f"qwen3_{model}_one_gpu.yaml"), "--dry-run", *shapes, *words])
+    return main(["train", str(ROOT / "configs" / f"qwen3_{model}_one_gpu.yaml"), "--dry-run", "-v", *shapes, *words])
 
 
 @pytest.mark.parametrize(("model", "gpu"), CHOSEN)
@@ -100,7 +103,7 @@ def test_the_dry_run_shows_the_choice_and_the_runner_up(capsys: pytest.CaptureFi
         r"runner-up +65,536 tokens, recompute: full +30\.7 GiB of 43\.2 GiB in an update, about 4\.7 s", shown
     )
     assert "17,408 tokens, 1 in flight, recomputed: nothing" in shown  # the table of memory is of the choice
-    assert "micro_batch_tokens:" not in shown and "recompute: full\n" not in shown  # the configuration keeps `auto`
+    assert "  micro_batch_tokens: auto\n" in shown and "  recompute: auto\n" in shown  # the configuration keeps it
 
 
 def test_what_does_not_fit_is_said_of_the_runner_up(capsys: pytest.CaptureFixture[str]) -> None:

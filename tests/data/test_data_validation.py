@@ -1,4 +1,4 @@
-"""What admission says of rows: each kind of mistake with its row, its remedy and how many more there are."""
+"""What data validation says of rows: each kind of mistake with its row, its remedy and how many more there are."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from transformers import AutoTokenizer
 
 from ctpo_megatron import cli
 from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.checks import DataValidation
+from ctpo_megatron.checks.data_validation import tool_output
 from ctpo_megatron.data import RowSet
 from ctpo_megatron.environments import (
     MessageTemplate,
-    TokenizerError,
     chat_tokenizer,
     read_tokenizer,
     stop_token_ids,
 )
-from ctpo_megatron.preflight import Admission
-from ctpo_megatron.preflight.own_words import tool_output
 from examples.prepare_data.__main__ import main as prepare_data
 from tests.data.rows import row, write
 from tests.data.test_rendering import config, own, talk
@@ -36,9 +35,9 @@ ANSWER = {"role": "assistant", "content": "42"}
 
 
 def admit(own: Path, kind: str, *overrides: str) -> RowSet:
-    admission = Admission.of(config(own, *overrides), own / "run")
+    validation = DataValidation.of(config(own, *overrides), own / "run")
     shutil.rmtree(own / "run", ignore_errors=True)
-    return {"train": admission.training, "eval": admission.held_out, "sft": admission.conversations}[kind]()
+    return {"train": validation.training, "eval": validation.held_out, "sft": validation.conversations}[kind]()
 
 
 def edit(file: Path, **changes: Any) -> None:
@@ -63,49 +62,12 @@ def test_ids_beyond_the_vocabulary(own: Path, kind: str) -> None:
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("named", ["LlamaTokenizerFast", "LlamaTokenizer"])
-def test_training_has_the_ids_of_tokenizer_json_whatever_class_is_named(own: Path, named: str) -> None:
+def test_training_has_the_ids_of_tokenizer_json_whatever_class_is_named(own: Path) -> None:
     before = read_tokenizer(own / "model")
-    edit(own / "model" / "tokenizer_config.json", tokenizer_class=named)
+    edit(own / "model" / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
     text = "What is 12 + 34?\n<tool_call>"
     ids = chat_tokenizer(config(own).model, ())(text)["input_ids"]
     assert ids == before(text)["input_ids"] != AutoTokenizer.from_pretrained(own / "model")(text)["input_ids"]
-    (doubt,) = admit(own, "train").doubts.lines
-    assert f"as {named} it gives other ids" in doubt and '"tokenizer_class": "PreTrainedTokenizerFast"' in doubt
-    fenced = ("rollout.tool_parser=fenced", "data.tool_in_prompt=null")  # vLLM looks for its stop strings
-    assert f"as {named} it gives other ids" in admit(own, "train", *fenced).problems.lines[0]
-
-
-def test_another_reader_that_does_not_come_back_is_a_doubt(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctpo_megatron.preflight.tokenizer_reader._ASK", "import time; time.sleep(600)")
-    monkeypatch.setattr("ctpo_megatron.preflight.tokenizer_reader.TOKENIZER_TIMEOUT_S", 0.5)
-    edit(own / "model" / "tokenizer_config.json", tokenizer_class="SlowTokenizer")
-    (doubt,) = admit(own, "train").doubts.lines
-    assert "transformers cannot read it as SlowTokenizer" in doubt and "(no answer within 0.5 s)" in doubt
-
-
-@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", None])
-def test_classes_that_read_the_same_are_no_matter(own: Path, named: str | None) -> None:
-    edit(own / "model" / "tokenizer_config.json", tokenizer_class=named)
-    assert admit(own, "train").doubts.lines == []
-
-
-def test_text_that_does_not_come_back(own: Path) -> None:
-    edit(own / "model" / "tokenizer.json", normalizer={"type": "Lowercase"})
-    write(own / "train.jsonl", row("is it?"), *(row(f"Is it {number}?") for number in range(4)))
-    found = admit(own, "train")
-    assert found.doubts.lines == []  # a normal form is the tokenizer's own
-    content = json.loads((own / "model" / "tokenizer.json").read_text())
-    edit(own / "model" / "tokenizer.json", normalizer=None, model=content["model"] | {"vocab": _without(content, "I")})
-    (doubt,) = admit(own, "train").doubts.lines
-    assert doubt.startswith("train.jsonl row 1 ") and "so it is in 3 more rows" in doubt
-    assert "does not give the text back: 'Is' comes back as 's'" in doubt
-
-
-def _without(content: dict[str, Any], letter: str) -> dict[str, int]:
-    vocabulary: dict[str, int] = content["model"]["vocab"]
-    content["model"]["merges"] = []
-    return {("\u0100\u0100" if token == letter else token): number for token, number in vocabulary.items()}
 
 
 # --- lengths and counts of SFT ---------------------------------------------------------------------------------------
@@ -129,13 +91,6 @@ def test_conversations_that_do_not_fit(own: Path, overrides: list[str], message:
 
 
 # --- end tokens ------------------------------------------------------------------------------------------------------
-
-
-def test_end_tokens_that_the_template_does_not_write_matter_without_tools_too(own: Path) -> None:
-    edit(own / "model" / "tokenizer_config.json", eos_token="<|endoftext|>")
-    edit(own / "model" / "generation_config.json", eos_token_id=0)
-    with pytest.raises(TokenizerError, match=r"it writes <\|im_end\|>: add 2, the id of that, to eos_token_id of gen"):
-        admit(own, "train", "rollout.tools=[]")
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
@@ -197,16 +152,6 @@ def test_prompts_that_deserve_a_warning(own: Path, prompt: str, message: str) ->
     (doubt,) = found.doubts.lines
     assert doubt.startswith("train.jsonl row 1 ") and message in doubt and "so it is in 1 more row" in doubt
     assert not found.problems.lines
-
-
-def test_libraries_that_the_sandbox_lacks(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctpo_sandbox.libraries.PROMISED", ("numpy", "no_such_package"))
-    prompt = "data.system_prompt='You may use numpy and no_such_package.'"
-    (doubt,) = admit(own, "train", prompt).doubts.lines
-    assert (
-        "the system prompt names no_such_package, which the sandbox's environment lacks: pip install no_such" in doubt
-    )
-    assert admit(own, "train", prompt, "rollout.tools=[]").doubts.lines == []
 
 
 # --- text that a template loses, and words that are not the model's ------------------------------------------------
@@ -344,7 +289,7 @@ def test_a_dry_run_of_a_resume_compares_the_rows(
         return status, capsys.readouterr().err
 
     given = ["run.resume=true", "rollout.engine.dtype=float32", f"sandbox.url={sandbox_url}"]
-    first = Admission.of(config(own), own / "run").training()
+    first = DataValidation.of(config(own), own / "run").training()
     assert dry_run(*given)[0] == 0
     lines = (own / "train.jsonl").read_text().splitlines()
     (own / "train.jsonl").write_text("\n".join([lines[0].replace("?", "!"), *lines[1:]]))
@@ -356,14 +301,16 @@ def test_a_dry_run_of_a_resume_compares_the_rows(
     assert first.places
 
 
-def test_an_end_that_is_none_hides_no_rows(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("override", ["sft=null", "rollout.tools=[]"])
+def test_an_end_that_is_none_hides_no_rows(own: Path, override: str, capsys: pytest.CaptureFixture[str]) -> None:
     edit(own / "model" / "tokenizer_config.json", eos_token="<|endoftext|>")
     edit(own / "model" / "generation_config.json", eos_token_id=0)
     config(own)
     write(own / "train.jsonl", row("a", data_source=""))
-    assert cli.main(["train", "own.yaml", "--dry-run", "sft=null"]) == 2
+    assert cli.main(["train", "own.yaml", "--dry-run", override]) == 2
     err = capsys.readouterr().err
-    assert "it writes <|im_end|>: add 2" in err and "expected a non-empty text" in err
+    assert "it writes <|im_end|>: add 2, the id of that, to eos_token_id of gen" in err
+    assert "expected a non-empty text" in err
 
 
 def test_the_example_that_prepares_data_says_the_same(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron import cli
+from tests.checks.test_doctor_config import TOOLS, folder  # noqa: F401 - a fixture
 from tests.engines.tiny_model import CHATML, tiny_tokenizer
-from tests.preflight.test_doctor_config import TOOLS, folder  # noqa: F401 - a fixture
 from tests.support.deadlines import scaled
 
 FORGETS = TOOLS.replace(

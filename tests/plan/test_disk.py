@@ -14,9 +14,15 @@ from types import SimpleNamespace
 import pytest
 
 from ctpo_megatron import cli
-from ctpo_megatron.config import GIB, Config, load_config, read_shapes
-from ctpo_megatron.preflight import RunContext, check_disk, crash_line, disk_table, disk_use
-from ctpo_megatron.preflight.disk import DiskUse
+from ctpo_megatron.config import Config, load_config, read_shapes
+from ctpo_megatron.plan import (
+    GIB,
+    DiskUse,
+    check_disk,
+    crash_line,
+    disk_table,
+    disk_use,
+)
 from ctpo_megatron.run import RunDirectoryError, open_run_directory
 from tests.engines.tiny_model import build_tiny_model
 from tests.support.prefork import ROOT
@@ -32,7 +38,7 @@ def recipe(model: str, *overrides: str) -> Config:
 
 def free(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
     usage = SimpleNamespace(free=int(gib * GIB))
-    monkeypatch.setattr("ctpo_megatron.preflight.disk.shutil.disk_usage", lambda folder: usage)
+    monkeypatch.setattr("ctpo_megatron.plan.disk.shutil.disk_usage", lambda folder: usage)
 
 
 @pytest.mark.parametrize("model", RECIPES)
@@ -108,7 +114,7 @@ def test_a_disk_that_is_too_small_names_the_key_of_what_takes_most(
     monkeypatch.chdir(tmp_path)
     free(monkeypatch, gib)
     config = recipe("4b", *([f"checkpoint.every={every}"] if every else []))
-    found = [f"{problem.severity}: {problem}" for problem in check_disk(RunContext(config, SPEC))]
+    found = [f"{problem.severity}: {problem}" for problem in check_disk(config, SPEC, 0)]
     assert len(found) == (said is not None)
     if said is not None:
         assert re.match(said, found[0]), found
@@ -118,11 +124,11 @@ def test_what_the_run_has_written_before_is_not_counted_twice(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     config = recipe("4b", "checkpoint.every=0")
     free(monkeypatch, 70)
-    assert [*check_disk(RunContext(config, SPEC))]
+    assert [*check_disk(config, SPEC, 0)]
     config.run.directory.mkdir(parents=True)
     with (config.run.directory / "dump").open("wb") as file:
         file.truncate(40 * GIB)  # takes no room
-    assert not [*check_disk(RunContext(config, SPEC))]
+    assert not [*check_disk(config, SPEC, 0)]
 
 
 @pytest.fixture
@@ -159,7 +165,7 @@ def test_a_root_that_cannot_be_made_or_written_to(
         if user == 0:  # to whom nothing is closed
             (everyones / "folder").chmod(0o777)
             os.seteuid(65534)
-        problems = [*check_disk(RunContext(config, SPEC))]
+        problems = [*check_disk(config, SPEC, 0)]
     finally:
         os.seteuid(user)
     if not problem:
@@ -189,13 +195,13 @@ def test_the_dry_run_and_the_doctor_tell(
     )
     real = shutil.disk_usage
     monkeypatch.setattr(
-        "ctpo_megatron.preflight.disk.shutil.disk_usage",
+        "ctpo_megatron.plan.disk.shutil.disk_usage",
         lambda folder: SimpleNamespace(free=200 << 20) if Path(folder).is_relative_to(tmp_path) else real(folder),
     )
-    cli.main(["train", "own.yaml", "--dry-run"])
+    cli.main(["train", "own.yaml", "--dry-run", "-v"])
     shown = capsys.readouterr()
     assert re.search(
-        r"^a crash loses at most 15 minutes and the step after them \(.* auto; writing .* takes ", shown.out, re.M
+        r" a crash loses at most 15 minutes and the step after them \(.* auto; writing .* takes ", shown.out
     )
     # 4 x 8 trajectories of 112 + 200 tokens of 8 bytes, 4,000 times.
     assert re.search(r"trajectories +367 MiB +4,000 x 94 KiB: 32 trajectories x 312 tokens x 8 B", shown.out)

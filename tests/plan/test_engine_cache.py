@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.config import CpuCache, free_memory
+from ctpo_megatron.plan import (
+    CpuCache,
+    free_memory,
+)
 from tests.config.model import SPEC as SMALL
 from tests.support.minimal import minimal
 

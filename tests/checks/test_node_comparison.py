@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.preflight import NodeComparison
+from ctpo_megatron.checks import NodeComparison
 from tests.engines.pool_helpers import make_config
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron import cli
+from ctpo_megatron.checks import NODE, Gpu, Wanted, diagnose_run
 from ctpo_megatron.config import Job, Problem, load_with_sources, passed
-from ctpo_megatron.preflight import DiskNeeds, Gpu, Wanted, diagnose_run
-from ctpo_megatron.preflight.host_memory import ENGINE, RAY, SANDBOX, TRAINER
-from ctpo_megatron.preflight.machine import NODE
+from ctpo_megatron.plan import (
+    DiskNeeds,
+)
+from ctpo_megatron.plan.host import ENGINE, RAY, SANDBOX, TRAINER
 from tests.engines.tiny_model import CHATML, build_tiny_model, tiny_tokenizer
 
 TOOLS = "{%- if tools %}{{ tools | tojson }}{%- endif %}" + CHATML
@@ -38,17 +40,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def checked(*overrides: str, gpus: tuple[Gpu, ...] = ()) -> tuple[dict[str, Problem], Wanted]:
     config, sources = load_with_sources("first.yaml", [*overrides])
-    findings, wanted = diagnose_run(config, sources, Job(1, 1, len(gpus)), [*gpus])
+    findings, wanted = diagnose_run(config, sources, Job(1, 1, len(gpus), cuda=bool(gpus)), [*gpus])
     return {finding.key: finding for finding in findings}, wanted
 
 
 def test_a_good_configuration(folder: Path) -> None:
-    found, wanted = checked('tracking.trackers=[{"name": "prometheus"}]', "sandbox.require=seccomp")
-    assert found["tokenizer"].severity == found["chat template"].severity == "ok", found
-    assert "a turn ends with <|im_end|>" in found["tokenizer"].message
-    assert wanted.ports == (("127.0.0.1", 9464, "the tracker prometheus"),)
-    assert wanted.sandbox == "seccomp" and wanted.servers == ()
-    (disk,) = wanted.disk
+    found, wanted = checked("sandbox.require=namespaces")
+    assert found["tokenizer"].severity == "ok", found
+    assert "ends with <|im_end|>; chat template: its own" in found["tokenizer"].message
+    assert wanted.sandbox == "namespaces"
+    disk = wanted.disk
     assert disk.folder == "runs/first" and disk.once == 3 * wanted.weight_bytes
     # Three checkpoints, the export, and less than 8 MiB of trajectories and logs.
     assert 0 < disk.whole - 3 * disk.once - wanted.weight_bytes < 8 << 20
@@ -70,31 +71,29 @@ def test_one_copy_of_the_weights_is_counted(folder: Path) -> None:
 def test_every_fault_of_tokenizer_and_template_is_named(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder / "model")
     found, _ = checked()
-    assert "does not show the model its tools (code_interpreter)" in found["chat template"].message
+    assert "does not show the model its tools (code_interpreter)" in found["tokenizer"].message
     tiny_tokenizer("{{ raise_exception('no') }}").save_pretrained(folder / "model")
-    assert checked()[0]["chat template"].severity == "error"
+    assert checked()[0]["tokenizer"].severity == "error"
     tokenizer = tiny_tokenizer(TOOLS)
     tokenizer.add_tokens([f"one of many {n}" for n in range(512)])
     tokenizer.save_pretrained(folder / "model")
     found, _ = checked()
-    assert found["tokenizer"].severity == "error" and "but the model's vocabulary has" in found["tokenizer"].message
+    assert found["tokenizer"].severity == "error" and "but the model's vocabulary 512" in found["tokenizer"].message
     (folder / "model" / "tokenizer.json").unlink()
     found, _ = checked()
-    assert "has no tokenizer: none of tokenizer.json" in found["tokenizer"].message
+    assert "the tokenizer cannot be read" in found["tokenizer"].message
 
 
 def test_a_model_that_is_not_there_hides_nothing_else(folder: Path) -> None:
     (folder / "elsewhere").mkdir()
-    found, wanted = checked("model.path=elsewhere", 'tracking.trackers=[{"name": "prometheus"}]')
+    found, wanted = checked("model.path=elsewhere")
     assert found["config"].severity == "error" and "cannot read elsewhere/config.json" in found["config"].message
-    assert wanted.ports and wanted.sandbox == "landlock"
-    assert wanted.disk == (DiskNeeds("runs/first", 0.0, float(1 << 30)),)
+    assert wanted.sandbox == "landlock"
+    assert wanted.disk == DiskNeeds("runs/first", 0.0, float(1 << 30))
 
 
-def test_servers_that_a_run_names_are_wanted() -> None:
-    _, wanted = checked("sandbox.url='http://10.0.0.7:8080, http://10.0.0.8:8081'")
-    assert wanted.servers == (("10.0.0.7", 8080, "sandbox.url"), ("10.0.0.8", 8081, "sandbox.url"))
-    assert wanted.sandbox == ""
+def test_a_sandbox_elsewhere_or_of_the_node_is_not_started() -> None:
+    assert checked("sandbox.url='http://10.0.0.7:8080'")[1].sandbox == ""
     assert checked("cluster.nodes=2")[1].sandbox == NODE
 
 
@@ -111,7 +110,7 @@ def test_a_gpu_that_is_too_small_is_a_problem_of_the_configuration(folder: Path)
 def test_the_exit_status_tells_ready_broken_and_wrong_request(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ctpo_megatron.cli.doctor.diagnose", lambda wanted: [passed("torch", "2")])
+    monkeypatch.setattr("ctpo_megatron.cli.doctor.diagnose", lambda wanted, deep: [passed("torch", "2")])
     assert cli.main(["doctor", "frist.yaml"]) == 2
     assert "did you mean first.yaml?" in capsys.readouterr().err
     (folder / "model" / "tokenizer.json").unlink()

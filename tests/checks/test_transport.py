@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ctpo_megatron.preflight.ranks import nccl_transports, transport_finding
+from ctpo_megatron.checks import nccl_transports, transport_finding
 
 HEAD = "host0:71:71 [0] NCCL INFO "
 IB = "NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB ib0:10.0.0.1<0>"

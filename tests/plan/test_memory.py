@@ -6,16 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from ctpo_megatron.config import PolicyConfig, Split, layer_activations, stage_memory
-from ctpo_megatron.config.memory import (
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.plan import (
+    Split,
     in_flight,
-    memory,
+    layer_activations,
+    memory_table,
     model_parameters,
     peak_memory,
     repeated_token_share,
+    stage_memory,
     stage_parameters,
 )
-from ctpo_megatron.preflight import memory_table
 from docs.site.sizing import MODELS, SIZINGS
 
 ROW = Split(micro_batch_tokens=16384)
@@ -153,9 +155,10 @@ def test_repeated_keys_of_float32_are_counted() -> None:
 
 
 def test_only_the_last_stage_has_the_head_and_the_peak_is_one_of_the_stages() -> None:
-    stages = memory(MODELS["Qwen3-32B"], replace(ROW, pipeline=4, tensor=4))
+    split = replace(ROW, pipeline=4, tensor=4)
+    stages = [stage_memory(MODELS["Qwen3-32B"], split, stage) for stage in range(4)]
     assert [bool(stage.head) for stage in stages] == [False, False, False, True]
-    assert peak_memory(MODELS["Qwen3-32B"], replace(ROW, pipeline=4, tensor=4)) in stages
+    assert peak_memory(MODELS["Qwen3-32B"], split) in stages
 
 
 def test_split_of_a_configuration() -> None:

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from ctpo_megatron.checks import NODE, check_libraries, check_sandbox, check_start
 from ctpo_megatron.config import Job, RolloutConfig, SandboxConfig, load_with_sources
-from ctpo_megatron.preflight import check_libraries, check_start
-from ctpo_megatron.preflight.check import MachineContext, Wanted
-from ctpo_megatron.preflight.machine import NODE, check_sandbox
 from ctpo_sandbox import SandboxServer
 from tests.support.deadlines import scaled
 
@@ -45,7 +43,7 @@ def test_the_server_of_a_node_is_asked(bare: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CTPO_SANDBOX_URL", bare)
     (problem,) = check_libraries(SandboxConfig(), RolloutConfig())
     assert "lacks pandas, scipy" in str(problem)
-    answers, missing = check_sandbox(MachineContext(Wanted(sandbox=NODE)))
+    answers, missing = check_sandbox(NODE)
     assert answers.severity == "ok" and missing.severity == "warning" and "lacks pandas, scipy" in missing.message
 
 
@@ -66,5 +64,5 @@ def test_a_server_that_does_not_answer_is_named(url: str) -> None:
 def test_the_start_of_a_run_names_them(bare: str) -> None:
     config, sources = load_with_sources("configs/quickstart.yaml", [f"sandbox.url={bare}"])
     for disk in (True, False):  # other ranks than zero
-        found = check_start(config, sources, Job(1), cuda=False, disk=disk)
+        found = check_start(config, sources, Job(1), disk=disk)
         assert len([problem for problem in found.warnings if f"{bare} lacks pandas, scipy" in str(problem)]) == disk

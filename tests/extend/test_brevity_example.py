@@ -1,4 +1,4 @@
-"""docs/tutorials/own_reward.md: typed as the page shows it, from an empty folder."""
+"""examples/brevity: the commands of docs/extending.md, typed in a folder with the examples and nothing else."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.small_run import Ctpo, records
+from tests.extend.document_examples import EXTENDING
 from tests.support import children
 from tests.support.prefork import ROOT
 
-PAGE = (ROOT / "docs" / "tutorials" / "own_reward.md").read_text(encoding="utf-8")
-FILES = re.findall(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-COMMANDS = re.findall(r"^    ((?:ctpo|python) .*)$", PAGE, re.MULTILINE)
+SECTION = re.search(r"^## Reward\n(.*?)^## ", EXTENDING.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(r"^    ((?:ctpo|python) .*)$", SECTION[1] if SECTION else "", re.MULTILINE)
 
 
 def type_in(command: str, folder: Path) -> str:
@@ -33,24 +33,22 @@ def type_in(command: str, folder: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A new folder with the files of the page and nothing else."""
-    made = tmp_path / "own_reward"
+    """A new folder with what the commands name."""
+    made = tmp_path / "checkout"
     made.mkdir()
-    for name, text in FILES:
-        (made / name).write_text(text, encoding="utf-8")
+    for shipped in ("configs", "examples"):
+        (made / shipped).symlink_to(ROOT / shipped)
     return made
 
 
-def test_the_page_has_a_function_a_configuration_and_four_commands() -> None:
-    assert [name for name, _ in FILES] == ["brevity.py", "own_reward.yaml"]
+def test_the_page_has_four_commands() -> None:
     assert [" ".join(command.split()[:2]) for command in COMMANDS] == ["python -m", *["ctpo train"] * 2, "python -c"]
 
 
 def test_a_misspelled_argument_is_named(folder: Path) -> None:
-    settings = folder / "own_reward.yaml"
-    settings.write_text(settings.read_text().replace("budget", "bugdet"))
-    with pytest.raises(AssertionError, match=r"reward\.function"):
-        type_in(COMMANDS[1], folder)
+    misspelled = "'reward.function={name: brevity:score, arguments: {bugdet: 176}}'"
+    with pytest.raises(AssertionError, match=r"reward\.function.*bugdet"):
+        type_in(f"{COMMANDS[1]} {misspelled}", folder)
 
 
 @pytest.mark.slow
@@ -59,7 +57,7 @@ def test_what_the_page_shows_is_what_happens(folder: Path) -> None:
     task, check, train, read = COMMANDS
     for command in (task, check, train):
         type_in(command, folder)
-    steps = records(folder / "runs" / "own_reward")
+    steps = records(folder / "runs" / "brevity")
     paid, boxed = ([step[f"reward/{name}"] for step in steps if step["step"]] for name in ("mean", "boxed"))
     assert len(paid) == 6 and sum(paid[3:]) / 3 > paid[0] + 0.1
     assert max(boxed[3:]) > boxed[0]
