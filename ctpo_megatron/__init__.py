@@ -1,3 +1,3 @@
 """CTPO (Cumulative Token Policy Optimization, arXiv 2605.07331) on Megatron-Core."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -17,7 +17,7 @@ from ctpo_answers.kinds import ReadAs, read_as
 from ctpo_answers.reference import reference_answer, score_reference
 from ctpo_answers.scoring import ProcessorTimeError, answer_part, cpu_limit, last_boxed, score_math
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "ProcessorTimeError",
