@@ -237,6 +237,9 @@ def _names(names: Iterator[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "none"
 
 
+SQUASHED = "The history has 84268510 and 8caa0668 only as parts of c9569c25."
+
+
 def _cost(stored: Stored) -> str:
     if not stored.results:
         return ""
@@ -246,6 +249,7 @@ def _cost(stored: Stored) -> str:
     return (
         f"## Cost\n\nThe compared runs took {seconds / 3600:.1f} hours on {machines}, in commits {commits}.\n"
         "Supervised stages, recordings and the choice of rates come on top.\n"
+        f"{SQUASHED}\n"
     )
 
 
