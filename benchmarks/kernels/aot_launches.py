@@ -106,9 +106,19 @@ def _describe(kernel: Any, arguments: dict[str, Any], configuration: str) -> Ker
     return KernelLaunch(kernel.__name__, kernel.fn.__module__, configuration, signature, constants, divisible, options)
 
 
+_ALL_OPTIONS: dict[str, Any] = {
+    "pieces": True,
+    "per_token": True,
+    "masked": True,
+    "weights": "token",
+    "advantages": "token",
+    "ratio_mode": "geomean",
+}
+_LIMITED: dict[str, Any] = {"clip_mode": "detached_ratio", "clip_low": 1.0, "clip_high": 4.0, "clip_c": None}
 # Keywords of ctpo_loss (or an argument of batch_of); names that begin with "default" are the quick ones.
 _LOSSES: dict[str, dict[str, Any]] = {
     "default": {},
+    "default of a limited weight": _LIMITED,
     "per-token output": {"per_token": True},
     "on-policy": {"old": False},
     "token weights, masks, advantages": {"masked": True, "weights": "token", "advantages": "token"},
@@ -122,15 +132,8 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "sequence ratio": {"ratio_mode": "sequence"},
     "sequence-geomean ratio": {"ratio_mode": "sequence-geomean"},
     "pieces of sequences": {"pieces": True},
-    "pieces, all options": {
-        "pieces": True,
-        "per_token": True,
-        "masked": True,
-        "weights": "token",
-        "advantages": "token",
-        "clip_power": 0.3,
-        "ratio_mode": "geomean",
-    },
+    "pieces, all options": {**_ALL_OPTIONS, "clip_power": 0.3},
+    "pieces, limited weight, all options": {**_ALL_OPTIONS, **_LIMITED},
     "sequence ratio of pieces": {"pieces": True, "ratio_mode": "sequence"},
     "int64 masks, int32 boundaries": {"masks": torch.int64, "cu": torch.int32, "masked": True},
 }

@@ -13,7 +13,7 @@ from ctpo_megatron.config.section import Section
 # As `ctpo_kernels` has them, which a login node lacks; a test compares the two.
 RatioName = Literal["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
 AggregationName = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"]
-CLIP_MODES = ("log_power", "ratio")
+CLIP_MODES = ("log_power", "ratio", "detached_ratio")
 """Clip modes of the kernels; the torch form has more."""
 
 

@@ -53,7 +53,9 @@ def ctpo_loss(
     cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding. On a GPU they are not
         read back: wrong ones make the loss and the gradient NaN.
     clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"). Or bounds of r_t itself ("ratio":
-        1 - low, 1 + high, c). clip_c bounds the ratio from above at negative advantages; None or negative: off.
+        1 - low, 1 + high, c). clip_c bounds the ratio from above at negative advantages; None or negative: off. With
+        "detached_ratio" the bounded r_t is a constant factor of log p_t (CISPO): -A sg[clamp(r_t, 1 - low, 1 + high)]
+        log p_t. No bound or cap ends its gradient, and clip_c must be off.
     ratio_mode: log r_t is the prefix sum S_t ("cumprod", CTPO), S_t / t ("geomean"), the token's own d_t ("token"),
         the sum over the sequence ("sequence") or its mean ("sequence-geomean", GSPO).
     loss_mask: `[N]`, tokens whose loss counts (default and at most response_mask); it affects the loss alone.

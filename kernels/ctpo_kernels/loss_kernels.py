@@ -118,7 +118,7 @@ def span_totals_kernel(
         for start in range(0, upper, BLOCK):
             live = (offset >= lower - start) & (offset < upper - start)
             full = (start >= lower) & (start + BLOCK <= upper)
-            d, model, trained = load(
+            _new, d, model, trained = load(
                 log_probs + start,
                 old + start,
                 response_mask + start,
@@ -245,6 +245,7 @@ def loss_kernel(
     HAS_OLD: tl.constexpr,
     HAS_LOSS_MASK: tl.constexpr,
     RATIO: tl.constexpr,
+    DETACHED: tl.constexpr,
     POWER: tl.constexpr,
     WHOLE_SEQUENCE: tl.constexpr,
     COUNT_TRAINED: tl.constexpr,
@@ -359,6 +360,7 @@ def loss_kernel(
                 HAS_OLD,
                 HAS_LOSS_MASK,
                 RATIO,
+                DETACHED,
                 POWER,
                 ADVANTAGE_PER_TOKEN,
                 HAS_WEIGHTS,

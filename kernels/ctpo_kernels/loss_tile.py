@@ -27,7 +27,7 @@ POWER_ZERO, POWER_HALF, POWER_MINUS_HALF, POWER_TABLE = (tl.constexpr(i) for i i
 def load(
     log_probs, old, response_mask, loss_mask, offset, live, full, HAS_OLD: tl.constexpr, HAS_LOSS_MASK: tl.constexpr
 ):
-    """log_probs - old, response and loss flags; `live`: tokens of the segment.
+    """log_probs, log_probs - old, response and loss flags; `live`: tokens of the segment.
 
     All tokens of a `full` tile are live: without a mask a thread loads 16 bytes at once.
     """
@@ -42,7 +42,7 @@ def load(
         new = tl.load(log_probs + offset, mask=live, other=0.0)
         before = tl.load(old + offset, mask=live, other=0.0) if HAS_OLD else new
     model = (model != 0) & live
-    return new - before, model, model & (trained != 0) if HAS_LOSS_MASK else model
+    return new, new - before, model, model & (trained != 0) if HAS_LOSS_MASK else model
 
 
 @triton.jit
@@ -159,6 +159,7 @@ def tile_loss(
     HAS_OLD: tl.constexpr,
     HAS_LOSS_MASK: tl.constexpr,
     RATIO: tl.constexpr,
+    DETACHED: tl.constexpr,
     POWER: tl.constexpr,
     ADVANTAGE_PER_TOKEN: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -170,7 +171,7 @@ def tile_loss(
     Returns the prefix after the tile, its response tokens and NaN (as `to_units` counts them), statistics per run.
     """
     offset = tl.arange(0, BLOCK)
-    d, model, trained = load(
+    new, d, model, trained = load(
         log_probs + start,
         old + start,
         response_mask + start,
@@ -200,22 +201,29 @@ def tile_loss(
     high = high_bound * widening
     low = -low_bound * widening
     dual = dual_bound * widening
-    is_high = (advantage > 0) & (x > high)
-    is_low = (advantage < 0) & (x < low)
-    is_dual = (advantage < 0) & (x > dual)
+    # By its sign an advantage has one bound. A weight has both, and meets the one on its ratio's side of 1.
+    side = tl.where(x > 0, tl.abs(advantage), -tl.abs(advantage)) if DETACHED else advantage
+    is_high = (side > 0) & (x > high)
+    is_low = (side < 0) & (x < low)
+    is_dual = (side < 0) & (x > dual)
     inside = ~(is_high | is_low | is_dual)
     ratio = _exp(x, tl.where(free, rest, 0.0))
-    bound = tl.where(advantage > 0, high, tl.where(x < low, low, dual))
+    bound = tl.where(side > 0, high, tl.where(x < low, low, dual))
     at_bound = _exp(tl.where(inside, 0.0, bound), 0.0)
     token_loss = -advantage * tl.where(inside, ratio, at_bound)
     slope = -advantage * ratio
+    learns = free & inside
+    if DETACHED:
+        slope = token_loss
+        token_loss = slope * new
+        learns = trained
     if HAS_WEIGHTS:
         if WEIGHT_PER_TOKEN:
             weight = tl.load(weights + start + offset, mask=live, other=0.0)
         token_loss = token_loss * weight
         slope = slope * weight
     token_loss = tl.where(trained, token_loss, 0.0)
-    slope = tl.where(free & inside, slope, 0.0) * scale
+    slope = tl.where(learns, slope, 0.0) * scale
     if full:
         tl.store(gradient + start + offset, slope)
     else:
@@ -228,7 +236,7 @@ def tile_loss(
         tl.store(clip_out + start + offset, code.to(tl.int8), mask=stored)
 
     excess = ratio - 1.0
-    clipped = tl.where(inside, 0, tl.where(advantage > 0, CLIP_HIGH, tl.where(x < low, CLIP_LOW, CLIP_DUAL)))
+    clipped = tl.where(inside, 0, tl.where(side > 0, CLIP_HIGH, tl.where(x < low, CLIP_LOW, CLIP_DUAL)))
     trained_capped = tl.where(trained, tl.where(over, 0x10001, 1), 0)
     # Maxima ignore NaN: a NaN ratio shows in the sum of the excess, and a NaN log-ratio is replaced by infinity.
     sound = log_ratio == log_ratio

@@ -112,19 +112,24 @@ def loss_pass(
     bounds = spec.bounds
     scale = position_scale(position, bounds.power, dtype)
     high, low, dual = bounds.high * scale, -bounds.low * scale, bounds.dual * scale
-    is_high = (advantage > 0) & (x > high)
-    is_low = (advantage < 0) & (x < low)
-    is_dual = (advantage < 0) & (x > dual)
+    # By its sign an advantage has one bound. A weight has both, and meets the one on its ratio's side of 1.
+    side = torch.where(x > 0, advantage.abs(), -advantage.abs()) if spec.detached else advantage
+    is_high = (side > 0) & (x > high)
+    is_low = (side < 0) & (x < low)
+    is_dual = (side < 0) & (x > dual)
     bounded = torch.where(is_high, high, torch.where(is_low, low, torch.where(is_dual, dual, x)))
     ratio = x.exp()
     token_loss, slope = -advantage * bounded.exp(), -advantage * ratio
+    if spec.detached:
+        token_loss, slope = token_loss * batch.log_probs, token_loss
     if weight is not None:
         token_loss, slope = token_loss * weight, slope * weight
     token_loss = torch.where(trained, token_loss, 0.0)
     inverse = inverse_of_loss_tokens(batch) if inverse is None else inverse
     factor = _factor(inverse, totals, spec, segment, dtype)
     flat = is_high | is_low | is_dual | over
-    gradient = torch.where(trained & ~flat, slope * factor, 0.0)
+    learns = trained if spec.detached else trained & ~flat
+    gradient = torch.where(learns, slope * factor, 0.0)
 
     vector = _vector(token_loss, factor, trained, model, d, ratio, log_ratio, (is_high, is_low, is_dual, over))
     details = None

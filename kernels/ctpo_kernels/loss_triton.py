@@ -126,6 +126,7 @@ class _Arguments:
             "HAS_OLD": batch.old_log_probs is not None,
             "HAS_LOSS_MASK": batch.loss_mask is not None,
             "RATIO": RATIO_MODES.index(spec.ratio_mode),
+            "DETACHED": spec.detached,
             "POWER": power,
             "WHOLE_SEQUENCE": spec.whole_sequence and totals is None,
             "COUNT_TRAINED": spec.per_sequence and totals is None,

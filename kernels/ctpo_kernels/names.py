@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 RatioMode = Literal["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
-KernelClipMode = Literal["log_power", "ratio"]
+KernelClipMode = Literal["log_power", "ratio", "detached_ratio"]
 LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"]
 
 RATIO_MODES: tuple[RatioMode, ...] = get_args(RatioMode)

@@ -54,10 +54,15 @@ class LossSpec(NamedTuple):
         return self.ratio_mode in ("sequence", "sequence-geomean")
 
     @property
+    def detached(self) -> bool:
+        """Whether the bounded ratio is a constant factor of the log-prob, so that no bound ends a gradient."""
+        return self.clip_mode == "detached_ratio"
+
+    @property
     def bounds(self) -> Bounds:
         """The clip bounds in the form in which kernels compare: bounds of r itself become bounds of its logarithm."""
         low, high, dual, power = self.clip_low, self.clip_high, _dual(self), self.clip_power
-        if self.clip_mode == "ratio":
+        if self.clip_mode != "log_power":
             low = -math.log1p(-low) if low < 1 else math.inf
             high, dual, power = math.log1p(high), math.log(dual), 0.0
         return Bounds(low, high, dual, power)
@@ -124,8 +129,9 @@ def _bad_numbers(given: LossSpec) -> Iterator[str]:
         yield "clip_c: must be a number, or None for no dual clip; got nan"
     if not given.loss_scale_factor > 0:
         yield f"loss_scale_factor: must be positive; got {given.loss_scale_factor}"
-    if given.clip_mode == "ratio":
-        if given.clip_low > 1:
-            yield f"clip_low: 1 - clip_low bounds a ratio, which is never negative; got {given.clip_low}"
-        if dual <= 1:
-            yield f"clip_c: with clip_mode 'ratio' it bounds r itself and must exceed 1; got {given.clip_c}"
+    if given.clip_mode != "log_power" and given.clip_low > 1:
+        yield f"clip_low: 1 - clip_low bounds a ratio, which is never negative; got {given.clip_low}"
+    if given.detached and dual < math.inf:
+        yield f"clip_c: clip_mode 'detached_ratio' has no dual bound: pass None; got {given.clip_c}"
+    if given.clip_mode == "ratio" and dual <= 1:
+        yield f"clip_c: with clip_mode 'ratio' it bounds r itself and must exceed 1; got {given.clip_c}"

@@ -20,6 +20,8 @@ from tests.kernels.reference import LossReference
 
 STEP = 2.0**-14
 COUNTS = ("loss_tokens", "model_tokens", "clip_high", "clip_low", "clip_dual", "capped")
+LIMITED = {"clip_mode": "detached_ratio", "clip_low": 1.0, "clip_high": 0.28, "clip_c": None}
+"""Keywords of a weight that is limited; as in the presets, its lower bound is 0."""
 PACKINGS: dict[str, list[int]] = {
     "one long": [300],
     "one token": [1],

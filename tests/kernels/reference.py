@@ -30,7 +30,8 @@ class LossReference:
 
     gradient: d loss / d log p_t. token_loss: l_t w_t before aggregation. log_ratio: log r_t before the cap, nats, at
     response tokens. prefix: S_t, nats, at response tokens. clip: 0 inside the window, 1 above it (A > 0), 2 below it
-    (A < 0), 3 beyond the dual bound (A < 0), 4 inside but above the cap. stats: by the names in SUMS and MAXIMA.
+    (A < 0), 3 beyond the dual bound (A < 0), 4 inside but above the cap; 1 and 2 of a limited weight for either sign.
+    stats: by the names in SUMS and MAXIMA.
     """
 
     loss: float
@@ -129,9 +130,12 @@ def ctpo_loss_reference(
             token_loss = max(l1, l2)
             if a < 0 and dual is not None and not math.isnan(x):
                 token_loss = min(token_loss, -a * as_ratio(dual))
-            if a > 0 and x > high:
+            limits = o.clip_mode == "detached_ratio" and a != 0  # the weight, whatever the sign of A is
+            if limits:
+                token_loss = l2 * new[i]
+            if (a > 0 or limits) and x > high:
                 code = 1
-            elif a < 0 and x < low:
+            elif (a < 0 or limits) and x < low:
                 code = 2
             elif a < 0 and dual is not None and x > dual:
                 code = 3
@@ -143,7 +147,8 @@ def ctpo_loss_reference(
                 "seq-mean-token-sum": 1.0 / (sequences * o.loss_scale_factor),
             }[o.loss_agg_mode]
             out.token_loss[i] = token_loss * weight[i]
-            out.gradient[i] = -a * r * weight[i] * share if code == 0 else 0.0
+            slope = l2 if limits else -a * r if code == 0 else 0.0
+            out.gradient[i] = slope * weight[i] * share
             out.clip[i] = code
             shares.append(out.token_loss[i] * share)
             ratios.append(r)
@@ -258,7 +263,7 @@ def _window(mode: str, low: float, high: float, dual: float | None, scale: float
     dual = None if dual is None or dual < 0 else dual
     if mode == "log_power":
         return -low * scale, high * scale, None if dual is None else dual * scale
-    return {"ratio": (1.0 - low, 1.0 + high, dual)}[mode]
+    return {"ratio": (1.0 - low, 1.0 + high, dual), "detached_ratio": (1.0 - low, 1.0 + high, None)}[mode]
 
 
 def _largest(values: Row) -> float:

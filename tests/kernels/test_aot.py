@@ -34,12 +34,15 @@ def test_default_configurations_fit_hopper(compiled: Path) -> None:
 
 
 def test_a_token_of_the_loss_takes_240_instructions_at_most_on_sm_90(compiled: Path) -> None:
-    """Both passes over a whole batch, and the one of a window, in the shortest span of 512 tokens: 16 a thread."""
+    """Both passes over a whole batch, and the one of a window, in the shortest span of 512 tokens: 16 a thread.
+
+    Those of the default and of a limited weight.
+    """
     counted: dict[str, list[float]] = {name: [] for name in aot.INSTRUCTIONS}
     for row in json.loads(compiled.read_text())["kernels"]:
         if row["kernel"] in counted and row["arch"] == 90:
             counted[row["kernel"]].append(row["instructions"] + row["other_instructions"] / 16)
-    assert {name: len(values) for name, values in counted.items()} == {"span_totals_kernel": 1, "loss_kernel": 2}
+    assert {name: len(values) for name, values in counted.items()} == {"span_totals_kernel": 1, "loss_kernel": 4}
     assert sum(max(values) for values in counted.values()) <= 240
 
 

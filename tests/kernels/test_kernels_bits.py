@@ -15,7 +15,8 @@ from ctpo_kernels.loss import loss_implementation, loss_stream
 from ctpo_kernels.loss_torch import LossPass, merge_vectors, segment_totals
 from ctpo_kernels.packed import LossTensors, PackedTokens
 from ctpo_kernels.spec import LossSpec, inverse_of_loss_tokens
-from tests.kernels.packings import boundaries, random_batch, run, same_bits, without
+from tests.kernels.packings import LIMITED, boundaries, random_batch, run, same_bits, without
+from tests.support.pairwise import pairwise
 
 RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
 LENGTHS = [150, 0, 70, 1, 64, 15]
@@ -64,9 +65,9 @@ def test_spans_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPatch, sp
     """LOOK of 4 makes long sequences look back several times; COUNTED likewise for loss tokens that are not given."""
     from ctpo_kernels import loss_triton
 
-    for ratio, agg in (("cumprod", "seq-mean-token-mean"), ("sequence-geomean", "token-mean")):
-        batch, spec = checked(rough(3, LENGTHS, padding=9), ratio_mode=ratio, loss_agg_mode=agg)
-        counted, given = (None, inverse_of_loss_tokens(batch)) if agg == "token-mean" else (0.1, 0.1)
+    for keywords in ({}, LIMITED, {"ratio_mode": "sequence-geomean", "loss_agg_mode": "token-mean"}):
+        batch, spec = checked(rough(3, LENGTHS, padding=9), **keywords)
+        counted, given = (None, inverse_of_loss_tokens(batch)) if "loss_agg_mode" in keywords else (0.1, 0.1)
         expected = loss_triton.loss_pass(batch, spec, given, per_token=True)
         monkeypatch.setattr(loss_triton, "LOOK", 4)
         monkeypatch.setattr(loss_triton, "COUNTED", 4)
@@ -77,10 +78,13 @@ def test_spans_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPatch, sp
         torch.testing.assert_close(found.vector, expected.vector, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("cuts", [[], [100], [1, 2, 3], [64, 128, 192, 256], [150, 220, 285], [149, 151, 299]])
-def test_windows_of_a_stream(backend: str, cuts: list[int]) -> None:
+CUTS = [[], [100], [1, 2, 3], [64, 128, 192, 256], [150, 220, 285], [149, 151, 299]]
+
+
+@pairwise({"backend": ["torch", "triton"], "cuts": CUTS, "clip": [{}, LIMITED]}, indirect=["backend"])
+def test_windows_of_a_stream(backend: str, cuts: list[int], clip: dict[str, Any]) -> None:
     """The carry between windows: ends inside, at, and just past the end of a sequence."""
-    batch, spec = checked(rough(4, LENGTHS))
+    batch, spec = checked(rough(4, LENGTHS), **clip)
     implementation = loss_implementation(batch.log_probs)
     totals = segment_totals(batch)
     expected = implementation.loss_pass(batch, spec, 0.1, totals=totals)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ctpo_kernels import ctpo_loss
 from ctpo_kernels.names import LOSS_AGG_MODES
 from ctpo_kernels.names import RATIO_MODES as RATIOS
-from tests.kernels.packings import PACKINGS, STEP, Found, assert_reference, boundaries, random_batch, run
+from tests.kernels.packings import LIMITED, PACKINGS, STEP, Found, assert_reference, boundaries, random_batch, run
 from tests.kernels.reference import ctpo_loss_reference
 from tests.support.pairwise import pairwise
 
@@ -62,6 +62,21 @@ def test_every_ratio_and_power(backend: str, dtype: torch.dtype, ratio: str, pow
 def test_bounds_on_the_ratio_itself(backend: str, dtype: torch.dtype, ratio: str, clip_c: float | None) -> None:
     batch = random_batch(5, [30, 25, 35], spread=0.4, dtype=dtype)
     check(batch, ratio_mode=ratio, clip_mode="ratio", clip_low=0.2, clip_high=0.28, clip_c=clip_c)
+
+
+@pairwise(
+    {PRECISION: PRECISIONS, "ratio": RATIOS, "clip_low": [1.0, 0.2], "spread": [0.0, 0.4, 12.0]}, indirect=["backend"]
+)
+def test_a_limited_weight(backend: str, dtype: torch.dtype, ratio: str, clip_low: float, spread: float) -> None:
+    batch = random_batch(5, [30, 25, 35], spread=spread, dtype=dtype)
+    found = check(batch, ratio_mode=ratio, **{**LIMITED, "clip_low": clip_low})
+    learns = batch["loss_mask"] & (batch["advantages"] != 0)
+    if spread == 0.4:
+        assert torch.equal(found.gradient != 0, learns)
+    if spread and ratio in ("cumprod", "token"):
+        for sign in (1, -1):
+            codes = set(found.per_token.clip[learns & (batch["advantages"] * sign > 0)].tolist())
+            assert codes - {0} == ({1, 2} if clip_low < 1 else {1})
 
 
 @pairwise({PRECISION: PRECISIONS, "mode": LOSS_AGG_MODES, "given": [{}, COUNTS]}, indirect=["backend"])
@@ -153,6 +168,21 @@ def test_gradient_ends_at_the_cap(backend: str, dtype: torch.dtype, advantage: f
         expected = -advantage * math.exp(10.0)
         assert float(found.loss) == pytest.approx(expected, rel=1e-6)
         assert float(found.gradient[-1]) == pytest.approx(expected * inside, rel=1e-6)
+
+
+@precisions
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_limited_weight_keeps_its_gradient_beyond_bound_and_cap(
+    backend: str, dtype: torch.dtype, advantage: float
+) -> None:
+    for log_ratio, high, code, weight in ((10.0 + STEP, 1e6, 4, math.exp(10.0)), (15.0, 4.0, 1, 5.0)):
+        batch = one_token_at(log_ratio, advantage, 2, dtype)
+        batch["log_probs"][-1] = batch["old_log_probs"][-1] = -0.75
+        found = run(batch, **{**LIMITED, "clip_high": high})
+        assert found.per_token.clip[-1] == code
+        assert found.stats.sums[-1] == 1
+        assert float(found.gradient[-1]) == pytest.approx(-advantage * weight, rel=1e-6)
+        assert float(found.loss) == pytest.approx(advantage * weight * 0.75, rel=1e-6)
 
 
 @precisions

@@ -65,6 +65,8 @@ def loss_with(**changes: Any) -> None:
         ({"clip_c": float("nan")}, ValueError, "clip_c: must be a number, or None"),
         ({"clip_mode": "ratio", "clip_low": 1.5}, ValueError, "clip_low: 1 - clip_low bounds a ratio"),
         ({"clip_mode": "ratio", "clip_c": 0.5}, ValueError, "clip_c: with clip_mode 'ratio'"),
+        ({"clip_mode": "detached_ratio", "clip_low": 1.5, "clip_c": None}, ValueError, "clip_low: 1 - clip_low bounds"),
+        ({"clip_mode": "detached_ratio"}, ValueError, "clip_c: clip_mode 'detached_ratio' has no dual bound: .* 0.05"),
         ({"ratio_mode": "cumprd"}, ValueError, "ratio_mode: unknown 'cumprd'; did you mean 'cumprod'"),
         ({"clip_mode": "log"}, ValueError, "clip_mode: unknown 'log'; did you mean 'log_power'"),
         ({"loss_agg_mode": "token_mean"}, ValueError, "loss_agg_mode: unknown 'token_mean'; .*'token-mean'"),

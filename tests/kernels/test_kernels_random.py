@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ctpo_kernels import SUMS
 from tests.kernels.heads import random_head, sweep
-from tests.kernels.packings import assert_reference, distance, random_batch, run, same_bits, without
+from tests.kernels.packings import LIMITED, assert_reference, distance, random_batch, run, same_bits, without
 from tests.kernels.reference import ctpo_loss_reference, linear_ctpo_reference
 from tests.support.backends import use_backend
 
@@ -42,11 +42,12 @@ def keywords(draw: st.DrawFn) -> dict[str, Any]:
         "global_batch_size": draw(st.sampled_from([None, 0, 30])),
         "clip_power": draw(st.sampled_from([0.0, 0.5, -0.5, 0.3, -1.2])),
     }
-    if draw(st.booleans()):
-        bounds = {"clip_low": [0.0, 0.2, 1.0], "clip_high": [0.0, 0.28], "clip_c": [None, 1.5]}
-        chosen["clip_mode"] = "ratio"
-    else:
+    chosen["clip_mode"] = draw(st.sampled_from(["log_power", "ratio", "detached_ratio"]))
+    if chosen["clip_mode"] == "log_power":
         bounds = {"clip_low": [0.0, 0.025, 0.4], "clip_high": [0.0, 0.05], "clip_c": [None, -1.0, 0.05, 0.0]}
+    else:
+        dual = [None, 1.5] if chosen["clip_mode"] == "ratio" else [None, -1.0]
+        bounds = {"clip_low": [0.0, 0.2, 1.0], "clip_high": [0.0, 0.28], "clip_c": dual}
     return chosen | {name: draw(st.sampled_from(values)) for name, values in bounds.items()}
 
 
@@ -131,13 +132,14 @@ def test_head_interpreted(interpreter: None, examples: int) -> None:
         lengths=st.lists(st.integers(0, 12), min_size=1, max_size=4),
         chunk=st.sampled_from([None, 5, 8]),
         ratio=st.sampled_from(["cumprod", "geomean", "token", "sequence", "sequence-geomean"]),
+        clip=st.sampled_from([{}, LIMITED]),
     )
     @interpreted(examples)
-    def check(seed: int, lengths: list[int], chunk: int | None, ratio: str) -> None:
+    def check(seed: int, lengths: list[int], chunk: int | None, ratio: str, clip: dict[str, Any]) -> None:
         assume(sum(lengths) != len(lengths))
         head = random_head(seed, lengths, width=4, vocab=19, padded=2, temperature=0.8)
-        found = sweep(head, chunk_size=chunk, ratio_mode=ratio)
-        expected = linear_ctpo_reference(**head.arguments(), ratio_mode=ratio)
+        found = sweep(head, chunk_size=chunk, ratio_mode=ratio, **clip)
+        expected = linear_ctpo_reference(**head.arguments(), ratio_mode=ratio, **clip)
         assert distance(found.d_hidden, expected.d_hidden) <= 5e-6
         assert distance(found.d_weight, expected.d_weight) <= 5e-6
         assert math.isclose(float(found.loss), expected.loss.loss, rel_tol=1e-5, abs_tol=1e-5)

@@ -44,6 +44,7 @@ def test_by_hand() -> None:
 CLIPS = [
     {"clip_mode": "log_power", "clip_low": 0.025, "clip_high": 0.05, "clip_c": 0.05},
     {"clip_mode": "ratio", "clip_low": 0.2, "clip_high": 0.28, "clip_c": 3.0},
+    {"clip_mode": "detached_ratio", "clip_low": 0.2, "clip_high": 0.28, "clip_c": None},
 ]
 
 

@@ -62,7 +62,7 @@ LAYOUTS = [
 ]
 LOSSES = [
     {},
-    {"ratio_mode": "token", "clip_mode": "ratio", "clip_low": 0.2, "clip_high": 0.3, "clip_c": None,
+    {"ratio_mode": "token", "clip_mode": "detached_ratio", "clip_low": 1.0, "clip_high": 4.0, "clip_c": None,
      "loss_agg_mode": "token-mean"},
     {"ratio_mode": "geomean", "clip_power": -0.5, "loss_agg_mode": "seq-mean-token-sum"},
     {"ratio_mode": "sequence-geomean", "clip_power": 0.3},
