@@ -47,7 +47,7 @@ class PerToken:
     loss: float, l_t w_t before aggregation. log_ratio: float, log r_t before the cap (response tokens), nats.
     prefix: int64, S_t in units of 2^-40 nats. clip: int8, of loss tokens. 0: inside the window; 1: above it (A > 0); 2:
     below it (A < 0); 3: beyond the dual bound (A < 0). 4: inside, but with log r above the cap of 10. With
-    "detached_ratio" 1 and 2 are of either sign, and as at 4 the gradient stays.
+    "detached_ratio" 1 and 2 are of either sign, and the gradient stays, also at 4.
     """
 
     loss: torch.Tensor
