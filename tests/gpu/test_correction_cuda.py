@@ -29,12 +29,14 @@ def test_correction_equals_that_of_the_host(name: str) -> None:
         torch.testing.assert_close(found.weights.cpu(), expected.weights, rtol=1e-6, atol=0)
 
 
-def test_cispo_equals_that_of_the_host() -> None:
+@pytest.mark.parametrize("preset", ["cispo", "dppo-tv"])
+def test_a_loss_equals_that_of_the_host(preset: str) -> None:
+    """One of the kernels, and one in torch."""
     arguments = packed_loss(random_batch(5, [20, 3, 40], 0.5), torch.float32)
     gradients = []
     for device in ("cpu", "cuda"):
         there = {name: tensor.to(device, copy=True) for name, tensor in arguments.items()}
         there["log_probs"].requires_grad_()
-        policy_loss(**there, objective=PolicyObjective.preset("cispo")).loss.backward()
+        policy_loss(**there, objective=PolicyObjective.preset(preset)).loss.backward()
         gradients.append(there["log_probs"].grad.cpu())
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)

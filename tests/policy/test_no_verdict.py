@@ -28,7 +28,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "without masked sequences": {"count_masked_sequences": False},
     "mean_baseline": {"advantage": {"kind": "mean_baseline"}},
     "rloo": {"advantage": {"kind": "rloo"}},
-    "cispo": {"preset": "cispo"},
+    "dppo-tv": {"preset": "dppo-tv"},
     "behaviour": {"anchor": "behaviour"},
     "corrected": {
         "anchor": "decoupled",

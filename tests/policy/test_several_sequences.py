@@ -48,7 +48,7 @@ def test_sequences_begin_where_they_say() -> None:
             Trajectory.of_facts(whole.facts() | {"sequence_starts": starts}, whole.tokens)
 
 
-@pytest.mark.parametrize("ratio", ["ctpo", "cispo"])
+@pytest.mark.parametrize("ratio", ["ctpo", "ctpo-weight", "dppo-tv"])
 def test_the_gradient_is_that_of_the_sequences_alone(model: Path, layout: Layout, ratio: str) -> None:
     """With token-mean: the prefix ratio restarts with each sequence, and each token is in the loss once."""
     parts = models.trajectories(4)

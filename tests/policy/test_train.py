@@ -44,7 +44,7 @@ from tests.support import ranks
 MEASURED = ("time/", "memory/", "tokens/old_log_probs", "weights/version")
 OBJECTIVES = {
     "ctpo": ObjectiveConfig(),
-    "cispo": ObjectiveConfig(preset="cispo"),
+    "dppo-tv": ObjectiveConfig(preset="dppo-tv"),
     "behaviour": ObjectiveConfig(anchor="behaviour"),
     "weighted": ObjectiveConfig.model_validate({"anchor": "decoupled", "correction": {"level": "token"}}),
 }
@@ -156,7 +156,7 @@ def comparable(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "head"), [("ctpo", "streaming"), ("ctpo", "logits"), ("cispo", "streaming"), ("behaviour", "streaming")]
+    ("name", "head"), [("ctpo", "streaming"), ("ctpo", "logits"), ("dppo-tv", "streaming"), ("behaviour", "streaming")]
 )
 def test_one_update_needs_no_second_pass(model: Path, layout: Layout, name: str, head: str) -> None:
     """Three micro-batches."""
