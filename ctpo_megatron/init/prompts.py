@@ -55,10 +55,13 @@ class UsersPrompts:
         keep_others: with the other columns in `extra_info`, for reward functions that name them. Raises InitError for
         a target that holds anything else.
         """
+        has_others = keep_others and any(row["others"] for row in self.rows)
+        written = pa.BufferOutputStream()  # so that a failure leaves no file
         try:
-            made = pa.Table.from_pylist([self._kept(row) if keep_others else _without(row) for row in self.rows])
+            made = pa.Table.from_pylist([self._kept(row) if has_others else _without(row) for row in self.rows])
+            pq.write_table(made, written)
         except pa.ArrowException as error:
-            message = f"{self.file}: columns hold values of several types ({error}); give each column one type"
+            message = f"{self.file}: cannot be written as parquet ({error}); give each column values of one type"
             raise InitError(message) from error
         if self.target.exists():
             if _holds(self.target, made):
@@ -67,7 +70,7 @@ class UsersPrompts:
                 f"{self.target} is there, with other rows; move it away, or give the data file another name"
             )
         self.target.parent.mkdir(exist_ok=True)
-        pq.write_table(made, self.target)
+        self.target.write_bytes(written.getvalue())
         return True
 
     def _kept(self, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,29 @@ def test_a_job_of_trl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert again == config and "as before: data/train.parquet" in error
 
 
+def test_a_file_of_prompts_and_answers_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A function of TRL's form may need no other column; then `extra_info` is not written."""
+    prompts(folder)
+    (folder / "rewards.py").write_text(TRL.replace("solution", "answer"))
+    config, _ = made(capsys, "--data", "train.jsonl", "--reward", "rewards.py:accuracy")
+    assert config["reward"] == {"function": "ctpo_rewards:score"}
+    assert [*rows("data/train.parquet")[0]] == ["data_source", "prompt", "reward_model"]
+    assert earned("it is 2", answer="2") == (1.0, {"accuracy": 1.0})
+    assert cli.main(["train", "mine.yaml", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("level", [[{}, {}], [1, "hard"]])
+def test_columns_that_parquet_cannot_hold_leave_no_file(
+    level: list[Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "train.jsonl", *({"prompt": "1 + 1?", "solution": "2", "level": each} for each in level))
+    (folder / "rewards.py").write_text(TRL)
+    assert cli.main(["init", "--model", "model", "--data", "train.jsonl", "--reward", "rewards.py:hard"]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and "train.jsonl: cannot be written as parquet" in error and "Traceback" not in error
+    assert not (folder / "data").exists()
+
+
 def test_a_file_of_gsm8k_and_no_reward(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(folder / "gsm8k.jsonl", *({"question": f"1 + {n}?", "answer": f"so ...\n#### {1 + n}"} for n in range(4)))
     config, error = made(capsys, "--data", "gsm8k.jsonl")
