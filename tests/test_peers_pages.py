@@ -21,6 +21,7 @@ from tests import peers
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "coming_from.md"
+NAMES = DOCS / "reference" / "names.md"
 DEFAULTS = {
     "TRL": "dapo-trl: token ratio, window (0.8, 1.2) of r, no dual bound, mean over tokens, advantages over "
     "std + 0.0001, decoupled anchor, sequence weights up to 3, rejects sequence_sum outside k1 (-1.0986, inf)",
@@ -29,13 +30,13 @@ DEFAULTS = {
 """What a job with the defaults of another trainer optimises."""
 
 
-def section(heading: str) -> str:
-    return PAGE.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+def section(heading: str, page: Path = PAGE) -> str:
+    return page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
 def named(heading: str) -> Iterator[str]:
-    """What the first column of the table under a heading names."""
-    for first in re.findall(r"^\| ([^|]+) \|", section(heading), re.MULTILINE):
+    """What the first column of the table under a heading of `NAMES` names."""
+    for first in re.findall(r"^\| ([^|]+) \|", section(heading, NAMES), re.MULTILINE):
         yield from re.findall(r"`([^`]+)`", first)
 
 
