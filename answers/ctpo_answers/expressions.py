@@ -1,6 +1,6 @@
-"""math-verify, with its errors mended: writes readings as LaTeX, reads a formula, and says whether two are equal.
+"""math-verify, with its errors fixed: writes readings as LaTeX, reads a formula, and says whether two are equal.
 
-Each of the errors has a test in answers/tests/test_math_verify.py that fails once it is mended there.
+Each of the errors has a test in answers/tests/test_math_verify.py that fails once it is fixed there.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def _quantities(text: str) -> Reading | None:
         return parts[0] if parts else None
     if not any(part.unit for part in parts):
         return Several(tuple(parts), " ")
-    return _together(parts, text) if all(part.unit for part in parts) else None
+    return _compound(parts, text) if all(part.unit for part in parts) else None
 
 
 def _leading(text: str) -> tuple[Quantity, str] | None:
@@ -249,7 +249,7 @@ def _leading(text: str) -> tuple[Quantity, str] | None:
     return Quantity(value * what.scale, replace(what, scale=1), decimal), text[after:].strip()
 
 
-def _together(parts: Sequence[Quantity], text: str) -> Several:
+def _compound(parts: Sequence[Quantity], text: str) -> Several:
     """Quantities as one, if each is in a smaller unit of the same kind than the one before; else as a list."""
     units = [part.unit for part in parts]
     pairs = list(pairwise(units))
@@ -302,7 +302,7 @@ def _listed(text: str) -> Reading | None:
         return None
     items = tuple(item for part in map(_read, parts) for item in _flat(part))
     if all(isinstance(item, Quantity) for item in items):
-        return _together([item for item in items if isinstance(item, Quantity)], text)
+        return _compound([item for item in items if isinstance(item, Quantity)], text)
     is_any = _OR.search(text) and any(INEQUALITY.search(str(each)) for each in items)
     return _solutions(items) or Several(items, "|" if is_any else "")
 

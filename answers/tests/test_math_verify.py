@@ -1,4 +1,4 @@
-"""Errors of math-verify that `ctpo_answers` mends: a test here fails once they are mended there."""
+"""Errors of math-verify that `ctpo_answers` works around: a test here fails once they are fixed there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sympy import Float, pi
 
 from ctpo_answers import expressions, score_math
 
-_REMOVE = "mended upstream: remove the way around it"
+_REMOVE = "fixed upstream: remove the way around it"
 
 
 def upstream(gold: str, said: str) -> bool:

@@ -1,7 +1,7 @@
 """Data validation: one pass over every row, shared by dry run, training and `ctpo eval`. No torch.
 
 Rows are rendered, compared with what the run was begun with (`rendering`), and checked: ids, lengths, and whether the
-text shows the model what it is judged by. Errors refuse, doubts warn.
+text shows the model what it is judged by. Errors refuse, warnings do not.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def check_prompt_file(file: Path, model: Path, max_tokens: int) -> list[Problem]
     check_rows(found, "prompt", _ASKED, tokenizer, _spec(read_spec, model))
     return [
         *(Problem("", line) for line in found.problems.shown()),
-        *(Problem("", line, severity="warning") for line in found.doubts.lines),
+        *(Problem("", line, severity="warning") for line in found.warnings.lines),
     ]
 
 
@@ -257,10 +257,10 @@ def check_rows(
         check_ids(found, column, spec.vocab_size)
     found.exclude(_first_wrong(found, column, partial(_not_shown, roles)))
     if (special := special_tokens(tokenizer)) is not None:
-        found.doubt(_first_wrong(found, column, partial(_control_tokens, special)))
-    found.doubt(_first_wrong(found, column, _media))
+        found.warn(_first_wrong(found, column, partial(_control_tokens, special)))
+    found.warn(_first_wrong(found, column, _media))
     for file, names in found.ignored.items():
-        found.doubts.general(f"{file} has the columns {', '.join(names)}: {_BLIND}")
+        found.warnings.general(f"{file} has the columns {', '.join(names)}: {_BLIND}")
 
 
 def check_ids(found: RowSet, column: str, vocabulary: int) -> None:
@@ -316,7 +316,7 @@ def check_answer_form(found: PromptSet, reward: RewardConfig) -> None:
         "the rendered prompt never names a box, and math_verify reads the answer in \\boxed{} alone: say so in "
         "data.system_prompt or the prompt, or set a reward.function that reads what the prompt asks for"
     )
-    _doubt_prompts(found, reason, lambda prompt, text: reads_a_box(prompt) and not _BOX.search(text))
+    _warn_prompts(found, reason, lambda prompt, text: reads_a_box(prompt) and not _BOX.search(text))
 
 
 def check_call_form(found: PromptSet, rollout: RolloutConfig) -> None:
@@ -329,11 +329,11 @@ def check_call_form(found: PromptSet, rollout: RolloutConfig) -> None:
         "reads it, so calls of another form are final answers: set rollout.tool_parser: fenced, which a system prompt "
         "explains, or a model.chat_template that shows it"
     )
-    _doubt_prompts(found, reason, lambda _, text: not parser.mentions_call(text))
+    _warn_prompts(found, reason, lambda _, text: not parser.mentions_call(text))
 
 
-def _doubt_prompts(found: PromptSet, reason: str, applies: Callable[[Prompt, str], bool]) -> None:
-    found.doubt(
+def _warn_prompts(found: PromptSet, reason: str, applies: Callable[[Prompt, str], bool]) -> None:
+    found.warn(
         {
             index: ("prompt", found.prompts[index].messages[-1]["content"], reason)
             for index in _rendered(found)
@@ -345,14 +345,14 @@ def _doubt_prompts(found: PromptSet, reason: str, applies: Callable[[Prompt, str
 def check_held_out(found: PromptSet, training: PromptSet) -> None:
     """No held-out prompt is trained on, with its ground truth."""
     files = {(prompt.token_ids, prompt.answer): file for prompt, (file, _) in _placed(training)}
-    twins: dict[tuple[Path, Path], list[int]] = {}
+    duplicates: dict[tuple[Path, Path], list[int]] = {}
     for prompt, (file, row) in _placed(found):
         other = files.get((prompt.token_ids, prompt.answer))
         if other is not None:
-            twins.setdefault((file, other), []).append(row)
+            duplicates.setdefault((file, other), []).append(row)
     counts = Counter(file for file, _ in found.places)
-    for (file, other), rows in twins.items():
-        found.doubts.general(
+    for (file, other), rows in duplicates.items():
+        found.warnings.general(
             f"{file}: {len(rows):,} of {counts[file]:,} prompts are in {other} too, with their ground truth; the first "
             f"is row {rows[0]}: the accuracy there says nothing about other problems; leave them out of data.train"
         )
@@ -373,7 +373,7 @@ def _first_wrong(
     """The first wrong message of each rendered row, by its index. rule: of the messages of a row and their text."""
     cells: dict[int, Cell] = {}
     for index in _rendered(found):
-        for message, reason in rule(found.said(index), found.texts[index]):
+        for message, reason in rule(found.messages[index], found.texts[index]):
             cells[index] = (column, message["content"], reason)
             break
     return cells

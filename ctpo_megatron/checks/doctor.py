@@ -358,7 +358,7 @@ def verdict(problems: Sequence[Problem]) -> str:
     bad, notes = failed(problems), sum(problem.severity == "warning" for problem in problems)
     if not bad:
         return f"ready ({notes} notes)" if notes else "ready"
-    return f"not ready: {len(bad)} to mend: {', '.join(dict.fromkeys(problem.key for problem in bad))}"
+    return f"not ready: {len(bad)} problem{'s' * (len(bad) > 1)}: {', '.join(dict.fromkeys(problem.key for problem in bad))}"
 
 
 def install_line(problems: Sequence[Problem]) -> str:

@@ -234,7 +234,7 @@ def count_rows(files: Sequence[str]) -> int | None:
 def _add(report: DataCheck, key: str, found: RowSet, config: Config) -> None:
     lines = [line.removeprefix(f"{key} ") for line in found.problems.shown()]
     report.problems += [Problem(key, line) for line in lines if not line.startswith("no such file:")]
-    report.problems += [Problem(key, line, severity="warning") for line in found.doubts.lines]
+    report.problems += [Problem(key, line, severity="warning") for line in found.warnings.lines]
     rows, read = sum(found.rows.values()), len(found.places) + len(found.left_out)
     files = f"{len(found.rows)} file{'s' * (len(found.rows) != 1)}"
     report.table.append((key, f"{rows:,} rows", files if read == rows else f"{files}; {read:,} {found.called} read"))

@@ -111,7 +111,7 @@ def _tool_parser(part: Extension, config: Config) -> None:
     check_parser_fits(config.rollout)
 
 
-def _alone(check: Callable[[Extension], None]) -> PartCheck:
+def _without_config(check: Callable[[Extension], None]) -> PartCheck:
     """A check that needs nothing but the part, and raises."""
 
     def checked(part: Extension, _config: Config) -> None:
@@ -202,10 +202,10 @@ CHECK_BY_KEY: dict[str, PartCheck] = {
     "reward.function": _reward,
     "reward.by_source": _reward,
     "rollout.filters": _filter,
-    "rollout.tools": _alone(check_tool),
+    "rollout.tools": _without_config(check_tool),
     "rollout.tool_parser": _tool_parser,
-    "rollout.endpoint.agent": _alone(check_agent),
-    "rollout.environment": _alone(check_environment),
+    "rollout.endpoint.agent": _without_config(check_agent),
+    "rollout.environment": _without_config(check_environment),
     "tracking.trackers": _tracker,
 }
 """Key of the configuration (with all keys below it) -> the check of what it names."""

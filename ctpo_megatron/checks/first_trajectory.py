@@ -55,7 +55,7 @@ class FirstTrajectory:
     problems: list[Problem] = field(default_factory=list)
     parts: list[tuple[str, str]] = field(default_factory=list)
 
-    def doubt(self, key: str, message: str, fix: str = "") -> None:
+    def warn(self, key: str, message: str, fix: str = "") -> None:
         self.problems.append(Problem(key, message, fix, severity="warning"))
 
 
@@ -87,7 +87,7 @@ def play_first(config: Config, tokenizer: PreTrainedTokenizerBase, prompt: Promp
         with _toolbox(config) as tools:
             trajectory = _play(config, tokenizer, prompt, tools, found)
     except ToolUnavailable as error:
-        found.doubt("sandbox", f"the first call was not tried: {error}")
+        found.warn("sandbox", f"the first call was not tried: {error}")
         return found
     except (TokenizerError, ExtensionError, ValueError) as error:
         found.problems.append(Problem("rollout", f"the first trajectory cannot be played: {error}"))
@@ -147,7 +147,7 @@ def _play(
     asyncio.run(play(ToolEnvironment(), episode))
     found.parts += _texts(trajectory, codec)
     if trajectory.finish_reason != "answer":
-        found.doubt(
+        found.warn(
             "rollout",
             f"an example call and an answer already end with {trajectory.finish_reason!r}",
             "raise max_response_tokens, max_turn_tokens or max_turns",

@@ -16,7 +16,7 @@ NOT_READY = 2
 
 
 def main(words: Sequence[str]) -> int:
-    """words: configuration file and overrides. Returns 0, or on all ranks 2 where something must be mended."""
+    """words: configuration file and overrides. Returns 0, or on all ranks 2 where something must be fixed."""
     logging.basicConfig(level=logging.WARNING)
     ranks = RankCheck()
     seen = gpus()

@@ -153,7 +153,7 @@ def _checked(
     what is wrong with all of them.
     """
     checked, job = _Runs(), Job(args.ranks, args.ranks if args.ranks > 1 else None, cuda=has_cuda_device())
-    wrong, doubtful = list[tuple[str, Problem]](), list[tuple[str, Problem]]()
+    wrong, warnings = list[tuple[str, Problem]](), list[tuple[str, Problem]]()
     for name, point in points.items():
         own = [f"{key}={value}" for key, value in point.items()]
         try:
@@ -168,11 +168,11 @@ def _checked(
             wrong += [(name, problem) for problem in error.problems]
         else:
             checked[name] = _Run(config, words)
-            doubtful += [(name, problem) for problem in findings.warnings]
+            warnings += [(name, problem) for problem in findings.warnings]
     if wrong:
         raise ConfigError(_by_points(wrong, len(points)))
     if warn:
-        print_warnings(_by_points(doubtful, len(points)))
+        print_warnings(_by_points(warnings, len(points)))
     return checked
 
 

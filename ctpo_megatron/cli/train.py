@@ -174,7 +174,7 @@ def _dry_run(
             raise ConfigError(errors)
         print_warnings(placed)
     if not args.verbose:
-        say("\nNothing has to be mended. -v: all keys, tables and texts")
+        say("\nNo problems found. -v: all keys, tables and texts")
     return 0
 
 

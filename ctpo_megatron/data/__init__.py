@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.hub import HubError, HubFiles, hub_files
     from ctpo_megatron.data.marks import calls_problem, marked, marked_messages, render, special_tokens, token_ids
     from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools, plain_messages, plain_tools
-    from ctpo_megatron.data.numbers import number_doubt, number_text
+    from ctpo_megatron.data.numbers import number_text, number_warning
     from ctpo_megatron.data.packing import (
         PackedBatch,
         PackingRules,

@@ -34,7 +34,7 @@ def number_text(value: float | Decimal, stored: FloatType = np.float64) -> str:
     return format(exact, "f")
 
 
-def number_doubt(value: object, stored: FloatType) -> str:
+def number_warning(value: object, stored: FloatType) -> str:
     """That a number has all digits that its type is sure of, so that it may have been another one; else ""."""
     if not isinstance(value, float) or not math.isfinite(value):
         return ""

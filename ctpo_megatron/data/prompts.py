@@ -13,7 +13,7 @@ from ctpo_megatron.base.text import printable
 from ctpo_megatron.data.data_files import data_stem, find_files
 from ctpo_megatron.data.marks import Offered, calls_problem, encode, render, unmarked
 from ctpo_megatron.data.messages import ChatMessage, check_messages, check_tools
-from ctpo_megatron.data.numbers import FloatType, number_doubt, number_text
+from ctpo_megatron.data.numbers import FloatType, number_text, number_warning
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.rows import (
@@ -92,15 +92,15 @@ def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules
         prompt = _parse(place, cells, rules, stored, found.problems)
         if prompt is not None:
             truth = cells[_TRUTH]["ground_truth"]
-            if reason := number_doubt(truth, stored):
+            if reason := number_warning(truth, stored):
                 inexact[len(found.places)] = (_TRUTH, truth, reason)
             found.add(place, cells, prompt.messages)
             found.prompts.append(prompt)
             tools.append(rules.tools_of(cells))
-    found.doubt(inexact)
+    found.warn(inexact)
     if rules.held_out:
         _name_by_file(found)
-    _refuse_twins(found)
+    _refuse_duplicates(found)
     _render(found, tools, tokenizer, rules)
     return found
 
@@ -185,7 +185,7 @@ def _name_by_file(found: PromptSet) -> None:
     ]
 
 
-def _refuse_twins(found: PromptSet) -> None:
+def _refuse_duplicates(found: PromptSet) -> None:
     first: dict[str, Location] = {}
     for prompt, place in zip(found.prompts, found.places, strict=True):
         file, row = first.setdefault(prompt.id, place)

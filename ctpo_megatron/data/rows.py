@@ -83,7 +83,7 @@ class RowSet(ABC):
     """The usable rows of some files, in their order; what is made of them is in a subclass.
 
     rows: number of rows of each file, read or not. messages: as the chat template gets them. texts: rendered; empty
-    where the template refused. problems: what refuses the data; doubts: what deserves a warning. ignored: columns of a
+    where the template refused. problems: what refuses the data; warnings: what may be wrong. ignored: columns of a
     file that would change what the rows mean. hub: what names of the Hub among the files stand for.
     """
 
@@ -94,7 +94,7 @@ class RowSet(ABC):
     texts: list[str] = field(default_factory=list)
     rows: dict[Path, int] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
-    doubts: Problems = field(default_factory=Problems)
+    warnings: Problems = field(default_factory=Problems)
     left_out: list[LeftOut] = field(default_factory=list)
     ignored: dict[Path, list[str]] = field(default_factory=dict)
     hub: Mapping[str, HubFiles] = field(default_factory=dict)
@@ -150,11 +150,11 @@ class RowSet(ABC):
             self.left_out.append(LeftOut(file, row, self.name(index), key, reason))
         self.keep([index for index in range(len(self.places)) if index not in cells])
 
-    def doubt(self, cells: Mapping[int, Cell]) -> None:
+    def warn(self, cells: Mapping[int, Cell]) -> None:
         """Warn of rows by their index: the first of them, and how many more there are."""
         for index, (column, value, reason) in list(cells.items())[:1]:
             others = f"; so it is in {_more(len(cells) - 1)}" if len(cells) > 1 else ""
-            self.doubts.row(*self.places[index], column, value, reason + others)
+            self.warnings.row(*self.places[index], column, value, reason + others)
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -163,10 +163,6 @@ class RowSet(ABC):
     @abstractmethod
     def tokens(self, index: int) -> Sequence[int]:
         """The token ids of a row."""
-
-    def said(self, index: int) -> Sequence[ChatMessage]:
-        """The messages of a row, as the chat template gets them."""
-        return self.messages[index]
 
     def keep(self, indices: Sequence[int]) -> None:
         """Forget all other rows."""

@@ -23,7 +23,7 @@ from ctpo_megatron.engines.setup import engine_setup
 from ctpo_megatron.environments import Sampling
 
 if TYPE_CHECKING:
-    from ctpo_megatron.engines.cpu.setup import give_way_to_engines
+    from ctpo_megatron.engines.cpu.setup import yield_to_engines
     from ctpo_megatron.engines.handle import EngineHandle
     from ctpo_megatron.engines.pool import EnginePool, open_engines
     from ctpo_megatron.engines.ray_runtime import RayRuntime, begin_ray, join_ray

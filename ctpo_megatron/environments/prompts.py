@@ -69,7 +69,7 @@ def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, **readi
 
 
 def usable(found: PromptSet) -> list[Prompt]:
-    """The prompts of a set without problems; doubts and rows left out go to the log. Raises DataError with all."""
+    """The prompts of a set without problems; warnings and rows left out go to the log. Raises DataError with all."""
     log_left_out(found)
     return found.prompts
 
@@ -83,7 +83,7 @@ def write_record(found: PromptSet, directory: Path) -> None:
 
 
 def log_left_out(found: RowSet) -> None:
-    """Log the doubts of a set, and the rows that were left out. Raises DataError with all problems."""
+    """Log the warnings of a set, and the rows that were left out. Raises DataError with all problems."""
     total = len(found.places) + len(found.left_out)
     for rule, count in Counter(each.rule for each in found.left_out).items():
         first = next(each for each in found.left_out if each.rule == rule)
@@ -91,7 +91,7 @@ def log_left_out(found: RowSet) -> None:
             "%s: drop left out %d of %d %s, first %s row %d: %s",
             *(rule, count, total, found.called, first.file, first.row, first.reason),
         )
-    for line in found.doubts.lines:
+    for line in found.warnings.lines:
         log.warning("%s", line)
     found.problems.raise_if_any()
 

@@ -48,7 +48,7 @@ class ScoreColumn:
         All correct answers count as one, since the scorer found each equal to the ground truth. Others are the same
         answer if they say the same (`votes`).
         """
-        shown = [said(sample, self.name) for sample in samples]
+        shown = [written_answer(sample, self.name) for sample in samples]
         wrong = [text for text, score in zip(shown, scores, strict=True) if score != 1.0 and text is not None]
         voted = iter(votes(wrong))
         return [
@@ -57,7 +57,7 @@ class ScoreColumn:
         ]
 
 
-def said(sample: Sample, scorer: str) -> str | None:
+def written_answer(sample: Sample, scorer: str) -> str | None:
     """The answer as written in the sample: its last box, or, where no box is needed, the answer read from the text."""
     if scorer == REFERENCE_SCORER:
         return reference_answer(sample.text)

@@ -72,7 +72,7 @@ class ContextSplit:
         return self.size == 1
 
     @property
-    def undivided(self) -> ContextSplit:
+    def unsplit(self) -> ContextSplit:
         """The same sequences on one rank."""
         return replace(self, group=None, cu_seqlens=self.cu_seqlens * self.size, planned=None)
 
@@ -206,7 +206,7 @@ class Targets:
 
     def of_whole_sequences(self) -> Targets:
         """The targets of all rows of the batch, which every context-parallel rank knows."""
-        return self if self.split.whole else Targets.of(self.batch, self.split.undivided)
+        return self if self.split.whole else Targets.of(self.batch, self.split.unsplit)
 
     def per_token(self, values: Tensor) -> Tensor:
         """`[n]` of the rows -> `[N]` aligned with the tokens they predict, on every context-parallel rank; detached."""

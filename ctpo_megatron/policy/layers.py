@@ -258,16 +258,16 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _turned(t, cosine, sine)
+        return _rotated(t, cosine, sine)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _turned(grads[0], cosine, -sine), None, None
+        return _rotated(grads[0], cosine, -sine), None, None
 
 
-def _turned(t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def _rotated(t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     first, second = t.chunk(2, dim=-1)
     turned = torch.empty(t.shape, dtype=t.dtype, device=t.device)
     left, right = turned.chunk(2, dim=-1)

@@ -85,7 +85,7 @@ def difference_table(groups: Sequence[RunGroup], found: Sequence[EndpointCompari
             visible = UNKNOWN if each.estimate.visible is None else endpoint.text(each.estimate.visible)
             value, ends = endpoint.text(each.estimate.value, "+"), _interval(each.estimate.interval, endpoint, "+")
             rows.append([each.group, endpoint.name, value, ends, visible, each.short_verdict])
-    header = [f"less {first}", "endpoint", "difference", "95 % interval", "visible", "verdict"]
+    header = ["group", "endpoint", f"difference from {first}", "95 % interval", "visible", "verdict"]
     return TextTable(header, rows) if rows else None
 
 
@@ -94,14 +94,14 @@ def notes_of_accuracies(found: Sequence[EndpointComparison]) -> list[str]:
     notes: dict[str, None] = {}
     for each in found:
         for accuracy in each.values:
-            notes |= dict.fromkeys(_said(f"{accuracy.group}, {each.endpoint.name}", accuracy.estimate))
+            notes |= dict.fromkeys(_notes(f"{accuracy.group}, {each.endpoint.name}", accuracy.estimate))
         for difference in (*each.differences, *each.gains):
             name = f"{difference.group} against {difference.other}, {each.endpoint.name}"
-            notes |= dict.fromkeys(_said(name, difference.estimate))
+            notes |= dict.fromkeys(_notes(name, difference.estimate))
     return list(notes)
 
 
-def _said(name: str, estimate: Estimate) -> list[str]:
+def _notes(name: str, estimate: Estimate) -> list[str]:
     """Notes of an estimate, with its name; of left out problems their number."""
     left_out = [f"{estimate.left_out} problems left out"] if estimate.left_out else []
     notes = [note for note in estimate.notes if note != ONE_SEED]  # notes_of says it of the group

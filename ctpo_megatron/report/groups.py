@@ -230,7 +230,7 @@ def _confounded(groups: Sequence[RunGroup], tuned: Collection[str]) -> Iterator[
         if len(keys) > 1:
             yield (
                 f"{group.label} differs from {groups[0].label} in {len(keys)} keys: {', '.join(keys)}. "
-                "What a difference is due to cannot be told."
+                "A difference cannot be attributed to one of them."
             )
 
 
@@ -244,7 +244,7 @@ def _named(groups: Sequence[RunGroup]) -> Iterator[str]:
 def _few_seeds(groups: Sequence[RunGroup]) -> Iterator[str]:
     single = [group.label for group in groups if len(group.seeds) == 1]
     if single:
-        yield f"One seed: {', '.join(single)}. Nothing is known of other seeds."
+        yield f"Only one seed: {', '.join(single)}. The result may not hold for others."
 
 
 def _unfinished(runs: Sequence[RunData]) -> Iterator[str]:

@@ -118,7 +118,7 @@ def score(route: str | None, pairs: Sequence[Pair], timeout_s: float) -> list[Sc
     if len(pairs) == 1:
         return [_called(function, *pairs[0])]
     try:
-        return _setup.run(_awaited_together(function, pairs, timeout_s))
+        return _setup.run(_await_all(function, pairs, timeout_s))
     except BaseException:  # of a task that one of them started, or it closed the loop: nothing says which
         return [_called(function, *pair) for pair in pairs]
 
@@ -150,7 +150,7 @@ def _called(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt
         return _failed(error)
 
 
-async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
+async def _await_all(function: Callable[..., Any], pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
     tasks = [asyncio.ensure_future(_awaited_call(function, *pair)) for pair in pairs]
     _, late = await asyncio.wait(tasks, timeout=timeout_s)
     outcomes = [late_after(timeout_s) if task in late else task.result() for task in tasks]

@@ -12,8 +12,8 @@ from ctpo_megatron.data.records import TOOL_STATUSES
 from ctpo_megatron.data.trajectory import Group
 from ctpo_megatron.rollouts.filters import void_turn
 
-CONDUCT = ["response_length_mean", "model_tokens_mean", "turns_mean", "tool_use", "tool_calls", "truncated"]
-CONDUCT += ["max_turns", "tool_error_rate"]
+RESPONSE_STATISTICS = ["response_length_mean", "model_tokens_mean", "turns_mean", "tool_use", "tool_calls", "truncated"]
+RESPONSE_STATISTICS += ["max_turns", "tool_error_rate"]
 """The figures `rollout/*` that an evaluation has, too."""
 
 
@@ -113,7 +113,7 @@ def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
         rewards = [reward for group in of_source for reward in group.rewards]
         judged, k = [group.verdicts for group in of_source if group.verdicts], len(of_source[0].trajectories)
         figures = rollout_metrics(of_source)
-        found = {name: figures[f"rollout/{name}"] for name in CONDUCT if f"rollout/{name}" in figures}
+        found = {name: figures[f"rollout/{name}"] for name in RESPONSE_STATISTICS if f"rollout/{name}" in figures}
         if judged:
             metrics[f"val/{source}/acc/mean@{k}"] = statistics.fmean(map(statistics.fmean, judged))
             found["problems"] = float(len(judged))

@@ -278,7 +278,7 @@ class TrainerGroup:
 
     @_on_all_ranks()
     def release(self) -> None:
-        """Leave the GPUs, as far as `policy.offload` says, and return when all ranks have."""
+        """Offload what `policy.offload` names; return when all ranks have."""
         self.trainer.release()
         self._empty_cache()
         self.layout.wait_for_ranks()

@@ -254,10 +254,10 @@ class Run:
             log.info("step %d: %s", step, cancelled)
             return None
         if self._yields:
-            from ctpo_megatron.engines import give_way_to_engines  # of CPUs alone
+            from ctpo_megatron.engines import yield_to_engines  # of CPUs alone
 
             self._yields = False
-            give_way_to_engines()
+            yield_to_engines()
         # A batch that is sampled when it is requested times its own phases.
         with self._report.phase("wait_rollout") if self._ahead else nullcontext():
             batch = self._rollouts.next_batch(step)
@@ -375,7 +375,7 @@ class TooManyFailed(RuntimeError):
 class _Verdicts:
     """The samples without a verdict of the last steps. limit: `reward.max_failed`.
 
-    It begins with every start of a run: the cause may be mended before a resume. Of the first step of all, where no
+    It begins with every start of a run: the cause may be fixed before a resume. Of the first step of all, where no
     verdict was ever given, one batch is enough.
     """
 

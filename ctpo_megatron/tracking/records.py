@@ -40,7 +40,7 @@ _PAUSE_S = 5e-5
 """Long enough that a thread which waits is woken and takes the lock."""
 
 
-class GiveWay:
+class YieldGil:
     """Counts work in tokens, and pauses after each `AT_ONCE`. The interpreter alone would switch every 5 ms."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctpo_megatron.tracking.records import Decode, GiveWay, Record
+from ctpo_megatron.tracking.records import Decode, Record, YieldGil
 
 _BYTES = 4
 """No UTF-8 character needs more tokens than it has bytes."""
@@ -23,7 +23,7 @@ class Texts:
     """Text of trajectories; remembers the text of single tokens."""
 
     def __init__(self, decode: Decode) -> None:
-        self._decode, self._give_way = decode, GiveWay()
+        self._decode, self._yield_gil = decode, YieldGil()
         # Texts of single tokens and their lengths, by id; -1 before a token is decoded.
         self._texts: list[str] = []
         self._lengths = np.empty(0, np.int32)
@@ -43,7 +43,7 @@ class Texts:
             kind = "prompt" if turns[start] == 0 else "model" if by_model[start] else "observation"
             listed = ids[start:end].tolist()
             segment: Record = {"turn": int(turns[start]), "kind": kind, "text": self._decode(listed)}
-            self._give_way.after(len(listed))
+            self._yield_gil.after(len(listed))
             if kind == "model" and (lengths := self._chars(ids[start:end], listed, segment["text"])) is not None:
                 segment["token_chars"] = lengths
             found.append(segment)
@@ -80,7 +80,7 @@ class Texts:
             self._texts += [""] * missing
             self._lengths = np.concatenate([self._lengths, np.full(missing, -1, np.int32)])
         for token in np.unique(ids[self._lengths[ids] < 0]).tolist():
-            self._give_way.after(_SINGLE)
+            self._yield_gil.after(_SINGLE)
             self._texts[token] = self._decode([token])
             self._lengths[token] = len(self._texts[token])
         # itemgetter takes half the time of a loop, and gives no tuple for a single id.

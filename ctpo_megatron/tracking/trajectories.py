@@ -15,7 +15,7 @@ from ctpo_megatron.base.files import DamagedFileError, aside
 from ctpo_megatron.base.run_paths import EVALUATION, TRAJECTORIES, RunPaths, discarded, step_in
 from ctpo_megatron.data.trajectory import Batch, Group, Trajectory
 from ctpo_megatron.data.trajectory_file import SCHEMA, read_table, records_in, row_of, trajectories_in, write_table
-from ctpo_megatron.tracking.records import TRACES, Decode, GiveWay, Head, Record
+from ctpo_megatron.tracking.records import TRACES, Decode, Head, Record, YieldGil
 from ctpo_megatron.tracking.segments import texts_of
 
 _SEGMENT = pa.struct(
@@ -59,7 +59,7 @@ def write_trajectories(
     if folder != TRAJECTORIES:  # nothing else is trained on
         rows = (row | {"more": None} for row in rows)
     with aside(path) as written:
-        write_table(written, rows, _ADDED, after=GiveWay().after)
+        write_table(written, rows, _ADDED, after=YieldGil().after)
     return path
 
 

@@ -236,7 +236,7 @@ def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle
         log_probs=max(
             float((found["log_probs"][key].double() - row).abs().max()) for key, row in oracle.log_probs.items()
         ),
-        gradient=_together(errors) / _together(sizes),
+        gradient=_joint_norm(errors) / _joint_norm(sizes),
         worst=ratios[worst],
         worst_name=worst,
     )
@@ -272,5 +272,5 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))
 
 
-def _together(norms: dict[str, float]) -> float:
+def _joint_norm(norms: dict[str, float]) -> float:
     return float(sum(value**2 for value in norms.values()) ** 0.5)

@@ -69,9 +69,9 @@ def refine(
     """
     result = Refined(list(problems))
     result.drop("unverifiable", unverifiable([problem.answer for problem in result.kept]))
-    conflicts, twins = _same_text(result.kept)
+    conflicts, duplicates = _same_text(result.kept)
     result.drop("conflict", conflicts)
-    result.drop("duplicate", _same_text(result.kept)[1] if conflicts else twins)
+    result.drop("duplicate", _same_text(result.kept)[1] if conflicts else duplicates)
     kept = result.kept
     answers = [words_of(problem.answer) for problem in kept]
     texts = [words_of(problem.text) for problem in kept]
@@ -93,15 +93,15 @@ def _same_text(problems: Sequence[RawProblem]) -> tuple[dict[int, str], dict[int
     for index, problem in enumerate(problems):
         alike[words_of(problem.text)].append(index)
     conflicts: dict[int, str] = {}
-    twins: dict[int, str] = {}
+    duplicates: dict[int, str] = {}
     for first, *others in alike.values():
         answers = {words_of(problems[index].answer) for index in (first, *others)}
         if len(answers) > 1:
             shown = ", ".join(sorted({problems[index].answer for index in (first, *others)}))
             conflicts |= dict.fromkeys((first, *others), f"answers {shown}")
         else:
-            twins |= dict.fromkeys(others, f"of {problems[first].id}")
-    return conflicts, twins
+            duplicates |= dict.fromkeys(others, f"of {problems[first].id}")
+    return conflicts, duplicates
 
 
 def report_json(

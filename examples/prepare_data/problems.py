@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from ctpo_megatron.base.files import aside
-from ctpo_megatron.data import Problems, Table, data_stem, find_files, number_doubt, number_text, read_rows
+from ctpo_megatron.data import Problems, Table, data_stem, find_files, number_text, number_warning, read_rows
 from examples.prompt_file import prompt_row, write_prompt_rows
 
 FloatType = type[np.floating]
@@ -78,7 +78,7 @@ def read_problems(
         inexact: list[tuple[int, str]] = []
         for row, cells in read_rows(file, named, (), problems, seen=see, advise=_map_option):
             values = {name: _text(cells.get(column), types.get(column)) for name, column in columns.items()}
-            if reason := number_doubt(cells.get(columns["answer"]), types[columns["answer"]]):
+            if reason := number_warning(cells.get(columns["answer"]), types[columns["answer"]]):
                 inexact.append((row, reason))
             answer = values["answer"]
             if answer_after and answer_after in answer:

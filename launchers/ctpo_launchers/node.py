@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"ctpo_launchers.node: {error}", error=True)
         return WRONG
     status = asyncio.run(program.run())
-    if args.check and status:  # whatever it was has to be mended, and trying again would not do it
+    if args.check and status:  # the problem has to be fixed: trying again would fail again
         status = WRONG
     program.status_file.write_text(f"{status}\n")
     return status

@@ -1,6 +1,6 @@
 """Set-ups that cannot work, each found by the dry run alone, with its remedy: "every mistake at once" of the README.
 
-A set-up is the folder of `own`, with a change to its files, or overrides. What is refused has status 2, a doubt 0.
+A set-up is the folder of `own`, with a change to its files, or overrides. What is refused has status 2, a warning 0.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ REFUSED = [
         sft(),
     ),
 ]
-DOUBTED = [
+WARNED = [
     *overrides(
         ("rollout.engine.dtype=bfloat16 policy.dtype=float32", "rollout.engine.dtype", "policy.dtype"),
         (
@@ -207,7 +207,7 @@ DOUBTED = [
 ]
 
 
-@pytest.mark.parametrize("broken", [*REFUSED, *DOUBTED], ids=lambda broken: broken.name or broken.overrides)
+@pytest.mark.parametrize("broken", [*REFUSED, *WARNED], ids=lambda broken: broken.name or broken.overrides)
 def test_the_dry_run_finds_it(
     own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: Broken
 ) -> None:
@@ -216,7 +216,7 @@ def test_the_dry_run_finds_it(
     if broken.change:
         broken.change(own)
     status, _, err = dry_run(capsys, *shlex.split(broken.overrides))
-    assert status == (0 if broken in DOUBTED else 2)
+    assert status == (0 if broken in WARNED else 2)
     assert broken.found in err and broken.remedy in err and '\n  File "' not in err, err
 
 

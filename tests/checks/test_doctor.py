@@ -79,7 +79,7 @@ def test_a_requirement_is_met_missing_or_of_another_version() -> None:
     absent = check_package("fastapi", None, ">=0.133", "sandbox")
     assert (absent.severity, absent.message) == ("missing", "not installed")
     assert install_line([absent, other]) == "pip install -e '.[sandbox,train]'"
-    assert verdict([other, absent]) == "not ready: 2 to mend: ray, fastapi"
+    assert verdict([other, absent]) == "not ready: 2 problems: ray, fastapi"
 
 
 def test_the_requirements_of_training_and_of_a_device_are_asked_for() -> None:

@@ -170,7 +170,7 @@ def test_the_command_line_lacks_a_gpu_and_figures_alone(machine: Machine) -> Non
     done = machine.run("-m", "ctpo_megatron.cli", "train", "configs/quickstart.yaml", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     done = machine.run("-m", "ctpo_megatron.cli", "doctor", "--deep")
-    assert "not ready: 2 to mend: vl-convert-python, vllm\n" in done.stdout, done.stdout
+    assert "not ready: 2 problems: vl-convert-python, vllm\n" in done.stdout, done.stdout
     done = machine.run("-m", "pytest", "-m", "gpu", "--collect-only", "-q")
     assert done.returncode == 0, done.stdout
 

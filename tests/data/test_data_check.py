@@ -153,7 +153,7 @@ def test_held_out_rows_of_a_training_file_are_counted(own: Path, capsys: pytest.
     )
     assert status == 0 and told in err and len(err.splitlines()) == 1
     validation = DataValidation.of(load_config("own.yaml"), own / "kept")
-    assert validation.held_out(validation.training()).doubts.lines == [told.removeprefix("data.eval: ")]
+    assert validation.held_out(validation.training()).warnings.lines == [told.removeprefix("data.eval: ")]
 
 
 def test_a_file_that_is_both_is_named_once(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

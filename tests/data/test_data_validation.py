@@ -47,9 +47,9 @@ def edit(file: Path, **changes: Any) -> None:
 def test_usual_rows_pass_clean(own: Path) -> None:
     for kind in ("train", "eval", "sft"):
         found = admit(own, kind)
-        assert (found.problems.lines, found.doubts.lines) == ([], [])
+        assert (found.problems.lines, found.warnings.lines) == ([], [])
     found = admit(own, "train", "sft=null", SAYS_ALL, "data.rerender=true")
-    assert (found.problems.lines, found.doubts.lines) == ([], [])
+    assert (found.problems.lines, found.warnings.lines) == ([], [])
 
 
 @pytest.mark.parametrize("kind", ["train", "eval", "sft"])
@@ -113,7 +113,7 @@ BOX, CALL = "never names a box", "does not show how to call a tool as rollout.to
 
 
 @pytest.mark.parametrize(
-    ("overrides", "doubts"),
+    ("overrides", "warnings"),
     [
         (["sft=null"], [BOX, CALL]),
         (["sft=null", "data.system_prompt='Answer in \\boxed{}.'"], [CALL]),
@@ -125,17 +125,17 @@ BOX, CALL = "never names a box", "does not show how to call a tool as rollout.to
         ([], []),
     ],
 )
-def test_prompts_that_ask_for_what_nobody_reads(own: Path, overrides: list[str], doubts: list[str]) -> None:
-    lines = admit(own, "train", *overrides).doubts.lines
-    assert [text for text, line in zip(doubts, lines, strict=True) if text not in line] == []
+def test_prompts_that_ask_for_what_nobody_reads(own: Path, overrides: list[str], warnings: list[str]) -> None:
+    lines = admit(own, "train", *overrides).warnings.lines
+    assert [text for text, line in zip(warnings, lines, strict=True) if text not in line] == []
     assert all("train.jsonl row 0 " in line and "so it is in 11 more rows" in line for line in lines)
 
 
 @pytest.mark.parametrize("text", [r"Put it in \boxed{}.", r"use \boxed {x}", "in a boxed form", r"within $\boxed{}$"])
 def test_some_rows_without_a_box(own: Path, text: str) -> None:
     write(own / "train.jsonl", row(f"1+1? {text}"), row("A box holds 4 balls."), row(f"1+2? {text}"))
-    (doubt,) = admit(own, "train", "sft=null", "rollout.tools=[]").doubts.lines
-    assert doubt.startswith("train.jsonl row 1 ") and "more rows" not in doubt
+    (warning,) = admit(own, "train", "sft=null", "rollout.tools=[]").warnings.lines
+    assert warning.startswith("train.jsonl row 1 ") and "more rows" not in warning
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_some_rows_without_a_box(own: Path, text: str) -> None:
 def test_prompts_that_deserve_a_warning(own: Path, prompt: str, message: str) -> None:
     write(own / "train.jsonl", row("1+1?"), row(prompt), row(prompt))
     found = admit(own, "train")
-    (doubt,) = found.doubts.lines
-    assert doubt.startswith("train.jsonl row 1 ") and message in doubt and "so it is in 1 more row" in doubt
+    (warning,) = found.warnings.lines
+    assert warning.startswith("train.jsonl row 1 ") and message in warning and "so it is in 1 more row" in warning
     assert not found.problems.lines
 
 

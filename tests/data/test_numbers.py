@@ -135,7 +135,7 @@ def test_a_number_that_is_none_or_fills_the_memory_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "doubt"),
+    ("kind", "value", "warning"),
     [
         ("float64", sum([0.1] * 100), "has 15 digits (9.99999999999998), and float64 is sure of 15"),
         ("float64", 1 / 3, "has 16 digits (0.3333333333333333), and float64 is sure of 15"),
@@ -148,11 +148,11 @@ def test_a_number_that_is_none_or_fills_the_memory_is_refused(
         ("float16", 2048.0, ""),
     ],
 )
-def test_a_number_that_may_have_been_another(tmp_path: Path, tokenizer, kind: str, value: float, doubt: str) -> None:
+def test_a_number_that_may_have_been_another(tmp_path: Path, tokenizer, kind: str, value: float, warning: str) -> None:
     for file in _written(tmp_path, pa.array(np.array([1, value], kind))):
-        lines = read_prompts([file], tokenizer, PromptRules(400)).doubts.lines
-        assert len(lines) == bool(doubt)
-        assert all(f"row 1 column 'reward_model': the number {doubt}" in line for line in lines)
+        lines = read_prompts([file], tokenizer, PromptRules(400)).warnings.lines
+        assert len(lines) == bool(warning)
+        assert all(f"row 1 column 'reward_model': the number {warning}" in line for line in lines)
 
 
 def test_any_number_is_read_back_as_it_was() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.evaluate.results import ScoreColumn, results, said
+from ctpo_megatron.evaluate.results import ScoreColumn, results, written_answer
 from ctpo_megatron.evaluate.samples import Sample
 
 
@@ -50,7 +50,11 @@ def test_figures_are_by_source_and_over_all_problems() -> None:
 
 
 def test_the_reference_votes_with_what_it_reads() -> None:
-    assert [said(SAMPLES[7], name) for name in ("strict", "reference", "reward")] == [None, "7", "no idea, 7 perhaps"]
+    assert [written_answer(SAMPLES[7], name) for name in ("strict", "reference", "reward")] == [
+        None,
+        "7",
+        "no idea, 7 perhaps",
+    ]
     found = results(SAMPLES, [scorer("strict"), scorer("reference", 1.0)], seed=0)
     assert found["overall"]["reference"]["maj@4"]["value"] == found["overall"]["reference"]["worst@4"]["value"] == 1
 

@@ -119,7 +119,7 @@ class ScriptedRuns:
     def __init__(self, root: Path, model: Path, patch: Any) -> None:
         self.root, self._model = root, model
         patch.setattr(train, "start_services", self._services)
-        patch.setitem(vars(engines), "give_way_to_engines", lambda: None)  # it would slow down what tests come after
+        patch.setitem(vars(engines), "yield_to_engines", lambda: None)  # it would slow down what tests come after
         patch.setattr(export, "Trainer", ScriptedExporter)
         patch.setattr(export, "init_distributed", lambda *_, **__: ONE_RANK)
         patch.setattr(export, "destroy_distributed", lambda: None)

@@ -89,7 +89,7 @@ def apply(engine: EngineConfig, *, router_choices: bool = False) -> Callable[[As
     return partial(in_process_engine, threads=engine.threads, router_choices=router_choices)
 
 
-def give_way_to_engines() -> None:
+def yield_to_engines() -> None:
     """Lower the priority of the calling thread permanently, so that engines on this machine run first.
 
     Threads that serve the engines keep theirs. A step takes as long as its slower side, which on a CPU is the engine:
