@@ -152,7 +152,7 @@ def _policy(dtype: str) -> PolicyConfig:
 
 
 def layout_of(request: ExportRequest, tensor_parallel: int, pipeline_parallel: int) -> PolicyConfig:
-    """The policy under a layout. Raises ConfigError naming the options that ranks or model do not fit."""
+    """Return the policy under a layout. Raises ConfigError naming the options that ranks or model do not fit."""
     spec = read_spec(request.model, request.family)
     policy = request.policy.model_copy(
         update={

@@ -25,7 +25,7 @@ class UncomputableError(ValueError):
 
 
 def ends(value: Fraction) -> bool:
-    """Whether the number can be written as a decimal."""
+    """Return whether the number can be written as a decimal."""
     rest = value.denominator
     for factor in (2, 5):
         while rest % factor == 0:
@@ -34,12 +34,12 @@ def ends(value: Fraction) -> bool:
 
 
 def rounds(decimal: Fraction, value: Fraction) -> bool:
-    """Whether a decimal is a fraction without a finite decimal, up to a millionth of its value."""
+    """Return whether a decimal is a fraction without a finite decimal, up to a millionth of its value."""
     return not ends(value) and abs(decimal - value) < _SHARE * abs(value)
 
 
 def same_number(gold: Any, said: Any) -> bool | None:
-    """Whether two expressions of sympy are the same number; None where one of them is not a number.
+    """Return whether two expressions of sympy are the same number; None where one of them is not a number.
 
     Rational numbers are compared exactly, irrational ones in 400 digits. Where only one side is a decimal, a millionth
     of the other may be missing. Raises UncomputableError for what `reduced` cannot compute, and ValueError for a `gold`
@@ -76,7 +76,7 @@ def same_number(gold: Any, said: Any) -> bool | None:
 
 
 def reduced(expression: Any) -> Any:
-    """The expression with its rational parts as exact numbers; decimals are read as they are written.
+    """Return the expression with its rational parts as exact numbers; decimals are read as they are written.
 
     Raises UncomputableError for integers of more than a million bits, sums of more than 10,000 terms, and powers above
     5,000 of what has variables.

@@ -37,7 +37,7 @@ _LONGEST_DECIMAL = 1000
 
 
 def latex(value: Reading | Fraction) -> str:
-    """A reading, without the units in it."""
+    """Return a reading, without the units in it."""
     if isinstance(value, Fraction):
         return _number(value)
     if isinstance(value, Formula):
@@ -66,7 +66,7 @@ def _decimal(value: Fraction) -> str:
 
 
 def parse(text: str) -> Any:
-    """The expression that LaTeX text says, as sympy's object; None for text that cannot be read.
+    """Return the expression of LaTeX text as a sympy object; None for text that cannot be read.
 
     It can take long: run it in a process that can be killed.
     """
@@ -75,7 +75,8 @@ def parse(text: str) -> Any:
 
 
 def equal(gold: str, said: str) -> bool:
-    """Whether two formulas are equal; False where one cannot be read, and where `said` is too large to be computed.
+    """Return whether two formulas are equal; False where one cannot be read, and where `said` is too large to be
+    computed.
 
     Numbers are compared by their values (`same_number`), other formulas by math-verify. Not symmetric: a relation may
     be said for a set, and an equation for the value on its right side. Raises UncomputableError for a `gold` that is
@@ -107,7 +108,7 @@ def equal(gold: str, said: str) -> bool:
 
 
 def integers(expression: Any) -> Counter[int]:
-    """How often each integer stands in an expression, indices of symbols included, without signs."""
+    """Return how often each integer stands in an expression, indices of symbols included, without signs."""
     from sympy import MatrixBase, Rational, Symbol, preorder_traversal
 
     parts = list(expression) if isinstance(expression, MatrixBase) else [expression]

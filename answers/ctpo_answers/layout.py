@@ -147,7 +147,7 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 @lru_cache(maxsize=4096)
 def plain(answer: str) -> str:
-    """The answer without fonts, colours, dollar signs of formulas, blanks that mean nothing and a full stop.
+    """Return the answer without fonts, colours, dollar signs of formulas, blanks that mean nothing and a full stop.
 
     Digits in groups become one number, a percentage ends with `\\%`, degrees with `^\\circ`, words in any upright font
     stand in `\\text{}`.
@@ -171,7 +171,8 @@ def plain(answer: str) -> str:
 
 
 def as_one_number(answer: str) -> str:
-    """An answer in which a comma can stand in a number as well as between two, with the number; "" for any other one.
+    """Return an answer in which a comma can stand in a number as well as between two, with the number; "" for any other
+    one.
 
     `1 234,5` and `1.234,5` are 1234.5; `12,34,567` is 1234567, as digits are grouped in India.
     """
@@ -186,7 +187,7 @@ def as_one_number(answer: str) -> str:
 
 
 def without_text(answer: str) -> str:
-    """The answer with what stands in `\\text{}` as bare words."""
+    """Return the answer with what stands in `\\text{}` as bare words."""
     return re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", answer)
 
 
@@ -196,7 +197,7 @@ def lower_words(answer: str) -> str:
 
 
 def word_set(text: str, separator: str = " ") -> frozenset[str]:
-    """The words, or phrases, of a text."""
+    """Return the words, or phrases, of a text."""
     return frozenset(text.split(separator))
 
 
@@ -209,12 +210,12 @@ _FAMILIES = tuple(map(frozenset, ("abcd", "mnk", "pqrs", "uvw", "xyz")))
 
 
 def is_product(word: str) -> bool:
-    """Whether three or more letters in a row are variables of one family, such as `abc` and `xyz`."""
+    """Return whether three or more letters in a row are variables of one family, such as `abc` and `xyz`."""
     return len(word) > 2 and any(family.issuperset(word) for family in _FAMILIES)
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """The parts of a text between separators that stand in no bracket."""
+    """Return the parts of a text between separators that stand in no bracket."""
     parts, start, depths = [], 0, _depths(text)
     for found in separator.finditer(text):
         if depths[found.start()] == 0 and found.start() >= start:
@@ -224,7 +225,7 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def enclosed(text: str) -> str:
-    """The brackets around a whole text, such as `()` or `[)`; "" without them."""
+    """Return the brackets around a whole text, such as `()` or `[)`; "" without them."""
     if len(text) < 2 or text[0] not in _OPENING or text[-1] not in _CLOSING or text[-2:-1] == "\\":
         return ""
     return text[0] + text[-1] if all(depth > 0 for depth in _depths(text)[1:-1]) and _depths(text)[-1] == 1 else ""

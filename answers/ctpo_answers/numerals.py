@@ -36,7 +36,7 @@ _SIGN = re.compile(r"\s*([+-]?)\s*")
 
 
 def numeral(text: str) -> tuple[Fraction, int] | None:
-    """The exact value of the number that a text begins with, and where it ends; None where none begins."""
+    """Return the exact value of the number that a text begins with, and where it ends; None where none begins."""
     sign = _SIGN.match(text)
     start = sign.end() if sign else 0
     for form in _FORMS:
@@ -124,7 +124,7 @@ _COUNTED = re.compile(r"[a-z]{3,}(?: [a-z]{2,})?(?: per [a-z]{3,})?|\\%")
 
 
 def spoken(words: str) -> tuple[Fraction, str] | None:
-    """The number that lower-case words begin with, and what it counts; None where they say no number."""
+    """Return the number that lower-case words begin with, and what it counts; None where they say no number."""
     found = _WORDS_OF_NUMBER.match(words)
     counted = words[found.end() :].strip() if found else ""
     if found is None or not found[0].strip() or (counted and not _COUNTED.fullmatch(counted)):

@@ -136,13 +136,13 @@ _MONTHS = word_set(
 
 @lru_cache(maxsize=4096)
 def read(answer: str) -> Reading:
-    """What an answer says. Needs no computer algebra: takes about 0.1 ms."""
+    """Return what an answer says. Needs no computer algebra: takes about 0.1 ms."""
     text = plain(answer)
     return Formula(text) if len(text) > LONGEST else _read(text)
 
 
 def leaves(reading: Reading) -> list[Reading]:
-    """The parts that are compared each on its own."""
+    """Return the parts that are compared each on its own."""
     if isinstance(reading, Several):
         return [leaf for item in reading.items for leaf in leaves(item)]
     if isinstance(reading, Named | Choice | Given) and reading.value is not None:
@@ -151,7 +151,7 @@ def leaves(reading: Reading) -> list[Reading]:
 
 
 def is_date(words: Wording) -> bool:
-    """Whether the words name a day, such as `June 20` or `20.6.2024`."""
+    """Return whether the words name a day, such as `June 20` or `20.6.2024`."""
     return bool(_DAY.fullmatch(words.text)) or not _MONTHS.isdisjoint(words.text.split())
 
 
@@ -287,7 +287,7 @@ def sizes(text: str) -> Several | None:
 
 
 def vector(text: str) -> Several | None:
-    """The entries of a matrix with one row or one column."""
+    """Return the entries of a matrix with one row or one column."""
     found = _MATRIX.fullmatch(text)
     rows = [row.strip() for row in found[1].split("\\\\") if row.strip()] if found else []
     entries = [entry.strip() for row in rows for entry in row.split("&")]

@@ -30,7 +30,7 @@ class _Region:
 
 
 def same_region(gold: Reading, said: Reading) -> bool | None:
-    """Whether inequalities of one variable have the same solutions as others, or are true in the same intervals.
+    """Return whether inequalities of one variable have the same solutions as others, or are true in the same intervals.
 
     Each may have the absolute value of something linear. None where neither side has an inequality, or where it cannot
     be told. Raises any exception of sympy.

@@ -35,7 +35,7 @@ class TimeOfDay:
         return f"{hour}:{minute}" + f":{second}" * (second > 0) + " am" * (0 < hour < 12)
 
     def is_at(self, clock: Sequence[Fraction]) -> bool:
-        """Whether hours, minutes and seconds without a.m. and p.m. say this time.
+        """Return whether hours, minutes and seconds without a.m. and p.m. say this time.
 
         From 13 on, and at 0, hours are counted to 24. Others leave out the half of the day; 12:30 is after noon.
         """
@@ -47,7 +47,7 @@ class TimeOfDay:
 
 
 def time(text: str) -> TimeOfDay | None:
-    """The time that a whole text says; None where it says none, or leaves out the half of the day."""
+    """Return the time that a whole text says; None where it says none, or leaves out the half of the day."""
     words = lower_words(text)
     if _MIDNIGHT.fullmatch(words):
         return TimeOfDay(0)

@@ -94,7 +94,8 @@ class Unit:
         return " ".join(["\\%", *sorted(self.rest)]) if self.percent else self.text
 
     def factors(self, other: Unit) -> tuple[Fraction, Fraction] | None:
-        """What numbers of the one and of the other are to be multiplied with to be compared; None if they cannot be.
+        """Return what numbers of the one and of the other are to be multiplied with to be compared; None if they cannot
+        be.
 
         What one of them leaves out is not compared: the first part of a rate, or what money is paid for.
         """
@@ -126,7 +127,7 @@ class Unit:
         return unit(above, blank=True) or NONE, unit(below, blank=True) or NONE
 
     def is_money(self) -> bool:
-        """Whether it is a currency alone."""
+        """Return whether it is a currency alone."""
         return self.dimension is not None and len(self.dimension) == 1 and self.dimension[0] in _MONEY
 
 
@@ -140,7 +141,9 @@ PERCENT = Unit(percent=True)
 
 @lru_cache(maxsize=1024)
 def unit(text: str, blank: bool = False) -> Unit | None:
-    """The unit that a whole text names; None where it names none. blank: a blank separates it from its number."""
+    """Return the unit that a whole text names; None where it names none. blank: a blank separates it from its
+    number.
+    """
     text = text.strip()
     if not text:
         return NONE

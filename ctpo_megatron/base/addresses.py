@@ -7,7 +7,7 @@ import socket
 
 
 def address_toward(peer: str) -> str:
-    """The address of this machine that packets to `peer`, a name or an address, leave from; nothing is sent.
+    """Return the address of this machine that packets to `peer`, a name or an address, leave from; nothing is sent.
 
     Raises OSError without a route, or when no such name is known.
     """
@@ -18,7 +18,7 @@ def address_toward(peer: str) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Whether this machine has an IP address. Raises OSError when that cannot be tried."""
+    """Return whether this machine has an IP address. Raises OSError when that cannot be tried."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         try:
             probe.bind((address, 0))
@@ -30,7 +30,7 @@ def is_own(address: str) -> bool:
 
 
 def is_free(address: str, port: int) -> bool:
-    """Whether no program listens on a port. Raises OSError when the address is not of this machine."""
+    """Return whether no program listens on a port. Raises OSError when the address is not of this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier job may linger

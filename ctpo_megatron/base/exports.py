@@ -28,7 +28,7 @@ def record_step(model: Path, step: int) -> None:
 
 
 def exports(run: Path, directory: str) -> list[Export]:
-    """All exports of a run, the one of its end first. directory: `export.directory`."""
+    """Return all exports of a run, the one of its end first. directory: `export.directory`."""
     models = [run / directory, *sorted(RunPaths(run).checkpoint_exports())]
     return [Export(model, _step(model)) for model in models if (model / "config.json").is_file()]
 
@@ -49,7 +49,7 @@ def discard_exports(run: Path, directory: str, after: int) -> list[Path]:
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """The RL steps of which a run has a complete checkpoint, in order."""
+    """Return the RL steps of which a run has a complete checkpoint, in order."""
     steps = (step_in(marker.parent.name) for marker in RunPaths(run).checkpoints.glob(f"*/{MARKER}"))
     return sorted(step for step in steps if step is not None)
 

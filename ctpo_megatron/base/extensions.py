@@ -34,7 +34,7 @@ def activate(search_path: Iterable[str | Path]) -> None:
 
 
 def load(name: str) -> Any:
-    """The object that `package.module:Name` names; `activate` comes first. Raises ExtensionError."""
+    """Return the object that `package.module:Name` names; `activate` comes first. Raises ExtensionError."""
     module_name, separator, attribute = name.partition(":")
     if not (separator and module_name and attribute):
         raise ExtensionError(f"{name!r} is no import path; write package.module:Name")
@@ -135,7 +135,7 @@ def _from_outside(error: BaseException) -> bool:
 
 
 def call_problem(part: Callable[..., Any], positional: Sequence[str], arguments: Mapping[str, Any]) -> str:
-    """Why `part(*positional, **arguments)` cannot be called, or ""."""
+    """Return why `part(*positional, **arguments)` cannot be called, or ""."""
     try:
         signature = inspect.signature(part)
     except (TypeError, ValueError):  # written in C without a signature: unknown

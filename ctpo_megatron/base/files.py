@@ -29,13 +29,15 @@ class DamagedFileError(ValueError):
 
 
 def is_pattern(text: str) -> bool:
-    """Whether a text is a glob pattern, and not a path that exists."""
+    """Return whether a text is a glob pattern, and not a path that exists."""
     return glob.has_magic(text) and not os.path.exists(text)
 
 
 def matching(pattern: str) -> list[Path]:
-    """What a glob pattern matches, sorted; `**` is any folders. The folder that it begins with has its name, if it
-    exists: brackets in that are no pattern."""
+    """Return what a glob pattern matches, sorted; `**` is any folders. The folder that it begins with has its name, if
+    it
+    exists: brackets in that are no pattern.
+    """
     path = Path(pattern)
     folder = next(parent for parent in path.parents if parent.exists())
     below = glob.glob(str(path.relative_to(folder)), root_dir=folder, recursive=True)
@@ -54,7 +56,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def patiently(write: Callable[[], T], path: Path | None) -> T:
-    """The result of `write`, which is called again for `FULL_S` while the disk is full; that is said once.
+    """Return the result of `write`, which is called again for `FULL_S` while the disk is full; that is said once.
 
     path: what it writes, where its errors may not say so. Raises OSError.
     """
@@ -74,7 +76,7 @@ def patiently(write: Callable[[], T], path: Path | None) -> T:
 
 @contextmanager
 def aside(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A temporary path next to `path`; the file written there is then renamed to `path`, so readers see the old or the
+    """Provide a temporary path next to `path`; the file written there is then renamed to `path`, so readers see the old or the
     new.
 
     `durable` waits until the disk has it. Without, a machine that loses power can leave an empty file. Nothing is left
@@ -137,7 +139,7 @@ def write_json(path: Path, content: Any, *, durable: bool = False, patient: bool
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises DamagedFileError where there is none."""
+    """Return the mapping in a YAML file. Raises DamagedFileError where there is none."""
     import yaml  # `ctpo --help` needs the rest of this module alone
 
     try:

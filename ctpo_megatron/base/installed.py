@@ -25,13 +25,13 @@ _TE_LIBRARIES = {
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module, by its dotted name, has a file."""
+    """Return whether a module, by its dotted name, has a file."""
     spec = _found(module)
     return spec is not None and spec.origin is not None
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of a distribution by its metadata; None without it."""
+    """Return the version of a distribution by its metadata; None without it."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -39,12 +39,14 @@ def version_of(distribution: str) -> str | None:
 
 
 def versions_of(distributions: Iterable[str]) -> dict[str, str]:
-    """The versions of those that are installed."""
+    """Return the versions of those that are installed."""
     return {name: version for name in distributions if (version := version_of(name)) is not None}
 
 
 def install_command(*extras: str) -> str:
-    """The command that brings extras of setup.py: to a checkout as an editable install, else to the installed wheel."""
+    """Return the command that brings extras of setup.py: to a checkout as an editable install, else to the installed
+    wheel.
+    """
     checkout, named = _checkout(), f"[{','.join(sorted(extras))}]"
     if checkout is None:
         return f"pip install {shlex.quote('ctpo-megatron' + named)}"
@@ -56,7 +58,7 @@ SEPARATE = {"ctpo_answers": "answers", "ctpo_kernels": "kernels"}
 
 
 def separate_command(package: str) -> str:
-    """The command that brings a package of `SEPARATE`."""
+    """Return the command that brings a package of `SEPARATE`."""
     checkout = _checkout()
     source = f"{package}-*.whl" if checkout is None else shlex.quote(f"{_from_here(checkout)}/{SEPARATE[package]}")
     return f"pip install --no-deps {source}"
@@ -93,7 +95,8 @@ class Trouble(NamedTuple):
 
 
 def te_trouble() -> Trouble | None:
-    """Why `import transformer_engine` would fail; None if it would not, or if nothing of Transformer Engine is here.
+    """Return why `import transformer_engine` would fail; None if it would not, or if nothing of Transformer Engine is
+    here.
 
     It needs two libraries, and all parts of one version (transformer-engine 2.11, `common/__init__.py`).
     """

@@ -119,8 +119,9 @@ class PositionStats:
         return found
 
     def unlike(self, expected: PositionStats, tolerance: float) -> str:
-        """The first that differs: the histogram, a count, or a sum by more than `tolerance` of the largest in its
-        column; "" for nothing. Entropy, and the sampler, are left out where `expected` does not know them."""
+        """Return the first that differs: the histogram, a count, or a sum by more than `tolerance` of the largest in
+        its column; "" for nothing. Entropy, and the sampler, are left out where `expected` does not know them.
+        """
         if not np.array_equal(self.histogram, expected.histogram):
             return "another histogram of log r"
         known = expected.column("n_entropy").any()
@@ -158,12 +159,12 @@ def _rows(names: tuple[str, ...], table: NDArray[np.float64]) -> dict[str, list[
 
 
 def bin_of(position: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
-    """The bin of each position, from 1."""
+    """Return the bin of each position, from 1."""
     return np.minimum(np.searchsorted(LAST_POSITIONS, position), BINS - 1)
 
 
 def histogram_bin(log_ratio: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The bin of each log r; NaN counts as 0."""
+    """Return the bin of each log r; NaN counts as 0."""
     size = np.abs(np.where(np.isnan(log_ratio), 0.0, log_ratio))
     with np.errstate(divide="ignore"):
         place = np.floor(np.log10(size / _SMALLEST) * _BINS_A_DECADE)
@@ -172,7 +173,7 @@ def histogram_bin(log_ratio: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def histogram_value(bin_: int) -> float:
-    """The smallest |log r| of a bin of the histogram, with its sign: no quantile is beyond the extremes."""
+    """Return the smallest |log r| of a bin of the histogram, with its sign: no quantile is beyond the extremes."""
     place = abs(bin_ - _HALF)
     size = 0.0 if place == 0 else _SMALLEST * 10 ** ((place - 1) / _BINS_A_DECADE)
     return math.copysign(size, bin_ - _HALF)

@@ -12,7 +12,7 @@ _POLL_S = 0.01
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended; a zombie has, even if no process reaps it."""
+    """Return whether it has not ended; a zombie has, even if no process reaps it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

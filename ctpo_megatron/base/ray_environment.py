@@ -22,7 +22,7 @@ engine."""
 
 
 def ray_with_token(file: Path) -> dict[str, str]:
-    """What every process needs that starts, joins or uses a Ray whose secret is in `file`, of mode 0600.
+    """Return what every process needs that starts, joins or uses a Ray whose secret is in `file`, of mode 0600.
 
     How long a node tolerates the absence of its head is Ray's default: 60 s.
     """

@@ -33,23 +33,25 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 def step_name(step: int) -> str:
-    """The stem of what is written once a step."""
+    """Return the stem of what is written once a step."""
     return f"step_{step:06d}"
 
 
 def step_in(name: str) -> int | None:
-    """The step that `step_name` made this of; None: the name has another form, e.g. of a discarded checkpoint."""
+    """Return the step that `step_name` made this of; None: the name has another form, e.g. of a discarded
+    checkpoint.
+    """
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def discarded(path: Path) -> Path:
-    """The name that a resumed run gives to what was written after the step it continues from."""
+    """Return the name that a resumed run gives to what was written after the step it continues from."""
     return path.with_name(f"{_DISCARDED}{path.name}")
 
 
 def is_discarded(path: Path) -> bool:
-    """Whether `discarded` gave this name."""
+    """Return whether `discarded` gave this name."""
     return path.name.startswith(_DISCARDED)
 
 
@@ -92,7 +94,7 @@ class RunPaths:
 
     @classmethod
     def names(cls) -> frozenset[str]:
-        """The entries of a run directory that a run writes, besides the exported model."""
+        """Return the entries of a run directory that a run writes, besides the exported model."""
         return frozenset([LOGS, *(entry.parts[0] for entry in vars(cls).values() if isinstance(entry, _Entry))])
 
     @property
@@ -178,17 +180,17 @@ class RunPaths:
         return self.root / folder / f"{step_name(step)}.parquet"
 
     def trace(self, step: int, rank: int) -> Path:
-        """The trace of a step by a rank of the trainer."""
+        """Return the trace of a step by a rank of the trainer."""
         return self.profile / f"{step_name(step)}_rank_{rank}.json.gz"
 
     def tracker(self, name: str) -> Path:
-        """The identity of a tracker, whose name may be an import path."""
+        """Return the identity of a tracker, whose name may be an import path."""
         return self.trackers / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.json"
 
     def checkpoint_export(self, checkpoint: Path) -> Path:
-        """Where `ctpo export` writes the model of a checkpoint."""
+        """Return where `ctpo export` writes the model of a checkpoint."""
         return self.root / f"model-{checkpoint.name}"
 
     def checkpoint_exports(self) -> Iterator[Path]:
-        """The models that `ctpo export` has written."""
+        """Yield the models that `ctpo export` has written."""
         return self.root.glob("model-step_*")

@@ -39,7 +39,7 @@ class Stop(Protocol):
     """Whether to stop: `StopSignal`."""
 
     def is_set(self) -> bool:
-        """Whether this process is to stop; local. May raise what ends the run, such as a lost rank."""
+        """Return whether this process is to stop; local. May raise what ends the run, such as a lost rank."""
 
 
 class StopRequest(Stop, Protocol):
@@ -101,11 +101,11 @@ class StopSignal:
             _alarm_in(job_end - grace_s - time.time())
 
     def is_set(self) -> bool:
-        """Whether this process is to stop; local."""
+        """Return whether this process is to stop; local."""
         return bool(self._set_by)
 
     def agreed(self, gather: Callable[[int], list[int]]) -> bool:
-        """Whether any rank is to stop; then it is set on all of them. Collective, as `gather` is."""
+        """Return whether any rank is to stop; then it is set on all of them. Collective, as `gather` is."""
         if any(gather(self.is_set())):
             rank_zeros = gather(self.status)[0]  # which alone may be asked to stop for a fault
             if not self.is_set():
@@ -136,7 +136,7 @@ class StopSignal:
             self._deferring = False
 
     def leave(self) -> int:
-        """The state is saved, and no deadline is left; returns the exit status."""
+        """Note that the state is saved, and end the deadline; returns the exit status."""
         self._begin_to_leave()
         return self.status
 
@@ -241,7 +241,7 @@ def _alarm_in(seconds: float) -> None:
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """The signals of `ENDING` that this process acts on: under `nohup` it survives its terminal."""
+    """Return the signals of `ENDING` that this process acts on: under `nohup` it survives its terminal."""
     spared = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in ENDING if not (spared and number == signal.SIGHUP))
 

@@ -43,23 +43,26 @@ _SHORTEST_PART = 12  # within a value that is stored, and read again
 
 @cache
 def is_secret(name: str) -> bool:
-    """Whether a key, an argument or a variable of this name probably holds a secret."""
+    """Return whether a key, an argument or a variable of this name probably holds a secret."""
     return bool(_SECRET.search(name)) and not _HARMLESS.search(name)
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A tree of mappings and lists to be shown: as `concealed`, and without what texts say after `password:` or so."""
+    """Return a tree of mappings and lists to be shown: as `concealed`, and without what texts say after `password:` or
+    so.
+    """
     return _tree(value, name, lambda text: _without_pairs(_concealed(text)))
 
 
 def concealed(value: Any, name: str = "") -> Any:
-    """A tree to be stored: without values of secret names, without logins and secrets in addresses, and without values
-    of this process's secret variables. Other texts stay as they are."""
+    """Return a tree to be stored: without values of secret names, without logins and secrets in addresses, and without
+    values of this process's secret variables. Other texts stay as they are.
+    """
     return _tree(value, name, _concealed)
 
 
 def conceals(value: Any) -> bool:
-    """Whether `concealed` has replaced this value, or a login or a secret of an address in it."""
+    """Return whether `concealed` has replaced this value, or a login or a secret of an address in it."""
     return isinstance(value, str) and (value == HIDDEN or f"://{HIDDEN}@" in value or f"={HIDDEN}" in value)
 
 
@@ -81,7 +84,7 @@ def _concealed(text: str) -> str:
 
 
 def redacted_words(words: Iterable[str]) -> list[str]:
-    """The words of a command line, to be shown or stored."""
+    """Return the words of a command line, to be shown or stored."""
     shown = []
     for word in words:
         key, equals, value = word.partition("=")
@@ -102,7 +105,9 @@ def secrets_in(value: Any, name: str = "") -> Iterator[str]:
 
 
 def hidden(text: str) -> str:
-    """A text without the values of this process's secret variables, and without secrets that can be recognised."""
+    """Return a text without the values of this process's secret variables, and without secrets that can be
+    recognised.
+    """
     for value in _secret_values():
         text = text.replace(value, HIDDEN)
     return _without_pairs(_without_formats(text))

@@ -107,13 +107,13 @@ class DataValidation:
         return cls(config, tokenizer, _spec(spec_for, config), rendering, taught, limit)
 
     def training(self) -> PromptSet:
-        """The prompts of `data.train`."""
+        """Return the prompts of `data.train`."""
         from ctpo_megatron.environments import training_prompts
 
         return self._prompts("train", training_prompts, self.config.data.train_files)
 
     def held_out(self, training: PromptSet | None = None) -> PromptSet:
-        """The prompts of `data.eval`. training: of `data.train`, to compare them with."""
+        """Return the prompts of `data.eval`. training: of `data.train`, to compare them with."""
         from ctpo_megatron.environments import held_out_prompts
 
         found = self._prompts("eval", held_out_prompts, self.config.data.eval)
@@ -122,7 +122,7 @@ class DataValidation:
         return found
 
     def conversations(self) -> ConversationSet:
-        """The conversations of `sft.data`."""
+        """Return the conversations of `sft.data`."""
         from ctpo_megatron.data import ConversationRules, read_conversations
 
         config, files = self.config, self.config.sft.data if self.config.sft else ()
@@ -145,7 +145,7 @@ class DataValidation:
         return found
 
     def problem(self) -> str:
-        """Why no row could be used: end tokens or calls that would not be recognized; or ""."""
+        """Return why no row could be used: end tokens or calls that would not be recognized; or ""."""
         model = self.config.model
         try:
             stops = sorted(stop_token_ids(self.tokenizer, model.path))
@@ -229,7 +229,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def call_problem(tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> str:
-    """Why the parser could not read its own example after the tokenizer, or ""."""
+    """Return why the parser could not read its own example after the tokenizer, or ""."""
     if not rollout.tools:
         return ""
     parser = make_parser(rollout)
@@ -252,7 +252,7 @@ def call_problem(tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> 
 def check_rows(
     found: RowSet, column: str, roles: Sequence[str], tokenizer: PreTrainedTokenizerBase, spec: ModelSpec | None
 ) -> None:
-    """What is asked of prompts and conversations alike. roles: whose messages the text must show."""
+    """Check what prompts and conversations have in common. roles: whose messages the text must show."""
     if spec is not None and spec.vocab_size:
         check_ids(found, column, spec.vocab_size)
     found.exclude(_first_wrong(found, column, partial(_not_shown, roles)))
@@ -264,7 +264,7 @@ def check_rows(
 
 
 def check_ids(found: RowSet, column: str, vocabulary: int) -> None:
-    """Every id is one of the model's."""
+    """Refuse ids that the model does not have."""
     cells: dict[int, Cell] = {}
     for index in range(len(found.places)):
         if (largest := max(found.tokens(index), default=0)) >= vocabulary:
@@ -307,7 +307,7 @@ def check_count(found: ConversationSet, config: Config) -> None:
 
 
 def check_answer_form(found: PromptSet, reward: RewardConfig) -> None:
-    """The rendered prompt names a box where math_verify reads one."""
+    """Warn of rendered prompts that name no box where math_verify reads one."""
 
     def reads_a_box(prompt: Prompt) -> bool:
         return reward.by_source.get(prompt.data_source, reward.function).name == "math_verify"
@@ -320,7 +320,7 @@ def check_answer_form(found: PromptSet, reward: RewardConfig) -> None:
 
 
 def check_call_form(found: PromptSet, rollout: RolloutConfig) -> None:
-    """The rendered prompt shows the form of calls that the parser reads."""
+    """Warn of rendered prompts that do not show the form of calls that the parser reads."""
     parser = make_parser(rollout)
     if not rollout.tools or rollout.max_turns < 2 or not hasattr(parser, "example"):
         return
@@ -472,7 +472,7 @@ _REACT = re.compile(r"^Action(?: Input)?:", re.MULTILINE), re.compile(r"^Observa
 
 
 def tool_output(text: str) -> str:
-    """The notation of the first tool's output in a text of an assistant; "" without one.
+    """Return the notation of the first tool's output in a text of an assistant; "" without one.
 
     Notations are fences, tags, tags in brackets and tokens in bars: ```output (NuminaMath-TIR, ToRA), <interpreter>
     (ReTool), [TOOL_RESULTS] (Mistral), <|execute_result|>; and the observation of ReAct. They are known by their names.

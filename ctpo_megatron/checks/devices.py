@@ -26,7 +26,7 @@ class Gpu:
 
 
 def gpus() -> list[Gpu] | str:
-    """The GPUs of this node; a text says why they are unknown."""
+    """Return the GPUs of this node; a text says why they are unknown."""
     if (program := shutil.which("nvidia-smi")) is None:
         return "no nvidia-smi"
     try:
@@ -42,7 +42,7 @@ def gpus() -> list[Gpu] | str:
 
 
 def torch_cuda() -> str | None:
-    """The version of CUDA that torch was built for, from its file of versions."""
+    """Return the version of CUDA that torch was built for, from its file of versions."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
         return None
@@ -56,12 +56,12 @@ def _built_for(version_file: Path) -> str | None:
 
 
 def has_cuda_device() -> bool:
-    """Whether torch is built for CUDA and the driver shows a device (`CUDA_VISIBLE_DEVICES` counts)."""
+    """Return whether torch is built for CUDA and the driver shows a device (`CUDA_VISIBLE_DEVICES` counts)."""
     return torch_cuda() is not None and driver_shows_device()
 
 
 def driver_shows_device() -> bool:
-    """Whether the driver shows this process a device (`CUDA_VISIBLE_DEVICES` counts)."""
+    """Return whether the driver shows this process a device (`CUDA_VISIBLE_DEVICES` counts)."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -71,7 +71,9 @@ def driver_shows_device() -> bool:
 
 
 def torch_has_cuda() -> bool:
-    """Whether torch has CUDA; imports torch (2 CPU-seconds), as `has_cuda_device` does not. False without torch."""
+    """Return whether torch has CUDA; imports torch (2 CPU-seconds), as `has_cuda_device` does not. False
+    without torch.
+    """
     if not is_installed("torch"):
         return False
     import torch

@@ -92,7 +92,9 @@ class Wanted:
 
 
 def diagnose(wanted: Wanted, *, deep: bool = False) -> list[Problem]:
-    """The findings on this machine, for a run that wants so much of it. deep: let ranks exchange tensors, too."""
+    """Return the findings on this machine, for a run that wants so much of it. deep: let ranks exchange
+    tensors, too.
+    """
     seen, cuda = gpus(), torch_cuda()
     return [
         passed("python", f"{platform.python_version()} ({sys.executable})"),
@@ -141,7 +143,7 @@ def diagnose_run(
 
 
 def diagnose_node(config: Config, sources: Sources, job: Job) -> list[Problem]:
-    """All findings on a node of a job that runs: on its configuration, and, deep, on this machine."""
+    """Return all findings on a node of a job that runs: on its configuration, and, deep, on this machine."""
     seen = gpus()
     findings, wanted = diagnose_run(config, sources, job, [] if isinstance(seen, str) else seen)
     if wanted.sandbox == NODE and not names_a_server():  # the node program starts one for the engines
@@ -182,7 +184,9 @@ def _device(seen: Sequence[Gpu] | str, cuda: str | None) -> str:
 
 
 def check_packages(device: str) -> Iterator[Problem]:
-    """The requirements of setup.py for training and the engines of a device, `cpu` or `cuda`, as `pip check` does."""
+    """Yield the requirements of setup.py for training and the engines of a device, `cpu` or `cuda`, as `pip check`
+    does.
+    """
     for package in SEPARATE:
         name = package.replace("_", "-")
         if is_installed(package):
@@ -207,7 +211,7 @@ def _brings(extra: str, wanted: Requirement) -> bool:
 
 
 def check_package(name: str, version: str | None, wanted: str, extra: str) -> Problem:
-    """Whether a distribution is here, in a version that fits. extra: the extra of setup.py that brings it."""
+    """Return whether a distribution is here, in a version that fits. extra: the extra of setup.py that brings it."""
     if version is None:
         return Problem(name, "not installed", install_command(extra or "train"), extra=extra, severity="missing")
     if SpecifierSet(wanted).contains(version, prereleases=True):
@@ -222,7 +226,7 @@ def _engine_of_cuda() -> str:
 
 
 def has_gpu(seen: Sequence[Gpu] | str) -> bool:
-    """Whether there is a GPU; asks the driver where nvidia-smi did not answer."""
+    """Return whether there is a GPU; asks the driver where nvidia-smi did not answer."""
     return driver_shows_device() if isinstance(seen, str) else bool(seen)
 
 
@@ -341,7 +345,7 @@ def _gib(size: float) -> str:
 
 
 def temporary_problem() -> Problem | None:
-    """Why engines and scorers cannot have their files and sockets in the temporary directory."""
+    """Return why engines and scorers cannot have their files and sockets in the temporary directory."""
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:
@@ -354,14 +358,15 @@ def temporary_problem() -> Problem | None:
 
 
 def verdict(problems: Sequence[Problem]) -> str:
-    """One line."""
+    """Return the verdict in one line."""
     bad, notes = failed(problems), sum(problem.severity == "warning" for problem in problems)
     if not bad:
         return f"ready ({notes} notes)" if notes else "ready"
-    return f"not ready: {len(bad)} problem{'s' * (len(bad) > 1)}: {', '.join(dict.fromkeys(problem.key for problem in bad))}"
+    names = ", ".join(dict.fromkeys(problem.key for problem in bad))
+    return f"not ready: {len(bad)} problem{'s' * (len(bad) > 1)}: {names}"
 
 
 def install_line(problems: Sequence[Problem]) -> str:
-    """The pip line that brings what is missing; empty if nothing is."""
+    """Return the pip line that brings what is missing; empty if nothing is."""
     extras = sorted({problem.extra for problem in failed(problems) if problem.extra})
     return install_command(*extras) if extras else ""

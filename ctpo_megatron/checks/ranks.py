@@ -44,7 +44,9 @@ _INTERFACES = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface (i
 
 
 def check_exchange(gpus: int) -> list[Problem]:
-    """Two ranks of this machine, or one for each of several GPUs, add tensors: over NCCL on GPUs, else over gloo."""
+    """Let two ranks of this machine, or one for each of several GPUs, add tensors: over NCCL on GPUs, else over
+    gloo.
+    """
     backend, ranks = ("nccl", gpus) if gpus > 1 else ("gloo", 2)
     problem, _ = exchange(f"127.0.0.1:{free_port()}", backend, range(ranks), ranks)
     return [problem]
@@ -88,13 +90,13 @@ def exchange(address: str, backend: str, here: Sequence[int], ranks: int) -> tup
 
 
 def free_port() -> int:
-    """A port that is currently free."""
+    """Return a port that is currently free."""
     with socket.create_server(("", 0)) as free:
         return int(free.getsockname()[1])
 
 
 def meet(address: str, backend: str, rank: int, ranks: int) -> str:
-    """What one rank of the self-test does; what it saw. Raises RuntimeError when the sum is wrong."""
+    """Run one rank of the self-test; returns what it saw. Raises RuntimeError when the sum is wrong."""
     import torch
     import torch.distributed as dist
 
@@ -118,7 +120,7 @@ def meet(address: str, backend: str, rank: int, ranks: int) -> str:
 
 
 def compare_versions(found: Mapping[str, Sequence[Problem]]) -> Iterator[Problem]:
-    """The packages whose versions differ between nodes, by the findings of each."""
+    """Yield the packages whose versions differ between nodes, by the findings of each."""
     for package in _COMPARED:
         by_text: dict[str, list[str]] = {}
         for node, findings in found.items():
@@ -241,7 +243,7 @@ def nccl_transports(log: str) -> set[str]:
 
 
 def transport_finding(names: set[str], nodes: int) -> Problem:
-    """What the ranks of some nodes took: TCP between nodes, and a way through the host's memory, are notes."""
+    """Return the transports of the ranks: TCP between nodes, and a way through the host's memory, are notes."""
     networks = sorted(name for name in names if name.startswith("NET/"))
     within = ", ".join(name for name in _WITHIN if name in names) or "nothing"
     if nodes == 1:

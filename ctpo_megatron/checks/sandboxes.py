@@ -47,7 +47,7 @@ def check_sandbox(require: str) -> list[Problem]:
 
 @contextmanager
 def trial_sandbox(limits: Limits, require: str) -> Iterator[SandboxServer]:
-    """A server for one execution at a time, which ends with this. Raises SandboxStartError and ImportError."""
+    """Run a server for one execution at a time, which ends with this. Raises SandboxStartError and ImportError."""
     from ctpo_sandbox import start_server
 
     with (
@@ -65,7 +65,7 @@ def trial_sandbox(limits: Limits, require: str) -> Iterator[SandboxServer]:
 
 
 def check_libraries(sandbox: SandboxConfig, rollout: RolloutConfig) -> list[Problem]:
-    """What programs may expect to import and the sandbox of a run lacks; a server that runs is asked."""
+    """Return what programs may expect to import and the sandbox of a run lacks; a server that runs is asked."""
     if not rollout.needs_sandbox:
         return []
     if sandbox.url is None and not names_a_server():
@@ -87,7 +87,7 @@ def _of_node() -> Iterator[Problem]:
 
 
 def node_sandbox_problem() -> Problem | None:
-    """Why this node's sandbox cannot be used; sends it a request."""
+    """Return why this node's sandbox cannot be used; sends it a request."""
     try:
         url = node_sandbox_url()
         _not_installed(url)

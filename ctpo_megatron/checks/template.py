@@ -55,7 +55,9 @@ class SampleEpisode:
 
 
 def check_template(config: Config) -> tuple[list[Problem], tuple[tuple[str, str], ...]]:
-    """What is found on the chat template of a configuration, and the texts of a sample episode. Loads no torch."""
+    """Return what is found on the chat template of a configuration, and the texts of a sample episode. Loads no
+    torch.
+    """
     if missing := tokenizer_problems(Path(config.model.path)):
         command = task_command(Path(config.model.path))
         fix = f"{command} writes it" if command else "give model.path"

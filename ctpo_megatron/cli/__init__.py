@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command line of `ctpo`; ends the process with status 2 for what no verb takes."""
+    """Return the arguments of a command line of `ctpo`; ends the process with status 2 for what no verb takes."""
     parser = _parser(verb=argv[0] if argv else "")
     if argv and argv[0] not in VERBS and not argv[0].startswith("-"):
         _refuse_removed(parser, argv[0])

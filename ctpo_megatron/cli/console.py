@@ -29,6 +29,6 @@ def print_table(title: str, header: tuple[str, str, str], rows: Sequence[tuple[s
 
 
 def print_warnings(warnings: Sequence[Problem]) -> None:
-    """A line each."""
+    """Print a line for each."""
     for problem in warnings:
         say(f"warning: {problem}", error=True)

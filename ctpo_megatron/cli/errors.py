@@ -137,7 +137,7 @@ def _output_is_closed(error: OSError) -> bool:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process reports for its job, by torchrun's RANK."""
+    """Return whether this process reports for its job, by torchrun's RANK."""
     return os.environ.get("RANK", "0") == "0"
 
 

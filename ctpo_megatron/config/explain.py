@@ -33,7 +33,7 @@ _OF_NUMBERS = {"string_type": "quote it: \"'{value}'\" on the command line, '{va
 
 
 def explain_values(details: Iterable[ErrorDetails], where: Callable[[tuple[str, ...]], str]) -> list[Problem]:
-    """One problem for each key that pydantic refuses. where: gives the place of a key."""
+    """Return one problem for each key that pydantic refuses. where: gives the place of a key."""
     problems: dict[str, Problem] = {}
     for detail in details:
         keys = tuple(str(part) for part in detail["loc"] if not _is_branch(part))
@@ -99,7 +99,7 @@ def explain_interpolation(message: str) -> tuple[str, str]:
 
 
 def did_you_mean(names: Sequence[str]) -> str:
-    """The question as a fix; empty without a name."""
+    """Return the question as a fix; empty without a name."""
     return f"did you mean {' or '.join(names)}?" if names else ""
 
 

@@ -24,7 +24,9 @@ class HubName:
 
     @classmethod
     def of(cls, text: str) -> HubName | None:
-        """What a text names; None for a path: one that exists, or that without split and revision looks like one."""
+        """Return what a text names; None for a path: one that exists, or that without split and revision looks like
+        one.
+        """
         found = _NAME.fullmatch(text)
         if found is None or exists(text):
             return None

@@ -33,7 +33,7 @@ class Key:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section class of a field (even if it may be null); None for a leaf, such as a list of sections."""
+    """Return the section class of a field (even if it may be null); None for a leaf, such as a list of sections."""
     if get_origin(field.annotation) is tuple:
         return None
     for candidate in (field.annotation, *get_args(field.annotation)):
@@ -60,7 +60,9 @@ def _defaults(section: type[Section], given: Mapping[str, Any], base: Section | 
 
 
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as config.yaml has it, with the schema's defaults where it lacks a key; unknown keys stay."""
+    """Return a configuration as config.yaml has it, with the schema's defaults where it lacks a key; unknown
+    keys stay.
+    """
     return merged(_defaults(Config, given), given)
 
 
@@ -84,7 +86,7 @@ def _fields(section: type[Section], base: Section | None) -> Iterator[tuple[str,
 
 @cache
 def known_keys() -> tuple[Key, ...]:
-    """Every leaf of the schema in the order of declaration."""
+    """Return every leaf of the schema in the order of declaration."""
     return tuple(_walk(Config, "", None))
 
 
@@ -175,7 +177,7 @@ def _bounds(constraints: tuple[Any, ...]) -> Iterator[str]:
 
 
 def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
-    """Each key by as few of its last parts as no other key of `among` ends in."""
+    """Return each key by as few of its last parts as no other key of `among` ends in."""
     others = [f".{key}" for key in among]
     names = {}
     for key in keys:

@@ -44,11 +44,11 @@ class Sources:
         return next((self.places[keys[:end]] for end in range(len(keys), -1, -1) if keys[:end] in self.places), "")
 
     def has(self, keys: Keys) -> bool:
-        """Whether the key itself was given (false: its value is a default)."""
+        """Return whether the key itself was given (false: its value is a default)."""
         return keys in self.places
 
     def placed(self, problem: Problem) -> Problem:
-        """The problem with the file and line that its key was written at."""
+        """Return the problem with the file and line that its key was written at."""
         if problem.where or not problem.key:
             return problem
         keys = _parts(problem.key)
@@ -243,7 +243,7 @@ def _with_overrides(
 
 
 def check_override(text: str) -> Problem | None:
-    """The problem with the spelling of an override, such as another tool's; None without one."""
+    """Return the problem with the spelling of an override, such as another tool's; None without one."""
     key, equals, value = text.partition("=")
     bare = key.strip().lstrip("+~-")
     if any("\udc80" <= character <= "\udcff" for character in text):  # Python's encoding of an undecodable byte
@@ -278,7 +278,8 @@ def config_folders() -> list[Path]:
 
 
 def locate(path: str | Path, suffix: str = ".yaml", folder: str = "") -> Path:
-    """The file that a user's path refers to. Raises ConfigError listing the searched locations and close matches.
+    """Return the file that a user's path refers to. Raises ConfigError listing the searched locations and close
+    matches.
 
     suffix: which a path may leave out. folder: of configs/, where a name is looked for, too.
     """
@@ -303,7 +304,7 @@ def locate(path: str | Path, suffix: str = ".yaml", folder: str = "") -> Path:
 
 
 def dump(config: Config, *, whole: bool = False) -> str:
-    """The resolved configuration as YAML, without secrets; `load_config` of it gives the same but for these.
+    """Return the resolved configuration as YAML, without secrets; `load_config` of it gives the same but for these.
 
     whole: with secrets, for a file that no other user can read.
     """
@@ -311,6 +312,6 @@ def dump(config: Config, *, whole: bool = False) -> str:
 
 
 def stored_settings(config: Config) -> dict[str, Any]:
-    """The resolved configuration as a run keeps it: plain, and without secrets."""
+    """Return the resolved configuration as a run keeps it: plain, and without secrets."""
     settings: dict[str, Any] = concealed(config.model_dump(mode="json"))
     return settings

@@ -59,12 +59,12 @@ def task_command(path: Path) -> str:
 
 
 def family_for(model: ModelConfig, search_path: Sequence[str] | None) -> ModelFamily | None:
-    """The user's family that `model.family` names, found through `extensions.path`. Raises ConfigError."""
+    """Return the user's family that `model.family` names, found through `extensions.path`. Raises ConfigError."""
     return None if model.family is None else load_family(model.family, search_path or ())
 
 
 def load_family(extension: Extension, search_path: Sequence[str]) -> ModelFamily:
-    """A user's family by its import path. Raises ConfigError."""
+    """Return a user's family by its import path. Raises ConfigError."""
     activate(search_path)
     try:
         family = load(extension.name)(**extension.arguments)
@@ -144,7 +144,7 @@ class Stored:
 
 
 def stored_tensors(directory: Path, spec: ModelSpec | None) -> tuple[dict[str, Stored], list[Problem]]:
-    """Every tensor of a model directory by name, and all problems with the files.
+    """Return every tensor of a model directory by name, and all problems with the files.
 
     Problems are missing, truncated or invalid files; with `spec`, also tensors that are missing, surplus, of another
     shape or not floating-point. A tied model may have an output layer (of the embedding's shape), and rotary
@@ -188,14 +188,14 @@ def check_tied(directory: Path, stored: Mapping[str, Stored], spec: ModelSpec) -
 
 
 def tokenizer_problems(directory: Path) -> list[Problem]:
-    """Whether a file with a vocabulary is missing."""
+    """Return whether a file with a vocabulary is missing."""
     if any((directory / name).is_file() for name in TOKENIZERS):
         return []
     return [_problem(directory, f"has no tokenizer: none of {', '.join(TOKENIZERS)}", "copy it there")]
 
 
 def is_replaceable(target: Path) -> bool:
-    """Whether an export may replace what is there: nothing, an empty directory, or a model directory."""
+    """Return whether an export may replace what is there: nothing, an empty directory, or a model directory."""
     if target.is_dir():
         return (target / "config.json").is_file() or not any(target.iterdir())
     return not target.exists()

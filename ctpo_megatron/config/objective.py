@@ -121,12 +121,12 @@ class PolicyObjective:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> PolicyObjective:
-        """The objective called `name`, with single fields overridden. Raises ConfigError for a contradiction."""
+        """Return the objective called `name`, with single fields overridden. Raises ConfigError for a contradiction."""
         return cls(**{**PRESETS[name], **overrides})
 
 
 def objective_from_config(config: ObjectiveConfig) -> PolicyObjective:
-    """The configured objective: the preset, overridden by every field that is not null.
+    """Return the configured objective: the preset, overridden by every field that is not null.
 
     `anchor` and `advantage` of the configuration select inputs of the loss and are not part of it. Raises ConfigError,
     also for a field that the clip mode has no use for.
@@ -148,7 +148,7 @@ def _without_effect(name: str, mode: str, value: Any) -> Problem:
 
 
 def advantage_from_config(config: ObjectiveConfig) -> AdvantageConfig:
-    """The configured advantages; what is null in them is the preset's."""
+    """Return the configured advantages; what is null in them is the preset's."""
     of_preset = {
         "normalize_std": config.preset not in WITHOUT_STD,
         "epsilon": EPSILON_OF.get(config.preset, STD_EPSILON),

@@ -24,7 +24,9 @@ def sequence_multiple(policy: PolicyConfig) -> int:
 
 
 def against_shared_prefixes(policy: PolicyConfig) -> str:
-    """Why passes compute every token of every sequence, though some have the same history; "" where they do not."""
+    """Return why passes compute every token of every sequence, though some have the same history; "" where they
+    do not.
+    """
     reasons = {
         "policy.share_prefixes is off": policy.share_prefixes == "off",
         "sequences are split (policy.context_parallel_size)": policy.context_parallel_size > 1,
@@ -43,22 +45,22 @@ def engine_count(config: Config) -> int:
 
 
 def evaluates(config: Config) -> bool:
-    """Whether a run evaluates at all; one that replays a recording does with `eval.every` alone."""
+    """Return whether a run evaluates at all; one that replays a recording does with `eval.every` alone."""
     return bool(config.data.eval) and (config.rollout.replay is None or config.eval.every > 0)
 
 
 def needs_engines(config: Config) -> bool:
-    """Whether a run starts engines, which sample or, next to a recording, evaluate."""
+    """Return whether a run starts engines, which sample or, next to a recording, evaluate."""
     return config.rollout.replay is None or evaluates(config)
 
 
 def shares_gpus(config: Config) -> bool:
-    """Whether engines and trainer take turns on the same GPUs."""
+    """Return whether engines and trainer take turns on the same GPUs."""
     return config.placement.mode == "colocated" and needs_engines(config)
 
 
 def choose_transport(weights: WeightsConfig, placement: PlacementConfig, device: Device) -> Transport:
-    """What carries weights to engines on `device`."""
+    """Return what carries weights to engines on `device`."""
     if weights.transport != "auto":
         return weights.transport
     if device == "cuda":
@@ -99,7 +101,7 @@ class Placement:
 
     @classmethod
     def of(cls, config: Config, job: Job) -> Placement:
-        """The trainer's GPUs are the first ones, one for each of its ranks on this node."""
+        """Return the trainer's GPUs: the first ones, one for each of its ranks on this node."""
         trainer = range(config.placement.trainer_gpus or job.node_ranks or job.world_size)
         of_node = -(-engine_count(config) // config.cluster.nodes)
         count = config.placement.engine_gpus or of_node * config.rollout.engine.tensor_parallel_size
@@ -130,7 +132,7 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_problem(*, planned: bool) -> Problem | None:
-    """The problem with an environment that has some of torchrun's variables, but not all, or no ranks in them.
+    """Return the problem with an environment that has some of torchrun's variables, but not all, or no ranks in them.
 
     planned: nothing is started, and WORLD_SIZE alone is the size of the job to plan for.
     """

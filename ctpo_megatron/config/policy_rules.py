@@ -27,7 +27,7 @@ _LOW = "policy.dtype: bfloat16 or float16"
 
 
 def check_layout(config: Config, model: ModelSpec | None, job: Job) -> Iterator[Problem]:
-    """The parallel layout against the ranks and the model."""
+    """Check the parallel layout against the ranks and the model."""
     return layout_problems(config.policy, model, job)
 
 
@@ -193,7 +193,7 @@ def _why_local(config: Config) -> str:
 
 
 def prefix_note(config: Config, *, cuda: bool) -> str:
-    """Whether passes compute tokens with the same history once, as far as this machine shows, and why not."""
+    """Return whether passes compute tokens with the same history once, as far as this machine shows, and why not."""
     if against := against_shared_prefixes(config.policy):
         return f"not shared: {against}"
     whole_attention = ", in attention for each sequence" if cuda and not _why_local(config) else ""
@@ -201,7 +201,7 @@ def prefix_note(config: Config, *, cuda: bool) -> str:
 
 
 def check_router_replay(config: Config, model: ModelSpec | None, job: Job) -> Iterator[Problem]:
-    """Whether engines can report experts, and what a mixture risks without; `check_layout` looks at the model."""
+    """Check whether engines can report experts, and what a mixture risks without; `check_layout` looks at the model."""
     if model is None or model.num_experts_per_token < 2:  # of one expert a token nothing can be recorded
         return
     if not config.policy.router_replay:

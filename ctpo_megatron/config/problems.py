@@ -72,36 +72,36 @@ class ConfigError(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text (OmegaConf appends internals below it)."""
+    """Return the first line of an error's text (OmegaConf appends internals below it)."""
     return str(error).strip().split("\n")[0]
 
 
 def error(config: BaseModel, key: str, message: str, fix: str = "") -> Problem:
-    """An error about a key, with its present value."""
+    """Return an error about a key, with its present value."""
     return Problem(key, message, fix, value_of(config, key))
 
 
 def warning(config: BaseModel, key: str, message: str, fix: str = "") -> Problem:
-    """A warning about a key, with its present value."""
+    """Return a warning about a key, with its present value."""
     return Problem(key, message, fix, value_of(config, key), severity="warning")
 
 
 def value_of(config: BaseModel, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     return reduce(getattr, key.split("."), config)
 
 
 def failed(problems: Iterable[Problem]) -> list[Problem]:
-    """The problems that training cannot start with."""
+    """Return the problems that training cannot start with."""
     return [problem for problem in problems if problem.failed]
 
 
 def passed(key: str, message: str) -> Problem:
-    """The result of a check that passed, and what it saw."""
+    """Return the result of a check that passed, and what it saw."""
     return Problem(key, message, severity="ok")
 
 
 def show(value: Any, limit: int = 80) -> str:
-    """A value in YAML syntax, shortened."""
+    """Return a value in YAML syntax, shortened."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

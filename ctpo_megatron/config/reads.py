@@ -15,12 +15,12 @@ from ctpo_megatron.base.files import is_pattern, matching
 
 
 def exists(value: str) -> bool:
-    """Whether a text is the path of an existing file or folder."""
+    """Return whether a text is the path of an existing file or folder."""
     return bool(value) and "\0" not in value and os.path.exists(value)
 
 
 def at_home(text: str) -> str:
-    """A path whose `~` or `~user` at its beginning is that home directory."""
+    """Return a path whose `~` or `~user` at its beginning is that home directory."""
     return os.path.expanduser(text)
 
 

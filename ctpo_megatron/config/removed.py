@@ -60,7 +60,7 @@ def command_advice(verb: str, option: str = "") -> str | None:
 
 
 def without_removed(tree: dict[str, Any], file: Path | None = None) -> dict[str, Any]:
-    """A stored configuration, as plain mappings, without removed keys and values.
+    """Return a stored configuration, as plain mappings, without removed keys and values.
 
     file: where it was read; one that no run has stored stays as it is.
     """

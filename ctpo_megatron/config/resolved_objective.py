@@ -19,7 +19,7 @@ _RATIOS = {
 
 
 def resolved_objective(config: ObjectiveConfig) -> dict[str, Any]:
-    """What a run with this configuration optimises, as names and plain numbers. Raises ConfigError.
+    """Return what a run with this configuration optimises, as names and plain numbers. Raises ConfigError.
 
     summary: the same on one line; without what is as for CTPO's default: anchor, advantage, no correction. window: what
     it bounds depends on `clip_mode`, with t from 1:

@@ -93,7 +93,7 @@ def check_budget(config: Config, model: ModelSpec | None, job: Job) -> Iterator[
 
 
 def check_endpoint(config: Config, model: ModelSpec | None, job: Job) -> Iterator[Problem]:
-    """An agent where there is an endpoint, and time for it."""
+    """Require an agent where there is an endpoint, and time for it."""
     rollout = config.rollout
     if rollout.environment.name != "endpoint":
         if rollout.endpoint.agent is not None:
@@ -129,7 +129,7 @@ def check_engine(config: Config, model: ModelSpec | None, job: Job) -> Iterator[
 
 
 def check_engine_starts(config: Config, model: ModelSpec | None, job: Job) -> list[Problem]:
-    """The errors of `check_engine`: its warnings are about training."""
+    """Return the errors of `check_engine`: its warnings are about training."""
     return failed(check_engine(config, model, job))
 
 
@@ -188,7 +188,7 @@ def check_deadlines(config: Config, model: ModelSpec | None, job: Job) -> Iterat
 
 
 def check_cluster(config: Config, model: ModelSpec | None, job: Job) -> Iterator[Problem]:
-    """An address that is none."""
+    """Refuse an invalid address."""
     address = config.cluster.node_address
     if address is None:
         return
@@ -227,7 +227,9 @@ def check_staleness(config: Config, model: ModelSpec | None, job: Job) -> Iterat
 
 
 def check_protocol(config: Config, model: ModelSpec | None, job: Job) -> Iterator[Problem]:
-    """The protocol `fenced` has one tool and no schemas; tools can run; chat template and system prompt can be read."""
+    """Check that the protocol `fenced` has one tool and no schemas; tools can run; chat template and system prompt can be
+    read.
+    """
     template, prompt = config.model.chat_template, config.data.system_prompt
     if template is not None and (reason := _unreadable(chat_template_text, template)):
         fix = f"write {', '.join(chat_template_names())}, or the path of a file that ends in .jinja"

@@ -107,7 +107,7 @@ def check_model_directory(config: Config, model: ModelSpec | None, job: Job) -> 
 
 
 def check_export(config: Config, model: ModelSpec | None, job: Job) -> Iterator[Problem]:
-    """The export replaces a directory of its name: it must not be anything else that is there, or is needed."""
+    """Refuse an export that would replace anything but an earlier export, or something that is needed."""
     key, name = "export.directory", config.export.directory
     if not config.export.enabled:
         return
@@ -144,7 +144,7 @@ def _file_hint(file: Path) -> str:
 
 
 def check_checkpoints(config: Config, model: ModelSpec | None, job: Job) -> Iterator[Problem]:
-    """A checkpoint to load that is there; a metric for the best ones that will be."""
+    """Require a checkpoint to load that exists, and for the best ones a metric that will."""
     settings = config.checkpoint
     if config.run.resume and not settings.every and config.run.steps:
         message = "but checkpoint.every is 0: there is no checkpoint before the last step, and a crash loses all steps"
@@ -196,7 +196,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def check_replay(config: Config, model: ModelSpec | None, job: Job) -> Iterator[Problem]:
-    """A recording that has every step, drawn as this run draws."""
+    """Require a recording that has every step, drawn as this run draws."""
     if config.rollout.replay is None:
         return
     recording = Path(config.rollout.replay)

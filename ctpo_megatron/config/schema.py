@@ -250,7 +250,7 @@ class PolicyConfig(Section):
         )
 
     def with_auto(self, chosen: Chosen) -> Self:
-        """A copy in which `auto` is this. It is not part of the value: a dump keeps `auto`."""
+        """Return a copy in which `auto` is this. It is not part of the value: a dump keeps `auto`."""
         copy = self.model_copy()
         copy._auto = chosen
         return copy
@@ -308,7 +308,7 @@ class EvalConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus filter")
 
     def due(self, done: int, steps: int) -> bool:
-        """Whether an evaluation is due after `done` of `steps` steps."""
+        """Return whether an evaluation is due after `done` of `steps` steps."""
         if done in (0, steps):
             return done == steps or self.before_training
         return self.every > 0 and done % self.every == 0
@@ -359,7 +359,7 @@ class CheckpointConfig(Section):
     )
 
     def due(self, done: int, steps: int, *, since_s: float, write_s: float) -> bool:
-        """Whether a checkpoint is due after `done` of `steps` steps.
+        """Return whether a checkpoint is due after `done` of `steps` steps.
 
         since_s: seconds since the last one was begun, or the run. write_s: seconds that writing one takes; 0: unknown.
         """
@@ -434,7 +434,7 @@ class Config(Section):
     _files: tuple[Path, ...] = PrivateAttr(default=())
 
     def read_from(self, files: Iterable[Path]) -> Self:
-        """The same configuration with a record of its YAML files, which is not part of its value."""
+        """Return the same configuration with a record of its YAML files, which is not part of its value."""
         self._files = tuple(files)
         return self
 

@@ -15,12 +15,14 @@ _FILES = (".txt", ".md")
 
 
 def is_prompt_file(value: str) -> bool:
-    """Whether `data.system_prompt` names a file: one line that ends in .txt or .md."""
+    """Return whether `data.system_prompt` names a file: one line that ends in .txt or .md."""
     return "\n" not in value and value.endswith(_FILES)
 
 
 def system_prompt_text(value: str) -> str:
-    """The text without surrounding newlines. Raises OSError or UnicodeDecodeError for a file that cannot be read."""
+    """Return the text without surrounding newlines. Raises OSError or UnicodeDecodeError for a file that cannot be
+    read.
+    """
     return (Path(value).read_text(encoding="utf-8") if is_prompt_file(value) else value).strip("\n")
 
 
@@ -63,17 +65,19 @@ def chat_template_names() -> list[str]:
 
 
 def is_template_file(value: str) -> bool:
-    """Whether `model.chat_template` names a file."""
+    """Return whether `model.chat_template` names a file."""
     return value.endswith(_SUFFIX)
 
 
 def chat_template_text(value: str) -> str:
-    """The Jinja text of `model.chat_template`. Raises OSError or UnicodeDecodeError if the file cannot be read."""
+    """Return the Jinja text of `model.chat_template`. Raises OSError or UnicodeDecodeError if the file cannot
+    be read.
+    """
     file = Path(value) if is_template_file(value) else _OURS / f"{value}{_SUFFIX}"
     return file.read_text(encoding="utf-8")
 
 
 def run_chat_template(model: ModelConfig) -> str | None:
-    """The Jinja text that replaces the tokenizer's own in a run; None for the tokenizer's. Raises as above."""
+    """Return the Jinja text that replaces the tokenizer's own in a run; None for the tokenizer's. Raises as above."""
     value = model.chat_template
     return None if value is None else chat_template_text(value)

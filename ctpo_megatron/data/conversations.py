@@ -52,7 +52,7 @@ class ConversationSet(RowSet):
         return printable(f"{data_stem(file)}/{row}")
 
     def tokens(self, index: int) -> Sequence[int]:
-        """The token ids of a conversation."""
+        """Return the token ids of a conversation."""
         ids: list[int] = self.conversations[index].tokens["token_ids"].tolist()
         return ids
 
@@ -107,7 +107,7 @@ def batches(conversations: Sequence[Trajectory], per_step: int, seed: int) -> It
 
 
 def batch_order(conversations: Sequence[Trajectory], per_step: int, seed: int) -> dict[str, Any]:
-    """The inputs that determine the order of `batches`, to compare with a checkpoint.
+    """Return the inputs that determine the order of `batches`, to compare with a checkpoint.
 
     conversations: blake2b-128, in hexadecimal, of all tokens and loss masks.
     """

@@ -52,7 +52,7 @@ def prompt_columns(file: Path, columns: Sequence[str], rows: Cells) -> PromptCol
 
 
 def conversion(file: Path, columns: Sequence[str], rows: Cells, required: Sequence[str], kept: Sequence[str]) -> str:
-    """The lines, which need pyarrow alone; "" where no columns of the file have a question and its answer.
+    """Return the lines, which need pyarrow alone; "" where no columns of the file have a question and its answer.
 
     rows: the first ones. required: columns of prompt files or conversations. kept: columns that have our names.
     """

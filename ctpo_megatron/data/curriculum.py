@@ -22,7 +22,7 @@ class Sampler(Protocol):
     """
 
     def next(self, count: int) -> Sequence[str]:
-        """The ids of the next `count` prompts; an id may come again."""
+        """Return the ids of the next `count` prompts; an id may come again."""
 
     def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
         """Called once for each batch that the trainer gets: the rewards of each prompt's samples, by the prompt's id.
@@ -32,14 +32,14 @@ class Sampler(Protocol):
         """
 
     def state(self) -> Any:
-        """All that the next draws depend on, as JSON."""
+        """Return all that the next draws depend on, as JSON."""
 
     def load_state(self, state: Any) -> None:
         """Continue from what `state` returned."""
 
 
 def sampler_problem(part: Extension) -> str:
-    """Why `part` cannot be a sampler, or "". Raises ExtensionError when it cannot be imported."""
+    """Return why `part` cannot be a sampler, or "". Raises ExtensionError when it cannot be imported."""
     if not part.is_path:
         return "no such sampler; write package.module:Name, or null for the order of the data"
     found: Any = load(part.name)
@@ -62,7 +62,7 @@ class Curriculum(PromptStream):
             self._sampler: Sampler = load(part.name)(list(prompts), seed, **part.arguments)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts. Raises ValueError when the sampler fails, or names others than there are."""
+        """Return the next `count` prompts. Raises ValueError when the sampler fails, or names others than there are."""
         with self._users("next"):
             ids = list(self._sampler.next(count))
         returned = f"data.sampler, {self._name}: next({count}) returned"

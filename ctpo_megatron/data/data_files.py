@@ -56,7 +56,7 @@ def find_files(
 
 
 def data_stem(file: Path) -> str:
-    """The name of a data file without what says how it is read: "a" of `a.jsonl.gz`."""
+    """Return the name of a data file without what says how it is read: "a" of `a.jsonl.gz`."""
     return file.with_suffix("").stem if file.suffix in _PACKED and data_kind(file) in JSON else file.stem
 
 
@@ -117,7 +117,7 @@ def _splits(files: Sequence[Path]) -> dict[str, Path]:
 
 
 def data_kind(file: Path) -> str:
-    """The suffix that says how to read a file: `.jsonl` of `a.jsonl.gz`."""
+    """Return the suffix that says how to read a file: `.jsonl` of `a.jsonl.gz`."""
     return file.with_suffix("").suffix if file.suffix in _PACKED else file.suffix
 
 

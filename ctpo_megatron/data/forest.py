@@ -58,7 +58,7 @@ class Forest:
 
     @classmethod
     def of(cls, token_ids: NDArray[np.integer], bounds: Sequence[int], multiple: int = 1) -> Forest:
-        """The forest of the sequences between consecutive `bounds` of token ids `[N]`.
+        """Return the forest of the sequences between consecutive `bounds` of token ids `[N]`.
 
         multiple: of the number of rows; rows that no token has are appended, each a tree of its own.
         """
@@ -98,7 +98,7 @@ class PrefixOrder:
 
     @classmethod
     def of(cls, sequences: Sequence[NDArray[np.integer]]) -> PrefixOrder:
-        """The order of sequences of token ids."""
+        """Return the order of sequences of token ids."""
         keys = [ids.astype(">u4") for ids in sequences]
         order = sorted(range(len(keys)), key=lambda index: keys[index].tobytes())
         place = np.empty(len(keys), np.int64)
@@ -107,7 +107,9 @@ class PrefixOrder:
         return cls(place, np.array([0, *(common_prefix(keys[a], keys[b]) for a, b in pairs)][: len(keys)], np.int64))
 
     def walk(self, members: Sequence[int]) -> list[tuple[int, int]]:
-        """Some sequences in this order, each with the tokens that it shares with the one before; the first: 0."""
+        """Return some sequences in this order, each with the tokens that it shares with the one before; the
+        first: 0.
+        """
         ordered = sorted(members, key=lambda member: self.place[member])
         places = self.place[ordered].tolist()
         pairs = itertools.pairwise(places)
@@ -116,7 +118,7 @@ class PrefixOrder:
 
 
 def common_prefix(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
-    """How many of their first tokens are the same."""
+    """Return how many of their first tokens are the same."""
     length = min(len(left), len(right))
     different = np.flatnonzero(left[:length] != right[:length])
     return int(different[0]) if different.size else length

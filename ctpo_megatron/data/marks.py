@@ -38,7 +38,7 @@ def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
 
 
 def marked(tokenizer: Any, content: _T) -> _T:
-    """A text, or all texts of lists and objects, keys included, with a mark before each special token.
+    """Return a text, or all texts of lists and objects, keys included, with a mark before each special token.
 
     A conversation or a text that was rendered from them becomes tokens with `token_ids`, and is shown with `unmarked`.
     """
@@ -52,12 +52,12 @@ def marked_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> li
 
 
 def unmarked(text: str) -> str:
-    """A rendered text without marks."""
+    """Return a rendered text without marks."""
     return text.replace(_MARK, "")
 
 
 def rfind_token(text: str, token: str, start: int) -> int:
-    """Where the template last wrote a token in a rendered text, not before `start`; -1: nowhere."""
+    """Return where the template last wrote a token in a rendered text, not before `start`; -1: nowhere."""
     at = text.rfind(token, start)
     while at >= 0 and text.endswith(_MARK, 0, at):
         at = text.rfind(token, start, at)
@@ -87,7 +87,7 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     options: Mapping[str, Any],
 ) -> tuple[list[str], dict[int, str]]:
-    """The text of every conversation, and why the chat template refuses some of them, by index.
+    """Return the text of every conversation, and why the chat template refuses some of them, by index.
 
     Special tokens in contents are marked: `encode` takes them for text, and `unmarked` shows them.
     """

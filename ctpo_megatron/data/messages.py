@@ -16,7 +16,7 @@ ChatMessage = dict[str, Any]
 
 
 def check_messages(value: object) -> str | None:
-    """The reason why `value` is not a conversation, or None when it is one. A null field counts as missing."""
+    """Return the reason why `value` is not a conversation, or None when it is one. A null field counts as missing."""
     if not isinstance(value, list) or not value:
         return "expected a non-empty list of {role, content}"
     called: set[str] = set()
@@ -60,7 +60,7 @@ def _check_calls(calls: object) -> str | None:
 
 
 def check_tools(value: object) -> str | None:
-    """The reason why `value` is not a list of OpenAI function schemas (or its JSON text), or None."""
+    """Return the reason why `value` is not a list of OpenAI function schemas (or its JSON text), or None."""
     tools = _from_json(value)
     if not isinstance(tools, list):
         return "expected a list of function schemas, or its JSON text"

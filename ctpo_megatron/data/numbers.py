@@ -20,7 +20,7 @@ _MISSED = 4
 
 
 def number_text(value: float | Decimal, stored: FloatType = np.float64) -> str:
-    """A number in decimal digits without an exponent: 1e-05 is "0.00001", and 72.0 is "72".
+    """Return a number in decimal digits without an exponent: 1e-05 is "0.00001", and 72.0 is "72".
 
     stored: its type, of which the shortest digits are written: 0.1 of a float32 column is "0.1". What a computation
     leaves in the last places of a float64 is left out: 0.30000000000000004 is "0.3". Raises ValueError for a number
@@ -51,7 +51,9 @@ def number_warning(value: object, stored: FloatType) -> str:
 
 
 def precision_of(schema: pa.Schema | None, column: str, *fields: str) -> FloatType:
-    """The type of the numbers in a column, or in a field of its records. float64: of JSON, and where they are none."""
+    """Return the type of the numbers in a column, or in a field of its records. float64: of JSON, and where they are
+    none.
+    """
     if schema is None:
         return np.float64
     kind: pa.DataType = pa.struct(list(schema))
@@ -65,7 +67,7 @@ def precision_of(schema: pa.Schema | None, column: str, *fields: str) -> FloatTy
 
 
 def json_integer(text: str) -> int | Decimal:
-    """A whole number of JSON, which may have more digits than int() reads."""
+    """Return a whole number of JSON, which may have more digits than int() reads."""
     return int(text) if len(text) <= sys.int_info.default_max_str_digits else Decimal(text)
 
 

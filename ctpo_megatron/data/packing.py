@@ -51,7 +51,7 @@ class TokenSequence:
 
 
 def token_sequences(trajectories: Iterable[Trajectory], version: int | None = None) -> list[TokenSequence]:
-    """The sequences of every trajectory, in order. version: of the current weights; None: any counts as current.
+    """Return the sequences of every trajectory, in order. version: of the current weights; None: any counts as current.
 
     Raises ValueError for a sequence that is empty or starts with a sampled token, which nothing would predict.
     """
@@ -67,7 +67,7 @@ def with_turns(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float | Sequence[float] | None],
 ) -> list[TokenSequence]:
-    """The sequences of these trajectories, `token_sequences`, with the columns `BY_TURN`.
+    """Return the sequences of these trajectories, `token_sequences`, with the columns `BY_TURN`.
 
     advantages: of each trajectory, or of each of its turns; None: 0. A prompt has the first one. Raises
     ValueError for a trajectory whose turns are not as many as their advantages.
@@ -209,7 +209,7 @@ class PackedBatch:
             yield place, slice(start, start + length)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """A copy with its tensors on `device`; the host does not wait for the copies."""
+        """Return a copy with its tensors on `device`; the host does not wait for the copies."""
         tensors = {
             name: to_device(value, device)
             for name in self.__slots__
@@ -237,7 +237,7 @@ class PackingRules:
     repeated_token: float = 0.0
 
     def padded(self, tokens: int) -> int:
-        """The padded length of a sequence of `tokens`."""
+        """Return the padded length of a sequence of `tokens`."""
         return math.ceil(tokens / self.sequence_multiple) * self.sequence_multiple
 
 
@@ -292,7 +292,7 @@ def pack(
 
 
 def micro_batch_count(sequences: Sequence[TokenSequence], rules: PackingRules, order: PrefixOrder | None = None) -> int:
-    """How many micro-batches `pack` makes."""
+    """Return how many micro-batches `pack` makes."""
     return len(_bins(sequences, rules, 0, order))
 
 

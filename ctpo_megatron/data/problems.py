@@ -20,17 +20,17 @@ class Problems:
         """Whether one of the lines says how to convert a file."""
 
     def row(self, file: Path, row: int, column: str, value: object, reason: str) -> None:
-        """A bad cell; rows count from 0."""
+        """Record a bad cell; rows count from 0."""
         shown = repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         self.lines.append(f"{file} row {row} column {column!r}: {reason} (value: {shown})")
 
     def general(self, line: str) -> None:
-        """A problem of a whole file."""
+        """Record a problem of a whole file."""
         self.lines.append(line)
 
     def shown(self) -> list[str]:
-        """The first problems, and how many more there are."""
+        """Return the first problems, and how many more there are."""
         total = len(self.lines)
         return [*self.lines[:_SHOWN], *([f"... and {total - _SHOWN} more"] if total > _SHOWN else [])]
 

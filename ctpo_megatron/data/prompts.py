@@ -50,15 +50,17 @@ class PromptSet(RowSet):
     precision: dict[Path, FloatType] = field(default_factory=dict)
 
     def name(self, index: int) -> str:
-        """The prompt's id."""
+        """Return the prompt's id."""
         return self.prompts[index].id
 
     def tokens(self, index: int) -> Sequence[int]:
-        """The token ids of a prompt."""
+        """Return the token ids of a prompt."""
         return self.prompts[index].token_ids
 
     def mix(self, entries: Sequence[str]) -> list[list[Prompt]]:
-        """The prompts of each entry, which is a path, a folder, a pattern or a name that these were read from."""
+        """Return the prompts of each entry, which is a path, a folder, a pattern or a name that these were read
+        from.
+        """
         files = [set(find_files([entry], Problems(), self.hub)) for entry in entries]
         placed = list(zip(self.prompts, self.places, strict=True))
         return [[prompt for prompt, (file, _) in placed if file in each] for each in files]

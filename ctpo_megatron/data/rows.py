@@ -56,7 +56,7 @@ class RowRules:
         return [dict(schema) for schema in self.tool_schemas] or None
 
     def tools_of(self, cells: Mapping[str, Any]) -> Offered:
-        """The tools of a row: its own, or the tools for all rows."""
+        """Return the tools of a row: its own, or the tools for all rows."""
         return plain_tools(cells["tools"]) if cells.get("tools") else self._offered
 
     def messages_of(self, value: Sequence[Mapping[str, Any]]) -> tuple[tuple[ChatMessage, ...], str | None]:
@@ -158,11 +158,11 @@ class RowSet(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """The id of a row."""
+        """Return the id of a row."""
 
     @abstractmethod
     def tokens(self, index: int) -> Sequence[int]:
-        """The token ids of a row."""
+        """Return the token ids of a row."""
 
     def keep(self, indices: Sequence[int]) -> None:
         """Forget all other rows."""

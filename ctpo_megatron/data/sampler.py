@@ -33,18 +33,18 @@ class PromptStream(ABC):
 
     @abstractmethod
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
+        """Return the next `count` prompts."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what identifies the stream, as JSON."""
+        """Return the position, and what identifies the stream, as JSON."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there. Raises ValueError when it is of another stream."""
 
     def named(self, ids: Collection[str]) -> dict[str, Prompt]:
-        """The prompts with these ids. Raises ValueError for an unknown id."""
+        """Return the prompts with these ids. Raises ValueError for an unknown id."""
         found = {prompt.id: prompt for prompt in self._prompts if prompt.id in ids}
         if unknown := sorted(set(ids) - set(found)):
             raise ValueError(f"{len(unknown)} prompts are not in the data, e.g. {unknown[0]!r}")
@@ -100,7 +100,7 @@ class PromptSampler(PromptStream):
         self._start(epoch=0, cursor=0)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; a batch that crosses the end of an epoch continues with the next epoch."""
+        """Return the next `count` prompts; a batch that crosses the end of an epoch continues with the next epoch."""
         taken: list[Prompt] = []
         while len(taken) < count:
             if self._cursor == len(self._order):

@@ -41,7 +41,7 @@ class Table:
     schema: pa.Schema | None = None
 
     def precision(self, column: str, *fields: str) -> FloatType:
-        """The type of the numbers in a column, or in a field of its records."""
+        """Return the type of the numbers in a column, or in a field of its records."""
         return precision_of(self.schema, column, *fields)
 
     @property

@@ -79,7 +79,7 @@ def joined(parts: Sequence[NDArray[np.void]], kind: np.dtype[np.void] | None = N
 
 
 def common_type(kinds: Iterable[np.dtype[np.void]]) -> np.dtype[np.void]:
-    """A type with the columns of all. Raises ValueError for columns of one name that differ in type or width."""
+    """Return a type with the columns of all. Raises ValueError for columns of one name that differ in type or width."""
     kinds = list(dict.fromkeys(kinds))
     if len(kinds) == 1:
         return kinds[0]
@@ -92,7 +92,7 @@ def common_type(kinds: Iterable[np.dtype[np.void]]) -> np.dtype[np.void]:
 
 
 def further(tokens: NDArray[np.void]) -> dict[str, NDArray[Any]]:
-    """The columns that only some trajectories have, `[T, ...]` each."""
+    """Return the columns that only some trajectories have, `[T, ...]` each."""
     return {name: tokens[name] for name in tokens.dtype.names or () if name not in _USUAL}
 
 
@@ -106,7 +106,7 @@ def recorded(choices: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def filled(tokens: NDArray[np.void], start: int, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.void]:
-    """A copy with further columns `[n, ...]` of the tokens from `start` on; a new column is 0 elsewhere.
+    """Return a copy with further columns `[n, ...]` of the tokens from `start` on; a new column is 0 elsewhere.
 
     Raises ValueError as `records` and `joined`, and for rows beyond the tokens.
     """
@@ -161,7 +161,7 @@ class Column(Sequence[NumberT]):
         return list(other) + list(self)
 
     def copy(self) -> list[NumberT]:
-        """The numbers as a list."""
+        """Return the numbers as a list."""
         return list(self)
 
     def __repr__(self) -> str:

@@ -190,7 +190,7 @@ class Trajectory:
             call.turn = int(np.searchsorted(numbers, call.turn))
 
     def facts(self) -> dict[str, Any]:
-        """All but the tokens, in a plain-JSON form; `of_facts` restores it exactly."""
+        """Return all but the tokens, in a plain-JSON form; `of_facts` restores it exactly."""
         record = {name: getattr(self, name) for name in _ALWAYS}
         if self.no_verdict is not None:
             record["no_verdict"] = {name: getattr(self.no_verdict, name) for name in _OF_NO_VERDICT}
@@ -261,7 +261,7 @@ class Group:
         ]
 
     def is_mixed(self, *, by_turn: bool) -> bool:
-        """Whether anything can be learned from it: the rewards of two trajectories differ.
+        """Return whether anything can be learned from it: the rewards of two trajectories differ.
 
         by_turn: or what they earned from any turn on. One that ended before that turn earned 0 from there on.
         """
@@ -295,7 +295,7 @@ class Batch:
         return [group for group in self.groups if not group.dropped]
 
     def is_of(self, version: int) -> bool:
-        """Whether these weights alone sampled the whole batch."""
+        """Return whether these weights alone sampled the whole batch."""
         return self.weight_versions == (version,)
 
     @property

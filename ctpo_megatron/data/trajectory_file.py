@@ -77,7 +77,9 @@ _DAMAGE = (pa.ArrowException, OSError, LookupError, TypeError, ValueError, Attri
 
 
 def encode_ahead(ahead: Mapping[str, Any]) -> bytes:
-    """The file of `Rollouts.state_dict()["ahead"]`: JSON with trajectories. Raises TypeError for other objects."""
+    """Return the file of `Rollouts.state_dict()["ahead"]`: JSON with trajectories. Raises TypeError for other
+    objects.
+    """
     found: list[Trajectory] = []
 
     def placed(value: object) -> dict[str, int]:
@@ -94,7 +96,7 @@ def encode_ahead(ahead: Mapping[str, Any]) -> bytes:
 
 
 def read_ahead(checkpoint: Path) -> dict[str, Any] | None:
-    """What `encode_ahead` was given, from the file in a checkpoint; None without one.
+    """Return what `encode_ahead` was given, from the file in a checkpoint; None without one.
 
     Raises DamagedFileError, and ValueError for groups in a form of earlier versions.
     """
@@ -120,7 +122,7 @@ def read_ahead(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def row_of(trajectory: Trajectory) -> dict[str, Any]:
-    """The fields of a trajectory, numbers of tokens as arrays."""
+    """Return the fields of a trajectory, numbers of tokens as arrays."""
     columns = {name: trajectory.tokens[name] for name in COLUMNS}
     return {"no_verdict": None} | trajectory.facts() | columns | {"more": further(trajectory.tokens)}
 
@@ -152,7 +154,8 @@ def read_table(
     fields: Collection[str] | None = None,
     places: Collection[int] | None = None,
 ) -> Iterator[T]:
-    """What `take` makes of the rows of a row group and the place of the first of them, one row group after another.
+    """Yield what `take` makes of the rows of a row group and the place of the first of them, one row group after
+    another.
 
     fields: columns that are read, of a list of structs also one field (`tool_calls.status`). places: rows that are
     wanted; row groups without any are skipped. Raises DamagedFileError, also for what content of another form leads to
@@ -173,7 +176,7 @@ def read_table(
 
 
 def records_in(batch: pa.RecordBatch, first: int = 0) -> Iterator[dict[str, Any]]:
-    """The rows as JSON has them, without `more`. A field is absent where its column is null, but for some.
+    """Yield the rows as JSON has them, without `more`. A field is absent where its column is null, but for some.
 
     These are `reward` and `finish_reason`. In a text, half a character is a question mark.
     """
@@ -182,7 +185,9 @@ def records_in(batch: pa.RecordBatch, first: int = 0) -> Iterator[dict[str, Any]
 
 
 def trajectories_in(batch: pa.RecordBatch, first: int = 0) -> Iterator[Trajectory]:
-    """The trajectories of the rows, exactly. Raises ValueError with the number of one that cannot be what it says."""
+    """Yield the trajectories of the rows, exactly. Raises ValueError with the number of one that cannot be what it
+    says.
+    """
     tokens, ends = _tokens(batch, first)
     for number, row in enumerate(_plain(batch, set(COLUMNS), exact=True)):
         try:

@@ -104,7 +104,7 @@ class EngineSpec:
         return replace(self, config=self.config.model_copy(update={"rollout": rollout}))
 
     def log_path(self, index: int) -> Path:
-        """The log of engine number `index`."""
+        """Return the log of engine number `index`."""
         return LogPaths(self.log_dir).engine(index)
 
 
@@ -201,7 +201,7 @@ class RolloutEngine:
         )
 
     async def ping(self) -> str:
-        """The current weight version, as the engine core reports it."""
+        """Return the current weight version, as the engine core reports it."""
         return str(await self._llm.get_weight_version())
 
     async def run_group(self, task: GroupTask, version: int = INITIAL_VERSION) -> list[Trajectory]:

@@ -125,7 +125,7 @@ class EngineHandle:
         return trajectories
 
     async def responds(self) -> bool:
-        """Whether the engine answers a ping in time."""
+        """Return whether the engine answers a ping in time."""
         try:
             await self.ask("answer", _PING_S, "ping")
         except (EngineDied, EngineError):
@@ -185,7 +185,9 @@ def engine_died(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """What was raised in an engine's process, in one line; the end of what Ray says where that did not travel."""
+    """Return what was raised in an engine's process, in one line; the end of what Ray says where that did not
+    travel.
+    """
     cause = error.cause if isinstance(error, RayTaskError) else error
     lines = [line.strip() for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
     return lines[-1] if isinstance(cause, RayError) else " ".join(lines)

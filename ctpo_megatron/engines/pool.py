@@ -415,7 +415,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return bool(self._asleep)
 
     def sleep(self, level: int) -> None:
-        """All engines give their GPU memory back: 1 keeps the weights in host memory, 2 keeps nothing. Idempotent.
+        """Release the GPU memory of all engines: 1 keeps the weights in host memory, 2 keeps nothing. Idempotent.
 
         Raises EngineError when an engine refuses. A dead one is restarted at `wake`, when there is memory for it. When
         the run is to stop, engines are not needed any more: they are killed.
@@ -435,7 +435,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             await self._all("fall asleep", "sleep", level)
 
     def wake(self) -> None:
-        """All engines take their memory again and can sample. Raises EngineError when one cannot."""
+        """Let all engines allocate their memory again, so that they can sample. Raises EngineError when one cannot."""
         self.finish_update()
         self._call(self._wake(WEIGHTS, CACHE), "engines to wake")
 

@@ -283,7 +283,7 @@ class Node:
     total: Mapping[str, float]
 
     def holds(self, resources: Mapping[str, int]) -> int:
-        """How many engines that need these `CPU` and `GPU` fit on it."""
+        """Return how many engines that need these `CPU` and `GPU` fit on it."""
         return min(int(self.total.get(name, 0.0) // amount) for name, amount in resources.items() if amount)
 
     def __str__(self) -> str:

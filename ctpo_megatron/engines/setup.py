@@ -68,7 +68,7 @@ class EngineSetup:
         }
 
     def make(self, arguments: AsyncEngineArgs, engine: EngineConfig, *, router_choices: bool = False) -> AsyncLLMEngine:
-        """The engine; it loads the model. Raises what vLLM raises.
+        """Return the engine; it loads the model. Raises what vLLM raises.
 
         router_choices: outputs have `routed_experts`. On a GPU `device_arguments` see to that.
         """
@@ -90,7 +90,9 @@ def _profiler(run: RunConfig) -> dict[str, Any]:
 
 
 def engine_setup(device: Device) -> EngineSetup:
-    """The setup for `device`: the one switch between CPUs and GPUs. On a GPU nothing of `engines.cpu` is imported."""
+    """Return the setup for `device`: the one switch between CPUs and GPUs. On a GPU nothing of `engines.cpu` is
+    imported.
+    """
     if device == "cpu":
         from ctpo_megatron.engines.cpu import CpuSetup
 

@@ -52,7 +52,7 @@ class RefusedRequest(Exception):
         self.param, self.code, self.status = param, code, status
 
     def body(self) -> dict[str, Any]:
-        """The answer's body."""
+        """Return the answer's body."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -181,7 +181,7 @@ def _same(value: Any, allowed: Any) -> bool:
 
 
 def over_budget(over: EpisodeOver) -> RefusedRequest:
-    """The refusal of a call after the budget of an episode is exhausted."""
+    """Return the refusal of a call after the budget of an episode is exhausted."""
     if over.reason == "length":
         message = (
             "the conversation exceeds the maximum context length of the run (rollout.max_response_tokens, "
@@ -195,7 +195,7 @@ def over_budget(over: EpisodeOver) -> RefusedRequest:
 
 
 def completion(answer: Answer) -> dict[str, Any]:
-    """The answer as a chat completion."""
+    """Return the answer as a chat completion."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.calls:
         message["content"] = answer.text or None
@@ -223,5 +223,5 @@ def completion(answer: Answer) -> dict[str, Any]:
 
 
 def models() -> dict[str, Any]:
-    """The answer of `GET /v1/models`."""
+    """Return the answer of `GET /v1/models`."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "ctpo"}]}

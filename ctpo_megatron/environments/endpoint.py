@@ -294,7 +294,7 @@ class OpenConversation:
         self._calls: set[asyncio.Task[Any]] = set()
 
     def fail(self, error: BaseException) -> None:
-        """The episode fails, whatever the agent makes of it."""
+        """Fail the episode, whatever the agent does next."""
         if not self.failure.done():
             self.failure.set_exception(error)
 

@@ -89,7 +89,7 @@ class EpisodeLimits:
     stop: Sequence[str] = ()
 
     def end(self, prompt: int) -> int:
-        """How many tokens a sequence may have whose prompt has `prompt` of them."""
+        """Return how many tokens a sequence may have whose prompt has `prompt` of them."""
         whole = min(prompt, self.max_prompt_tokens or prompt) + self.max_response_tokens
         return min(whole, self.max_model_len)
 
@@ -184,7 +184,9 @@ class Episode:
         return await self.sample_turn(self.sequences[0])
 
     def open_sequence(self, token_ids: Sequence[int]) -> LiveSequence:
-        """One more sequence, which begins with these tokens. Raises EpisodeOver when there is no room for another."""
+        """Return one more sequence, which begins with these tokens. Raises EpisodeOver when there is no room for
+        another.
+        """
         from ctpo_megatron.data.trajectory import Trajectory
 
         record = Trajectory(self._trajectory.prompt_id, self._trajectory.sample_index, self.seed)
@@ -268,7 +270,7 @@ class Episode:
                 return Turn(text, number, complete, ended)
 
     def mentions_call(self, turn: Turn) -> bool:
-        """Whether the model called a tool in `turn`, or tried to."""
+        """Return whether the model called a tool in `turn`, or tried to."""
         return self.tools.mentions_call(turn.text)
 
     async def call_tools(self, turn: Turn) -> list[Message]:
@@ -333,7 +335,7 @@ class Episode:
         self._trajectory.finish_reason, self._trajectory.final_text = reason, well_formed(final_text)
 
     def result(self) -> Trajectory:
-        """The trajectory of a finished episode. Sequences that the model added nothing to are left out."""
+        """Return the trajectory of a finished episode. Sequences that the model added nothing to are left out."""
         from ctpo_megatron.data.tokens import joined
 
         trajectory = self._trajectory

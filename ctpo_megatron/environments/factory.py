@@ -33,7 +33,7 @@ _OURS: dict[_Kind, dict[str, Any]] = {
 
 
 def episode_limits(rollout: RolloutConfig, data: DataConfig) -> EpisodeLimits:
-    """The budgets of every episode of a run."""
+    """Return the budgets of every episode of a run."""
     return EpisodeLimits(
         max_turns=rollout.max_turns,
         max_turn_tokens=rollout.max_turn_tokens,
@@ -49,7 +49,7 @@ def episode_limits(rollout: RolloutConfig, data: DataConfig) -> EpisodeLimits:
 def make_toolbox(
     rollout: RolloutConfig, sandbox: SandboxConfig, sandbox_url: str | None, *, engines: int, nodes: int
 ) -> Toolbox:
-    """The tools and the parser of a run; `extensions.activate` comes first. Raises ExtensionError.
+    """Return the tools and the parser of a run; `extensions.activate` comes first. Raises ExtensionError.
 
     sandbox_url: None uses this node's own sandbox; LookupError when there is none. engines: of all `nodes`.
     """
@@ -62,13 +62,13 @@ def make_toolbox(
 
 
 def make_parser(rollout: RolloutConfig) -> ToolParser:
-    """The parser of a run. Raises ExtensionError."""
+    """Return the parser of a run. Raises ExtensionError."""
     parser: ToolParser = _made("tool_parser", rollout.tool_parser)
     return parser
 
 
 def make_environment(rollout: RolloutConfig, data: DataConfig) -> Environment:
-    """The environment of a run. Raises ExtensionError."""
+    """Return the environment of a run. Raises ExtensionError."""
     if rollout.environment.name == "endpoint":
         from ctpo_megatron.environments.endpoint import EndpointEnvironment  # it loads an HTTP server
 
@@ -78,7 +78,7 @@ def make_environment(rollout: RolloutConfig, data: DataConfig) -> Environment:
 
 
 def names_a_server() -> bool:
-    """Whether this process knows the address of a sandbox on its node."""
+    """Return whether this process knows the address of a sandbox on its node."""
     return any(os.environ.get(name) for name in ("CTPO_SANDBOX_URL", "CTPO_SANDBOX_URL_FILE"))
 
 
@@ -108,12 +108,16 @@ def open_sandbox(sandbox: SandboxConfig, nodes: int, logs: Path) -> Iterator[str
 
 
 def tool_schemas(rollout: RolloutConfig) -> list[Schema]:
-    """The function schemas of the configured tools, in their order, without creating a tool. Raises ExtensionError."""
+    """Return the function schemas of the configured tools, in their order, without creating a tool. Raises
+    ExtensionError.
+    """
     return [tool_schema(tool) for tool in rollout.tools]
 
 
 def offered_schemas(data: DataConfig, rollout: RolloutConfig) -> list[Schema]:
-    """The schemas that prompts show the model, see `data.tool_in_prompt` and `ToolParser`. Raises ExtensionError."""
+    """Return the schemas that prompts show the model, see `data.tool_in_prompt` and `ToolParser`. Raises
+    ExtensionError.
+    """
     offer = data.tool_in_prompt
     if offer is None:
         offer = bool(getattr(make_parser(rollout), "schemas_in_prompt", True))
@@ -121,14 +125,16 @@ def offered_schemas(data: DataConfig, rollout: RolloutConfig) -> list[Schema]:
 
 
 def system_prompt(data: DataConfig, rollout: RolloutConfig) -> SystemPrompt:
-    """The system prompt of every conversation, from `data.system_prompt` or the parser. Raises ExtensionError."""
+    """Return the system prompt of every conversation, from `data.system_prompt` or the parser. Raises
+    ExtensionError.
+    """
     if data.system_prompt is not None:
         return SystemPrompt(system_prompt_text(data.system_prompt), chosen=True)
     return SystemPrompt(str(getattr(make_parser(rollout), "system_prompt", "")))
 
 
 def tool_schema(tool: Extension) -> Schema:
-    """The function schema of a tool, without creating it. Raises ExtensionError when it has none."""
+    """Return the function schema of a tool, without creating it. Raises ExtensionError when it has none."""
     schema = getattr(implementation("tool", tool), "schema", None)
     function = schema.get("function") if isinstance(schema, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -140,7 +146,9 @@ def tool_schema(tool: Extension) -> Schema:
 
 
 def implementation(kind: _Kind, part: Extension) -> Any:
-    """The class or function that a part names, which is not created. Raises ExtensionError when there is none."""
+    """Return the class or function that a part names, which is not created. Raises ExtensionError when there is
+    none.
+    """
     if part.is_path:
         return load(part.name)
     if part.name not in _OURS[kind]:

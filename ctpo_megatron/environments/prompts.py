@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def chat_tokenizer(model: ModelConfig, offered: Sequence[Schema]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with the chat template that the run trains with.
+    """Return the tokenizer of a run, with the chat template that the run trains with.
 
     offered: `factory.offered_schemas`. Raises TokenizerError when the template renders nothing, or omits these tools.
     """
@@ -36,7 +36,7 @@ def chat_tokenizer(model: ModelConfig, offered: Sequence[Schema]) -> PreTrainedT
 
 
 def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, **reading: Any) -> PromptSet:
-    """The prompts of `data.train`, and the rows that `data.overlong` and `data.unverifiable` leave out.
+    """Return the prompts of `data.train`, and the rows that `data.overlong` and `data.unverifiable` leave out.
 
     reading: `limit`, `began` and `hub` of `RowRules`.
     """
@@ -53,7 +53,7 @@ def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, **readi
 
 
 def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, **reading: Any) -> PromptSet:
-    """All prompts of `data.eval`: without some of its rows it would be another benchmark.
+    """Return all prompts of `data.eval`: without some of its rows it would be another benchmark.
 
     If `data.unverifiable` is `drop`, prompts that no answer can match are kept, score 0, and are logged. reading: as of
     `training_prompts`.
@@ -69,7 +69,9 @@ def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, **readi
 
 
 def usable(found: PromptSet) -> list[Prompt]:
-    """The prompts of a set without problems; warnings and rows left out go to the log. Raises DataError with all."""
+    """Return the prompts of a set without problems; warnings and rows left out go to the log. Raises DataError with
+    all.
+    """
     log_left_out(found)
     return found.prompts
 

@@ -81,15 +81,15 @@ class ToolParser(Protocol):
     """
 
     def mentions_call(self, text: str) -> bool:
-        """Whether a turn must be read as tool calls, well-formed or not."""
+        """Return whether a turn must be read as tool calls, well-formed or not."""
         ...
 
     def parse(self, text: str) -> list[ToolCallRequest]:
-        """The calls of a turn (text without the end token), in order. Raises ParseError."""
+        """Return the calls of a turn (text without the end token), in order. Raises ParseError."""
         ...
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """The messages that show the `output` of each call to the model."""
+        """Return the messages that show the `output` of each call to the model."""
         ...
 
 
@@ -103,7 +103,7 @@ class StoppingParser(ToolParser, Protocol):
     stop: Sequence[str]
 
     def ends_turn(self, text: str) -> bool:
-        """Whether a turn that paused after `text` is over; if not, the model continues."""
+        """Return whether a turn that paused after `text` is over; if not, the model continues."""
         ...
 
 
@@ -116,12 +116,12 @@ class Environment(Protocol):
 
 
 def left_open(context: str) -> str:
-    """The `<think>` tag that a prompt ends with; "" without one."""
+    """Return the `<think>` tag that a prompt ends with; "" without one."""
     return THINK_OPEN if context.rstrip().endswith(THINK_OPEN) else ""
 
 
 def without_thinking(text: str) -> str:
-    """The part of a model turn that is parsed for tool calls: all but thinking at its beginning.
+    """Return the part of a model turn that is parsed for tool calls: all but thinking at its beginning.
 
     Unfinished thinking is the whole turn.
     """

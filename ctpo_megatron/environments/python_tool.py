@@ -60,7 +60,8 @@ class PythonTool:
 
     @staticmethod
     def shown(execution: ExecutionResult, run_timeout_s: float) -> ToolResult:
-        """What the model is shown: stdout on success, else status, the end of stderr and any stdout; the limit it hit.
+        """Return what the model is shown: stdout on success, else status, the end of stderr and any stdout; the limit
+        it hit.
 
         Trailing newlines are dropped, as the chat template writes its own.
         """

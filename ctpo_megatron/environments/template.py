@@ -44,7 +44,7 @@ def stop_token_ids(tokenizer: Any, model_path: str | Path) -> frozenset[int]:
 
 
 def end_tokens(tokenizer: Any, model_path: str | Path) -> tuple[str, ...]:
-    """The texts of `stop_token_ids`. Raises TokenizerError."""
+    """Return the texts of `stop_token_ids`. Raises TokenizerError."""
     return tuple(tokenizer.convert_ids_to_tokens(sorted(stop_token_ids(tokenizer, model_path))))
 
 
@@ -120,7 +120,7 @@ class MessageTemplate:
         self.frame([Message("user", "")])
 
     def frame(self, messages: Sequence[Message]) -> Frame:
-        """The frame of messages with these roles and tool names."""
+        """Return the frame of messages with these roles and tool names."""
         key = tuple((message.role, message.name) for message in messages)
         if key not in self._frames:
             # The quote shows whether the template writes contents as JSON: then it comes back escaped.

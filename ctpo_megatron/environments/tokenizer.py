@@ -26,7 +26,7 @@ class TokenizerError(ValueError):
 
 
 def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory as its tokenizer.json has it, with its chat template, if any.
+    """Return the tokenizer of a model directory as its tokenizer.json has it, with its chat template, if any.
 
     The one reader of dry run, trainer and engines. AutoTokenizer would import torch (3 CPU-seconds), and some of its
     classes rebuild a tokenizer from the vocabulary alone, so that ids differ from those the model was trained with. It
@@ -61,7 +61,9 @@ def decode_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 
 def different_ids(ours: PreTrainedTokenizerBase, other: Any) -> str:
-    """Where another reader of the same directory gives other ids or another text than ours, with advice, or ""."""
+    """Return where another reader of the same directory gives other ids or another text than ours, with advice,
+    or "".
+    """
     name, ids = type(other).__name__, ours(_PROBE, add_special_tokens=False)["input_ids"]
     theirs: list[int] = other(_PROBE, add_special_tokens=False)["input_ids"]
     if theirs != ids:
@@ -72,7 +74,7 @@ def different_ids(ours: PreTrainedTokenizerBase, other: Any) -> str:
 
 
 def template_problem(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Why the tokenizer's chat template cannot render anything, or ""."""
+    """Return why the tokenizer's chat template cannot render anything, or ""."""
     import jinja2
 
     conversation = [{"role": "user", "content": "Q"}]
@@ -96,7 +98,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) ->
 
 
 def exported_chat_template(model: ModelConfig) -> str | None:
-    """The Jinja text that renders, without keywords, what a run rendered with `model.chat_template_kwargs`.
+    """Return the Jinja text that renders, without keywords, what a run rendered with `model.chat_template_kwargs`.
 
     A client that gives a keyword still decides. None: the template of the model's directory, as it is.
     """

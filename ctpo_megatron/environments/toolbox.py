@@ -45,7 +45,8 @@ def cut_middle(text: str, max_chars: int) -> str:
 
 
 def example_call(parser: ToolParser) -> tuple[str, ToolCall]:
-    """A turn that calls a tool, and the record of the call; without an `example` of the parser the turn is plain text.
+    """Return a turn that calls a tool, and the record of the call; without an `example` of the parser the turn is plain
+    text.
 
     Raises ExtensionError where the parser finds no call in its example.
     """
@@ -83,17 +84,19 @@ class Toolbox:
         return self._parser.stop if self._tools and isinstance(self._parser, StoppingParser) else ()
 
     def ends_turn(self, text: str) -> bool:
-        """Whether a turn without an end token is over because it contains a complete call."""
+        """Return whether a turn without an end token is over because it contains a complete call."""
         with called(_PARSER):
             return bool(self._tools) and isinstance(self._parser, StoppingParser) and self._parser.ends_turn(text)
 
     def mentions_call(self, text: str) -> bool:
-        """Whether a model turn must be read as tool calls, well-formed or not."""
+        """Return whether a model turn must be read as tool calls, well-formed or not."""
         with called(_PARSER):
             return bool(self._tools) and self._parser.mentions_call(text)
 
     def read(self, text: str) -> tuple[str, list[ToolCallRequest]]:
-        """What a turn says besides its calls, and the calls; with or without tools of the run. Raises ParseError."""
+        """Return what a turn says besides its calls, and the calls; with or without tools of the run. Raises
+        ParseError.
+        """
         with called(_PARSER):
             if not self._parser.mentions_call(text):
                 return text, []
@@ -106,7 +109,9 @@ class Toolbox:
             return "" if said is None else str(said(text)), requests
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """The messages that show the outputs of `calls` to the model. Raises ExtensionError where there are none."""
+        """Return the messages that show the outputs of `calls` to the model. Raises ExtensionError where there are
+        none.
+        """
         with called(_PARSER):
             messages = self._parser.render(calls)
         if not messages or not all(isinstance(message, Message) for message in messages):
@@ -128,7 +133,7 @@ class Toolbox:
         return await self.run(requests, turn)
 
     def unread(self, error: ParseError, turn: int) -> ToolCall:
-        """The record of calls that cannot be run."""
+        """Return the record of calls that cannot be run."""
         output = cut_middle(well_formed(f"[parse_error] {error}"), self._max_chars)
         return ToolCall(turn, "", {}, "parse_error", output, 0.0)
 
@@ -188,7 +193,7 @@ def _check_result(result: Any, tool: str) -> None:
 
 
 def well_formed(text: str) -> str:
-    """The text as tokenizers take it: lone surrogates are replaced by U+FFFD, and pairs of them are joined."""
+    """Return the text as tokenizers take it: lone surrogates are replaced by U+FFFD, and pairs of them are joined."""
     text = str.__str__(text)  # of a subclass too, whose own methods the trainer may not have
     try:
         text.encode()

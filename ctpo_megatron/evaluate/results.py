@@ -34,7 +34,7 @@ class ScoreColumn:
     scores: Mapping[tuple[str, int], float | None]
 
     def judges(self, samples: Iterable[Sample]) -> bool:
-        """Whether any of the samples has a verdict."""
+        """Return whether any of the samples has a verdict."""
         return any(self.scores[sample.prompt_id, sample.index] is not None for sample in samples)
 
     def problem(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -43,7 +43,7 @@ class ScoreColumn:
         return accuracies(scores, self.answers(samples, scores))
 
     def answers(self, samples: Sequence[Sample], scores: Sequence[float | None]) -> list[str | None]:
-        """The answer that each sample of one problem votes for; None without an answer.
+        """Return the answer that each sample of one problem votes for; None without an answer.
 
         All correct answers count as one, since the scorer found each equal to the ground truth. Others are the same
         answer if they say the same (`votes`).
@@ -58,7 +58,9 @@ class ScoreColumn:
 
 
 def written_answer(sample: Sample, scorer: str) -> str | None:
-    """The answer as written in the sample: its last box, or, where no box is needed, the answer read from the text."""
+    """Return the answer as written in the sample: its last box, or, where no box is needed, the answer read from the
+    text.
+    """
     if scorer == REFERENCE_SCORER:
         return reference_answer(sample.text)
     box = last_boxed(answer_part(sample.final_text))

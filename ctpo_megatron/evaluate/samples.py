@@ -79,7 +79,7 @@ def accuracies(scores: Sequence[float | None], answers: Sequence[str | None] | N
 
 
 def response_statistics(samples: Sequence[Sample]) -> dict[str, float]:
-    """How the model answered: the definitions of `rollout_metrics`, without their prefix `rollout/`."""
+    """Return how the model answered: the definitions of `rollout_metrics`, without their prefix `rollout/`."""
     n, calls = len(samples), [status for sample in samples for status in sample.calls]
     figures = {
         "response_length_mean": sum(sample.response_tokens for sample in samples) / n,
@@ -94,17 +94,17 @@ def response_statistics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def unjudged(samples: Iterable[Sample]) -> int:
-    """How many samples have no verdict."""
+    """Return how many samples have no verdict."""
     return sum(sample.score is None for sample in samples)
 
 
 def by_source(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
-    """The samples of each data source, sources in alphabetical order."""
+    """Return the samples of each data source, sources in alphabetical order."""
     return dict(sorted(_split(samples, lambda sample: sample.source).items()))
 
 
 def by_problem(samples: Iterable[Sample]) -> list[list[Sample]]:
-    """The samples of each prompt, in the order of their index."""
+    """Return the samples of each prompt, in the order of their index."""
     problems = _split(samples, lambda sample: sample.prompt_id).values()
     return [sorted(problem, key=lambda sample: sample.index) for problem in problems]
 

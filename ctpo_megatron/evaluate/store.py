@@ -89,7 +89,7 @@ class SampleStore:
         return found
 
     def complete(self, prompt_id: str, samples: int) -> list[Sample]:
-        """The first `samples` samples of a prompt, in order; empty unless all of them are stored."""
+        """Return the first `samples` samples of a prompt, in order; empty unless all of them are stored."""
         found = [self._samples.get((prompt_id, index)) for index in range(samples)]
         there = [sample for sample in found if sample is not None]
         return there if len(there) == samples else []

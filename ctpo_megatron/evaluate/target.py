@@ -74,7 +74,7 @@ def find_target(path: Path, config: Path | None) -> Target:
 
 
 def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Config, Sources]:
-    """The configuration of an evaluation: the run's, without settings of training alone, and with the overrides.
+    """Return the configuration of an evaluation: the run's, without settings of training alone, and with the overrides.
 
     gpus: of this node. Unless overridden, there are as many engines as fit on the GPUs of all nodes, or one per node
     without GPUs. Without RAY_ADDRESS the cluster is one node.
@@ -114,7 +114,7 @@ def _search_path(target: Target, extensions: ExtensionsConfig, overrides: Sequen
 
 
 def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
-    """Everything that the samples and their scores depend on, by name, except their number."""
+    """Return everything that the samples and their scores depend on, by name, except their number."""
     rollout, sandbox = config.rollout, config.sandbox
     of_rollout = ("max_turns", "max_turn_tokens", "max_response_tokens", "max_observation_chars")
     settings: dict[str, Any] = {f"rollout.{name}": getattr(rollout, name) for name in of_rollout}

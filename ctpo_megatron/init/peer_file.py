@@ -28,7 +28,9 @@ _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w@/]*(?:\.[\w@/]+)+|--config-(?:na
 
 
 def read_peer_file(file: Path) -> tuple[str, dict[str, Any]]:
-    """The trainer, told by the content, and what its job sets. Raises InitError for a file without such a job."""
+    """Return the trainer, told by the content, and what its job sets. Raises InitError for a file without such
+    a job.
+    """
     if not file.is_file():
         raise InitError(f"--from {file}: no such file")
     try:

@@ -41,7 +41,7 @@ class Rules:
 
 
 def translated(given: Mapping[str, Any], rules: Rules, rows: int) -> PeerJob:
-    """The job in our keys. rows: of the data, for epochs. Raises InitError for what cannot be the same here."""
+    """Return the job in our keys. rows: of the data, for epochs. Raises InitError for what cannot be the same here."""
     whole = peer_table(rules.peer)
     table = {name: key for name, key in whole.keys.items() if key.of in rules.of}
     values = {name: key.default for name, key in table.items() if key.default is not NO_DEFAULT}

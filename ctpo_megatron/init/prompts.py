@@ -45,7 +45,7 @@ class UsersPrompts:
         return self.file if self.is_ours else Path("data") / f"{data_stem(self.file)}.parquet"
 
     def needs_instruction(self, word: str) -> bool:
-        """Whether no prompt has this word or a system message, so that `data.system_prompt` may say it."""
+        """Return whether no prompt has this word or a system message, so that `data.system_prompt` may say it."""
         asked = [row["prompt"] for row in self.rows]
         return not any(word in str(said) or said[0]["role"] == "system" for said in asked)
 

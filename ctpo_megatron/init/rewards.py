@@ -98,7 +98,7 @@ def check_columns(rewards: Sequence[UsersReward], prompts: UsersPrompts) -> str:
 
 
 def wrapper(rewards: Sequence[UsersReward], answer: str, *, is_text: bool) -> str:
-    """The text of a module whose function `score` adds up the rewards by their weights.
+    """Return the text of a module whose function `score` adds up the rewards by their weights.
 
     answer: the column of TRL's functions with the ground truth. is_text: whether prompts are texts for them, so that
     completions are, too.

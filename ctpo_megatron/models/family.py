@@ -64,7 +64,9 @@ class ModelFamily:
     layer_prefix: str = "model.layers.{layer}."
 
     def refusals(self, raw: Mapping[str, Any]) -> Iterator[Refusal]:
-        """Everything in a config.json that is not supported, or that trainer and engine would compute differently."""
+        """Yield everything in a config.json that is not supported, or that trainer and engine would compute
+        differently.
+        """
         yield from (Refusal(f"has no positive integer {name!r}") for name in _COUNTS if not is_count(raw.get(name)))
         yield from self._head_refusals(raw)
         yield from rotary_refusals(raw)
@@ -88,7 +90,7 @@ class ModelFamily:
             yield Refusal("quantized weights cannot be trained", "use the unquantized model")
 
     def slides(self, raw: Mapping[str, Any]) -> bool:
-        """Whether a layer uses sliding-window attention."""
+        """Return whether a layer uses sliding-window attention."""
         layers = raw.get("layer_types")
         return bool(raw.get("use_sliding_window")) or (isinstance(layers, list) and "sliding_attention" in layers)
 
@@ -104,7 +106,7 @@ class ModelFamily:
             yield Refusal(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
 
     def read(self, raw: Mapping[str, Any]) -> ModelSpec:
-        """The spec of a model from a config.json without refusals."""
+        """Return the spec of a model from a config.json without refusals."""
         heads, rope = raw["num_attention_heads"], read_rotary(raw)
         return ModelSpec(
             family=self,
@@ -161,7 +163,7 @@ class ModelFamily:
         yield mapping.row_parallel(("mlp.linear_fc2.weight",), "mlp.down_proj.weight", (h, width))
 
     def layer(self, spec: ModelSpec) -> Iterator[ParamMapping]:
-        """All parameters of one layer."""
+        """Yield all parameters of one layer."""
         yield from self.attention(spec)
         yield from self.mlp(spec)
 
@@ -224,7 +226,7 @@ class ModelFamily:
         }
 
     def mlp_activations(self, spec: ModelSpec, split: LayerSplit) -> dict[str, int]:
-        """The MLP's part of `layer_activations`."""
+        """Return the MLP's part of `layer_activations`."""
         return {"mlp": 3 * spec.intermediate_size * split.element // split.tensor}
 
     def transformer_options(self, spec: ModelSpec) -> dict[str, Any]:

@@ -49,17 +49,17 @@ class ParamMapping:
 
 
 def replicated(megatron: Sequence[str], hf: str, shape: Shape) -> ParamMapping:
-    """A replicated tensor, e.g. the weight of a norm."""
+    """Return a replicated tensor, e.g. the weight of a norm."""
     return ParamMapping(tuple(megatron), (hf,), (shape,), _copies, _whole, None)
 
 
 def row_parallel(megatron: Sequence[str], hf: str, shape: Shape, *, per_expert: bool = False) -> ParamMapping:
-    """A matrix `[out, in]` split along `in`."""
+    """Return a matrix `[out, in]` split along `in`."""
     return ParamMapping(tuple(megatron), (hf,), (shape,), _by_input, _whole, 1, per_expert)
 
 
 def vocabulary(megatron: str, hf: str, shape: Shape) -> ParamMapping:
-    """A matrix `[vocabulary, hidden]` split along its padded rows."""
+    """Return a matrix `[vocabulary, hidden]` split along its padded rows."""
     return ParamMapping((megatron,), (hf,), (shape,), shard_vocabulary, _whole, 0, padded=True)
 
 
@@ -71,7 +71,7 @@ def query_key_value(megatron: str, hf: Sequence[str], shapes: Sequence[Shape]) -
 def gate_and_up(
     megatron: Sequence[str], hf: Sequence[str], shapes: Sequence[Shape], *, per_expert: bool = False
 ) -> ParamMapping:
-    """The two input matrices of a gated MLP, in Megatron one tensor, the gate's rows first on every rank."""
+    """Return the two input matrices of a gated MLP, in Megatron one tensor, the gate's rows first on every rank."""
     return ParamMapping(tuple(megatron), tuple(hf), tuple(shapes), _shard_gate_up, _halves, 0, per_expert)
 
 

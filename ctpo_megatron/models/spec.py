@@ -102,10 +102,10 @@ class Refusal(NamedTuple):
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
+    """Return whether it is a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is an integer above 0."""
+    """Return whether it is an integer above 0."""
     return isinstance(value, int) and is_positive(value)

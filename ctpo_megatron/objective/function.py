@@ -73,7 +73,7 @@ class Objective(Protocol):
 
 
 def objective_problem(part: object, arguments: Mapping[str, Any]) -> str:
-    """Why an object cannot be an objective with these arguments, or ""."""
+    """Return why an object cannot be an objective with these arguments, or ""."""
     if inspect.isclass(part) or not callable(part):
         return "is not a function; an objective is a function of one ObjectiveInputs and keyword arguments"
     if inspect.iscoroutinefunction(part):
@@ -82,7 +82,7 @@ def objective_problem(part: object, arguments: Mapping[str, Any]) -> str:
 
 
 def load_objective(extension: Extension) -> Objective:
-    """The function that `objective.function` names, bound to its arguments. Raises ExtensionError."""
+    """Return the function that `objective.function` names, bound to its arguments. Raises ExtensionError."""
     found = load(extension.name)
     if problem := objective_problem(found, extension.arguments):
         raise ExtensionError(f"{extension.name} {problem}")

@@ -56,7 +56,7 @@ class Columns:
             self._extrema[f"{name}_{end}"] = per_sequence(masked, self._layout, end)  # type: ignore[arg-type]
 
     def add_log_probs(self, trainer: Tensor, sampler: Tensor, d: Tensor) -> None:
-        """The inputs of the divergences."""
+        """Add the inputs of the divergences."""
         d = d.double()
         columns = {"trainer": trainer, "sampler": sampler, "d": d, "d_squared": d.square()}
         for name, values in (columns | {"ratio": d.exp(), "ratio_squared": (2 * d).exp()}).items():
@@ -268,7 +268,7 @@ def _weight_statistics(rows: MismatchRows, config: CorrectionConfig) -> dict[str
 
 
 def weight_mean(rows: MismatchRows, config: CorrectionConfig) -> float:
-    """The divisor of `normalize`: the mean weight over tokens, or over sequences where each has one weight.
+    """Return the divisor of `normalize`: the mean weight over tokens, or over sequences where each has one weight.
 
     1 without weights, and when all of them are 0.
     """
@@ -301,7 +301,7 @@ def _rejection_statistics(rows: MismatchRows, config: CorrectionConfig) -> dict[
 
 
 def option_name(reject: RejectConfig) -> str:
-    """The name of a rejection rule in metrics: token_k1, seq_sum_k1, seq_mean_k3, seq_max_k2, ..."""
+    """Return the name of a rejection rule in metrics: token_k1, seq_sum_k1, seq_mean_k3, seq_max_k2, ..."""
     return f"{reject.over.replace('sequence', 'seq')}_{reject.stat}"
 
 

@@ -41,7 +41,7 @@ class SequenceBounds:
 
     @classmethod
     def of(cls, tokens: Tensor, cu_seqlens: Tensor | None) -> SequenceBounds:
-        """The layout of `tokens`, `[B, T]` without `cu_seqlens` or `[N]` with `cu_seqlens` `[B + 1]`.
+        """Return the layout of `tokens`, `[B, T]` without `cu_seqlens` or `[N]` with `cu_seqlens` `[B + 1]`.
 
         Positions from `cu_seqlens[-1]` on are padding and belong to no sequence. Raises ValueError for other shapes,
         and for boundaries that do not start at 0, decrease, or exceed N. The values are checked on the CPU only, where
@@ -74,7 +74,7 @@ class SequenceBounds:
         return self.cu_seqlens.numel() - 1
 
     def mask(self, mask: Tensor, name: str) -> Tensor:
-        """A 0/1 mask in the caller's shape as bool `[N]`, false on padding after the last sequence."""
+        """Return a 0/1 mask in the caller's shape as bool `[N]`, false on padding after the last sequence."""
         if mask.shape != self.shape:
             raise ValueError(f"{name} has shape {tuple(mask.shape)}; expected {tuple(self.shape)}")
         return (mask.to(self.sequence_id.device) != 0).reshape(-1) & (self.sequence_id < self.sequences)
@@ -145,7 +145,7 @@ class TurnEnds:
         return cls(last, end.clamp(max=n - 1), following, layout)
 
     def gain(self, advantage: Tensor) -> Tensor:
-        """What a turn has on its own: its advantage minus the next turn's, `[N]`, from advantages `[N]`.
+        """Return what a turn has on its own: its advantage minus the next turn's, `[N]`, from advantages `[N]`.
 
         Advantages are of returns to go, so that these add up to the advantage over a turn and all later ones.
         """
@@ -156,7 +156,7 @@ class TurnEnds:
         return values[self.end]
 
     def sum_from_here(self, values: Tensor) -> Tensor:
-        """The sum of `values` `[N]` over the ends of the token's turn and of all later ones, float64 `[N]`.
+        """Return the sum of `values` `[N]` over the ends of the token's turn and of all later ones, float64 `[N]`.
 
         Pairs at distances of 1, 2, 4, ... are added, so the bits do not depend on what else is in the batch.
         """
@@ -261,7 +261,8 @@ def sequence_sum(d: Tensor, layout: SequenceBounds) -> Tensor:
 def token_ratios(
     mode: RatioMode, log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor, layout: SequenceBounds
 ) -> TokenRatios:
-    """The log-ratio of every token: log r_t = sg[x_t] + log p_t - sg[log p_t], with x_t by `mode` (sg = stop-gradient)
+    """Return the log-ratio of every token: log r_t = sg[x_t] + log p_t - sg[log p_t], with x_t by `mode` (sg =
+    stop-gradient)
 
         cumprod            S_t            prefix product of token ratios (CTPO)
         geomean            S_t / t        its geometric mean

@@ -32,7 +32,7 @@ class LossStats:
     named: Mapping[str, Tensor] = field(default_factory=dict)
 
     def cpu(self) -> LossStats:
-        """A copy on the CPU, to send to other ranks."""
+        """Return a copy on the CPU, to send to other ranks."""
         sums, maxima = self.as_tensor().cpu().split([len(SUMS), len(MAXIMA)])
         return LossStats(sums, maxima, self.kind, {name: pair.cpu() for name, pair in self.named.items()})
 
@@ -41,7 +41,7 @@ class LossStats:
         return torch.cat([self.sums, self.maxima])
 
     def without_sums(self) -> LossStats:
-        """The same extrema, and sums over nothing: of a rank that computed what another reports."""
+        """Return the same extrema, and sums over nothing: of a rank that computed what another reports."""
         named = {name: torch.zeros_like(pair) for name, pair in self.named.items()}
         return replace(self, sums=torch.zeros_like(self.sums), named=named)
 
@@ -89,7 +89,7 @@ def stats_of(
 
 
 def merge(stats: Sequence[LossStats]) -> LossStats:
-    """One record for several micro-batches or ranks: sums add, maxima take the largest. NaN survives.
+    """Return one record for several micro-batches or ranks: sums add, maxima take the largest. NaN survives.
 
     Raises ValueError for an empty list or different kinds.
     """

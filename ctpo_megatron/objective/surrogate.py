@@ -58,7 +58,7 @@ def capped(x: Tensor, upper: float) -> Tensor:
 
 
 def window(position: Tensor, dtype: torch.dtype, objective: PolicyObjective) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The low, high and dual bound at each position (int64 `[N]`, from 1); dual is None where it is off.
+    """Return the low, high and dual bound at each position (int64 `[N]`, from 1); dual is None where it is off.
 
     They bound log r for clip_mode "log_power", around -t s2 / 2 with `clip_drift` s2, and r for "ratio" and
     "detached_ratio". Other modes bound neither: -inf and inf.

@@ -70,8 +70,9 @@ class Candidate:
 
 
 def choices(memory: GpuMemory) -> tuple[Candidate, Candidate | None]:
-    """The choice for the configuration of `memory`, and the best one with other recomputation; where that is given, the
-    next smaller micro-batch. None: there is no other."""
+    """Return the choice for the configuration of `memory`, and the best one with other recomputation; where that is
+    given, the next smaller micro-batch. None: there is no other.
+    """
     tried = sorted(_candidates(memory), key=lambda choice: choice._order)
     best = tried[0]
     if memory.config.policy.recompute == "auto":
@@ -83,7 +84,7 @@ def choices(memory: GpuMemory) -> tuple[Candidate, Candidate | None]:
 
 
 def settled(config: Config, job: Job, spec: ModelSpec, gpu_gib: float) -> Config:
-    """The configuration with `auto` of the policy chosen for GPUs of that size.
+    """Return the configuration with `auto` of the policy chosen for GPUs of that size.
 
     Where nothing fits, it is the least: `check_gpu_memory` says so.
     """

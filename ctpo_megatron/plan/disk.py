@@ -68,7 +68,9 @@ class DiskUse:
 
 
 def checkpoint_bytes(config: Config, spec: ModelSpec) -> float:
-    """One checkpoint: weights, two moments and, below float32, their copy of the weights; and what is sampled ahead."""
+    """Return the bytes of a checkpoint: weights, two moments and, below float32, their copy of the weights; and what is sampled
+    ahead.
+    """
     element = ELEMENT_BYTES[config.policy.dtype]
     state = model_parameters(spec)[0] * (element + 8 + (4 if config.policy.dtype != "float32" else 0))
     rollout = config.rollout
@@ -95,7 +97,9 @@ def evaluations(config: Config) -> int:
 
 
 def disk_use(config: Config, spec: ModelSpec, held_out: int | None) -> list[DiskUse]:
-    """Everything that grows with steps, and what is as large. held_out: prompts of `data.eval`; None: not known."""
+    """Return everything that grows with steps, and what is as large. held_out: prompts of `data.eval`; None:
+    not known.
+    """
     kept, steps, count = config.checkpoint, config.run.steps, model_parameters(spec)[0]
     uses = list(_dumps(config, spec, held_out))
     if saves := min(kept.keep_last + kept.keep_best + 1, _saves(kept, steps)):
@@ -123,7 +127,7 @@ def _saves(checkpoint: CheckpointConfig, steps: int) -> int:
 
 
 def crash_line(config: Config, spec: ModelSpec) -> str:
-    """What a run loses at most when it is killed without notice, by `checkpoint.every`."""
+    """Return what a run loses at most when it is killed without notice, by `checkpoint.every`."""
     every, steps = config.checkpoint.every, config.run.steps
     if every == "auto":
         size = checkpoint_bytes(config, spec)
@@ -159,7 +163,7 @@ def _dumps(config: Config, spec: ModelSpec, held_out: int | None) -> Iterator[Di
 
 
 def unwritable(folder: Path) -> str:
-    """Why a folder cannot be made, or written to; else ""."""
+    """Return why a folder cannot be made, or written to; else ""."""
     there = _existing(folder.absolute())
     if not there.exists():
         return f"{there} is a link to nothing"
@@ -187,7 +191,7 @@ def disk_table(uses: Sequence[DiskUse]) -> list[TableRow]:
 
 
 def disk_needs(config: Config, spec: ModelSpec, held_out: int | None) -> DiskNeeds:
-    """The sum of a run. What to change is what takes most. held_out: see `disk_use`."""
+    """Check the sum of a run; the remedy names the largest part. held_out: see `disk_use`."""
     uses = disk_use(config, spec, held_out)
     largest = max(uses, key=lambda use: use.total)
     once = max((use.each for use in uses if use.what == "checkpoints"), default=0.0)
@@ -196,7 +200,7 @@ def disk_needs(config: Config, spec: ModelSpec, held_out: int | None) -> DiskNee
 
 
 def disk_problem(name: str, needs: DiskNeeds) -> Problem:
-    """The free disk against what a run writes; what it has written before counts as free."""
+    """Compare the free disk with what a run writes; what it has written before counts as free."""
     folder = Path(needs.folder).absolute()
     there = _existing(folder)
     if why := unwritable(folder):
@@ -214,7 +218,7 @@ def disk_problem(name: str, needs: DiskNeeds) -> Problem:
 
 
 def check_disk(config: Config, spec: ModelSpec | None, held_out: int | None) -> Iterator[Problem]:
-    """A folder that cannot be made or written to, and a disk on which the run ends, or that it fills.
+    """Yield folders that cannot be made or written to, and disks on which the run ends, or that it fills.
 
     held_out: see `disk_use`.
     """

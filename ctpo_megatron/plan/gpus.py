@@ -35,7 +35,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def check_gpu_memory(config: Config, spec: ModelSpec, job: Job, gpu_gib: float) -> Iterator[Problem]:
-    """The fullest moment of every GPU of the node against `gpu_gib`, with the cheapest changes that help."""
+    """Compare the peak of every GPU of the node with `gpu_gib`, with the cheapest changes that help."""
     share, least = config.rollout.engine.gpu_memory_utilization, least_of_engine(config, spec)
     if needs_engines(config) and share * gpu_gib * GIB < least:
         message = f"of {gpu_gib:g} GiB cannot hold the model and one longest sequence, {gib(least)} on each GPU"

@@ -53,7 +53,9 @@ class HostPart:
 
 
 def host_parts(config: Config, job: Job, spec: ModelSpec) -> list[HostPart]:
-    """What holds memory of a node's host. On CUDA the model is on GPUs, and what leaves them for a time is here."""
+    """Return what holds memory of a node's host. On CUDA the model is on GPUs, and what leaves them for a time
+    is here.
+    """
     ranks, rollout = job.node_ranks or job.world_size, config.rollout
     most = peak_memory(spec, Split.of(config.policy, job.world_size))
     kept = most.while_sampling("none")

@@ -95,7 +95,7 @@ class Split:
 
     @classmethod
     def of(cls, policy: PolicyConfig, world_size: int) -> Split:
-        """The split of a configuration on `world_size` ranks; rounded down where that is an error."""
+        """Return the split of a configuration on `world_size` ranks; rounded down where that is an error."""
         model_parallel = (
             policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size * policy.context_parallel_size
         )
@@ -156,7 +156,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.kept
 
     def fits(self, gpu_gib: float = GPU_GIB) -> bool:
-        """Whether a GPU of that size can hold it."""
+        """Return whether a GPU of that size can hold it."""
         return self.total <= USABLE * gpu_gib * GIB
 
     def while_sampling(self, offload: str) -> int:
@@ -319,7 +319,7 @@ def chunk_rows(columns: int, free_bytes: float) -> int:
 
 
 def peak_memory(spec: ModelSpec, split: Split) -> Memory:
-    """The stage that needs the most memory."""
+    """Return the stage that needs the most memory."""
     stages = (stage_memory(spec, split, stage) for stage in range(split.pipeline))
     return max(stages, key=lambda memory: memory.total)
 

@@ -27,7 +27,7 @@ class AttentionCall(NamedTuple):
 
 
 def attention_calls(lengths: Sequence[int]) -> list[AttentionCall]:
-    """The calls for sequences of these lengths, the longest first; those without tokens are in none.
+    """Return the calls for sequences of these lengths, the longest first; those without tokens are in none.
 
     From the longest on, lengths within `SHORTEST_OF_CLASS` of it share a call and are padded to it.
     """
@@ -88,7 +88,7 @@ class AttentionPlan:
         return take_rows(t, at, self.back) if self.split.whole else t.index_select(0, at)
 
     def masks(self, _: torch.dtype) -> list[torch.Tensor | None]:
-        """The mask of each call; None: plain causal attention."""
+        """Return the mask of each call; None: plain causal attention."""
         return [part.visible for part in self.classes]
 
 
@@ -171,7 +171,9 @@ class ForestPlan:
 
     @classmethod
     def of(cls, batch: PackedBatch) -> ForestPlan:
-        """The plan of a batch that has a forest, made once for all passes, for one pass, whose masks end with it."""
+        """Return the plan of a batch that has a forest, made once for all passes, for one pass, whose masks end with
+        it.
+        """
         forest = batch.forest
         assert forest is not None
         return copy.copy(forest.derive(cls, lambda: cls(forest, batch.token_ids.device)))
@@ -185,7 +187,7 @@ class ForestPlan:
         return take_rows(t, at, self.back) if at is self.queries else gather_rows(t, at)
 
     def masks(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """What is added to the scores of each call, None for plain causal attention; made once for all layers.
+        """Return what is added to the scores of each call, None for plain causal attention; made once for all layers.
 
         torch makes a mask of numbers from one of booleans in every call, and keeps it for the backward pass.
         """

@@ -77,7 +77,7 @@ class Marker:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """An empty folder to write into; remains of interrupted saves and deletions are removed first.
+    """Return an empty folder to write into; remains of interrupted saves and deletions are removed first.
 
     The name is unique: a process that survived its killed job may still be writing into an older folder.
     """
@@ -149,7 +149,7 @@ def complete(directory: Path) -> list[Path]:
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The newest checkpoint in `directory`; None when there is none.
+    """Return the newest checkpoint in `directory`; None when there is none.
 
     Raises CheckpointError when it has no marker, since the marker is written before the name.
     """
@@ -160,12 +160,12 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint."""
+    """Return the step in the name of a checkpoint."""
     return int(checkpoint.name.rpartition("_")[2])
 
 
 def read_checkpoint_marker(checkpoint: Path) -> Marker:
-    """The marker of a checkpoint; raises CheckpointError when it is missing or damaged."""
+    """Return the marker of a checkpoint; raises CheckpointError when it is missing or damaged."""
     try:
         content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
         if content.pop(_DIGEST, None) != _digest(content):
@@ -208,7 +208,7 @@ def content_problems(checkpoint: Path, files: Mapping[str, FileEntry], names: It
 
 
 def advice(checkpoint: Path) -> str:
-    """How to continue without a broken checkpoint: the newest older one whose files all exist, if any."""
+    """Return how to continue without a broken checkpoint: the newest older one whose files all exist, if any."""
     older = (
         [path for path in complete(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
         if _named(checkpoint)
@@ -289,7 +289,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def metadata_from(content: bytes, path: Path) -> metadata.Metadata:
-    """What `.metadata` at `path` says. Raises CheckpointError for what checkpoints of this trainer do not contain."""
+    """Return what `.metadata` at `path` says. Raises CheckpointError for what checkpoints of this trainer do not
+    contain.
+    """
     try:
         found: metadata.Metadata = _Unpickler(io.BytesIO(content)).load()
         for place in found.storage_data.values():
@@ -314,7 +316,7 @@ def read_metadata(self: filesystem.FileSystemReader, *_arguments: Any, **options
 
 
 def read_description(checkpoint: Path) -> dict[str, ShardedTensor | ShardedObject]:
-    """The tensors and objects that `metadata.json` and `.metadata` describe. Raises CheckpointError."""
+    """Return the tensors and objects that `metadata.json` and `.metadata` describe. Raises CheckpointError."""
     try:
         described: dict[str, ShardedTensor | ShardedObject] = load_sharded_metadata(str(checkpoint))
     except CheckpointError:

@@ -41,13 +41,15 @@ class ContextSplit:
         return self.planned or self
 
     def to(self, device: torch.device) -> ContextSplit:
-        """The split on a device; the host does not wait for the copies."""
+        """Return the split on a device; the host does not wait for the copies."""
         rows, restore, cu_seqlens = (to_device(each, device) for each in (self.rows, self.restore, self.cu_seqlens))
         return replace(self, rows=rows, restore=restore, cu_seqlens=cu_seqlens, planned=self.on_host)
 
     @classmethod
     def of(cls, cu_seqlens: Tensor) -> ContextSplit:
-        """The split of a micro-batch with these boundaries `[B + 1]`, on the host, over the context-parallel group."""
+        """Return the split of a micro-batch with these boundaries `[B + 1]`, on the host, over the context-parallel
+        group.
+        """
         group = mpu.get_context_parallel_group()
         size, rank = group.size(), group.rank()
         if size == 1:
@@ -107,7 +109,7 @@ class SharedRows:
 
     @classmethod
     def of(cls, batch: PackedBatch, forest: Forest, predicting: Tensor) -> SharedRows:
-        """The pairs of `Targets.rows`, made once for all passes."""
+        """Return the pairs of `Targets.rows`, made once for all passes."""
 
         def pairs() -> SharedRows:
             tokens = predicting.numpy()
@@ -156,7 +158,7 @@ class Targets:
 
     @classmethod
     def of(cls, batch: PackedBatch, split: ContextSplit) -> Targets:
-        """The targets of this rank's rows."""
+        """Return the targets of this rank's rows."""
 
         def next_of(values: Tensor) -> Tensor:
             # The first token of a sequence is never a response token, so the value that rolls into the row before it is
@@ -205,7 +207,7 @@ class Targets:
         }
 
     def of_whole_sequences(self) -> Targets:
-        """The targets of all rows of the batch, which every context-parallel rank knows."""
+        """Return the targets of all rows of the batch, which every context-parallel rank knows."""
         return self if self.split.whole else Targets.of(self.batch, self.split.unsplit)
 
     def per_token(self, values: Tensor) -> Tensor:

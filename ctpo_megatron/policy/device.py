@@ -42,7 +42,7 @@ class Capabilities:
     grad_accumulation_fusion: bool
 
     def against_te_layers(self, dtype: str) -> str | None:
-        """Why transformer-engine's layers cannot train a model of `policy.dtype` here; None if they can.
+        """Return why transformer-engine's layers cannot train a model of `policy.dtype` here; None if they can.
 
         Their attention supports packed sequences in 16-bit precision only, with cuDNN from compute capability 9.0 on or
         with flash-attn (transformer-engine 2.9 to 2.11, `dot_product_attention/utils.py`). Without either it raises, or
@@ -96,7 +96,9 @@ def capabilities() -> Capabilities:
 
 
 def max_ranks() -> int:
-    """How many ranks this machine can run: its number of GPUs; without GPUs its number of cores, at least four."""
+    """Return how many ranks this machine can run: its number of GPUs; without GPUs its number of cores, at
+    least four.
+    """
     return torch.cuda.device_count() if CUDA else max(4, os.cpu_count() or 1)
 
 
@@ -123,7 +125,7 @@ def gpu_bytes() -> int | None:
 
 
 def product_precision(dtype: str) -> str:
-    """The precision of matrix products in `policy.dtype`: the dtype, or `tf32`."""
+    """Return the precision of matrix products in `policy.dtype`: the dtype, or `tf32`."""
     return "tf32" if CUDA and dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else dtype
 
 
@@ -211,7 +213,7 @@ class DeviceMemory:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """A context in which everything is on the device, for passes of the model. Does not nest."""
+        """Hold everything on the device in a context, for passes of the model. Does not nest."""
         with scope():
             self._reclaim()
         yield

@@ -46,7 +46,7 @@ class ModelParameter:
 
 
 def model_parameters(model: BuiltModel, layout: Layout) -> list[ModelParameter]:
-    """All parameters of this rank. Raises KeyError naming a parameter without a Hugging Face counterpart."""
+    """Return all parameters of this rank. Raises KeyError naming a parameter without a Hugging Face counterpart."""
     spec, family, found = model.spec, model.spec.family, list[ModelParameter]()
     experts_each = spec.num_experts // layout.ep_size
     ends, in_layer = _by_name(family.ends(spec), spec), _by_name(family.layer(spec), spec)
@@ -96,7 +96,7 @@ def load(model: BuiltModel, parameters: Sequence[ModelParameter], directory: Pat
     opened: Callable[[Path], Any] = cache(partial(safe_open, framework="pt"))
 
     def read(name: str) -> torch.Tensor:
-        """A full tensor on the CPU, in the file's dtype."""
+        """Return a full tensor on the CPU, in the file's dtype."""
         tensor: torch.Tensor = opened(stored[name].file).get_tensor(name)
         return tensor
 

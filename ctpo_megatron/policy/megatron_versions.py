@@ -64,7 +64,8 @@ def _write_and_end_with(trainer: int, write: Callable[..., None], *arguments: An
 
 
 def load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """The sharded tensors that are `wanted`, and all other state, from a checkpoint of either release. Collective.
+    """Return the sharded tensors that are `wanted`, and all other state, from a checkpoint of either release.
+    Collective.
 
     Raises megatron's CheckpointingException.
     """

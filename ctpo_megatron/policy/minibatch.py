@@ -85,7 +85,7 @@ def all_micro_batches(mini_batches: Iterable[MiniBatch]) -> list[PackedBatch]:
 
 
 def in_turn(mini_batches: Sequence[MiniBatch], passes: int, seed: str) -> Iterator[MiniBatch]:
-    """The mini-batch of each optimizer step of a batch, every one of them once a pass.
+    """Yield the mini-batch of each optimizer step of a batch, every one of them once a pass.
 
     The first pass keeps the order given. Later ones draw theirs from `seed` and their number, the same on every rank;
     the last of all is again the last mini-batch. Later passes share the old log-probs, which have to be there when they
@@ -103,14 +103,14 @@ def in_turn(mini_batches: Sequence[MiniBatch], passes: int, seed: str) -> Iterat
 
 
 def old_log_probs_of(micro: PackedBatch) -> torch.Tensor:
-    """The stored old log-probs. Raises ValueError if no pass has computed them."""
+    """Return the stored old log-probs. Raises ValueError if no pass has computed them."""
     if micro.old_log_probs is None:
         raise ValueError("Trainer.compute_old_log_probs() must run before anything that needs old log-probs")
     return micro.old_log_probs
 
 
 def anchor_of(micro: PackedBatch, anchor: Anchor) -> torch.Tensor:
-    """The log-probs that ratios are against. Raises ValueError as `old_log_probs_of`."""
+    """Return the log-probs that ratios are against. Raises ValueError as `old_log_probs_of`."""
     return micro.rollout_log_probs if anchor == "behaviour" else old_log_probs_of(micro)
 
 
@@ -122,7 +122,7 @@ def checked_sequences(
     *,
     by_turn: bool = False,
 ) -> list[TokenSequence]:
-    """The sequences of every trajectory; by_turn: with their turns and advantages.
+    """Return the sequences of every trajectory; by_turn: with their turns and advantages.
 
     Raises ValueError as `token_sequences` does and when there is not one advantage for each. Raises DataError for a
     token outside the vocabulary: megatron pads the vocabulary, and would train on the padding rows.
@@ -242,7 +242,7 @@ class _Load:
         return sum(flops for _, flops in self.walk(members))
 
     def walk(self, members: Sequence[int]) -> list[tuple[int, float]]:
-        """The members, in the order if there is one, each with the FLOPs that it adds to those before it."""
+        """Return the members, in the order if there is one, each with the FLOPs that it adds to those before it."""
         if self.order is None:
             return [(i, self.alone[i]) for i in members]
         number = {self.chunk[i].place: i for i in members}
@@ -323,7 +323,7 @@ def _attention_rows(micro: PackedBatch, whole_attention: bool) -> int:
 
 
 def packing_rules(config: PolicyConfig) -> PackingRules:
-    """What the layout requires of micro-batches: equal pieces for context parallelism, equal shares for sequence
+    """Return what the layout requires of micro-batches: equal pieces for context parallelism, equal shares for sequence
     parallelism, whole rounds for virtual pipeline stages."""
     cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
     return PackingRules(
@@ -360,7 +360,7 @@ def share_tokens(
 
 
 def share_of(sequences: Sequence[TokenSequence]) -> torch.Tensor:
-    """The tokens of these sequences one after another, as bytes."""
+    """Return the tokens of these sequences one after another, as bytes."""
     return torch.from_numpy(joined([each.records for each in sequences], sequences[0].kind).view(np.uint8))
 
 

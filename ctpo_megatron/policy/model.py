@@ -165,7 +165,7 @@ def _routing(use_te: bool, *, replay: bool) -> dict[str, Any]:
 
 
 def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> BuiltModel:
-    """The randomly initialized model of this rank; weights come from `hf.load`."""
+    """Return the randomly initialized model of this rank; weights come from `hf.load`."""
     config = transformer_config(spec, policy)
     chunks = policy.virtual_pipeline_model_parallel_size
     gpt = [_build_gpt(config, spec, policy, stage).to(here) for stage in (range(chunks) if chunks else (None,))]

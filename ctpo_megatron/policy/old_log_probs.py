@@ -187,7 +187,7 @@ class OldLogProbs:
         return metrics
 
     def after_first_gradient(self, mini_batches: Sequence[MiniBatch], sampled_by: SampledBy) -> dict[str, float]:
-        """The metrics that `before_updates` could not compute yet. No optimizer step has been made."""
+        """Return the metrics that `before_updates` could not compute yet. No optimizer step has been made."""
         if self._plan == "pass":
             return {}
         return self._metrics(mini_batches if self._plan == "first update" else mini_batches[:1], sampled_by)

@@ -63,7 +63,7 @@ class LossScale(DynamicGradScaler):  # type: ignore[misc] # megatron-core has no
         self.value = self._initial
 
     def of(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the backward pass begins with: megatron-core's `grad_scale_func`."""
+        """Return what the backward pass begins with: megatron-core's `grad_scale_func`."""
         return cast(torch.Tensor, self._scale * loss)
 
     def update(self, found_inf: bool) -> None:

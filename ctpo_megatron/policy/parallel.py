@@ -210,7 +210,7 @@ class Layout:
             gather_objects(None)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank returns the list of all ranks' values, in rank order; collective."""
+        """Return the list of all ranks' values on every rank, in rank order; collective."""
         return [value] if self.world_size == 1 else gather_objects(value)
 
     def lost_ranks_named(self) -> AbstractContextManager[None]:
@@ -273,7 +273,7 @@ def init_distributed(config: PolicyConfig, seed: int) -> Layout:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank returns the list of all ranks' values, in rank order."""
+    """Return the list of all ranks' values on every rank, in rank order."""
     if dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

@@ -123,7 +123,7 @@ class Predictions(ABC):
         return replace(output, stats=output.stats.without_sums())
 
     def with_rows(self, output: PolicyLossOutput, log_probs: Tensor, entropy: Tensor | None = None) -> PolicyLossOutput:
-        """The loss of the given `log_probs`, with them and, if requested, the entropies in the output.
+        """Return the loss of the given `log_probs`, with them and, if requested, the entropies in the output.
 
         entropy: where it is known already.
         """
@@ -222,7 +222,7 @@ LossFunction = Callable[[Predictions, Denominators], PolicyLossOutput]
 
 
 def configured_loss(config: ObjectiveConfig) -> LossFunction:
-    """The RL loss of a configuration: its preset with overrides, or the user's `objective.function`.
+    """Return the RL loss of a configuration: its preset with overrides, or the user's `objective.function`.
 
     Raises ExtensionError when that cannot be found or called; `extensions.activate` comes first.
     """
@@ -239,7 +239,7 @@ def configured_loss(config: ObjectiveConfig) -> LossFunction:
 
 
 def policy_gradient(objective: PolicyObjective, anchor: Anchor) -> LossFunction:
-    """The RL loss. proximal: ratios against the trainer's old log-probs; behaviour: against the sampler's.
+    """Return the RL loss. proximal: ratios against the trainer's old log-probs; behaviour: against the sampler's.
 
     decoupled: as proximal; the weights of `apply_correction` account for the difference between the two. In a
     micro-batch that is `on_policy`, the old log-probs are the log-probs of the pass itself.
@@ -248,7 +248,7 @@ def policy_gradient(objective: PolicyObjective, anchor: Anchor) -> LossFunction:
 
 
 def function_gradient(function: Objective, objective: PolicyObjective, anchor: Anchor) -> LossFunction:
-    """The RL loss by a user's function; `objective` says how its token losses are aggregated."""
+    """Return the RL loss by a user's function; `objective` says how its token losses are aggregated."""
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
         log_probs, entropy = predictions.log_probs_and_entropy()
@@ -273,7 +273,7 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
 
 
 def anchor_of_rows(targets: Targets, anchor: Anchor) -> Tensor | None:
-    """The denominator of the ratios; None: the log-probs of the pass itself."""
+    """Return the denominator of the ratios; None: the log-probs of the pass itself."""
     found = targets.rollout_log_probs if anchor == "behaviour" else targets.old_log_probs
     if found is None and not targets.on_policy:
         raise ValueError(f"the {anchor} anchor needs Trainer.compute_old_log_probs() before Trainer.update()")

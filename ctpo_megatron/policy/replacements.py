@@ -164,17 +164,17 @@ class TorchOfSchedules:
 
 
 def current_device() -> torch.device:
-    """The CPU, where megatron-core asks for the current GPU."""
+    """Return the CPU, where megatron-core asks for the current GPU."""
     return _CPU
 
 
 # One function for both would be refused by torch.compile, which has a table of the functions of torch.cuda.
 def no_wait(*_args: Any) -> None:
-    """A synchronisation, of which a CPU has none."""
+    """Do nothing: a CPU needs no synchronisation."""
 
 
 def no_stream(*_args: Any) -> None:
-    """The stream of a CPU, which has none."""
+    """Do nothing: a CPU has no streams."""
 
 
 def rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
@@ -242,7 +242,7 @@ def uneven_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def uneven_reduce_scatter(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same for the reduce-scatter of the backward pass."""
+    """Return the same for the reduce-scatter of the backward pass."""
 
     def reduce_scatter(
         input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False

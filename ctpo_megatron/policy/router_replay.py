@@ -187,7 +187,7 @@ class RouterReplays:
 
 
 def checked_choices(sequences: list[TokenSequence], spec: ModelSpec) -> list[TokenSequence]:
-    """The sequences. Raises DataError for choices of another model than `spec`: they would be other experts."""
+    """Return the sequences. Raises DataError for choices of another model than `spec`: they would be other experts."""
     expected = (spec.num_layers, spec.num_experts_per_token)
     for sequence in sequences:
         if ROUTER_CHOICES not in (sequence.kind.names or ()):

@@ -122,13 +122,13 @@ class _Reinforcement:
         self.knows_turns = config.by_turn or config.function is not None
 
     def advantages(self, batch: Batch) -> Sequence[Advantage]:
-        """One per trajectory; empty on ranks other than zero."""
+        """Return one advantage per trajectory; empty on ranks other than zero."""
         if self.by_turn:
             return turn_advantages([group.returns for group in batch.trained], self.advantage)
         return batch_advantages([group.rewards for group in batch.trained], self.advantage)
 
     def is_dumped(self, step: int) -> bool:
-        """Whether every optimizer step of this RL step is kept token by token: `tracking.dump_every`."""
+        """Return whether every optimizer step of this RL step is kept token by token: `tracking.dump_every`."""
         return step in (1, self.run.steps) or step % self.tracking.dump_every == 0
 
 
@@ -208,7 +208,7 @@ class Trainer:
         self._rl = rl
 
     def train(self, batch: Batch) -> TrainResult:
-        """The updates of one RL step (Algorithm 1 of the paper); `version` is then one higher.
+        """Make the updates of one RL step (Algorithm 1 of the paper); `version` is then one higher.
 
         batch: its groups are on rank zero only, its weight versions on every rank. Raises RuntimeError before the first
         optimizer step when sampler and trainer differ by more than the limit, DataError for tokens of another
@@ -340,7 +340,8 @@ class Trainer:
         return start_metrics(mini_batches, self.layout) | self._passes.router_metrics()
 
     def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
-        """One optimizer step; `temperature` is used instead of the rollouts' temperature (1 for a supervised loss).
+        """Make one optimizer step; `temperature` is used instead of the rollouts' temperature (1 for a supervised
+        loss).
 
         A step whose loss or gradient norm is not finite on any rank changes neither weights nor optimizer state; the
         schedule advances. In float16 the loss scale follows. Raises FloatingPointError at the last of
@@ -371,7 +372,8 @@ class Trainer:
     def token_diagnostics(
         self, mini_batch: MiniBatch, objective: PolicyObjective, anchor: Anchor = "proximal"
     ) -> Diagnostics:
-        """How far each sequence of a mini-batch was from the anchor in the latest pass over it, usually its update's.
+        """Return how far each sequence of a mini-batch was from the anchor in the latest pass over it, usually its
+        update's.
 
         Index among the sequences of the batch -> `advantage`, and `log_ratio`, `clip_low`, `clip_high`, arrays `[T]` in
         nats; on rank zero. `prefix_log_ratio`, S_t, as well where `log_ratio` is another.

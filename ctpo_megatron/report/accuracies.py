@@ -26,7 +26,7 @@ def compare_accuracies(groups: Sequence[RunGroup]) -> list[EndpointComparison]:
 
 
 def common_evaluation(groups: Sequence[RunGroup]) -> int | None:
-    """The last step after which all runs were evaluated, of those that were; None: there is none."""
+    """Return the last step after which all runs were evaluated, of those that were; None: there is none."""
     steps = [found for run in runs_of(groups) if (found := evaluated_steps(run))]
     return max(set.intersection(*steps), default=None) if steps else None
 
@@ -46,7 +46,7 @@ def notes_of_steps(groups: Sequence[RunGroup]) -> Iterator[str]:
 
 
 def common_step(groups: Sequence[RunGroup]) -> int:
-    """The last step of the shortest run, of those that have made any; 0: none has."""
+    """Return the last step of the shortest run, of those that have made any; 0: none has."""
     return min((run.last_step for run in runs_of(groups) if run.last_step), default=0)
 
 

@@ -90,7 +90,7 @@ def difference_table(groups: Sequence[RunGroup], found: Sequence[EndpointCompari
 
 
 def notes_of_accuracies(found: Sequence[EndpointComparison]) -> list[str]:
-    """What applies to figures of the table: problems left out, how pairs were made. Each is said once."""
+    """Return what applies to figures of the table: problems left out, how pairs were made. Each is said once."""
     notes: dict[str, None] = {}
     for each in found:
         for accuracy in each.values:

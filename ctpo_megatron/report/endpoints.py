@@ -90,5 +90,5 @@ class EndpointComparison:
     differences: list[GroupDifference]
 
     def of(self, group: str) -> GroupEstimate | None:
-        """The value of a group, by its label; None: it has none."""
+        """Return the value of a group, by its label; None: it has none."""
         return next((each for each in self.values if each.group == group), None)

@@ -32,7 +32,7 @@ class ScoredProblem:
 
 
 def same_problems(many: Sequence[ScoredSet]) -> bool:
-    """Whether they have prompts in common, and equal ids mean equal ground truths.
+    """Return whether they have prompts in common, and equal ids mean equal ground truths.
 
     A task that was made with another seed has the same ids and other problems.
     """
@@ -123,7 +123,7 @@ class Estimate:
 
 
 def mean_score(by_seed: Mapping[str, ScoredSet]) -> Estimate:
-    """The mean score over problems and seeds. by_seed: seed -> its problems, one seed or more."""
+    """Return the mean score over problems and seeds. by_seed: seed -> its problems, one seed or more."""
     many = [*by_seed.values()]
     if len(many) > 1 and not same_problems(many):
         return _over_seeds([_judged(problems) for problems in many], _bounds(many, 0.0), _unjudged(many), [])

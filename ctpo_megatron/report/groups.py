@@ -137,7 +137,7 @@ def runs_of(groups: Iterable[RunGroup]) -> list[RunData]:
 
 
 def run_name(run: RunData) -> str:
-    """What messages call a run."""
+    """Return what messages call a run."""
     return str(run.setting("run.name", run.directory.name))
 
 
@@ -179,7 +179,7 @@ def _setting(name: str, value: Any, most: int) -> str:
 
 
 def shown(value: Any, most: int = _VALUE) -> str:
-    """A value as YAML writes it, a long one with its end, which tells paths apart."""
+    """Return a value as YAML writes it, a long one with its end, which tells paths apart."""
     if isinstance(value, bool) or value is None:
         text = {True: "true", False: "false", None: "null"}[value]
     elif isinstance(value, float):

@@ -184,7 +184,7 @@ def _growth_chart(shown: Sequence[PositionSums]) -> Chart:
     drawn = [curve for index, each in enumerate(found) for curve in each.curves(CYCLE[index % len(CYCLE)])]
     caption = (
         "Does the spread of S_t grow like sqrt(t)? Cumulative log-ratio at position t, last mini-batch, "
-        f"{_steps(shown)}. Lines: sigma sqrt(t), shaded {GUIDE:.0%} on either side, a visual guide, not a confidence interval. "
+        f"{_steps(shown)}. Lines: sigma sqrt(t), shaded {GUIDE:.0%} on either side: a visual guide, not an interval. "
         + " ".join(f"{each.label}: {each.verdict}." for each in found)
     )
     caption += "".join([f" {each.label}: {each.why_not}." for each in found if each.why_not][-1:])

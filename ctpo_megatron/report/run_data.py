@@ -66,7 +66,7 @@ class RunData:
         return max((record["step"] for record in self.metrics), default=0)
 
     def until(self, step: int) -> RunData:
-        """The run as it was after that step: without later metrics."""
+        """Return the run as it was after that step: without later metrics."""
         return replace(self, metrics=[record for record in self.metrics if record["step"] <= step])
 
     @property
@@ -75,7 +75,7 @@ class RunData:
         return [name for name in self.names if ACCURACY.fullmatch(name)]
 
     def series(self, name: str) -> Series | None:
-        """A metric over steps (`sft/*` from sft.jsonl), or None when it has no finite value."""
+        """Return a metric over steps (`sft/*` from sft.jsonl), or None when it has no finite value."""
         records = self.sft if name.startswith("sft/") else self.metrics
         points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
         return Series([step for step, _ in points], [value for _, value in points]) if points else None
@@ -91,7 +91,7 @@ class RunData:
         return {step: dict(sorted(values.items())) for step, values in steps.items() if values}
 
     def setting(self, dotted: str, default: Any = None) -> Any:
-        """A value of config.yaml by dotted key, or the default."""
+        """Return a value of config.yaml by dotted key, or the default."""
         node: Any = self.config
         for key in dotted.split("."):
             if not isinstance(node, dict) or key not in node:

@@ -57,7 +57,7 @@ def compare_rewards(groups: Sequence[RunGroup], threshold: float | None) -> list
 
 
 def is_replay(run: RunData) -> bool:
-    """Whether a run was trained on another run's samples."""
+    """Return whether a run was trained on another run's samples."""
     return run.setting("rollout.replay") is not None
 
 

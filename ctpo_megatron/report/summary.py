@@ -217,7 +217,7 @@ def conversation_uses(epoch: float) -> str:
 
 
 def evaluation_label(run: RunData) -> str:
-    """How evaluations were sampled: greedy, or the temperature."""
+    """Return how evaluations were sampled: greedy, or the temperature."""
     temperature = run.setting("eval.temperature", 0.0)
     return "greedy" if not temperature else f"temperature {temperature:g}"
 

@@ -26,7 +26,7 @@ class OverlongPenalty:
     budget: int
 
     def of(self, tokens: int) -> float:
-        """The penalty of a response of `tokens` tokens, from -penalty to 0, to be added to its reward."""
+        """Return the penalty of a response of `tokens` tokens, from -penalty to 0, to be added to its reward."""
         return max(-self.penalty, min(0.0, (self.budget - self.buffer - tokens) / self.buffer * self.penalty))
 
     def apply(self, groups: Sequence[Group]) -> None:

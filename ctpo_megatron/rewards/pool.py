@@ -77,7 +77,7 @@ class Workers:
             self._pending -= 1
 
     def active(self, patience_s: float) -> bool:
-        """Whether results can be expected: one came within this time, or there was nothing to do."""
+        """Return whether results can be expected: one came within this time, or there was nothing to do."""
         with self._lock:
             idle_s = time.monotonic() - self._moved if self._pending else 0.0
         if idle_s > patience_s and not self.frozen:
@@ -92,7 +92,7 @@ class Workers:
 
 
 def awaited(future: ProcessFuture[T], workers: Workers, patience_s: float, until: float = math.inf) -> T:
-    """The result of a future; a broken pool forgets its tasks. until: monotonic seconds.
+    """Return the result of a future; a broken pool forgets its tasks. until: monotonic seconds.
 
     Raises the worker's exception, BrokenProcessPool when no worker is left, or TimeoutError.
     """
@@ -121,7 +121,7 @@ class ScoreReport:
 
     @classmethod
     def of(cls, scored: int, missing: Mapping[MissingCause, int], values: Mapping[str, list[float]]) -> ScoreReport:
-        """The report of the given counts and values."""
+        """Return the report of the given counts and values."""
         metrics = {name: _count_or_mean(numbers) for name, numbers in values.items()}
         return cls(scored, dict(missing), metrics, values)
 
@@ -158,7 +158,7 @@ class _Task:
         return self.future.done() or not self.workers.active(self.patience_s)
 
     def result(self) -> list[Scored]:
-        """The outcomes. Raises the worker's exception, or BrokenProcessPool when no worker is left."""
+        """Return the outcomes. Raises the worker's exception, or BrokenProcessPool when no worker is left."""
         return awaited(self.future, self.workers, self.patience_s)  # a worker has a deadline
 
 

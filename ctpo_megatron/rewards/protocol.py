@@ -93,14 +93,16 @@ class RewardFunction(Protocol):
 
 
 def reward_problem(part: Any, arguments: Mapping[str, Any]) -> str:
-    """Why a user's object cannot score with these arguments, or ""."""
+    """Return why a user's object cannot score with these arguments, or ""."""
     problem = _call_problem(part, arguments)
     adapter = adapter_for(part) if problem else ""
     return f"{problem}; {adapter}" if adapter else problem
 
 
 def adapter_for(part: Any) -> str:
-    """Where the adapter of a reward function of another trainer is, known by the names of its parameters; or ""."""
+    """Return where the adapter of a reward function of another trainer is, known by the names of its
+    parameters; or "".
+    """
     method = inspect.getattr_static(part, "__call__") if isinstance(part, type) else part
     try:
         names = inspect.signature(method).parameters

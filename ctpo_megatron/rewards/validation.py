@@ -31,7 +31,7 @@ _PATIENCE_S = 30.0
 
 
 def unverifiable(prompts: Sequence[Prompt], config: RewardConfig) -> dict[int, str]:
-    """The prompts that `math_verify` scores and whose ground truth it can never match: index -> reason.
+    """Return the prompts that `math_verify` scores and whose ground truth it can never match: index -> reason.
 
     Every distinct ground truth is checked once, in processes on all CPUs: 13 CPU-milliseconds for a long formula. A
     plain number is always readable. One that takes longer than `config.timeout_s` is listed, too: its rewards would be
@@ -90,12 +90,16 @@ def _compared(answers: Sequence[str], config: RewardConfig) -> tuple[dict[str, s
 
 
 def in_words(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:
-    """How often `math_verify` scores against which words. Look at them: a word may say that there is no answer."""
+    """Return how often `math_verify` scores against which words. Look at them: a word may say that there is no
+    answer.
+    """
     return _counted(prompts, config, "words")
 
 
 def as_products(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:
-    """How often `math_verify` reads letters of one family, such as `abc` and `bad`, as a product of variables."""
+    """Return how often `math_verify` reads letters of one family, such as `abc` and `bad`, as a product of
+    variables.
+    """
     return _counted(prompts, config, "product of letters")
 
 
@@ -110,7 +114,7 @@ def _counted(prompts: Iterable[Prompt], config: RewardConfig, kind: str) -> Coun
 
 
 def shown_words(found: Counter[str]) -> str:
-    """The most frequent of some words with their counts, for a person to look at."""
+    """Return the most frequent of some words with their counts, for a person to look at."""
     shown = ", ".join(f"{words!r} {count:,}" for words, count in found.most_common(_SHOWN))
     return f"{shown}, ..." if len(found) > _SHOWN else shown
 

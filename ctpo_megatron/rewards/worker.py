@@ -108,12 +108,14 @@ def start(routes: Routes, search_path: Sequence[str], log_path: Path | None) -> 
 
 
 def traits() -> dict[str | None, Traits]:
-    """The traits of every route. Raises what creating the functions raised."""
+    """Return the traits of every route. Raises what creating the functions raised."""
     return {source: _traits(function) for source, function in _setup.functions.items()}
 
 
 def score(route: str | None, pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
-    """One outcome per pair. Several are awaited together, each for at most `timeout_s`; one has no limit here."""
+    """Return one outcome per pair. Several are awaited together, each for at most `timeout_s`; one has no limit
+    here.
+    """
     function = _setup.functions[route]
     if len(pairs) == 1:
         return [_called(function, *pairs[0])]

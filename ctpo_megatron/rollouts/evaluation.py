@@ -81,7 +81,7 @@ class Evaluation:
         return Evaluated(step, missing=f"{count - self._sampled} of {count} groups were not sampled")
 
     def lacks(self, record: Mapping[str, object]) -> bool:
-        """Whether the metrics of a step hold no evaluation though there are prompts."""
+        """Return whether the metrics of a step hold no evaluation though there are prompts."""
         return bool(self._prompts) and not any(name.startswith("val/") for name in record)
 
     def __enter__(self) -> Self:

@@ -19,7 +19,7 @@ Filter = Callable[[Trajectory, Prompt], Collection[int]]
 
 
 def void_turn(trajectory: Trajectory, _prompt: Prompt, *, answer: str | None = None) -> Collection[int]:
-    """Every turn, if one has neither a complete tool call nor, as the last, a final answer (SimpleTIR).
+    """Return every turn, if one has neither a complete tool call nor, as the last, a final answer (SimpleTIR).
 
     A call that cannot be read (`parse_error`) is not complete; a failed call is, and the last one of `max_turns` or
     `tool_budget`, which is not run. answer: regular expression of a final answer; None: a complete `\\boxed{}`.
@@ -32,18 +32,18 @@ def void_turn(trajectory: Trajectory, _prompt: Prompt, *, answer: str | None = N
 
 
 def void_trajectory(trajectory: Trajectory, _prompt: Prompt, *, answer: str | None = None) -> Collection[int]:
-    """Every turn, if no tool call was run and there is no final answer (the rule of CTPO's published code)."""
+    """Return every turn, if no tool call was run and there is no final answer (the rule of CTPO's published code)."""
     called = any(call.status != "parse_error" for call in trajectory.tool_calls)
     return () if called or _has_answer(trajectory, answer) else range(1, trajectory.turns + 1)
 
 
 def truncated(trajectory: Trajectory, _prompt: Prompt) -> Collection[int]:
-    """Every turn, if a token limit ended the trajectory (`finish_reason` is `length`)."""
+    """Return every turn, if a token limit ended the trajectory (`finish_reason` is `length`)."""
     return range(1, trajectory.turns + 1) if trajectory.finish_reason == "length" else ()
 
 
 def failed_tool(trajectory: Trajectory, _prompt: Prompt) -> Collection[int]:
-    """The turns with a tool call that failed, or that could not be read; the other turns stay."""
+    """Return the turns with a tool call that failed, or that could not be read; the other turns stay."""
     return {call.turn for call in trajectory.tool_calls if call.status != "success"}
 
 
@@ -60,7 +60,7 @@ FILTERS = {function.__name__: function for function in _OURS}
 
 
 def filter_problem(part: Extension) -> str:
-    """Why `part` cannot be a filter, or "". Raises ExtensionError when it cannot be imported."""
+    """Return why `part` cannot be a filter, or "". Raises ExtensionError when it cannot be imported."""
     if not part.is_path and part.name not in FILTERS:
         return f"no such filter; write {', '.join(FILTERS)} or package.module:Name"
     found: Any = load(part.name) if part.is_path else FILTERS[part.name]

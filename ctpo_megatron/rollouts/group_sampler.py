@@ -112,7 +112,7 @@ class GroupSampler:
     # Prompts that fail too often.
 
     def is_quarantined(self, prompt: Prompt) -> bool:
-        """Whether a prompt is not to be sampled."""
+        """Return whether a prompt is not to be sampled."""
         return any(record.prompt_id == prompt.id for record in self.quarantined)
 
     def lose(self, prompt: Prompt, step: int, error: GroupFailed) -> None:

@@ -87,7 +87,9 @@ def engine_metrics(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """How far the model tokens of `groups` are behind the weights `version` that they train, in versions and tokens."""
+    """Return how far the model tokens of `groups` are behind the weights `version` that they train, in versions and
+    tokens.
+    """
     sampled = [t.tokens["weight_version"] for group in groups for t in group.trajectories]
     sampled = [versions[versions >= 0] for versions in sampled]
     lags = version - np.concatenate(sampled)

@@ -46,7 +46,9 @@ class Replay:
         self.observers: list[Callable[[], None]] = []
 
     async def sample(self, _engine: Replay, task: GroupTask) -> list[Trajectory]:
-        """The recorded group of a prompt. Raises ReplayError, and GroupLost for a prompt that was not recorded."""
+        """Return the recorded group of a prompt. Raises ReplayError, and GroupLost for a prompt that was not
+        recorded.
+        """
         if task.step != self._step:
             self._read(task.step)
         prompt, group = task.prompt, self._groups.pop((task.prompt.id, task.occurrence), None)

@@ -72,7 +72,9 @@ class OpenBatch:
         self._began, self.seconds = time.monotonic(), 0.0
 
     def occurrence(self, draw: Draw) -> int:
-        """The occurrence of a draw, fixed when it is first asked for. A discarded group keeps the one that it had."""
+        """Return the occurrence of a draw, fixed when it is first asked for. A discarded group keeps the one that it
+        had.
+        """
         if draw.occurrence is None:
             draw.occurrence = self._counts[draw.prompt.id]
             self._counts[draw.prompt.id] += 1
@@ -97,7 +99,7 @@ class OpenBatch:
             await self.changed.wait()
 
     def add(self, draw: Draw, group: Group, report: ScoreReport) -> None:
-        """The group of a draw is scored."""
+        """Take the scored group of a draw."""
         draw.group, draw.report = group, report
         self.scored.append(draw)
 
@@ -115,7 +117,9 @@ class OpenBatch:
         return [draw.group for draw in self.draws if draw.group is not None]
 
     def missing(self, groups: Sequence[Group]) -> int:
-        """How many prompts to draw for another round of refills, given all scored groups; 0: the batch is complete."""
+        """Return how many prompts to draw for another round of refills, given all scored groups; 0: the batch is
+        complete.
+        """
         if self._config.uniform_groups != "refill" or self.refills == self._config.max_refills:
             return 0
         missing = self._config.prompts_per_step - sum(group.is_mixed(by_turn=self._by_turn) for group in groups)
@@ -212,7 +216,8 @@ class Rollouts:
     # The trainer's thread.
 
     def next_batch(self, step: int) -> Batch | None:
-        """The batch of RL step `step`; None when the run is to stop, and one that is sampled now consumes no prompt.
+        """Return the batch of RL step `step`; None when the run is to stop, and one that is sampled now consumes no
+        prompt.
 
         Raises what sampling and scoring raise, and AccountingError.
         """

@@ -49,7 +49,8 @@ class Checkpoints:
         self.write_s = 0.0
 
     def find(self) -> Path | None:
-        """The checkpoint to continue from: `checkpoint.load`, else the newest of a run that is resumed, else none.
+        """Return the checkpoint to continue from: `checkpoint.load`, else the newest of a run that is resumed, else
+        none.
 
         With `run.resume: auto` a checkpoint of another run is where this one begins, not where a restart continues.
         """
@@ -79,7 +80,7 @@ class Checkpoints:
         return self._paths.sft_model
 
     def sft_to_do(self, checkpoint: Path | None) -> SftConfig | None:
-        """The supervised stage, if it is still to be done before RL.
+        """Return the supervised stage, if it is still to be done before RL.
 
         Raises CheckpointError for a damaged checkpoint, and for one of SFT when the configuration has none.
         """

@@ -107,7 +107,7 @@ def take_over(config: Config) -> None:
 
 
 def is_finished(run: RunConfig) -> bool:
-    """Whether `run.resume: auto` has nothing to do: the run has ended with all of `run.steps` done."""
+    """Return whether `run.resume: auto` has nothing to do: the run has ended with all of `run.steps` done."""
     if run.resume != "auto":
         return False
     if _facts(run.directory).get("finished_steps", -1) < run.steps:  # not there: it has not, or was resumed since
@@ -117,7 +117,7 @@ def is_finished(run: RunConfig) -> bool:
 
 
 def former_choice(run: RunConfig) -> Chosen | None:
-    """What `auto` of the policy was when the run that is to be resumed was begun; None: nothing was chosen."""
+    """Return what `auto` of the policy was when the run that is to be resumed was begun; None: nothing was chosen."""
     if not run.resume or not RunPaths(run.directory).config.exists():
         return None
     found = Chosen(**_facts(run.directory).get("chosen", {}))

@@ -40,7 +40,7 @@ _GIT_TIMEOUT_S = 10.0  # one git command
 
 
 def describe_environment() -> dict[str, Any]:
-    """Everything of this start that the report, or a person months later, wants to know."""
+    """Return everything of this start that the report, or a person months later, wants to know."""
     return {
         "version": __version__,
         "commit": commit_of_code(),

@@ -174,7 +174,7 @@ class TrainerGroup:
 
     @_on_all_ranks()
     def stop_agreed(self) -> bool:
-        """Whether any rank is to stop; then the stop signal is set on all."""
+        """Return whether any rank is to stop; then the stop signal is set on all."""
         return self._stop.agreed(self.layout.gather)
 
     @_on_all_ranks()
@@ -219,7 +219,7 @@ class TrainerGroup:
     # Rank zero has the conversations and the batches, and the trainer sends every rank its share.
     @_on_all_ranks(gpus=True)
     def fine_tune(self, size: int, /, *, conversations: Sequence[Trajectory] = ()) -> dict[str, float]:
-        """One supervised step of `size` conversations; its metrics."""
+        """Make one supervised step of `size` conversations; returns its metrics."""
         (mini_batch,) = self.trainer.distribute(conversations, None, size)
         return summarize_updates([self.trainer.update(mini_batch, supervised(), temperature=1.0)])
 
@@ -229,7 +229,7 @@ class TrainerGroup:
         self.trainer.prepare_rl(config.objective, config.rollout, config.run, config.tracking, self.phases)
 
     def train(self, batch: Batch) -> TrainResult:
-        """The updates of one RL step; see `Trainer.train`."""
+        """Make the updates of one RL step; see `Trainer.train`."""
         return self._train(batch.weight_versions, batch=batch)
 
     @_on_all_ranks(gpus=True)

@@ -133,7 +133,7 @@ def set_aside_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def read_metrics(run_dir: Path, file_name: str = METRICS) -> list[dict[str, Any]]:
-    """All records of a run in step order. A missing file has no records; a half-written last line is ignored."""
+    """Return all records of a run in step order. A missing file has no records; a half-written last line is ignored."""
     path = Path(run_dir) / file_name
     return _read(path) if path.exists() else []
 
@@ -183,5 +183,5 @@ class PositionsWriter:
 
 
 def read_positions(run_dir: Path, mini_batch: str = "all") -> Iterator[dict[str, Any]]:
-    """The records of one mini-batch (`first`, `last`) or of all of a step, in step order; none without a file."""
+    """Yield the records of one mini-batch (`first`, `last`) or of all of a step, in step order; none without a file."""
     return (record for record in read_metrics(run_dir, POSITIONS) if record["mini_batch"] == mini_batch)

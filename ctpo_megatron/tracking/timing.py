@@ -192,5 +192,5 @@ class Heartbeat:
 
 
 def read_heartbeat(directory: Path) -> Heartbeat | None:
-    """The heartbeat of a run directory; None when it has none yet or a damaged one."""
+    """Return the heartbeat of a run directory; None when it has none yet or a damaged one."""
     return read_note(RunPaths(Path(directory)).heartbeat, lambda found: Heartbeat(**found), None, "no sign of life")

@@ -60,7 +60,7 @@ class TrainLog:
         self._handler.close()
 
     def shown(self, text: str) -> None:
-        """A line of the display."""
+        """Show a line of the display."""
         self._shown.info(text)
 
 

@@ -99,12 +99,12 @@ def _rows(groups: Iterable[Group], decode: Decode, extra: Mapping[int, Mapping[s
 
 
 def read_trajectories(path: Path) -> list[Record]:
-    """The records of one dump. Raises DamagedFileError."""
+    """Return the records of one dump. Raises DamagedFileError."""
     return [*read_table(path, records_in)]
 
 
 def records_at(path: Path, places: Sequence[int]) -> list[Record]:
-    """The records at places of one dump, in this order. Raises DamagedFileError."""
+    """Return the records at places of one dump, in this order. Raises DamagedFileError."""
 
     def take(batch: pa.RecordBatch, first: int) -> Iterator[tuple[int, Record]]:
         for place in {*places} & {*range(first, first + batch.num_rows)}:
@@ -115,7 +115,7 @@ def records_at(path: Path, places: Sequence[int]) -> list[Record]:
 
 
 def read_heads(path: Path) -> list[Head]:
-    """What the records of one dump are chosen by. Raises DamagedFileError."""
+    """Return what the records of one dump are chosen by. Raises DamagedFileError."""
     return [*read_table(path, _heads, _OF_HEADS)]
 
 
@@ -145,7 +145,8 @@ def _sums(column: pa.ListArray) -> list[int]:
 
 
 def read_texts(path: Path) -> Iterator[list[str]]:
-    """The texts of each record of one dump, few in memory at a time: prompt, turns, observations, outputs of tools.
+    """Yield the texts of each record of one dump, few in memory at a time: prompt, turns, observations, outputs of
+    tools.
 
     Raises DamagedFileError.
     """
@@ -157,7 +158,7 @@ def _texts(record: Record) -> list[str]:
 
 
 def recorded_trajectories(path: Path) -> list[Trajectory]:
-    """The trajectories of one dump, for training. Raises DamagedFileError, also for an invalid edit."""
+    """Return the trajectories of one dump, for training. Raises DamagedFileError, also for an invalid edit."""
     found = [*read_table(path, trajectories_in, SCHEMA.names)]
     for number, trajectory in enumerate(found, start=1):
         if why := _unfit(trajectory):
@@ -208,7 +209,7 @@ class ScoredAnswer:
 
 
 def read_scores(path: Path) -> list[ScoredAnswer]:
-    """The scores of one dump, in its order. Raises DamagedFileError."""
+    """Return the scores of one dump, in its order. Raises DamagedFileError."""
 
     def take(batch: pa.RecordBatch, _: int) -> Iterator[ScoredAnswer]:
         return (ScoredAnswer(*(row[name] for name in _COLUMNS)) for row in batch.to_pylist())

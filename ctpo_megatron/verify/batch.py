@@ -60,17 +60,17 @@ def record_experts(recorded: Iterable[Trajectory], spec: ModelSpec) -> None:
 
 
 def advantages() -> list[float]:
-    """One per trajectory: both signs, and zero."""
+    """Return one advantage per trajectory: both signs, and zero."""
     return [(-1.0, 0.5, 0.0, 1.3)[index % 4] for index in range(SEQUENCES)]
 
 
 def turn_advantages() -> list[tuple[float, ...]]:
-    """One for each turn of each trajectory: both signs, and zero. Their loss must not cancel: its error is relative."""
-    return [((-1.0, 0.5), (0.5, 0.5), (0.0, 0.9), (1.3, -0.7))[index % 4] for index in range(SEQUENCES)]
+    """Return one advantage for each turn of each trajectory: gains of both signs, and zero."""
+    return [((-1.0, 0.5), (0.5, 0.5), (0.0, -0.7), (0.6, -0.7))[index % 4] for index in range(SEQUENCES)]
 
 
 def of_tokens(trajectories: Sequence[Trajectory], values: Sequence[Advantage]) -> NDArray[np.float32]:
-    """The advantage of each token, one trajectory after another; a prompt has the first one."""
+    """Return the advantage of each token, one trajectory after another; a prompt has the first one."""
     parts = []
     for trajectory, value in zip(trajectories, values, strict=True):
         by_turn = value if isinstance(value, tuple) else (value,) * trajectory.turns

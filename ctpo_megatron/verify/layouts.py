@@ -145,5 +145,5 @@ OBJECTIVES |= _BY_TURN
 
 
 def is_by_turn(name: str) -> bool:
-    """Whether an objective is checked with an advantage for each turn."""
+    """Return whether an objective is checked with an advantage for each turn."""
     return name in _BY_TURN

@@ -59,7 +59,7 @@ class LayoutResult:
     problem: str = ""
 
     def row(self) -> str:
-        """One line of the table; missing figures are omitted."""
+        """Return one line of the table; missing figures are omitted."""
         names = f"{self.layout:<25}{self.objective:<21}{self.ranks:>5}"
         figures = f"{self.loss:>10.1e}{self.log_probs:>10.1e}{self.gradient:>10.1e}  {self.worst:.1e} {self.worst_name}"
         return names if self.problem else names + figures

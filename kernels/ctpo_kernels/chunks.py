@@ -29,7 +29,7 @@ def rows_within(size: int, columns: int) -> int:
 
 
 def chunk_rows(columns: int, free_bytes: float) -> int:
-    """The `chunk_size` for a GPU with `free_bytes` of free memory while the head runs.
+    """Return the `chunk_size` for a GPU with `free_bytes` of free memory while the head runs.
 
     columns: of this rank's shard of the vocabulary. The largest of SIZES that is at most a quarter of the free memory,
     so that small differences in it seldom change the answer; else the smallest.

@@ -39,5 +39,5 @@ def zigzag(totals: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
 
 
 def pieces(batch: PackedTokens) -> PackedTokens:
-    """The same tokens with every local sequence as its two pieces; values per sequence are repeated."""
+    """Return the same tokens with every local sequence as its two pieces; values per sequence are repeated."""
     return batch.spread(2, halves(batch.cu))

@@ -29,12 +29,12 @@ require_torch(torch.__version__)
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run in its interpreter (TRITON_INTERPRET=1, set before triton is imported)."""
+    """Return whether Triton kernels run in its interpreter (TRITON_INTERPRET=1, set before triton is imported)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "y", "yes"}
 
 
 def choose(tensor: torch.Tensor) -> Backend:
-    """The backend for work on `tensor`'s device and dtype.
+    """Return the backend for work on `tensor`'s device and dtype.
 
     The environment variable CTPO_KERNELS_BACKEND, read at each call, names it; RuntimeError with the reason where that
     backend cannot run. Without it, Triton is used where it can run and computes in float32, else the torch backend. On

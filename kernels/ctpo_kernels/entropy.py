@@ -41,11 +41,11 @@ class EntropyBonus:
         return self.gradient(start, end)
 
     def gradient(self, start: int, end: int) -> EntropyGradient | None:
-        """The gradient of a chunk whose entropies are stored."""
+        """Return the gradient of a chunk whose entropies are stored."""
         return None if self._g is None else EntropyGradient(self.entropy[start:end], self._g[start:end])
 
     def subtracted_from(self, loss: Tensor) -> Tensor:
-        """The float64 loss with the bonus, or the loss unchanged when the coefficient is 0."""
+        """Return the float64 loss with the bonus, or the loss unchanged when the coefficient is 0."""
         if self._g is None:
             return loss
         return loss + (torch.where(self._g == 0, 0.0, self.entropy).double() * self._g).sum()

@@ -28,7 +28,7 @@ def shard_of(columns: int, vocab_size: int | None, group: dist.ProcessGroup | No
 
 
 def checked(rows: int, labels: Tensor, device: torch.device, temperature: float) -> Tensor:
-    """The labels as int64 and contiguous, the form that kernels read.
+    """Return the labels as int64 and contiguous, the form that kernels read.
 
     Raises ValueError or TypeError for labels that do not fit `[rows]` on `device`, or a temperature not above 0.
     """

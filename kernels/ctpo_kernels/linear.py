@@ -135,7 +135,7 @@ def backward_pass(
     options: HeadOptions,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The requested gradients of hidden and weight. lse, value, labels: `[M]`; upstream, d_entropy: `[N]`."""
+    """Return the requested gradients of hidden and weight. lse, value, labels: `[M]`; upstream, d_entropy: `[N]`."""
     group = options.group
     x = pick(gather_hidden(hidden, group, sequence_parallel), rows)
     head = LinearHead(x, weight, labels, options)

@@ -93,7 +93,7 @@ class LinearHead:
     def recomputed_gradient_rows(
         self, start: int, end: int, lse: Tensor, g: Tensor, entropy: EntropyGradient | None = None
     ) -> Tensor:
-        """The same for rows whose logits were overwritten and whose lse `[end - start]` was kept."""
+        """Return the same for rows whose logits were overwritten and whose lse `[end - start]` was kept."""
         self._logits(start, end)
         return self._gradient(start, end, lse, g, entropy)
 

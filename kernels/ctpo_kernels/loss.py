@@ -130,7 +130,7 @@ def whole_pass(
 
 
 def loss_implementation(tensor: Tensor) -> Any:
-    """The module with `loss_pass` and `segment_totals` for this tensor."""
+    """Return the module with `loss_pass` and `segment_totals` for this tensor."""
     if dispatch.choose(tensor) == "torch":
         return loss_torch
     from ctpo_kernels import loss_triton
@@ -141,7 +141,7 @@ def loss_implementation(tensor: Tensor) -> Any:
 def loss_stream(
     batch: PackedTokens, spec: LossSpec, inverse: float | Tensor, *, totals: Tensor | None, state: Tensor
 ) -> TorchLossStream | TritonLossStream:
-    """The loss of `batch` window by window, by the backend of its device; arguments as `TorchLossStream`."""
+    """Return the loss of `batch` window by window, by the backend of its device; arguments as `TorchLossStream`."""
     if dispatch.choose(batch.log_probs) == "torch":
         return TorchLossStream(batch, spec, inverse, totals=totals, state=state)
     from ctpo_kernels.loss_triton import TritonLossStream

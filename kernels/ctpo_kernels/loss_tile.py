@@ -258,13 +258,13 @@ def tile_loss(
 
 @triton.jit
 def largest_of(values):
-    """The largest of float32 values that are non-negative or -inf, and not NaN: their bits have the same order."""
+    """Return the largest of float32 values that are non-negative or -inf, and not NaN: their bits have the same order."""
     return tl.max(values.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def smallest_of(values):
-    """The smallest of such values."""
+    """Return the smallest of such values."""
     return tl.min(values.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
 
 

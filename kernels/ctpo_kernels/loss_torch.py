@@ -165,14 +165,14 @@ class TorchLossStream:
         return out.gradient
 
     def finish(self) -> Tensor:
-        """The statistics of all windows, as `LossPass.vector`."""
+        """Return the statistics of all windows, as `LossPass.vector`."""
         if self._vector is None:
             return empty_vector(self._batch.cu.device)
         return self._vector
 
 
 def empty_vector(device: torch.device) -> Tensor:
-    """The statistics of a batch without tokens."""
+    """Return the statistics of a batch without tokens."""
     return torch.tensor([0.0] * len(SUMS) + [-math.inf] * len(MAXIMA), dtype=torch.float64, device=device)
 
 

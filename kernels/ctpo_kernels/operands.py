@@ -33,7 +33,9 @@ def reduce_d_hidden(d_hidden: Tensor, group: dist.ProcessGroup | None, sequence_
 def check_operands(
     hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, sp: bool, temperature: float
 ) -> Tensor:
-    """The labels `[N]` as `labels.checked` returns them; raises ValueError or TypeError naming what does not fit."""
+    """Return the labels `[N]` as `labels.checked` returns them; raises ValueError or TypeError naming what does not
+    fit.
+    """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden [N, H] and weight [V, H] do not fit: {list(hidden.shape)}, {list(weight.shape)}")
     if hidden.device != weight.device:
@@ -43,7 +45,7 @@ def check_operands(
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of the matrix product: the common one, or the lower precision of two.
+    """Return the dtype of the matrix product: the common one, or the lower precision of two.
 
     Raises TypeError for float16 with bfloat16, for float64 with another dtype, and for a dtype that is not floating.
     """
@@ -82,5 +84,5 @@ def scatter(values: Tensor, rows: Tensor | None, n: int) -> Tensor:
 
 
 def accumulation_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype in which logits, losses and weight gradients are accumulated."""
+    """Return the dtype in which logits, losses and weight gradients are accumulated."""
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32

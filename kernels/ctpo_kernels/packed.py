@@ -83,7 +83,7 @@ class PackedTokens:
         return values if values.dim() == 1 else torch.cat([values[:, 0], values.new_zeros(1)])[self.segment]
 
     def select(self, rows: Tensor, cu: Tensor) -> PackedTokens:
-        """The batch of the tokens `rows` (int64 `[M]`, ascending), with their boundaries `cu`."""
+        """Return the batch of the tokens `rows` (int64 `[M]`, ascending), with their boundaries `cu`."""
 
         def take(values: Tensor) -> Tensor:
             return values if values.dim() == 2 else values[rows]
@@ -91,7 +91,7 @@ class PackedTokens:
         return self._map(take, cu)
 
     def window(self, start: int, end: int) -> PackedTokens:
-        """The tokens `start : end`, with the same segments cut to that range (most of them empty)."""
+        """Return the tokens `start : end`, with the same segments cut to that range (most of them empty)."""
 
         def cut(values: Tensor) -> Tensor:
             return values if values.dim() == 2 else values[start:end]
@@ -99,7 +99,7 @@ class PackedTokens:
         return self._map(cut, (self.cu - start).clamp(0, end - start))
 
     def aligned(self) -> PackedTokens:
-        """The same tokens at addresses that are multiples of 16 bytes, copied where they are at another.
+        """Return the same tokens at addresses that are multiples of 16 bytes, copied where they are at another.
 
         Triton compiles a kernel for each set of arguments that have such addresses; all from torch's allocators do.
         """
@@ -113,7 +113,7 @@ class PackedTokens:
         return self._map(move, move(self.cu_seqlens))
 
     def spread(self, repeats: int, cu: Tensor) -> PackedTokens:
-        """The same tokens with every segment as `repeats` segments, whose boundaries are `cu`."""
+        """Return the same tokens with every segment as `repeats` segments, whose boundaries are `cu`."""
 
         def repeat(values: Tensor) -> Tensor:
             return values if values.dim() == 1 else values.repeat_interleave(repeats, dim=0)

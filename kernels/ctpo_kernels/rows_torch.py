@@ -55,7 +55,7 @@ class EntropyGradient:
     g: Tensor
 
     def rows(self, rows: slice) -> EntropyGradient:
-        """The values and derivatives of a range of rows."""
+        """Return the values and derivatives of a range of rows."""
         return EntropyGradient(self.value[rows], self.g[rows])
 
 
@@ -123,7 +123,7 @@ def gradient(
     *,
     entropy: EntropyGradient | None = None,
 ) -> Tensor:
-    """The same from fresh float32 or float64 logits and the lse of an earlier pass, in place.
+    """Return the same from fresh float32 or float64 logits and the lse of an earlier pass, in place.
 
     entropy: also adds the gradient of sum_i g_i entropy_i with these g.
     """

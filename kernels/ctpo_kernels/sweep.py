@@ -52,7 +52,7 @@ class SweepPlan:
         known: Tensor | None = None,
         **rest: Any,
     ) -> SweepPlan:
-        """The plan of a checked batch: rows without a response token are dropped before the first product.
+        """Return the plan of a checked batch: rows without a response token are dropped before the first product.
 
         known: the remaining rows, see `active_rows`.
         """
@@ -115,7 +115,7 @@ class _Gradients:
             self._runs = active_runs(flags() if known is None else known, self._head.chunk_size)
 
     def begin(self, start: int, end: int, g: Tensor, extra: EntropyGradient | None) -> Runs:
-        """The rows of a chunk to multiply, for `add`; the gradients of the other rows are written here."""
+        """Return the rows of a chunk to multiply, for `add`; the gradients of the other rows are written here."""
         all_of_them = [(0, end - start)]
         runs = all_of_them if self._runs is None else self._runs[start // self._head.chunk_size]
         # Clipped rows are known only now. To read them back from a GPU would wait for each chunk.

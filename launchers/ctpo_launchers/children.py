@@ -61,7 +61,7 @@ class Child:
         return code if code is None or code >= 0 else 128 - code
 
     async def wait(self, timeout_s: float | None = None) -> int:
-        """The exit status. Raises TimeoutError."""
+        """Return the exit status. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while (status := self.status) is None:
                 await asyncio.sleep(CHILD_POLL_S)
@@ -79,7 +79,7 @@ class Child:
             return file.read()
 
     def log_tail(self) -> str:
-        """The end of its log, for a message."""
+        """Return the end of its log, for a message."""
         lines = self.output().decode(errors="replace").splitlines()[-_TAIL_LINES:]
         return "\n".join([f"last lines of {self.log}:", *lines])
 

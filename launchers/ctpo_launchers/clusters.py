@@ -40,7 +40,7 @@ def _line(text: Any) -> Any:
 
 
 def is_word(text: str) -> bool:
-    """Whether a shell takes it as it is: NeMo Run does not quote all that it writes into a batch script."""
+    """Return whether a shell takes it as it is: NeMo Run does not quote all that it writes into a batch script."""
     return bool(_WORD.fullmatch(text))
 
 
@@ -127,7 +127,7 @@ _CHECK_TIME = "00:15:00"
 
 
 def for_check(cluster: Cluster) -> Cluster:
-    """The same cluster for a job that looks at it: short, so that it starts soon, and not tried again."""
+    """Return the same cluster for a job that looks at it: short, so that it starts soon, and not tried again."""
     update = {"time": _CHECK_TIME, "signal_s": CHECK_SIGNAL_S, "retries": 0}
     return cluster.model_copy(update=update)
 

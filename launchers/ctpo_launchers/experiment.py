@@ -18,7 +18,7 @@ _SUCCEEDED = "SUCCEEDED"
 
 
 def script(launch: Launch | VerbJob) -> str:
-    """The batch script; writes only to a temporary folder."""
+    """Return the batch script; writes only to a temporary folder."""
     with (
         temporary.folder("ctpo-launch-") as folder,
         _experiment(launch, str(folder), dry=True) as experiment,

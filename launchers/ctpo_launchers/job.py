@@ -39,7 +39,7 @@ class NodeJob:
         return len(self.hosts)
 
     def name(self, rank: int) -> str:
-        """The name of a node in messages."""
+        """Return the name of a node in messages."""
         return f"node {rank} ({self.hosts[rank]})"
 
     @classmethod
@@ -107,7 +107,7 @@ def _default_port() -> int:
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an IP address, not a name."""
+    """Return whether a text is an IP address, not a name."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -116,12 +116,14 @@ def is_address(text: str) -> bool:
 
 
 def resolve(host: str) -> str:
-    """The first address of a host name. Raises OSError when there is none."""
+    """Return the first address of a host name. Raises OSError when there is none."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this address, or with its network (`lo` has all of 127.0.0.0/8); None without one."""
+    """Return the network interface with this address, or with its network (`lo` has all of 127.0.0.0/8); None without
+    one.
+    """
     wanted = ipaddress.ip_address(address)
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
@@ -134,7 +136,9 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of_interface(name: str) -> str:
-    """The first IPv4 address of an interface, else its first IPv6 address. Raises ValueError listing the interfaces."""
+    """Return the first IPv4 address of an interface, else its first IPv6 address. Raises ValueError listing the
+    interfaces.
+    """
     entries = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in entries.get(name, []):

@@ -125,7 +125,7 @@ def task(
     workdir: Path | str | None = None,
     tunnel: Any = None,
 ) -> Any:
-    """A `run.Script` of `ctpo VERB WORDS`: of a training on `nodes` nodes, or of another command of `COMMANDS`.
+    """Return a `run.Script` of `ctpo VERB WORDS`: of a training on `nodes` nodes, or of another command of `COMMANDS`.
 
     words: as typed; a training's configuration first. cluster: a cluster file, the same as of its `executor`. workdir:
     where relative paths start; default: here. tunnel: of the executor, if any. The resolved configuration of a training
@@ -153,7 +153,8 @@ def task(
 
 
 def executor(cluster: ClusterFile, nodes: int = 1, workdir: Path | str | None = None, tunnel: Any = None) -> Any:
-    """The executor of a cluster file, for tasks on `nodes` nodes: a `run.LocalExecutor` or a `run.SlurmExecutor`.
+    """Return the executor of a cluster file, for tasks on `nodes` nodes: a `run.LocalExecutor` or a
+    `run.SlurmExecutor`.
 
     workdir: as of the tasks. tunnel: a `run.SSHTunnel` to a login node; default: this machine submits. Jobs in Slurm
     get the code of the last commit of this checkout. Raises LaunchError.
@@ -186,7 +187,7 @@ def script_of(launch: Launch | VerbJob, *of_node: str) -> Any:
 
 
 def slurm_executor(cluster: Cluster, nodes: int, packager: Any, workdir: Path) -> Any:
-    """A `run.SlurmExecutor` whose batch script is of our template. workdir: mounted into containers."""
+    """Return a `run.SlurmExecutor` whose batch script is of our template. workdir: mounted into containers."""
     import nemo_run as run
     from nemo_run.core.execution import slurm
 

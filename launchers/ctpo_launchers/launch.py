@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `ctpo launch`."""
+    """Add the arguments of `ctpo launch`."""
     parser.description = "Submit a job to a cluster, and query it."
     others = ", ".join((*COMMANDS, *ASKING))
     parser.add_argument("config", metavar="CONFIG", help=f"configuration file; or {others}")
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def as_words(args: argparse.Namespace) -> list[str]:
-    """The command line for these arguments."""
+    """Return the command line for these arguments."""
     options = ["--executor", args.executor, "--nodes", str(args.nodes)]
     options += ["--dry-run"] if args.dry_run else []
     options += ["--check"] if args.check else []
@@ -76,7 +76,7 @@ def as_words(args: argparse.Namespace) -> list[str]:
 
 
 def cluster_of(args: argparse.Namespace) -> Cluster:
-    """The cluster that the arguments name. Raises LaunchError, also where it is of another executor."""
+    """Return the cluster that the arguments name. Raises LaunchError, also where it is of another executor."""
     if args.nodes < 1:
         raise LaunchError(f"--nodes {args.nodes}: at least one node")
     cluster = load_cluster(_cluster_file(args.cluster or DEFAULTS[args.executor]))
@@ -113,7 +113,8 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
 
 
 def job_problems(grace_s: float, signal_s: float | None, code: Path | None) -> Iterator[Problem]:
-    """Whether a checkpoint fits between signal and end of a job, and whether the last commit has all that it runs.
+    """Check whether a checkpoint fits between signal and end of a job, and whether the last commit has all that it
+    runs.
 
     grace_s: `checkpoint.grace_s`. signal_s: seconds before its time limit at which the job gets SIGTERM; None: it has
     no limit. code: the checkout whose last commit the job runs; None: the files that are here.

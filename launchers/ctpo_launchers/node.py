@@ -77,7 +77,7 @@ def _of_the_job(job: NodeJob, arguments: Sequence[str]) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of a node program, without what follows `--`."""
+    """Return the command line of a node program, without what follows `--`."""
     arguments = argparse.ArgumentParser(prog="python -m ctpo_launchers.node", description=__doc__.splitlines()[0])
     add = arguments.add_argument
     add("--nodes", type=positive(int), metavar="N", help="nodes of the job (default: Slurm's, else 1)")

@@ -38,7 +38,7 @@ class Connection:
             await self._writer.drain()
 
     async def receive(self, timeout_s: float | None = None) -> NodeMessage | None:
-        """The next message; None when the other end is gone or sends an invalid message. Raises TimeoutError."""
+        """Return the next message; None when the other end is gone or sends an invalid message. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             try:
                 line = await self._reader.readline()

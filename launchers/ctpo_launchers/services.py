@@ -51,7 +51,7 @@ class NodeNeeds:
 
 
 async def shared_token(path: Path, timeout_s: float, listens: tuple[str, int] | None = None) -> str:
-    """The job's secret, in a file of mode 0600 that node 0 creates if missing. Raises LaunchError.
+    """Return the job's secret, in a file of mode 0600 that node 0 creates if missing. Raises LaunchError.
 
     listens: address and port of node 0, if it is this one; they must be free, too.
     """
@@ -70,7 +70,7 @@ async def shared_token(path: Path, timeout_s: float, listens: tuple[str, int] | 
 
 
 def secret_problems(path: Path) -> Iterator[str]:
-    """Whether the job's secret can be read, and by its owner alone."""
+    """Check that only its owner can read the job's secret."""
     try:
         is_open, text = path.stat().st_mode & 0o077, path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -83,7 +83,7 @@ def secret_problems(path: Path) -> Iterator[str]:
 
 
 def port_problems(address: str, port: int) -> Iterator[str]:
-    """Whether node 0 can listen where the others look for it."""
+    """Check that node 0 can listen where the others look for it."""
     try:
         if not is_free(address, port):
             yield f"port {port} at {address} is taken by another program: give another --port, the same to all nodes"
@@ -104,7 +104,7 @@ async def _appears(path: Path, timeout_s: float) -> None:
 
 @contextlib.asynccontextmanager
 async def sandbox(settings: SandboxConfig, log_path: Path, token_file: Path) -> AsyncIterator[dict[str, str]]:
-    """The sandbox of this node, as variables for its engines: the service in the environment, else our own.
+    """Provide the sandbox of this node, as variables for its engines: the service in the environment, else our own.
 
     Our own is on a loopback port, requires the job's secret, and is restarted when it dies. Raises LaunchError.
     """
@@ -200,5 +200,7 @@ class RayNode:
 
 
 def new_ray_directory() -> Path:
-    """A folder for the head's files, with a short path: Unix socket paths are limited to about 100 characters."""
+    """Return a folder for the head's files, with a short path: Unix socket paths are limited to about 100
+    characters.
+    """
     return temporary.new_folder(PREFIX, PARENT)

@@ -14,12 +14,12 @@ HOSTS_VARIABLE = "CTPO_HOSTS"
 
 
 def in_a_job() -> bool:
-    """Whether this process is a task of a Slurm step."""
+    """Return whether this process is a task of a Slurm step."""
     return "SLURM_JOB_ID" in os.environ and "SLURM_NODEID" in os.environ
 
 
 def host_names() -> list[str]:
-    """The nodes of this job step, the head first. Raises ValueError when Slurm cannot be queried."""
+    """Return the nodes of this job step, the head first. Raises ValueError when Slurm cannot be queried."""
     if given := os.environ.get(HOSTS_VARIABLE):
         return given.split(",")
     compact = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
@@ -32,7 +32,7 @@ def host_names() -> list[str]:
 
 
 def node_address(name: str) -> str | None:
-    """The address at which Slurm reaches a node (NodeAddr of slurm.conf); None if unknown."""
+    """Return the address at which Slurm reaches a node (NodeAddr of slurm.conf); None if unknown."""
     found = re.search(r"\bNodeAddr=(\S+)", _ask("scontrol", "--oneliner", "show", "node", name))
     return found[1] if found else None
 

@@ -232,7 +232,7 @@ class Gate:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises OSError."""
+    """Return a listening socket; port 0 takes a free one. Raises OSError."""
     families = {found[0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -248,7 +248,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def configured(app: ASGIApp, most_connections: int, **more: Any) -> uvicorn.Config:
-    """How each server of ours runs. more: further arguments of `uvicorn.Config`, such as `timeout_keep_alive`.
+    """Return the configuration that all our servers share. more: other arguments of `uvicorn.Config`.
 
     For moments there are three times as many connections: the process must be allowed that many open files.
     """
@@ -275,7 +275,7 @@ def _is_cross_origin(headers: Headers, host: str) -> bool:
 
 @lru_cache
 def is_loopback(host: str) -> bool:
-    """Whether a Host header, with or without port, names loopback."""
+    """Return whether a Host header, with or without port, names loopback."""
     parts = re.fullmatch(r"(?:\[(?P<v6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9]*)?", host, re.ASCII)
     if parts is None:
         return False

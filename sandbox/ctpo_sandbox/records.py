@@ -74,7 +74,7 @@ class Limits:
 
     @classmethod
     def of(cls, source: object) -> Self:
-        """The limits in the attributes of `source` with the same names."""
+        """Return the limits in the attributes of `source` with the same names."""
         return cls(**{limit.name: getattr(source, limit.name) for limit in fields(cls)})
 
     @property
@@ -146,5 +146,5 @@ class ChildOutcome(NamedTuple):
 
 
 def option(limit: str) -> str:
-    """The server's option for the limit of this name."""
+    """Return the server's option for the limit of this name."""
     return "--" + limit.replace("_", "-")

@@ -33,7 +33,9 @@ _SEMAPHORES = Path("/dev/shm")
 
 
 def private_folders() -> Path:
-    """Where the private folders of this user's processes are: not below TMPDIR, which may differ between two starts."""
+    """Return where the private folders of this user's processes are: not below TMPDIR, which may differ between two
+    starts.
+    """
     return Path(f"/tmp/ctpo-{os.geteuid()}")
 
 
@@ -65,7 +67,7 @@ class _Process:
 
     @classmethod
     def forget(cls) -> None:
-        """A forked child has a folder of its own, and does not keep its parent's locked."""
+        """Give a forked child its own folder, so that it does not keep its parent's locked."""
         if cls.lock is not None:
             os.close(cls.lock)
         cls.busy, cls.folder, cls.lock = threading.Lock(), None, None
@@ -114,7 +116,7 @@ def _private_folder() -> tuple[Path, int]:
 
 
 def new_folder(prefix: str, parent: str | Path | None = None) -> Path:
-    """A noted, empty folder of mode 0700 in `parent`, or in the temporary directory. Raises OSError."""
+    """Return a noted, empty folder of mode 0700 in `parent`, or in the temporary directory. Raises OSError."""
     assert prefix.startswith(_OURS)
     path = Path(tempfile.gettempdir() if parent is None else parent, f"{prefix}{secrets.token_hex(6)}")
     note(path)

@@ -12,7 +12,7 @@ FAULT_HEADER = "x-sandbox-fault"
 
 
 def node_url() -> str | None:
-    """The address of this node's sandbox, in CTPO_SANDBOX_URL or in the file of CTPO_SANDBOX_URL_FILE, if any.
+    """Return the address of this node's sandbox, in CTPO_SANDBOX_URL or in the file of CTPO_SANDBOX_URL_FILE, if any.
 
     Raises ValueError for a file that is missing or empty.
     """
@@ -20,7 +20,7 @@ def node_url() -> str | None:
 
 
 def shared_token() -> str | None:
-    """The secret in SANDBOX_TOKEN, or in the file of SANDBOX_TOKEN_FILE that only its owner can read, if any.
+    """Return the secret in SANDBOX_TOKEN, or in the file of SANDBOX_TOKEN_FILE that only its owner can read, if any.
 
     Raises ValueError for a file that is missing, empty, or open to other users.
     """

@@ -1,7 +1,7 @@
 """Prose lint of documents and product code: python -m tests.prose.
 
 Phrases of phrases.toml are found in documents, comments, docstrings and messages, and named with their replacement.
-Sentences of documents and docstrings have at most 30 words.
+Sentences of documents and docstrings have at most 30 words. Docstrings of public functions begin with a verb.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ PARAMETER = re.compile(r"^\w+(?:, \w+)*: ")
 END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<=[.!?])[\"')_]*\s+(?=[\"'(_]*[A-Z0-9]|code\b|\w+(?:, \w+)*: )")
 """Between two sentences. The second may begin with the name of a parameter and a colon."""
 WORD = re.compile(r"\w[\w'.,/+-]*")
+NO_VERBS = {"The", "A", "An", "Whether", "Why", "What", "How", "All", "Every", "Each", "One", "Where"}
+"""Words that no docstring of a public function begins with. Nouns are not known here."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,16 @@ def occurrences(found: Iterable[Text], banned: Mapping[str, str]) -> Iterator[tu
             yield Text(text.path, line, text.words, text.bounded), " ".join(match.group().lower().split())
 
 
+def without_verb(path: str, text: str) -> Iterator[str]:
+    """Yield a line for each public function whose docstring begins with a word of `NO_VERBS`. Properties are nouns."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+            continue
+        first = (ast.get_docstring(node) or "").partition(" ")[0]
+        if first in NO_VERBS and not any("property" in ast.unparse(each) for each in node.decorator_list):
+            yield f"{path}:{node.lineno}: the docstring of {node.name} begins with {first!r}: begin with a verb"
+
+
 def problems(root: Path) -> list[str]:
     """What is wrong below a root, one line each."""
     found, banned = list(texts(root)), phrases()
@@ -181,6 +193,12 @@ def problems(root: Path) -> list[str]:
         *(
             f"{text.path}:{text.line}: {count(each)} words, at most {LIMIT}: {each}"
             for text, each in long_sentences(found)
+        ),
+        *(
+            line
+            for folder in PRODUCT
+            for file in sorted((root / folder).rglob("*.py"))
+            for line in without_verb(str(file.relative_to(root)), file.read_text(encoding="utf-8"))
         ),
     ]
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def in_process_engine(arguments: AsyncEngineArgs, threads: int, *, router_choices: bool = False) -> async_llm.AsyncLLM:
-    """An AsyncLLM whose core runs in a thread of this process; to be used in one event loop.
+    """Return an AsyncLLM whose core runs in a thread of this process; to be used in one event loop.
 
     threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. router_choices: final
     outputs have `routed_experts`, of a mixture of experts.

@@ -21,7 +21,7 @@ _LEAST, _PER_DOUBLING = 8, 4
 
 
 def padded_tokens(tokens: int) -> int:
-    """The number of tokens to multiply: a multiple of 8, and one of four in each doubling."""
+    """Return the number of tokens to multiply: a multiple of 8, and one of four in each doubling."""
     step = max(_LEAST, (1 << (tokens - 1).bit_length()) // (2 * _PER_DOUBLING))
     return tokens + -tokens % step
 

@@ -60,7 +60,7 @@ class CpuSetup(EngineSetup):
         }
 
     def make(self, arguments: AsyncEngineArgs, engine: EngineConfig, *, router_choices: bool = False) -> AsyncLLMEngine:
-        """The engine that `apply` chooses, in a process where vLLM is patched for it.
+        """Return the engine that `apply` chooses, in a process where vLLM is patched for it.
 
         router_choices: outputs have `routed_experts`. Raises ValueError for several workers.
         """

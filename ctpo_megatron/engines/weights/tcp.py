@@ -134,7 +134,7 @@ class _Copy:
         return copy.copy_(tensor.detach())
 
     def complete(self) -> None:
-        """The version has no more tensors."""
+        """Note that the version has no more tensors."""
         if self._listed:
             self._publish()
         self._append(b"", memoryview(b""))

@@ -154,11 +154,11 @@ class VllmTransport(WeightTransport):
             raise EngineError(f"did not join the weight transport: {', '.join(failed)}")
 
     def start_weight_update(self) -> None:
-        """All engines freeze their requests."""
+        """Freeze the requests of all engines."""
         self._pool.lead("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """All engines take what is announced; returns when they have it."""
+        """Let all engines receive what is announced; returns when they have it."""
         if (handles := update_info.get("ipc_handles")) is not None:
             # Tuples with classes in them, which the engines' own serialization refuses.
             pickled = base64.b64encode(pickle.dumps(handles)).decode()
@@ -166,7 +166,7 @@ class VllmTransport(WeightTransport):
         self._pool.lead("receive_weights", lambda _: [update_info], self._abort)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """All engines compute with the new weights and report them."""
+        """Let all engines compute with the new weights and report them."""
         self._pool.lead("finish_weight_update", lambda _: [self._version])
 
 

@@ -38,7 +38,7 @@ class FencedBlock:
 
 
 def fenced_blocks(text: str) -> Iterator[FencedBlock]:
-    """The blocks of a text, in order.
+    """Yield the blocks of a text, in order.
 
     A block opens where a line ends in three or more backticks and at most one word. It closes with a line of at least
     as many backticks and nothing else. After backticks at the start of a line, more words may follow.
@@ -101,7 +101,7 @@ class FencedParser:
         return [ToolCallRequest(self.tool, {"code": dedent(block.content)})]
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """One user message per call, which chat templates without tools support."""
+        """Return one user message per call, which chat templates without tools support."""
         return [Message("user", _shown(call)) for call in calls]
 
 

@@ -43,12 +43,12 @@ class HermesParser:
         return [_call(part) for part in text.split(CALL_OPEN)[1:]]
 
     def said(self, text: str) -> str:
-        """What comes before the calls, thinking included."""
+        """Return what comes before the calls, thinking included."""
         called = without_thinking(text)
         return text[: len(text) - len(called) + called.index(CALL_OPEN)].rstrip()
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """One tool message per call."""
+        """Return one tool message per call."""
         return [Message("tool", call.output or self._empty_output, call.name) for call in calls]
 
 

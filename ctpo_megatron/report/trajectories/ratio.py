@@ -85,7 +85,7 @@ Point = tuple[int, float, float | None, float | None]
 
 
 def ratio_points(record: Record) -> list[Point] | None:
-    """The curve over the model tokens, thinned so that peaks are kept; None without the data.
+    """Return the curve over the model tokens, thinned so that peaks are kept; None without the data.
 
     `log_ratio`, `clip_low` and `clip_high` are per-token lists of the dump (see `write_trajectories`).
     """

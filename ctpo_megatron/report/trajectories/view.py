@@ -141,13 +141,13 @@ class Budget:
     characters: int
 
     def take(self, count: int) -> int:
-        """How many of `count` more tokens fit; they are subtracted."""
+        """Return how many of `count` more tokens fit; they are subtracted."""
         granted = min(count, self.tokens)
         self.tokens -= granted
         return granted
 
     def shorten(self, text: str) -> str:
-        """A text without its middle, if it is too long."""
+        """Return a text without its middle, if it is too long."""
         if len(text) <= self.characters:
             return text
         half = self.characters // 2

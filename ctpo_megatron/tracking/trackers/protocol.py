@@ -58,7 +58,7 @@ def make(extension: Extension, run_dir: Path, config: Mapping[str, Any]) -> Trac
 
 
 def tracker_problem(extension: Extension) -> str | None:
-    """Why this tracker cannot be created, or None. `extensions.activate` comes first."""
+    """Return why this tracker cannot be created, or None. `extensions.activate` comes first."""
     try:
         create = _class_of(extension)
     except ExtensionError as error:

@@ -25,7 +25,7 @@ def base_urls(addresses: Sequence[str]) -> list[str]:
 
 
 def execution_url(root: str) -> str:
-    """The execution URL of a server."""
+    """Return the execution URL of a server."""
     return f"{root}{_PATH}/"
 
 
@@ -110,7 +110,7 @@ class Servers:
         self._http: aiohttp.ClientSession | None = None
 
     def take(self) -> Server:
-        """The server for the next request, which counts as in flight there until `give_back`."""
+        """Return the server for the next request, which counts as in flight there until `give_back`."""
         now = time.monotonic()
         server = min(self._servers, key=lambda s: (not s.ready, max(0.0, s.resting_until - now), s.in_flight))
         server.in_flight += 1
@@ -122,7 +122,7 @@ class Servers:
         return server
 
     def give_back(self, server: Server) -> None:
-        """The request is over."""
+        """Note that the request is over."""
         server.in_flight -= 1
 
     async def aclose(self) -> None:

@@ -61,7 +61,7 @@ PROMISED = ("mpmath", "networkx", "numpy", "pandas", "scipy", "sympy")
 
 
 def tiers(extra: Iterable[str] = (), wanted: Iterable[str] = ()) -> tuple[Library, ...]:
-    """The tiers whose packages are installed; `extra` modules form a last tier, on top of the one before it.
+    """Return the tiers whose packages are installed; `extra` modules form a last tier, on top of the one before it.
 
     wanted: names of the tiers, always with the standard library; default: all. Raises ValueError naming extra modules
     that cannot be found, and unknown tiers.

@@ -135,7 +135,7 @@ def hide_frames(below: int) -> None:
 
 
 def interrupting() -> Step:
-    """The step of a run that handles SIGINT as an interpreter does at its start."""
+    """Return the step of a run that handles SIGINT as an interpreter does at its start."""
     return partial(_signal.signal, _signal.SIGINT, signal.default_int_handler)
 
 

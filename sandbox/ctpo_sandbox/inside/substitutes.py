@@ -106,7 +106,7 @@ def explain_forks() -> None:
 
 
 def tolerate_attributes() -> None:
-    """Where the kernel refuses modes and dates of files, have them do nothing to the run's own; truncate by opening."""
+    """Let changes of modes and dates do nothing where the kernel refuses them; truncate by opening."""
     for name in _MODES_AND_DATES:
         _replace(name, _without_effect(getattr(os, name)))
     _replace("truncate", _opening(os.truncate))

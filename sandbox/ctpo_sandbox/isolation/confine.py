@@ -126,7 +126,7 @@ class Confinement:
         return self._ruleset
 
     def harmless_steps(self) -> list[libc.Step]:
-        """The steps in Python code that do not change the calling process."""
+        """Return the steps in Python code that do not change the calling process."""
         checking = partial(libc.check_parent, os.getppid())
         return [checking] if self._filter is None else [checking, partial(self._filter.allow_self)]
 

@@ -56,7 +56,7 @@ class MemoryGroups:
         return cls(parent, own.files)
 
     def group(self, name: str, megabytes: int) -> "MemoryGroup":
-        """A new, empty group."""
+        """Return a new, empty group."""
         return MemoryGroup(self.parent / f"ctpo-sandbox-{os.getpid()}-{name}", self._files, megabytes << 20)
 
 
@@ -78,7 +78,7 @@ class MemoryGroup:
         self.was_exceeded()
 
     def was_exceeded(self) -> bool:
-        """Whether the kernel has killed a process for exceeding the limit since the last call."""
+        """Return whether the kernel has killed a process for exceeding the limit since the last call."""
         counts = dict(line.split() for line in (self._path / self._files.events).read_text().splitlines())
         before, self._kills = self._kills, int(counts["oom_kill"])
         return self._kills > before
@@ -105,7 +105,9 @@ class OwnGroup(NamedTuple):
 
 
 def own_group(groups: str, mounts: str) -> OwnGroup | None:
-    """The memory group of a process, from its /proc files `cgroup` and `mountinfo`; None if it is not visible."""
+    """Return the memory group of a process, from its /proc files `cgroup` and `mountinfo`; None if it is not
+    visible.
+    """
     own = {names: path for _, names, path in (line.split(":", 2) for line in groups.splitlines())}
     mounted = [line.split() for line in mounts.splitlines()]
     for names, path in own.items():

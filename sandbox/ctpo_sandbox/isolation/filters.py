@@ -34,7 +34,7 @@ class _Filter:
         self._program = ctypes.byref(_Program(len(code) // _INSTRUCTION, ctypes.addressof(self.code)))
 
     def loading(self) -> Step:
-        """The step that loads the filter into the calling process, irreversibly; fails without no_new_privs."""
+        """Return the step that loads the filter into the calling process, irreversibly; fails without no_new_privs."""
         return partial(_libc.prctl, PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0)
 
 

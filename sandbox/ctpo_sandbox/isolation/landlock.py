@@ -65,5 +65,5 @@ class FileRules:
 
 
 def enforcing(ruleset: int) -> Step:
-    """The step that confines the process to a `FileRules.ruleset`, irreversibly; fails without no_new_privs."""
+    """Return the step that confines the process to a `FileRules.ruleset`, irreversibly; fails without no_new_privs."""
     return partial(_libc.syscall, _RESTRICT_SELF, ruleset, 0)

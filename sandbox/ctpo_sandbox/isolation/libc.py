@@ -86,7 +86,7 @@ def enter_namespace(descriptor: int, kind: int) -> None:
 
 
 def mounting(source: str, target: str, kind: str | None, flags: int, options: str = "") -> Step:
-    """The step mount(2)."""
+    """Return the step mount(2)."""
     encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
     return partial(_libc.mount, *encoded[:3], ctypes.c_ulong(flags), encoded[3])
 
@@ -97,7 +97,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def unmounting(target: str) -> Step:
-    """The step that detaches `target` from this mount namespace; it disappears with its last user."""
+    """Return the step that detaches `target` from this mount namespace; it disappears with its last user."""
     return partial(_libc.umount2, target.encode(), MNT_DETACH)
 
 
@@ -123,12 +123,14 @@ def enter_root(directory: str) -> None:
 
 
 def dropping_capabilities() -> Step:
-    """The step that drops all capabilities."""
+    """Return the step that drops all capabilities."""
     return partial(_libc.capset, struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
 
 
 def setting_dumpable(dumpable: bool) -> Step:
-    """The step that sets whether processes of the same user may read the caller through /proc; forks inherit it."""
+    """Return the step that sets whether processes of the same user may read the caller through /proc; forks
+    inherit it.
+    """
     return partial(_libc.prctl, PR_SET_DUMPABLE, int(dumpable), 0, 0, 0)
 
 
@@ -150,7 +152,7 @@ def set_thread_stack(size: int) -> None:
 
 
 def dying_with_parent(signal_number: int) -> Step:
-    """The step that requests `signal_number` at the end of the creating thread; check the parent afterwards."""
+    """Return the step that requests `signal_number` at the end of the creating thread; check the parent afterwards."""
     return partial(_libc.prctl, PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
 
 

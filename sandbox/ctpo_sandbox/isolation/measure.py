@@ -39,7 +39,7 @@ class File(NamedTuple):
 
 
 def thread_excess(process: int, most: int | None) -> str:
-    """The reason to end the run `process` for its threads; "" for none. most: None where the kernel counts them.
+    """Return the reason to end the run `process` for its threads; "" for none. most: None where the kernel counts them.
 
     "" also for one that something else has just killed: its worker reports that. Raises OSError where /proc does not
     show it; it is there until its worker has waited for it.
@@ -64,7 +64,7 @@ def _fields(path: str) -> list[bytes]:
 
 
 def files_left_excess(directory: int, limits: Limits) -> str:
-    """The reason for which a run that has ended exceeded its limits by its files in `directory`; "" for none.
+    """Return the reason for which a run that has ended exceeded its limits by its files in `directory`; "" for none.
 
     directory: a descriptor. Raises OSError where they cannot be counted.
     """
@@ -72,7 +72,7 @@ def files_left_excess(directory: int, limits: Limits) -> str:
 
 
 def file_excess(directory: int, limits: Limits, process: int, own: frozenset[File] | None) -> str:
-    """The reason to end the run `process` for its files; "" for none.
+    """Return the reason to end the run `process` for its files; "" for none.
 
     directory: a descriptor of the run's directory. own: open files without a name that do not count; None where the
     open files of a run cannot be seen, and none count. Raises OSError and Disturbed for a run that cannot be measured.
@@ -99,7 +99,7 @@ def _look(directory: int, limits: Limits, process: int | None, own: frozenset[Fi
 
 
 def files_below(directory: int, opened: ExitStack, *, still: bool) -> Iterator[os.stat_result]:
-    """All files below a directory, including directories and links; `opened` closes what is opened.
+    """Yield all files below a directory, including directories and links; `opened` closes what is opened.
 
     Every directory stays open until the end, when its date tells whether a file may have been moved in or out: from
     where none had looked to where one had. Raises Disturbed then.
@@ -131,7 +131,7 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result:
 
 
 def entered(name: str, parent: int | None = None) -> int:
-    """A descriptor of a directory, made readable for its owner if need be. Raises Disturbed unless it is one.
+    """Return a descriptor of a directory, made readable for its owner if need be. Raises Disturbed unless it is one.
 
     parent: a descriptor of the directory in which it is; `name` is a path otherwise.
     """

@@ -125,11 +125,11 @@ class RunMount:
         libc.perform(self._mount)
 
     def excess(self, child: int, outputs: Sequence[int]) -> str:
-        """The kernel enforces the limits."""
+        """Return whether the kernel enforces the limits."""
         return ""
 
     def excess_left(self) -> str:
-        """The kernel has enforced the limits."""
+        """Return whether the kernel has enforced the limits."""
         return ""
 
     def discard_quickly(self) -> bool:

@@ -32,7 +32,9 @@ def readable_files() -> list[str]:
 
 
 def readable_above(path: str | Path) -> str | None:
-    """The folder that programs may read and that holds `path`, links followed; None where they cannot read it."""
+    """Return the folder that programs may read and that holds `path`, links followed; None where they cannot
+    read it.
+    """
     real = os.path.realpath(path)
     return next((tree for tree, links_followed in _real_trees() if _above(real, [links_followed])), None)
 

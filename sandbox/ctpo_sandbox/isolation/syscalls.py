@@ -219,7 +219,7 @@ def _known(names: dict[str, str]) -> Iterator[str]:
 
 
 def worker_rules() -> pyseccomp.SyscallFilter:
-    """The allow-list."""
+    """Return the allow-list."""
     rules = pyseccomp.SyscallFilter(_ENOSYS)
     rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, _BINARY_TREE)
     for name in _known(_ALLOWED | _WORKER_ONLY):

@@ -37,7 +37,8 @@ class RunDirectory:
             os.chown(self.path, self._owner, self._owner)
 
     def excess(self, child: int, outputs: Sequence[int]) -> str:
-        """The limit of disk use that the run `child` exceeds; "" for none. outputs: its open files that do not count.
+        """Return the limit of disk use that the run `child` exceeds; "" for none. outputs: its open files that do not
+        count.
 
         Raises OSError and measure.Disturbed for a run that cannot be measured.
         """
@@ -46,7 +47,7 @@ class RunDirectory:
             return file_excess(directory, self._limits, child, own)
 
     def excess_left(self) -> str:
-        """The limit of disk use that the files of a run exceed that has ended; "" for none. Raises OSError."""
+        """Return the limit of disk use that the files of a run exceed that has ended; "" for none. Raises OSError."""
         if self.discard_quickly():
             return ""
         with self._opened() as directory:

@@ -83,7 +83,7 @@ def _signal_name(number: int) -> str:
 
 
 def answer(run: RunResult) -> dict[str, Any]:
-    """The reply to one execution."""
+    """Return the reply to one execution."""
     status = verdict(run)
     return {
         "status": status,
@@ -103,7 +103,7 @@ def answer(run: RunResult) -> dict[str, Any]:
 
 
 def fusion_answer(run: RunResult) -> dict[str, Any]:
-    """The same in the format of SandboxFusion's `/run_code`, which verl's sandbox tool uses."""
+    """Return the same in the format of SandboxFusion's `/run_code`, which verl's sandbox tool uses."""
     status = verdict(run)
     return {
         "status": "Success" if status == "success" else "Failed",
@@ -161,7 +161,7 @@ async def _read_request(request: Request) -> ExecutionRequest:
 
 
 def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
-    """The application over a started pool; `node`: the label of its metrics."""
+    """Return the application over a started pool; `node`: the label of its metrics."""
     metrics = Metrics(pool, node)
 
     async def refused(_: Request, error: Exception) -> JSONResponse:

@@ -30,7 +30,7 @@ def run_files(code: bytes, stdin: bytes) -> Iterator[list[int]]:
 
 
 def read_output(descriptor: int, limit: int) -> tuple[str, bool]:
-    """The text, and whether it was cut."""
+    """Return the text, and whether it was cut."""
     size = os.fstat(descriptor).st_size
     text = os.pread(descriptor, min(size, limit), 0).decode("utf-8", errors="replace")
     if size <= limit:
@@ -56,11 +56,11 @@ class Channel:
             raise WorkerLost(f"{self.name} did not take a request: {error}") from error
 
     async def receive(self, timeout_s: float, purpose: str) -> bytes:
-        """The next message. Raises WorkerLost when none comes in time, or the process is gone."""
+        """Return the next message. Raises WorkerLost when none comes in time, or the process is gone."""
         return (await self.receive_descriptor(timeout_s, purpose))[0]
 
     async def receive_descriptor(self, timeout_s: float, purpose: str) -> tuple[bytes, list[int]]:
-        """The next message and the descriptors that came with it."""
+        """Return the next message and the descriptors that came with it."""
         loop = asyncio.get_running_loop()
         self._message = loop.create_future()
         if self._loop is None:

@@ -44,7 +44,7 @@ _log = logging.getLogger("ctpo_sandbox.server")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ctpo sandbox serve`."""
+    """Add the options of `ctpo sandbox serve`."""
     parser.add_argument("--host", default="127.0.0.1", help=f"off loopback {TOKEN} or {TOKEN_FILE} must be set")
     parser.add_argument("--port", type=int, default=8080, help="0: any free port, see --announce")
     # Linux only, like the server; but its options can be listed anywhere.

@@ -57,5 +57,5 @@ class Metrics:
         self._rejected.labels(self._node, str(code)).inc()
 
     def text(self) -> bytes:
-        """The metrics as text."""
+        """Return the metrics as text."""
         return generate_latest(self._registry)

@@ -277,7 +277,7 @@ class Pool:
         self._in_background(asyncio.to_thread(remove_tree, left))
 
     def spare_worker(self) -> Worker:
-        """A worker outside the slots, of the first tier; the caller starts and kills it."""
+        """Return a worker outside the slots, of the first tier; the caller starts and kills it."""
         return self._worker(self.slots, next(iter(self.templates.values())))
 
     def _worker(self, slot: int, template: Template) -> Worker:

@@ -74,7 +74,7 @@ class Template:
         return None if self._process is None or self._process.poll() is not None else self._process.pid
 
     async def spawn(self, slot: int, directory: str) -> tuple[Channel, int]:
-        """A new worker: its channel and a pidfd. Raises as `Worker.ensure_started`.
+        """Return a new worker: its channel and a pidfd. Raises as `Worker.ensure_started`.
 
         Must not be cancelled: the template would have to be killed, with all its workers.
         """
@@ -191,7 +191,7 @@ class Worker:
                 raise WorkerLost(f"{self.name} is in no control group: {error}") from error
 
     async def run(self, files: Sequence[int], run_timeout_s: float) -> ChildOutcome:
-        """One execution over `run_files`.
+        """Run one execution over `run_files`.
 
         Raises WorkerLost when the worker fails, LevelRefused when it cannot confine a child, and RunFault when the
         worker is fine but the run failed through no fault of its own.

@@ -181,7 +181,7 @@ async def _neighbour(pool: Pool) -> AsyncIterator[None]:
 
 
 def explain(requirement: str, refused: dict[str, str]) -> str:
-    """Why no level is available, and what to do."""
+    """Return why no level is available, and what to do."""
     reasons = "; ".join(f"{level}: {reason}" for level, reason in refused.items())
     return (
         f"no isolation that satisfies --require {requirement} ({reasons}). Install libseccomp2 and pyseccomp; {WAYS}."
