@@ -227,8 +227,8 @@ def check_staleness(config: Config, model: ModelSpec | None, job: Job) -> Iterat
 
 
 def check_protocol(config: Config, model: ModelSpec | None, job: Job) -> Iterator[Problem]:
-    """Check that the protocol `fenced` has one tool and no schemas; tools can run; chat template and system prompt can be
-    read.
+    """Check that the protocol `fenced` has one tool and no schemas; tools can run; chat template and system prompt
+    can be read.
     """
     template, prompt = config.model.chat_template, config.data.system_prompt
     if template is not None and (reason := _unreadable(chat_template_text, template)):

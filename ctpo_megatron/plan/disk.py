@@ -68,8 +68,8 @@ class DiskUse:
 
 
 def checkpoint_bytes(config: Config, spec: ModelSpec) -> float:
-    """Return the bytes of a checkpoint: weights, two moments and, below float32, their copy of the weights; and what is sampled
-    ahead.
+    """Return the bytes of a checkpoint: what is sampled ahead, weights, two moments and, below float32, a copy of the
+    weights.
     """
     element = ELEMENT_BYTES[config.policy.dtype]
     state = model_parameters(spec)[0] * (element + 8 + (4 if config.policy.dtype != "float32" else 0))
