@@ -76,8 +76,8 @@ def patiently(write: Callable[[], T], path: Path | None) -> T:
 
 @contextmanager
 def aside(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Provide a temporary path next to `path`; the file written there is then renamed to `path`, so readers see the old or the
-    new.
+    """Provide a temporary path next to `path`; the file written there is then renamed to `path`, so readers see the
+    old or the new.
 
     `durable` waits until the disk has it. Without, a machine that loses power can leave an empty file. Nothing is left
     of a file whose writing failed.
