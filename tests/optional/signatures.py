@@ -1,46 +1,16 @@
-"""Signatures read from a package's sources, which are never imported: that would need a GPU.
-
-    python -m tests.optional.signatures WHEELS [APEX]    # folder of Transformer Engine's wheels, checkout of apex
-
-writes in digest.json, for each release that goes with the installed megatron-core, the names that it asks of it, with
-the arguments that they take.
-"""
+"""Signatures read from a package's sources, which are never imported: that would need a GPU."""
 
 from __future__ import annotations
 
 import ast
-import hashlib
-import importlib.metadata
 import inspect
-import json
-import re
-import subprocess
-import sys
-import tempfile
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tests.optional.uses import uses
-
-DIGEST = Path(__file__).with_name("digest.json")
 EXISTS = "?"
 """In the place of a signature: the name is there, and its arguments are not in Python."""
-
-ACCEPTED = {"0.16.1": ("2.9.0", "2.10.0", "2.11.0"), "0.19.2": ("2.20.2",)}
-"""Releases of Transformer Engine for each release of megatron-core: all that 0.16.1 accepts; 0.19.2 names no newest, so
-the newest of the day. Each is one wheel of Python files."""
-
-WHEELS = ACCEPTED[importlib.metadata.version("megatron-core")]
-"""For the megatron-core that is installed: the names that it asks for are its own."""
-
-EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")
-"""apex' compiled modules that megatron-core calls."""
-
-Digest = dict[str, dict[str, str | None]]
 
 
 @dataclass(frozen=True)
@@ -61,8 +31,6 @@ class Sources:
     def signature(self, name: str) -> str | None:
         """The arguments of a call of `name`, without annotations and values; EXISTS, or None for no such name."""
         module, rest = self._split(name)
-        if module in EXTENSIONS:
-            return EXISTS if not rest or rest[0] in self._compiled else None
         if not rest:
             return EXISTS if self._tree(module) else None
         found = self._lookup(module, rest[0])
@@ -71,12 +39,6 @@ class Sources:
                 return None if found is None else EXISTS
             found = self._attribute(found, attribute)
         return None if found is None else self._arguments(found)
-
-    @cached_property
-    def _compiled(self) -> set[str]:
-        """Names that the C++ sources define for Python."""
-        texts = [file.read_text(encoding="utf-8") for file in self._root.glob("csrc/**/*.cpp")]
-        return {name for text in texts for name in re.findall(r'm\.def\(\s*"(\w+)"', text)}
 
     def _split(self, name: str) -> tuple[str, list[str]]:
         parts = name.split(".")
@@ -149,9 +111,8 @@ class Sources:
         """A method of a class or of one of its bases; a base from another package may have any."""
         if not isinstance(found.node, ast.ClassDef):
             return Found(None, found.module)
-        wanted = "forward" if name == "apply" and _is_autograd_function(found.node) else name
         for item in found.node.body:
-            if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)) and item.name == wanted:
+            if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)) and item.name == name:
                 return Found(item, found.module)
         if name == "__init__" and _is_dataclass(found.node):
             return found
@@ -187,7 +148,7 @@ class Sources:
                 arguments, decorators = node.args, node.decorator_list
                 static = any(_is(decorator, "staticmethod") for decorator in decorators)
                 first = arguments.args[0].arg if arguments.args else ""
-                bound = first == "ctx" or (first in ("self", "cls") and not static)
+                bound = first in ("self", "cls") and not static
                 return _text(arguments, skip=int(bound))
         return EXISTS
 
@@ -209,10 +170,6 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
     return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
-def _is_autograd_function(node: ast.ClassDef) -> bool:
-    return any("Function" in ast.unparse(base) for base in node.bases)
-
-
 def _text(arguments: ast.arguments, *, skip: int) -> str:
     """`(a, b=..., *rest, c=...)`"""
     positional = [*arguments.posonlyargs, *arguments.args]
@@ -232,42 +189,3 @@ def parsed(text: str) -> inspect.Signature:
     made: dict[str, Any] = {}
     exec(f"def function{text}: ...", made)
     return inspect.signature(made["function"])
-
-
-def signatures(packages: tuple[str, ...], version: str, root: Path) -> dict[str, str | None]:
-    """Signature by name, of everything that megatron-core asks of this release."""
-    sources = Sources(root)
-    asked = {use.name for package in packages for use in uses(package, version)}
-    return {name: sources.signature(name) for name in sorted(asked)}
-
-
-def of_wheel(wheel: Path) -> dict[str, str | None]:
-    """The digest of one release of Transformer Engine."""
-    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-        found = signatures(("transformer_engine",), wheel.name.split("-")[1], Path(folder))
-    return {"from": wheel.name, "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(), **found}
-
-
-def of_apex(checkout: Path) -> Digest:
-    """The digest of the release of apex that is checked out."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", checkout, *arguments], check=True, capture_output=True, text=True).stdout
-
-    version, commit = git("describe", "--tags").strip(), git("rev-parse", "HEAD").strip()
-    found = signatures(("apex", *EXTENSIONS), version, checkout)
-    return {f"apex {version}": {"from": f"github.com/NVIDIA/apex, commit {commit}", **found}}
-
-
-def committed() -> Digest:
-    """ "package version" -> {"from": its source, name: signature}."""
-    content: Digest = json.loads(DIGEST.read_text(encoding="utf-8"))
-    return content
-
-
-if __name__ == "__main__":
-    wheels = [next(Path(sys.argv[1]).glob(f"transformer_engine-{version}-*.whl")) for version in WHEELS]
-    content = {f"transformer_engine {wheel.name.split('-')[1]}": of_wheel(wheel) for wheel in wheels}
-    content = committed() | content | (of_apex(Path(sys.argv[2])) if sys.argv[2:] else {})
-    DIGEST.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
