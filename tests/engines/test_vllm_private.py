@@ -9,32 +9,24 @@ Public is what vLLM's documents offer to users: names of the modules in `tests.s
 - attributes of objects of these classes. What patches read of objects of public classes is listed as well: they depend
   on how these store it.
 
-The list is complete: the sources are searched for names of vLLM, and for attributes that only its objects have; and
-what `apply` replaces is recorded.
+The sources are searched for names of vLLM; attributes of its objects are listed by hand.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.metadata
 import importlib.util
-import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-from ctpo_megatron.config import EngineConfig
 from ctpo_megatron.engines import cpu
 from tests.optional.signatures import Found, Sources
-from tests.support.ranks import prefork
-from tests.support.vllm_uses import Use, defined, is_private, reached, uses, within
+from tests.support.vllm_uses import Use, is_private, uses, within
 from tests.weights import readback
 
 CPU = Path(cpu.__file__).parent
@@ -236,24 +228,13 @@ def defining(name: str) -> str:
     found = installed()._lookup(module, rest[0]) if rest and not within(name, "torch") else None
     if found is None or found.node is None:
         return name
-    if isinstance(found.node, ast.FunctionDef) and "register_op" in map(_called, found.node.decorator_list):
-        rest = ["IrOp", *rest[1:]] if rest[1:] else rest
-        return ".".join(["vllm.ir.op" if rest[0] == "IrOp" else found.module, *rest])
     return ".".join([found.module, *rest])
 
 
-def _called(node: ast.expr) -> str:
-    return ast.unparse(node.func if isinstance(node, ast.Call) else node)
-
-
-def unlisted(text: str, own: frozenset[str] = frozenset()) -> list[str]:
-    """Private names, patches and attributes in the source of a file that the list lacks."""
+def unlisted(text: str) -> list[str]:
+    """Private names and patches in the source of a file that the list lacks."""
     known = listed()
-    last = {name.rpartition(".")[2] for name in known}
-    return [
-        *(f"{use.line}: {use.name}" for use in uses(text) if not _known(use, known)),
-        *(f"{line}: .{name}" for name, line in reached(text, own).items() if name not in last),
-    ]
+    return [f"{use.line}: {use.name}" for use in uses(text) if not _known(use, known)]
 
 
 def _known(use: Use, known: set[str]) -> bool:
@@ -263,28 +244,9 @@ def _known(use: Use, known: set[str]) -> bool:
     return not is_private(use.name) or any(within(each, name) for each in known)
 
 
-def ours() -> frozenset[str]:
-    """Names of our own objects that these files use."""
-    engines = [*FILES, WEIGHTS / "tcp.py", WEIGHTS / "checksums.py"]
-    files = [*engines, *(CPU.parents[1] / "config").glob("*schema.py")]
-    return frozenset().union(*(defined(ast.parse(path.read_text(encoding="utf-8"))) for path in files))
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_private_name_in_the_sources_is_listed(path: Path) -> None:
-    assert unlisted(path.read_text(encoding="utf-8"), ours()) == []
-
-
-def test_every_method_of_the_core_and_its_client_is_listed() -> None:
-    """The core is called by name, and AsyncLLM calls every public member of the client."""
-    tree = ast.parse((CPU / "core_client.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "_call"]
-    assert {f"{CORE}.{node.args[0].value}" for node in calls if isinstance(node.args[0], ast.Constant)} <= listed()
-    (client,) = [node for node in tree.body if getattr(node, "name", "") == "InProcessCore"]
-    members = {name for name in defined(client) if not name.startswith("_")} - {"make", "in_turn", "core"}
-    assert calls and {f"{CLIENT}.{name}" for name in members} == {name for name in listed() if within(name, CLIENT)} - {
-        CLIENT
-    }
+    assert unlisted(path.read_text(encoding="utf-8")) == []
 
 
 def test_nothing_is_listed_in_vain() -> None:
@@ -294,49 +256,3 @@ def test_nothing_is_listed_in_vain() -> None:
     assert [name for name in listed() - carriers if name.rpartition(".")[2] not in found] == []
     patches = {defining(use.name) for text in texts for use in uses(text) if use.kind == "patch"}
     assert patches == set(PATCHED)
-
-
-# --- what `apply` replaces -----------------------------------------------------------------------------------------
-
-
-def replaceable() -> dict[str, Any]:
-    """Every attribute of the imported modules of vLLM and of their classes."""
-    found: dict[str, Any] = {}
-    for name, module in list(sys.modules.items()):
-        for key, value in list(vars(module).items()) if within(name, "vllm") and module else ():
-            if not isinstance(value, ModuleType):
-                found[f"{name}.{key}"] = value
-            if isinstance(value, type) and value.__module__ == name:
-                found |= {f"{name}.{key}.{inner}": each for inner, each in vars(value).items()}
-    return {name: value.__func__ if type(value) is staticmethod else value for name, value in found.items()}
-
-
-def replaced(before: Mapping[str, Any]) -> set[str]:
-    now, nothing = replaceable(), object()
-    return {name for name, value in before.items() if now.get(name, nothing) is not value}
-
-
-@pytest.mark.slow  # vLLM takes eight seconds to import
-def test_apply_replaces_what_is_listed(tmp_path: Path) -> None:
-    done = prefork().run(record, tmp_path, deadline_s=120)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-def record(_: Path) -> int:
-    os.environ.update(cpu.CpuSetup().environment(EngineConfig()))
-    for name in (f"ctpo_megatron.engines.cpu.{path.stem}" for path in CPU.glob("*.py")):
-        importlib.import_module(name)
-    for name in PATCHED:
-        importlib.import_module(installed()._split(name)[0])
-    core_client = importlib.import_module("ctpo_megatron.engines.cpu.core_client")
-    before = replaceable()
-    cpu.apply(EngineConfig(tensor_parallel_size=2))
-    found = [replaced(before)]
-    cpu.apply(EngineConfig())
-    found.append(replaced(before))
-    with core_client._cores_made_here(router_choices=False):
-        found.append(replaced(before))
-    found.append(replaced(before))
-    lasting = set(PATCHED) - {MADE}
-    assert found == [set(), lasting, set(PATCHED), lasting], found
-    return 0

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import ast
-import asyncio
-import builtins
-import collections
-import logging
 import re
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Literal
 
 PUBLIC = (
@@ -118,25 +110,6 @@ def _replaces(node: ast.Attribute | ast.Call) -> bool:
     return isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr")
 
 
-def reached(text: str, own: frozenset[str] = frozenset()) -> dict[str, int]:
-    """Attributes of objects whose class the source does not show, and the first line of each.
-
-    own: names that other files of ours define. Left out as well: what this file defines, and what Python, PyTorch and
-    NumPy objects have. What remains belongs to objects of vLLM.
-    """
-    tree = ast.parse(text)
-    names, own = Names(tree), own | defined(tree) | _ordinary()
-    found: dict[str, int] = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Attribute(attr=name) if names.resolve(node) is None:
-                found.setdefault(name, node.lineno)
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, ast.Constant(value=str(name)), *_]):
-                if names.resolve(owner) is None:
-                    found.setdefault(name, node.lineno)
-    return {name: line for name, line in found.items() if name not in own}
-
-
 def reached_privately(text: str) -> dict[str, int]:
     """Attributes with one leading underscore of anything but `self`, `cls` and imported names: of foreign objects."""
     tree = ast.parse(text)
@@ -169,16 +142,3 @@ def _is_field(node: ast.stmt) -> bool:
 
 def _is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
-
-
-@cache
-def _ordinary() -> frozenset[str]:
-    """Attributes of objects of Python, PyTorch, NumPy and safetensors."""
-    import numpy as np
-    import torch
-    from safetensors import safe_open
-
-    kinds = [kind for kind in vars(builtins).values() if isinstance(kind, type)]
-    kinds += [torch.Tensor, torch.nn.Module, np.ndarray, asyncio.Event, asyncio.AbstractEventLoop, logging.Logger]
-    kinds += [collections.deque, ThreadPoolExecutor, threading.Thread, Path, asyncio.Future, safe_open]
-    return frozenset(name for kind in kinds for name in dir(kind))
