@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctpo_megatron.objective.positions import FIXED_WINDOW, WIDENING_WINDOW
-from ctpo_megatron.report.position_law import Points, fit_law
 from theory_walk import (
     Autoregressive,
     TokenPairs,
@@ -89,31 +88,6 @@ def test_clipped_share_counts_by_the_sign_of_the_advantage() -> None:
     assert share == 0
 
 
-def test_spread_and_drift_of_walks(normal: np.ndarray, tokens: np.ndarray) -> None:
-    std = SIGMA * np.sqrt(T)
-    for walks, mean in ((normal, np.zeros(3)), (tokens, drift(T, SIGMA))):
-        np.testing.assert_allclose(walks.std(0), std, rtol=4 / math.sqrt(2 * COUNT))
-        # The mean of d is -KL, which is -sigma^2 / 2 to the next order of sigma.
-        assert (np.abs(walks.mean(0) - mean) < 4 * std / math.sqrt(COUNT) + 0.02 * np.abs(mean)).all()
-
-
-def test_increments_of_normal_walks_are_independent() -> None:
-    """Walks are made in parts, and positions are sums of the same increments."""
-    walks = normal_walks(np.random.default_rng(4), 2_500, np.array([1, 2, 5_000]), 1.0)
-    first, second = walks[:, 0], walks[:, 1] - walks[:, 0]
-    assert abs(np.corrcoef(first, second)[0, 1]) < 4 / 50
-    assert np.corrcoef(walks[:-1, 2], walks[1:, 2])[0, 1] < 4 / 50 and len(np.unique(walks[:, 2])) == 2_500
-
-
-def test_the_law_of_the_report_finds_sigma_in_the_walks() -> None:
-    t = np.unique(np.geomspace(1, 2_000, 25).round().astype(np.int64))
-    walks = normal_walks(np.random.default_rng(5), 3_000, t, SIGMA)
-    law = fit_law(Points(t.astype(np.float64), walks.std(0, ddof=1), np.full(len(t), 3_000.0), np.ones(len(t))))
-    assert (
-        law is not None and law.sigma == pytest.approx(SIGMA, rel=0.05) and law.exponent == pytest.approx(0.5, abs=0.03)
-    )
-
-
 @settings(max_examples=40)
 @given(st.integers(0, 2**32), st.floats(1e-4, 1.0))
 def test_token_pairs_have_the_sigma_and_a_mean_ratio_of_one(seed: int, sigma: float) -> None:
@@ -122,15 +96,6 @@ def test_token_pairs_have_the_sigma_and_a_mean_ratio_of_one(seed: int, sigma: fl
     assert std == pytest.approx(sigma, rel=1e-6) and mean < 0
     np.testing.assert_allclose(np.exp(pairs.target).sum(1), 1)
     np.testing.assert_allclose(np.exp(pairs.behaviour).sum(1), 1)
-
-
-def test_walks_of_token_pairs_are_sums_of_their_log_ratios() -> None:
-    """One pair of two tokens: S_2 has three values, with binomial shares."""
-    behaviour, target = np.log([[0.25, 0.75]]), np.log([[0.5, 0.5]])
-    walks = TokenPairs(behaviour, target).walks(np.random.default_rng(6), 20_000, np.array([2]))
-    up, down = math.log(2), math.log(2 / 3)
-    for value, share in ((2 * up, 1 / 16), (up + down, 6 / 16), (2 * down, 9 / 16)):
-        assert abs(np.isclose(walks, value).mean() - share) < 4 * math.sqrt(share / 20_000)
 
 
 @pytest.mark.parametrize(
