@@ -328,40 +328,6 @@ def accounted(state: Any) -> int:
     return sum(ahead["settled"].values()) + sum(len(batch["groups"]) for batch in ahead["batches"])
 
 
-@pytest.mark.parametrize("uniform", ["keep", "drop", "refill"])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_killed_run_goes_on_with_every_prompt_accounted_for(seed: int, uniform: str) -> None:
-    rng = random.Random(seed)
-    lost = {ORDER[rng.randrange(30)] for _ in range(3)}
-    settings = {"uniform_groups": uniform, "max_staleness": 2}
-    done, state, trained, settled = 0, None, list[Batch](), list[str]()
-    while done < STEPS:
-        engines = ScriptedEngines(rng.random(), lost, stuck=[(done + 2, rng.randrange(4))])
-        batches = state["ahead"]["batches"] if state else []
-        of_step = [group for batch in batches if batch["step"] == done + 1 for group in batch["groups"]]
-        with Run(engines, done=done, state=state, **settings).going() as run:
-            run.train(until=done + 1)
-            mine = {group.prompt.id: [t.token_ids for t in group.trajectories] for group in run.trained[0].groups}
-            for group in of_step:
-                if "trajectories" in group:
-                    assert mine[group["prompt"]] == [t.token_ids for t in group["trajectories"]]
-            state = run.state()
-            if done + 1 < STEPS:
-                run.engines.stuck.clear()
-                run.train(until=done + 2)  # which the kill undoes
-        trained.append(run.trained[0])
-        done += 1
-        assert accounted(state) == state["prompts"]["epoch"] * len(PROMPTS) + state["prompts"]["cursor"]
-    settled = [group.prompt.id for batch in trained for group in batch.groups]
-    gone = {record["prompt_id"] for record in state["quarantined"]}
-    consumed = state["prompts"]["consumed"] if state["prompts"]["epoch"] == 0 else ORDER[:50]
-    assert not state["ahead"]["batches"] and gone == lost & set(consumed)
-    if state["prompts"]["epoch"] == 0:
-        assert sorted(settled + list(gone)) == sorted(consumed)
-    if uniform == "keep":  # each lost one is replaced by the next prompt at the time
-        assert len(settled) == 4 * STEPS
-
-
 def test_quarantined_prompts_are_replaced_and_counted() -> None:
     lost = {ORDER[2], ORDER[9]}
     with Run(ScriptedEngines(lost=lost)).going() as run:
