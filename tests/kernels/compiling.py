@@ -45,9 +45,7 @@ def quick_gate(*arguments: str, **environment: str) -> subprocess.CompletedProce
     return _server().run(aot.main, given, environment=ENVIRONMENT | environment, deadline_s=280)
 
 
-def python(*arguments: str, deadline_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
-    return children.run([sys.executable, *arguments], deadline_s=deadline_s, environment=ENVIRONMENT | environment)
-
-
-def gate(*arguments: str, deadline_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "benchmarks.kernels.aot", *arguments, deadline_s=deadline_s, **environment)
+def gate(**environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m benchmarks.kernels.aot`, with as many processes as it takes."""
+    command = [sys.executable, "-m", "benchmarks.kernels.aot"]
+    return children.run(command, deadline_s=280, environment=ENVIRONMENT | environment)
