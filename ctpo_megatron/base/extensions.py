@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,27 @@ def load(name: str) -> Any:
             raise ExtensionError(f"{name}: {module_name} has no {attribute!r}; {meant}")
         found = getattr(found, part)
     return found
+
+
+def make(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """What is called for a name: an instance of a class made with the arguments, or a function with these bound.
+
+    Raises ExtensionError, also for what the class raises.
+    """
+    found = load(name)
+    if not isinstance(found, type):
+        return partial(found, **arguments)
+    try:
+        made: Callable[..., Any] = found(**arguments)
+    except BaseException as error:
+        raise ExtensionError(f"{name} cannot be created: {shown(error)}") from error
+    return made
+
+
+def is_async(made: Callable[..., Any]) -> bool:
+    """Whether a call of what `make` returned is awaited."""
+    inner = made.func if isinstance(made, partial) else made
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
 def loaded_files(search_path: Iterable[str | Path], paths: Collection[str]) -> dict[str, Path]:

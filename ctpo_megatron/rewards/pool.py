@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import math
 import operator
 import statistics
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures import wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
+from pebble import ProcessExpired, ProcessPool
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.base.text import hidden, printable
@@ -31,6 +25,7 @@ from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.overlong import OVERLONG, OverlongPenalty
 from ctpo_megatron.rewards.protocol import COUNTS, Reward
 from ctpo_megatron.rewards.worker import Pair, Routes, Scored
+from ctpo_megatron.rewards.workers import RETRIES, RewardWorkersLost, Workers
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import Extension, RewardConfig
@@ -40,69 +35,10 @@ _LONGEST_REASON = 1000
 GRACE_S = 1.0  # after the deadline, for a worker to discard what it awaits, before it is killed
 START_MARGIN_S = 5.0  # at least, for a worker that was killed to be replaced
 START_TIMEOUT_S = 120.0  # for all workers to start and load the reward functions
-WORKERS_POLL_S = 1.0  # how often a waiting thread checks that the workers are still there
-WORKERS_RETRIES = 3  # how often work is given to new workers because all of them were gone
-T = TypeVar("T")
+Chunk = tuple[str | None, tuple[Pair, ...]]
+"""The source of a reward function, and the trajectories of one call: one, or several that are awaited together."""
 
 log = logging.getLogger(__name__)
-
-
-class RewardWorkersLost(RuntimeError):
-    """The processes that score do not come up, or die again and again; another machine may let them live."""
-
-
-class Workers:
-    """A pool of pebble's, and when one of its tasks ended last: a worker that is frozen while idle ends none.
-
-    It keeps the others from tasks, and pebble's deadline begins with a task.
-    """
-
-    def __init__(self, pool: ProcessPool) -> None:
-        self.pool = pool
-        self._lock, self._pending, self._moved = threading.Lock(), 0, time.monotonic()
-        self.frozen = False
-
-    def schedule(self, function: Callable[..., T], arguments: tuple[Any, ...], limit_s: float) -> ProcessFuture[T]:
-        """Raises RuntimeError when the pool is broken. limit_s: after which a worker is killed."""
-        future: ProcessFuture[T] = self.pool.schedule(function, args=arguments, timeout=limit_s)
-        with self._lock:
-            self._moved = self._moved if self._pending else time.monotonic()
-            self._pending += 1
-        future.add_done_callback(self._ended)
-        return future
-
-    def _ended(self, _: object) -> None:
-        with self._lock:
-            self._moved = time.monotonic()
-            self._pending -= 1
-
-    def active(self, patience_s: float) -> bool:
-        """Return whether results can be expected: one came within this time, or there was nothing to do."""
-        with self._lock:
-            idle_s = time.monotonic() - self._moved if self._pending else 0.0
-        if idle_s > patience_s and not self.frozen:
-            self.frozen = True
-            log.warning("no reward worker did anything for %.0f s, was one of them frozen? They are replaced", idle_s)
-        return not self.frozen and bool(self.pool.active)
-
-    def stop(self) -> None:
-        """Kill the processes; what they were to do is lost."""
-        self.pool.stop()  # type: ignore[no-untyped-call]
-        self.pool.join()
-
-
-def awaited(future: ProcessFuture[T], workers: Workers, patience_s: float, until: float = math.inf) -> T:
-    """Return the result of a future; a broken pool forgets its tasks. until: monotonic seconds.
-
-    Raises the worker's exception, BrokenProcessPool when no worker is left, or TimeoutError.
-    """
-    while not wait([future], WORKERS_POLL_S).done:
-        if not workers.active(patience_s) and not future.done():
-            raise BrokenProcessPool("the workers are gone, and the result with them")
-        if time.monotonic() > until:
-            raise FutureTimeoutError("no reward worker answered")
-    result: T = future.result()
-    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,36 +68,6 @@ class ScoreReport:
         return ScoreReport.of(self.scored + other.scored, missing, values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """The trajectories of one task: a single one, or several of one source that are awaited together."""
-
-    route: str | None
-    pairs: tuple[Pair, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A chunk given to `workers`; lost when these are gone, or do nothing for `patience_s`.
-
-    times: Unix times of its beginning and, in the end, of its end.
-    """
-
-    chunk: _Chunk
-    workers: Workers
-    future: ProcessFuture[list[Scored]]
-    patience_s: float
-    times: list[float]
-
-    @property
-    def settled(self) -> bool:
-        return self.future.done() or not self.workers.active(self.patience_s)
-
-    def result(self) -> list[Scored]:
-        """Return the outcomes. Raises the worker's exception, or BrokenProcessPool when no worker is left."""
-        return awaited(self.future, self.workers, self.patience_s)  # a worker has a deadline
-
-
 class RewardPool:
     """Worker processes for the configured reward functions, with a hard deadline for every trajectory.
 
@@ -182,42 +88,34 @@ class RewardPool:
         Raises ExtensionError when a function cannot be imported, RewardWorkersLost when the workers do not come up.
         """
         self._config = config
-        self._lock, self._closed = threading.Lock(), False
         named: list[tuple[str | None, Extension]] = [(None, config.function), *config.by_source.items()]
         routes: Routes = {source: (extension.name, extension.arguments) for source, extension in named}
-        self._make = partial(
+        make = partial(
             ProcessPool,
             max_workers=config.workers,
             initializer=worker.start,
             initargs=(routes, [str(Path(folder).resolve()) for folder in search_path or ()], log_path),
             context=fork_server(math=any(name == "math_verify" for name, _ in routes.values())),
         )
-        self._workers = Workers(self._make())
+        self._workers, began = Workers(make, START_TIMEOUT_S), time.monotonic()
         try:
-            self._traits, took_s = self._await_start()
+            self._traits = self._started()
         except BaseException:
             self.close()
             raise
         # A worker that is replaced makes the functions again.
-        self._patience_s = config.timeout_s + GRACE_S + max(START_MARGIN_S, 3 * took_s)
+        took_s = time.monotonic() - began
+        self._workers.patience_s = config.timeout_s + GRACE_S + max(START_MARGIN_S, 3 * took_s)
 
-    def _await_start(self) -> tuple[Mapping[str | None, worker.Traits], float]:
-        """What the functions are, once all workers are up, and the seconds that it took. Raises as the constructor."""
-        workers, renewals = self._config.workers, 0
-        while True:
-            began = time.monotonic()
-            try:
-                ready = [self._workers.pool.schedule(worker.traits, timeout=START_TIMEOUT_S) for _ in range(workers)]
-                until = began + 2 * START_TIMEOUT_S  # a worker's own limit begins with the task
-                traits, *_ = [awaited(future, self._workers, START_TIMEOUT_S, until) for future in ready]
-                return traits, time.monotonic() - began
-            except ExtensionError:
-                raise
-            except Exception as error:
-                if renewals == WORKERS_RETRIES or not isinstance(error, BrokenProcessPool | ProcessExpired):
-                    raise RewardWorkersLost(f"the {workers} reward workers did not start: {error!r}") from error
-            renewals += 1
-            self._renew()
+    def _started(self) -> Mapping[str | None, worker.Traits]:
+        """What the functions are, once all workers are up. Raises as the constructor."""
+        count = self._config.workers
+        found = self._workers.run(worker.traits, [()] * count, START_TIMEOUT_S, RETRIES)
+        for error in (each for each in found if isinstance(each, BaseException)):
+            if isinstance(error, ExtensionError):
+                raise error
+            raise RewardWorkersLost(f"the {count} reward workers did not start: {error!r}") from error
+        return next(each for each in found if not isinstance(each, BaseException))
 
     async def score(self, groups: Sequence[Group]) -> ScoreReport:
         """Set `reward` and `reward_components` of every trajectory, and count the outcomes.
@@ -227,43 +125,42 @@ class RewardPool:
         have killed the process.
         Raises RewardWorkersLost when all workers die repeatedly.
         """
-        tasks = [self._schedule(chunk) for chunk in self._chunks(groups)]
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        began = time.time()
+        judged: list[tuple[Trajectory, Scored]] = []
+        alone, together = list[Chunk](), list[Chunk]()
+        for chunk in self._chunks(groups):
+            (together if len(chunk[1]) > 1 else alone).append(chunk)
+        for (route, pairs), found in zip(together, await self._called(together, GRACE_S, again=0), strict=True):
+            if isinstance(found, TimeoutError | ProcessExpired):  # by one of them, and nothing says which
+                alone += [(route, (pair,)) for pair in pairs]
+            else:
+                outcomes = [worker.raised(repr(found))] * len(pairs) if isinstance(found, BaseException) else found
+                judged += [(trajectory, each) for (trajectory, _), each in zip(pairs, outcomes, strict=True)]
+        for (_, ((trajectory, _),)), found in zip(alone, await self._called(alone, 0.0, again=1), strict=True):
+            judged.append((trajectory, self._outcome(found)))
+        return _report(judged, [began, time.time()])
 
-        def wake(_: object) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(ended.set)
+    async def _called(self, chunks: Sequence[Chunk], grace_s: float, again: int) -> list[list[Scored] | BaseException]:
+        """What the worker returned or raised for each chunk."""
+        timeout_s = self._config.timeout_s
+        sent = [
+            (route, [*map(_text_of, pairs)] if self._traits[route].text_only else pairs, timeout_s)
+            for route, pairs in chunks
+        ]
+        return await self._workers.call(worker.score, sent, timeout_s + grace_s, again)
 
-        for task in tasks:
-            task.future.add_done_callback(wake)
-        while not all(task.settled for task in tasks):
-            ended.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), WORKERS_POLL_S)
-        return await asyncio.to_thread(self._collect, tasks)  # what failed is scored again
+    def _outcome(self, found: list[Scored] | BaseException) -> Scored:
+        """The outcome of a trajectory that was scored alone."""
+        match found:
+            case list():
+                return found[0]
+            case TimeoutError():
+                return worker.late_after(self._config.timeout_s)
+            case ProcessExpired():
+                return NoVerdict("crash", f"the scorer failed ({found!r})")
+        return worker.raised(repr(found))  # not picklable: must neither end the run nor go unnoticed
 
-    def _collect(self, tasks: Sequence[_Task]) -> ScoreReport:
-        rewards: list[Reward] = []
-        missing: Counter[MissingCause] = Counter()
-        for task in tasks:
-            outcomes = self._outcomes(task)
-            # Where it has just ended the callback that notes the time may still be to come.
-            began, ended = [*task.times, time.time()][:2]
-            for (trajectory, _), found in zip(task.chunk.pairs, outcomes, strict=True):
-                trajectory.scored_at = [began, ended]
-                outcome = _of_its_turns(found, trajectory)
-                if isinstance(outcome, NoVerdict):
-                    _leave_unjudged(trajectory, outcome)
-                    missing[outcome.cause] += 1
-                    continue
-                trajectory.reward, trajectory.reward_components = outcome.value, dict(outcome.components)
-                turns = outcome.turns
-                trajectory.turn_rewards = None if turns is None else [turn for turn in turns if turn is not None]
-                trajectory.no_verdict = None
-                rewards.append(outcome)
-        return ScoreReport.of(len(rewards), missing, _values(rewards))
-
-    def _chunks(self, groups: Sequence[Group]) -> Iterator[_Chunk]:
+    def _chunks(self, groups: Sequence[Group]) -> Iterator[Chunk]:
         """One trajectory each; with an `async` function several: at most the limit, a worker's fair share, or a group.
 
         Groups arrive one by one while a batch is sampled, so splitting each group would give workers too few concurrent
@@ -278,85 +175,15 @@ class RewardPool:
             if self._traits[route].is_async:
                 together[route] += pairs
             else:
-                yield from (_Chunk(route, (pair,)) for pair in pairs)
+                yield from ((route, (pair,)) for pair in pairs)
         for route, pairs in together.items():
             share = math.ceil(len(pairs) / self._config.workers)
             size = min(self._config.concurrency, max(share, largest))
-            yield from (_Chunk(route, tuple(pairs[i : i + size])) for i in range(0, len(pairs), size))
-
-    def _schedule(self, chunk: _Chunk) -> _Task:
-        sent = chunk
-        if self._traits[chunk.route].text_only:
-            sent = replace(chunk, pairs=tuple(map(_text_of, chunk.pairs)))
-        timeout_s = self._config.timeout_s
-        limit_s = timeout_s + (GRACE_S if len(sent.pairs) > 1 else 0.0)
-        with self._lock:
-            if not self._workers.active(self._patience_s):
-                self._renew()
-            future = self._given(sent, timeout_s, limit_s)
-            times = [time.time()]
-            future.add_done_callback(lambda _: times.append(time.time()))
-            return _Task(chunk, self._workers, future, self._patience_s, times)
-
-    def _given(self, sent: _Chunk, timeout_s: float, limit_s: float) -> ProcessFuture[list[Scored]]:
-        """The future of a chunk in the pool, or in a new one where it is broken. Raises RewardWorkersLost."""
-        renewals = 0
-        while True:
-            try:
-                return self._workers.schedule(worker.score, (sent.route, sent.pairs, timeout_s), limit_s)
-            except RuntimeError as error:  # also of a new pool whose processes, or their fork server, were killed
-                if renewals == WORKERS_RETRIES:
-                    raise RewardWorkersLost(
-                        f"new reward workers did not start, {renewals} times ({error!r}); is something killing them?"
-                    ) from error
-            renewals += 1
-            self._renew()
-
-    def _renew(self) -> None:
-        """Replace the pool: pebble's breaks when an idle process ends, or when none can be started."""
-        if self._closed:
-            raise RuntimeError("the reward workers were stopped")
-        if not self._workers.frozen:  # or `active` has said so
-            log.warning("the reward workers are gone, was one of them killed?")
-        log.warning("starting %d new reward workers", self._config.workers)
-        self._workers.stop()
-        self._workers = Workers(self._make())
-
-    def _outcomes(self, task: _Task, again: bool = True, renewals: int = WORKERS_RETRIES) -> list[Scored]:
-        chunk = task.chunk
-        try:
-            return task.result()
-        except (FutureTimeoutError, ProcessExpired) as error:
-            if len(chunk.pairs) > 1:
-                return self._score_each_again(chunk)
-            if again and isinstance(error, ProcessExpired):
-                return self._outcomes(self._schedule(chunk), False, renewals)
-            if isinstance(error, FutureTimeoutError):
-                return [worker.late_after(self._config.timeout_s)]
-            return [NoVerdict("crash", f"the scorer failed ({error!r})")]
-        except BrokenProcessPool as error:
-            if renewals:
-                return self._outcomes(self._schedule(chunk), again, renewals - 1)
-            raise RewardWorkersLost(
-                f"{_name(chunk.pairs[0][0])}: no result, the reward workers were gone {WORKERS_RETRIES + 1} times "
-                f"({error}); is something killing them?"
-            ) from error
-        except Exception as error:  # not picklable: must neither end the run nor go unnoticed
-            return [worker.raised(repr(error)) for _ in chunk.pairs]
-
-    def _score_each_again(self, chunk: _Chunk) -> list[Scored]:
-        """Score each trajectory of a chunk by itself: one of them stopped the worker, and nothing says which."""
-        tasks = [self._schedule(_Chunk(chunk.route, (pair,))) for pair in chunk.pairs]
-        outcomes: list[Scored] = []
-        for task in tasks:  # after all are scheduled, so that they run at once
-            outcomes += self._outcomes(task)
-        return outcomes
+            yield from ((route, tuple(pairs[i : i + size])) for i in range(0, len(pairs), size))
 
     def close(self) -> None:
         """Stop the workers at once; idempotent."""
-        with self._lock:
-            self._closed = True
-            self._workers.stop()
+        self._workers.close()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -414,6 +241,24 @@ class Scorer:
         if self._penalty is not None and judged:
             metrics[f"reward/{OVERLONG}"] = statistics.fmean(t.reward_components[OVERLONG] for t in judged)
         return metrics
+
+
+def _report(judged: Sequence[tuple[Trajectory, Scored]], times: list[float]) -> ScoreReport:
+    """Write the outcomes into the trajectories, and count them."""
+    rewards, missing = list[Reward](), Counter[MissingCause]()
+    for trajectory, found in judged:
+        trajectory.scored_at = [*times]
+        outcome = _of_its_turns(found, trajectory)
+        if isinstance(outcome, NoVerdict):
+            _leave_unjudged(trajectory, outcome)
+            missing[outcome.cause] += 1
+            continue
+        trajectory.reward, trajectory.reward_components = outcome.value, dict(outcome.components)
+        turns = outcome.turns
+        trajectory.turn_rewards = None if turns is None else [turn for turn in turns if turn is not None]
+        trajectory.no_verdict = None
+        rewards.append(outcome)
+    return ScoreReport.of(len(rewards), missing, _values(rewards))
 
 
 def _text_of(pair: Pair) -> Pair:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pebble import ProcessExpired, ProcessPool
 
 from ctpo_megatron.rewards.fork_server import end_with_trainer, fork_server
-from ctpo_megatron.rewards.pool import WORKERS_RETRIES, RewardWorkersLost, Workers, awaited
+from ctpo_megatron.rewards.workers import RETRIES, Workers
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import RewardConfig
     from ctpo_megatron.data.records import Prompt
-
-log = logging.getLogger(__name__)
 
 _PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 _SHOWN = 10
 _PER_PROCESS = 128
 """Ground truths for which another process is worth its start: each one learns the grammar again, in about a second."""
 _PATIENCE_S = 30.0
-"""For a process to start, before the limit of an answer. One that is killed as it takes a task may block the others."""
+"""For a process to start, before the limit of an answer."""
 
 
 def unverifiable(prompts: Sequence[Prompt], config: RewardConfig) -> dict[int, str]:
@@ -38,55 +35,34 @@ def unverifiable(prompts: Sequence[Prompt], config: RewardConfig) -> dict[int, s
     timeouts. Raises RewardWorkersLost.
     """
     ours = [(index, prompt.answer) for index, prompt in enumerate(prompts) if _is_scored(prompt, config)]
-    reasons = _reasons({answer for _, answer in ours if not _PLAIN.fullmatch(answer)}, config)
+    reasons = _reasons(sorted({answer for _, answer in ours if not _PLAIN.fullmatch(answer)}), config)
     return {index: reasons[answer] for index, answer in ours if reasons.get(answer)}
 
 
-def _reasons(answers: Iterable[str], config: RewardConfig) -> dict[str, str]:
-    reasons, died = _compared(sorted(answers), config)
-    for _ in range(WORKERS_RETRIES):
-        if not died:
-            break
-        # Perhaps not by their own fault, as where the machine has run out of memory.
-        log.warning("%d ground truths are checked again: a process that checked them died", len(died))
-        more, died = _compared([*died], config)
-        reasons |= more
-    if broken := next((error for error in died.values() if not isinstance(error, ProcessExpired)), None):
-        raise RewardWorkersLost(
-            f"the processes that check ground truths died {WORKERS_RETRIES + 1} times ({broken!r}): is something "
-            "killing them?"
-        ) from broken
-    return reasons | {
-        answer: f"ends the process that compares it with itself ({error})" for answer, error in died.items()
-    }
-
-
-def _compared(answers: Sequence[str], config: RewardConfig) -> tuple[dict[str, str], dict[str, Exception]]:
-    """The reason of each, and how the processes of the others ended: by itself, or with all that were to come."""
+def _reasons(answers: Sequence[str], config: RewardConfig) -> dict[str, str]:
     from ctpo_answers import ground_truth_problem
 
     if not answers:
-        return {}, {}
+        return {}
     # All CPUs: nothing else of the run is working yet.
-    workers = min(len(os.sched_getaffinity(0)), math.ceil(len(answers) / _PER_PROCESS))
-    reasons: dict[str, str] = {}
-    died: dict[str, Exception] = {}
-    processes = Workers(ProcessPool(max_workers=workers, initializer=end_with_trainer, context=fork_server(math=True)))
-    limit_s = config.timeout_s
+    count, limit_s = min(len(os.sched_getaffinity(0)), math.ceil(len(answers) / _PER_PROCESS)), config.timeout_s
+    make = partial(ProcessPool, max_workers=count, initializer=end_with_trainer, context=fork_server(math=True))
+    workers, reasons = Workers(make, _PATIENCE_S + limit_s), dict[str, str]()
     try:
-        futures = [processes.schedule(ground_truth_problem, (answer,), limit_s) for answer in answers]
-        for answer, future in zip(answers, futures, strict=True):
-            try:
-                reasons[answer] = awaited(future, processes, _PATIENCE_S + limit_s)
-            except FutureTimeoutError:
-                reasons[answer] = f"takes longer than reward.timeout_s ({limit_s:g} s) to compare with itself"
-            except ProcessExpired as error:
-                died[answer] = error
-    except RuntimeError as error:  # also BrokenProcessPool: none of its processes can be started any more
-        died |= {answer: error for answer in answers if answer not in reasons}
+        found = workers.run(ground_truth_problem, [(each,) for each in answers], limit_s, RETRIES)
     finally:
-        processes.stop()
-    return reasons, died
+        workers.close()
+    for answer, result in zip(answers, found, strict=True):
+        match result:
+            case str():
+                reasons[answer] = result
+            case TimeoutError():
+                reasons[answer] = f"takes longer than reward.timeout_s ({limit_s:g} s) to compare with itself"
+            case ProcessExpired():
+                reasons[answer] = f"ends the process that compares it with itself ({result})"
+            case _:
+                raise result
+    return reasons
 
 
 def in_words(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:

@@ -14,12 +14,12 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.base.extensions import ExtensionError, activate, load, shown
+from ctpo_megatron.base.extensions import activate, is_async, make, shown
 from ctpo_megatron.base.stop import ENDING
 from ctpo_megatron.base.text import printable
 from ctpo_megatron.data.records import NoVerdict, Unreachable
@@ -36,7 +36,6 @@ Routes = Mapping[str | None, tuple[str, Mapping[str, Any]]]
 
 
 Scored = Reward | NoVerdict
-T = TypeVar("T")
 
 _CLIENT_ERRORS = {"httpx": "HTTPError", "aiohttp": "ClientError"}
 """Module (already imported if its error was raised) -> the errors of its requests. Other clients raise OSError."""
@@ -53,36 +52,27 @@ class Traits:
     text_only: bool
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """Start arguments of a worker process, in a module global because tasks have no other access to them."""
-
-    routes: Routes
-    search_path: Sequence[str]
-
-    @functools.cached_property
-    def functions(self) -> dict[str | None, Callable[..., Any]]:
-        """Created once, even if several sources name the same function; raises what a user's module or class raises."""
-        activate(self.search_path)
-        made: dict[str, Callable[..., Any]] = {}
-        for name, arguments in self.routes.values():
-            key = json.dumps([name, arguments])
-            if key not in made:
-                made[key] = _make(name, arguments)
-        return {source: made[json.dumps([*route])] for source, route in self.routes.items()}
-
-    @functools.cached_property
-    def _loops(self) -> list[asyncio.AbstractEventLoop]:
-        return [asyncio.new_event_loop()]
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it in the loop of this process, of which users' objects may keep connections."""
-        if self._loops[0].is_closed():  # by the function
-            self._loops[0] = asyncio.new_event_loop()
-        return self._loops[0].run_until_complete(coroutine)
+_setup: tuple[Routes, Sequence[str]] = {}, ()
+"""Routes and search path of this worker process: tasks have no other access to them."""
 
 
-_setup = _Setup({}, ())
+@functools.cache
+def _functions() -> dict[str | None, Callable[..., Any]]:
+    """Created once, even if several sources name the same function; raises what a user's module or class raises."""
+    routes, search_path = _setup
+    activate(search_path)
+    made: dict[str, Callable[..., Any]] = {}
+    for name, arguments in routes.values():
+        key = json.dumps([name, arguments])
+        if key not in made:
+            made[key] = make(WORDS.get(name, name), arguments)
+    return {source: made[json.dumps([*route])] for source, route in routes.items()}
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """The one event loop of this process: users' objects may keep its connections."""
+    return asyncio.Runner()
 
 
 def start(routes: Routes, search_path: Sequence[str], log_path: Path | None) -> None:
@@ -95,7 +85,7 @@ def start(routes: Routes, search_path: Sequence[str], log_path: Path | None) -> 
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     end_with_trainer()
-    _setup = _Setup(routes, search_path)
+    _setup = routes, search_path
     if log_path is not None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab", buffering=0) as file:
@@ -104,49 +94,32 @@ def start(routes: Routes, search_path: Sequence[str], log_path: Path | None) -> 
         if isinstance(sys.stdout, io.TextIOWrapper):  # a worker is killed in the end, with what it holds back
             sys.stdout.reconfigure(line_buffering=True)
     with contextlib.suppress(Exception):  # the first task raises it again, for its caller
-        _ = _setup.functions
+        _functions()
 
 
 def traits() -> dict[str | None, Traits]:
-    """Return the traits of every route. Raises what creating the functions raised."""
-    return {source: _traits(function) for source, function in _setup.functions.items()}
+    """The traits of every route. Raises what creating the functions raised."""
+    return {source: _traits(function) for source, function in _functions().items()}
 
 
 def score(route: str | None, pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
-    """Return one outcome per pair. Several are awaited together, each for at most `timeout_s`; one has no limit
-    here.
-    """
-    function = _setup.functions[route]
+    """One outcome per pair. Several are awaited together, each for at most `timeout_s`; one has no limit here."""
+    function = _functions()[route]
     if len(pairs) == 1:
         return [_called(function, *pairs[0])]
-    try:
-        return _setup.run(_await_all(function, pairs, timeout_s))
-    except BaseException:  # of a task that one of them started, or it closed the loop: nothing says which
-        return [_called(function, *pair) for pair in pairs]
-
-
-def _make(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    part = load(WORDS.get(name, name))
-    if not isinstance(part, type):
-        return functools.partial(part, **arguments)
-    try:
-        made: Callable[..., Any] = part(**arguments)
-    except BaseException as error:
-        raise ExtensionError(f"{name} cannot be created: {shown(error)}") from error
-    return made
+    return _runner().run(_awaited_together(function, pairs, timeout_s))
 
 
 def _traits(function: Callable[..., Any]) -> Traits:
     inner = function.func if isinstance(function, functools.partial) else function
-    is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-    return Traits(is_async, bool(getattr(inner, "text_only", False)))
+    return Traits(is_async(function), bool(getattr(inner, "text_only", False)))
 
 
 def _called(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt) -> Scored:
     try:
         result = function(trajectory, prompt)
         if inspect.isawaitable(result):
-            return _setup.run(_awaited(result))
+            return _runner().run(_awaited(result))
         return _scored(result)
     except BaseException as error:  # this process ignores signals, so a KeyboardInterrupt is the function's own
         return _failed(error)

@@ -62,21 +62,7 @@ async def misbehaving_async(trajectory: Any, prompt: Any) -> Any:
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(3600)
-    if trajectory.final_text == "close the loop":
-        asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)
-        await asyncio.Event().wait()
-    if trajectory.final_text == "interrupt from a task":
-        BACKGROUND.append(asyncio.ensure_future(_interrupt()))
-        await asyncio.sleep(0.05)
-        return 1.0
     return misbehaving(trajectory, prompt)
-
-
-BACKGROUND: list[asyncio.Future[None]] = []
-
-
-async def _interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 class _OwnName(str):
