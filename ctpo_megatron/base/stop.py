@@ -10,10 +10,8 @@ import ctypes
 import errno
 import logging
 import os
-import re
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -73,7 +71,6 @@ _ONE_PRESS_S = 1.0  # a launcher may pass on the Ctrl-C that the terminal has se
 # Ignore repeated signals for this long while shutting down; after that, assume the SystemExit was swallowed and raise
 # it again.
 _CLOSING_S = 60.0
-_SCONTROL_TIMEOUT_S = 10.0  # one question to Slurm
 _TORCHRUN_GRACE_S = 30.0  # torchrun's default, from the signal that ends its ranks to SIGKILL
 
 
@@ -181,9 +178,8 @@ class StopSignal:
 
 def stop_signal(deadline: float | None, grace_s: float) -> StopSignal:
     """For `run.deadline` and `checkpoint.grace_s`, as the job's scheduler and launcher allow."""
-    end = job_end(deadline)
-    warn_of_short_grace(grace_s, end)
-    return StopSignal(grace_s, end)
+    warn_of_short_grace(grace_s)
+    return StopSignal(grace_s, job_end(deadline))
 
 
 def job_end(deadline: float | None) -> float | None:
@@ -202,38 +198,15 @@ def job_end(deadline: float | None) -> float | None:
     return float(text)
 
 
-def warn_of_short_grace(grace_s: float, job_end: float | None) -> None:
-    """Warn when `checkpoint.grace_s` is longer than launcher or scheduler wait before they kill; on rank zero.
-
-    Where the job's end is known, the state is saved before it, however late Slurm's signal is.
-    """
-    if os.environ.get("RANK", "0") != "0":
+def warn_of_short_grace(grace_s: float) -> None:
+    """Warn when `checkpoint.grace_s` is longer than torchrun waits before it kills its ranks; on rank zero."""
+    if os.environ.get("RANK", "0") != "0" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_GRACE_S))
-        remedy = "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT with more (or give --shutdown-timeout, unless you did)"
-        _warn(grace_s, limit, "torchrun kills its ranks", remedy)
-    if job_end is None and "SLURM_JOB_ID" in os.environ and (wait := _kill_wait()) is not None:
-        earlier = f"#SBATCH --signal=USR1@{grace_s + wait:.0f}"
-        remedy = f"ask for an earlier signal, which is treated alike: {earlier}"
-        _warn(grace_s, wait, "Slurm kills a job (KillWait)", remedy)
-
-
-def _kill_wait() -> float | None:
-    """Seconds between SIGTERM and SIGKILL as this cluster's Slurm has them; None if it does not say."""
-    command = ["scontrol", "show", "config"]
-    try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.info("KillWait of Slurm is not known: %s", error)
-        return None
-    found = re.search(r"^KillWait\s*=\s*(\d+)", shown.stdout, re.MULTILINE)
-    return float(found[1]) if found else None
-
-
-def _warn(grace_s: float, limit_s: float, who: str, remedy: str) -> None:
+    limit_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_GRACE_S))
     if grace_s >= limit_s:
-        log.warning("checkpoint.grace_s is %g s, but %s %g s after SIGTERM: %s", grace_s, who, limit_s, remedy)
+        remedy = "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT with more (or give --shutdown-timeout, unless you did)"
+        cause = "torchrun kills its ranks"
+        log.warning("checkpoint.grace_s is %g s, but %s %g s after SIGTERM: %s", grace_s, cause, limit_s, remedy)
 
 
 def _alarm_in(seconds: float) -> None:
