@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -81,7 +79,7 @@ def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig)
         rloo            R_i - mean of the other n - 1 rewards
         mean_baseline   R_i - mean (`batch_advantages` gives the whole batch as one group)
 
-    Equal rewards give exactly 0, and so does a group of one, with one warning.
+    Equal rewards give exactly 0, and so does a group of one.
     Raises ValueError for an empty group and for a reward that is not finite, naming its index and value.
     """
     r = _checked(rewards)
@@ -95,8 +93,6 @@ def _checked(rewards: Sequence[float] | Tensor) -> Tensor:
     for index, value in enumerate(r.tolist()):
         if not float("-inf") < value < float("inf"):
             raise ValueError(f"reward {index} of the group is {value}; rewards must be finite")
-    if r.numel() == 1:
-        _warn_group_of_one()
     return r
 
 
@@ -116,12 +112,3 @@ def _scale(r: Tensor, config: AdvantageConfig) -> Tensor:
     if r.numel() == 1 or config.kind != "group" or config.normalize_std is False:
         return torch.ones((), dtype=r.dtype, device=r.device)
     return r.std(correction=1) + (STD_EPSILON if config.epsilon is None else config.epsilon)
-
-
-@functools.cache
-def _warn_group_of_one() -> None:
-    warnings.warn(
-        "a group of one sample has no relative advantage: it is 0 and nothing is learned from the sample "
-        "(set rollout.samples_per_prompt to 2 or more)",
-        stacklevel=4,
-    )
