@@ -55,15 +55,15 @@ class Trajectory:
 
     @property
     def token_ids(self) -> Column[int]:
-        return Column(self.tokens["token_ids"])
+        return Column(self.tokens["token_ids"].tolist())
 
     @property
     def response_mask(self) -> Column[int]:
-        return Column(self.tokens["response_mask"])
+        return Column(self.tokens["response_mask"].tolist())
 
     @property
     def loss_mask(self) -> Column[int]:
-        return Column(self.tokens["loss_mask"])
+        return Column(self.tokens["loss_mask"].tolist())
 
     @loss_mask.setter
     def loss_mask(self, mask: ArrayLike) -> None:
@@ -74,15 +74,15 @@ class Trajectory:
 
     @property
     def rollout_log_probs(self) -> Column[float]:
-        return Column(self.tokens["rollout_log_probs"])
+        return Column(self.tokens["rollout_log_probs"].tolist())
 
     @property
     def weight_version(self) -> Column[int]:
-        return Column(self.tokens["weight_version"])
+        return Column(self.tokens["weight_version"].tolist())
 
     @property
     def turn(self) -> Column[int]:
-        return Column(self.tokens["turn"])
+        return Column(self.tokens["turn"].tolist())
 
     def append_model(
         self,
