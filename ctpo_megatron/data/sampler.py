@@ -8,6 +8,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -97,28 +98,23 @@ class PromptSampler(PromptStream):
         if not prompts:
             raise ValueError("a prompt sampler needs at least one prompt")
         self._shuffle, self._digest = shuffle, digest_of(prompts)
-        self._start(epoch=0, cursor=0)
+        self._order = lru_cache(2)(self._order_of)  # of the epochs that a batch crosses
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next `count` prompts; a batch that crosses the end of an epoch continues with the next epoch."""
-        taken: list[Prompt] = []
-        while len(taken) < count:
-            if self._cursor == len(self._order):
-                self._start(self._epoch + 1, cursor=0)
-            indices = self._order[self._cursor : self._cursor + count - len(taken)]
-            taken += [self._prompts[index] for index in indices]
-            self._cursor += len(indices)
-        self.taken = self._epoch * len(self._prompts) + self._cursor
-        return taken
+        """The next `count` prompts; a batch that crosses the end of an epoch continues with the next epoch."""
+        places = [divmod(draw, len(self._prompts)) for draw in range(self.taken, self.taken + count)]
+        self.taken += count
+        return [self._order(epoch)[cursor] for epoch, cursor in places]
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the stream: {epoch, cursor, seed}, and what identifies the stream.
 
         consumed: the ids taken from this epoch, in order. digest: blake2b-128, in hexadecimal, of all prompts.
         """
-        consumed = [self._prompts[index].id for index in self._order[: self._cursor]]
-        position = {"epoch": self._epoch, "cursor": self._cursor, "seed": self._seed}
-        return position | {"consumed": consumed, "digest": self._digest}
+        epoch = max(0, self.taken - 1) // len(self._prompts)
+        cursor = self.taken - epoch * len(self._prompts)
+        consumed = [prompt.id for prompt in self._order(epoch)[:cursor]]
+        return {"epoch": epoch, "cursor": cursor, "seed": self._seed, "consumed": consumed, "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, so that every prompt of the epoch is taken exactly once.
@@ -134,22 +130,21 @@ class PromptSampler(PromptStream):
             raise ValueError(
                 f"the saved position is {state['cursor']}, but there are {len(self._prompts)} prompts: other data?"
             )
-        self._start(state["epoch"], state["cursor"])
-        for place, (ours, saved) in enumerate(zip(self.state_dict()["consumed"], state["consumed"], strict=True)):
-            if ours != saved:
+        for place, (ours, saved) in enumerate(zip(self._order(state["epoch"]), state["consumed"], strict=False)):
+            if ours.id != saved:
                 raise ValueError(
-                    f"prompt {place + 1} of epoch {state['epoch']} was {saved!r}, these data give {ours!r}: "
+                    f"prompt {place + 1} of epoch {state['epoch']} was {saved!r}, these data give {ours.id!r}: "
                     "give the run the data.train and data.shuffle that it was begun with"
                 )
-        if (state["epoch"], state["cursor"]) != (0, 0):
+        self.taken = state["epoch"] * len(self._prompts) + state["cursor"]
+        if self.taken:
             self._check_digest(state)
 
-    def _start(self, epoch: int, cursor: int) -> None:
-        self._epoch, self._cursor = epoch, cursor
-        self.taken = epoch * len(self._prompts) + cursor
-        self._order = list(range(len(self._prompts)))
+    def _order_of(self, epoch: int) -> list[Prompt]:
+        prompts = list(self._prompts)
         if self._shuffle:
-            Random(f"{self._seed}/{epoch}").shuffle(self._order)
+            Random(f"{self._seed}/{epoch}").shuffle(prompts)
+        return prompts
 
 
 @dataclass(frozen=True)
@@ -226,7 +221,7 @@ class PromptMix(PromptStream):
         for number, stream in self._streams.items():
             saved = state["files"][number] if self.taken else None
             if saved is None:
-                stream._start(epoch=0, cursor=0)
+                stream.taken = 0
                 continue
             try:
                 stream.load_state_dict(saved)
