@@ -26,7 +26,6 @@ from ctpo_megatron.checks.doctor import (
 from ctpo_megatron.checks.dry_run import (
     ROWS,
     DataCheck,
-    Findings,
     check_dry,
     check_start,
     count_rows,

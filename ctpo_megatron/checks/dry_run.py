@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.base.installed import install_command, is_installed
 from ctpo_megatron.checks.data_validation import DataValidation
-from ctpo_megatron.checks.extensions import check_extensions
+from ctpo_megatron.checks.extensions import extension_problems
 from ctpo_megatron.checks.sandboxes import check_libraries
 from ctpo_megatron.config import (
     Config,
@@ -19,6 +19,7 @@ from ctpo_megatron.config import (
     Problem,
     RewardConfig,
     Sources,
+    accepted,
     check_sampling,
     check_training,
     failed,
@@ -43,32 +44,30 @@ _NEEDED = ("pyarrow", "transformers", "jinja2", "tokenizers")
 
 
 def validate(
-    config: Config,
-    job: Job,
-    *,
-    sources: Sources | None = None,
-    gpu_gib: float | None = None,
-    shapes: ModelSpec | None = None,
+    config: Config, job: Job, *, sources: Sources | None = None, gpu_gib: float | None = None
 ) -> list[Problem]:
     """Apply the rules of training; returns the warnings, with file and line if `sources` know them.
 
-    gpu_gib: refuse what a GPU of that size cannot hold. shapes: of the model, where neither the model nor the prompt
-    files are there; rules of those are left out. Raises ConfigError with all errors.
+    gpu_gib: refuse what a GPU of that size cannot hold. Raises ConfigError with all errors.
     """
-    spec, problems = (shapes, list[Problem]()) if shapes else _spec(config)
-    problems += [*check_training(config, spec, job, files=shapes is None), *check_cache(config, spec, job)]
-    # The arithmetic of GPU memory needs a layout that fits ranks and model.
-    if spec is not None and gpu_gib is not None and job.cuda and not failed(problems):
-        problems += check_gpu_memory(settled(config, job, spec, gpu_gib), spec, job, gpu_gib)
-    return _warnings(problems, sources)
+    return accepted(_placed(_of_training(config, job, gpu_gib, None), sources))
 
 
 def validate_sampling(config: Config, *, cuda: bool, sources: Sources | None = None) -> list[Problem]:
     """As `validate`, of what an evaluation without a trainer needs."""
     spec, problems = _spec(config)
     job = Job(1, cuda=cuda)
-    problems += [*check_cache(config, spec, job), *check_sampling(config, spec, job)]
-    return _warnings(problems, sources)
+    return accepted(_placed([*problems, *check_cache(config, spec, job), *check_sampling(config, spec, job)], sources))
+
+
+def _of_training(config: Config, job: Job, gpu_gib: float | None, shapes: ModelSpec | None) -> list[Problem]:
+    """shapes: of the model, where neither the model nor the prompt files are there; rules of those are left out."""
+    spec, problems = (shapes, list[Problem]()) if shapes else _spec(config)
+    problems += [*check_training(config, spec, job, files=shapes is None), *check_cache(config, spec, job)]
+    # The arithmetic of GPU memory needs a layout that fits ranks and model.
+    if spec is not None and gpu_gib is not None and job.cuda and not failed(problems):
+        problems += check_gpu_memory(settled(config, job, spec, gpu_gib), spec, job, gpu_gib)
+    return problems
 
 
 def _spec(config: Config) -> tuple[ModelSpec | None, list[Problem]]:
@@ -79,38 +78,9 @@ def _spec(config: Config) -> tuple[ModelSpec | None, list[Problem]]:
         return None, [*unreadable.problems]
 
 
-def _warnings(problems: Iterable[Problem], sources: Sources | None) -> list[Problem]:
-    """The problems with the place of their keys. Raises ConfigError with the errors among them."""
-    placed = [*problems] if sources is None else [*map(sources.placed, problems)]
-    if errors := failed(placed):
-        raise ConfigError(errors)
-    return placed
-
-
-@dataclass
-class Findings:
-    """What checks of a configuration found, with file and line where they are known."""
-
-    problems: list[Problem] = field(default_factory=list)
-    warnings: list[Problem] = field(default_factory=list)
-    parts_usable: bool = True
-
-    def take(self, check: Callable[[], Iterable[Problem] | None]) -> bool:
-        """Run a check, which may return warnings; returns whether it passed.
-
-        What it raises is kept as problems, so that all are found at once.
-        """
-        try:
-            self.warnings += check() or ()
-        except ConfigError as error:
-            self.problems += error.problems
-            return False
-        return True
-
-    def raise_if_any(self, earlier: Sequence[Problem] = ()) -> None:
-        """Raises ConfigError with all problems. earlier: found before these checks."""
-        if problems := [*earlier, *self.problems]:
-            raise ConfigError(problems)
+def _placed(problems: Iterable[Problem], sources: Sources | None) -> list[Problem]:
+    """The problems with the place of their keys."""
+    return [*problems] if sources is None else [*map(sources.placed, problems)]
 
 
 def check_start(
@@ -121,19 +91,18 @@ def check_start(
     disk: bool = True,
     gpu_gib: float | None = None,
     shapes: ModelSpec | None = None,
-) -> Findings:
+) -> list[Problem]:
     """Configuration and users' parts, as every start checks them; on rank zero disk and libraries, too.
 
-    disk: whether what is written has to fit here. gpu_gib, shapes: see `validate`.
+    disk: whether what is written has to fit here. gpu_gib: see `validate`. shapes: of the model, where neither the
+    model nor the prompt files are there. Problems have file and line where they are known.
     """
-    found = Findings()
-    valid = found.take(lambda: validate(config, job, sources=sources, gpu_gib=gpu_gib, shapes=shapes))
-    if disk and valid:
-        held_out = count_rows(config.data.eval)
-        found.take(lambda: _warnings(check_disk(config, spec_for(config), held_out), sources))
-    found.parts_usable = found.take(lambda: check_extensions(config, sources))
+    problems = _of_training(config, job, gpu_gib, shapes)
+    if disk and not failed(problems):
+        problems += check_disk(config, spec_for(config), count_rows(config.data.eval))
+    found = _placed([*problems, *extension_problems(config)], sources)
     if (disk or shapes) and needs_engines(config):
-        found.take(lambda: check_libraries(config.sandbox, config.rollout))
+        found += check_libraries(config.sandbox, config.rollout)
     return found
 
 
@@ -158,22 +127,19 @@ def check_dry(
     gpu_gib: float | None,
     shapes: ModelSpec | None = None,
     rows: int | None = ROWS,
-) -> tuple[Findings, DataCheck]:
+) -> tuple[list[Problem], DataCheck]:
     """As `check_start`, with data and libraries. rows: of each file; None: all of them."""
     disk = shapes is None  # else the machine of the run is another
-    found = check_start(config, sources, job, disk=disk, gpu_gib=gpu_gib, shapes=shapes)
-    if not found.parts_usable:  # tools and parser decide how data are read
-        return found, DataCheck(not_checked="parts that it names cannot be used")
+    problems = check_start(config, sources, job, disk=disk, gpu_gib=gpu_gib, shapes=shapes)
+    if extension_problems(config):  # tools and parser decide how data are read
+        return problems, DataCheck(not_checked="parts that it names cannot be used")
     if job.cuda and shapes is None and not Path(config.model.path).exists():
         advice = f", or plan without it: --shapes FILE ({', '.join(known_shapes())}, or a config.json)"
-        found.problems = [replace(p, fix=p.fix + advice) if p.key == "model.path" else p for p in found.problems]
-    if job.cuda and gpu_gib is not None and not found.problems:
+        problems = [replace(p, fix=p.fix + advice) if p.key == "model.path" else p for p in problems]
+    if job.cuda and gpu_gib is not None and not failed(problems):
         config = settled(config, job, shapes or spec_for(config), gpu_gib)
     data = DataCheck(not_checked="--shapes") if shapes else check_data(config, rows)
-    placed = [*map(sources.placed, data.problems)]
-    found.problems += failed(placed)
-    found.warnings += [problem for problem in placed if not problem.failed]
-    return found, data
+    return problems + _placed(data.problems, sources), data
 
 
 def check_data(config: Config, limit: int | None) -> DataCheck:

@@ -16,6 +16,7 @@ from ctpo_megatron.config import (
     Problem,
     RolloutConfig,
     Sources,
+    accepted,
     load_family,
     named_extensions,
 )
@@ -23,7 +24,12 @@ from ctpo_megatron.environments import FencedParser, implementation, tool_schema
 
 
 def check_extensions(config: Config, sources: Sources | None = None) -> None:
-    """Raises ConfigError with all that is wrong with the extensions that the configuration names, and where.
+    """Raises ConfigError with `extension_problems`, and where they are."""
+    accepted(extension_problems(config) if sources is None else map(sources.placed, extension_problems(config)))
+
+
+def extension_problems(config: Config) -> list[Problem]:
+    """Return all that is wrong with the extensions that the configuration names.
 
     Imports users' modules into this process.
     """
@@ -35,8 +41,7 @@ def check_extensions(config: Config, sources: Sources | None = None) -> None:
     activate(config.extensions.path or ())
     for key, part in named_extensions(config):
         problems += _check_part(key, part, config)
-    if problems:
-        raise ConfigError(problems if sources is None else [*map(sources.placed, problems)])
+    return problems
 
 
 PartCheck = Callable[[Extension, Config], str | None]

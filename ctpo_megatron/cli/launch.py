@@ -11,7 +11,7 @@ from ctpo_megatron.checks import check_dry, has_cuda_device
 from ctpo_megatron.cli import parse
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import ConfigError, Job, Problem, load_with_sources
+from ctpo_megatron.config import ConfigError, Job, Problem, accepted, load_with_sources
 
 _NO_CHECK = "nothing was submitted; --no-check submits without these checks, as where the files are on the nodes alone"
 
@@ -48,6 +48,7 @@ def _check(args: argparse.Namespace) -> None:
     ranks = config.placement.trainer_gpus or 1  # of a node, as its program starts them
     job = Job(ranks * args.nodes, ranks, cluster.gpus_per_node, cuda)
     found, _ = check_dry(config, sources, job, gpu_gib=cluster.gpu_gib)
-    print_warnings(found.warnings)
-    if problems := [*unknown, *found.problems]:
-        raise UsageError(f"{ConfigError(problems)}\n{_NO_CHECK}")
+    try:
+        print_warnings(accepted([*unknown, *found]))
+    except ConfigError as error:
+        raise UsageError(f"{error}\n{_NO_CHECK}") from error

@@ -21,13 +21,13 @@ from types import FrameType
 from ctpo_megatron.base.files import write_json
 from ctpo_megatron.base.run_paths import TUNING, TUNING_RECORD
 from ctpo_megatron.base.stop import heeded
-from ctpo_megatron.checks import Findings, check_dry, has_cuda_device
+from ctpo_megatron.checks import check_dry, has_cuda_device
 from ctpo_megatron.cli.compare import show_comparison
 from ctpo_megatron.cli.console import print_warnings
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.grid import GridPoint, points_of, read_grid
 from ctpo_megatron.cli.tune import Tuning, at_the_end, mean_reward, read_tuning, refuse_shared_seeds
-from ctpo_megatron.config import Config, ConfigError, Job, Problem, load_with_sources, world_size
+from ctpo_megatron.config import Config, ConfigError, Job, Problem, accepted, load_with_sources, world_size
 from ctpo_sandbox.arguments import positive
 from ctpo_sandbox.isolation.libc import die_with_parent
 
@@ -162,13 +162,12 @@ def _checked(
             fixed = (f"run.root={root}", f"run.name={name}", "run.resume=auto")
             words = [*common, *own, *fixed]
             config, sources = load_with_sources(args.config, words)
-            findings: Findings = check_dry(config, sources, job, gpu_gib=None)[0]
-            findings.raise_if_any()
+            warnings = accepted(check_dry(config, sources, job, gpu_gib=None)[0])
         except ConfigError as error:
             wrong += [(name, problem) for problem in error.problems]
         else:
             checked[name] = _Run(config, words)
-            warnings += [(name, problem) for problem in findings.warnings]
+            doubtful += [(name, problem) for problem in warnings]
     if wrong:
         raise ConfigError(_by_points(wrong, len(points)))
     if warn:

@@ -32,11 +32,10 @@ from ctpo_megatron.cli.dry_run import print_data, print_plan, print_trajectory
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
 from ctpo_megatron.config import (
     Config,
-    ConfigError,
     Job,
     Problem,
     Sources,
-    failed,
+    accepted,
     load_with_sources,
     needs_engines,
     rank_problem,
@@ -114,10 +113,9 @@ def run(args: argparse.Namespace) -> int:
     shapes = _shapes(args)
     if args.dry_run:
         return _dry_run(args, config, sources, job, shapes, unknown) if is_rank_zero() else 0
-    found = check_start(config, sources, job, disk=is_rank_zero())
-    found.raise_if_any(unknown)
+    warnings = accepted([*unknown, *check_start(config, sources, job, disk=is_rank_zero())])
     if is_rank_zero():
-        print_warnings(found.warnings)
+        print_warnings(warnings)
     log_to_terminal()
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
     stop = stop_signal(config.run.deadline, config.checkpoint.grace_s)
@@ -162,17 +160,13 @@ def _dry_run(
     rows = None if args.full else ROWS
     gpu_gib = args.gpu_gib or CARD_GIB[args.gpu or USUAL_CARD]
     found, data = check_dry(config, sources, job, gpu_gib=gpu_gib, shapes=shapes, rows=rows)
-    found.raise_if_any(unknown)
-    print_warnings(found.warnings)
+    print_warnings(accepted([*unknown, *found]))
     print_plan(config, job, shapes or spec_for(config), gpu_gib, verbose=args.verbose)
     print_data(data, full=args.full)
     if data.first is not None:  # nothing else is wrong
         first = play_first(config, *data.first)
         print_trajectory([("prompt", data.first_prompt), *first.parts], verbose=args.verbose)
-        placed = [*map(sources.placed, first.problems)]
-        if errors := failed(placed):
-            raise ConfigError(errors)
-        print_warnings(placed)
+        print_warnings(accepted(map(sources.placed, first.problems)))
     if not args.verbose:
         say("\nNo problems found. -v: all keys, tables and texts")
     return 0

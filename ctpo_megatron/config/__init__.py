@@ -61,6 +61,7 @@ from ctpo_megatron.config.problems import (
     ConfigError,
     Problem,
     Severity,
+    accepted,
     error,
     failed,
     passed,

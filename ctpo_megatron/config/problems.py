@@ -96,6 +96,14 @@ def failed(problems: Iterable[Problem]) -> list[Problem]:
     return [problem for problem in problems if problem.failed]
 
 
+def accepted(problems: Iterable[Problem]) -> list[Problem]:
+    """Return the warnings. Raises ConfigError with all problems that training cannot start with, if there are any."""
+    found = [*problems]
+    if errors := failed(found):
+        raise ConfigError(errors)
+    return found
+
+
 def passed(key: str, message: str) -> Problem:
     """Return the result of a check that passed, and what it saw."""
     return Problem(key, message, severity="ok")

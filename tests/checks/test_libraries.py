@@ -65,4 +65,4 @@ def test_the_start_of_a_run_names_them(bare: str) -> None:
     config, sources = load_with_sources("configs/quickstart.yaml", [f"sandbox.url={bare}"])
     for disk in (True, False):  # other ranks than zero
         found = check_start(config, sources, Job(1), disk=disk)
-        assert len([problem for problem in found.warnings if f"{bare} lacks pandas, scipy" in str(problem)]) == disk
+        assert len([problem for problem in found if f"{bare} lacks pandas, scipy" in str(problem)]) == disk
