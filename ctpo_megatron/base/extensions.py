@@ -155,6 +155,16 @@ def _from_outside(error: BaseException) -> bool:
     return ctrl_c or isinstance(error, SystemExit)
 
 
+def use_problem(part: Any, seen: Sequence[str], arguments: Mapping[str, Any]) -> str:
+    """Why a part cannot be called with what it sees, or ""; the arguments go to a class when it is created."""
+    if not isinstance(part, type):
+        return call_problem(part, seen, arguments) if callable(part) else "is neither a function nor a class"
+    if not any("__call__" in vars(base) for base in part.__mro__):
+        return f"is a class without __call__(self, {', '.join(seen)})"
+    method = inspect.getattr_static(part, "__call__")
+    return call_problem(part, (), arguments) or call_problem(method, ("self", *seen), {})
+
+
 def call_problem(part: Callable[..., Any], positional: Sequence[str], arguments: Mapping[str, Any]) -> str:
     """Return why `part(*positional, **arguments)` cannot be called, or ""."""
     try:

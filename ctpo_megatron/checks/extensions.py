@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base.extensions import ExtensionError, activate, call_problem, load
+from ctpo_megatron.base.extensions import ExtensionError, activate, call_problem, load, use_problem
 from ctpo_megatron.config import (
     Config,
     ConfigError,
@@ -168,20 +168,14 @@ def check_agent(agent: Extension) -> None:
     """Raises ExtensionError when `agent` cannot be a function of one task, or a class of such."""
     if not agent.is_path:
         raise ExtensionError(f"{agent}: no such part; write package.module:name")
-    found = load(agent.name)
-    if not isinstance(found, type):
-        problem = "is not callable" if not callable(found) else call_problem(found, ("task",), agent.arguments)
-    elif not any("__call__" in vars(base) for base in found.__mro__):
-        problem = "has no method __call__"
-    else:
-        problem = call_problem(found, (), agent.arguments) or call_problem(found.__call__, ("self", "task"), {})
-    if problem:
+    if problem := use_problem(load(agent.name), ("task",), agent.arguments):
         raise ExtensionError(f"{agent}: {problem}")
 
 
 def _check_methods(made_by: Any, part: Extension, methods: Sequence[str], *, awaited: bool) -> None:
     """Check that `made_by(**arguments)` is possible; for a class also its methods, each with one argument."""
-    _check_binds(str(part), made_by, **part.arguments)
+    if problem := call_problem(made_by, (), part.arguments):
+        raise ExtensionError(f"{part}: {problem}")
     if not isinstance(made_by, type):
         return
     functions = dict(inspect.getmembers(made_by, inspect.isfunction))
@@ -190,14 +184,8 @@ def _check_methods(made_by: Any, part: Extension, methods: Sequence[str], *, awa
             raise ExtensionError(f"{part}: has no method {name}")
         if awaited and not inspect.iscoroutinefunction(functions[name]):
             raise ExtensionError(f"{part}: {name} must be an `async def`")
-        _check_binds(f"{part}: {name}", functions[name], None, None)
-
-
-def _check_binds(what: str, function: Callable[..., Any], *positional: None, **arguments: Any) -> None:
-    try:
-        inspect.signature(function).bind(*positional, **arguments)
-    except (TypeError, ValueError) as error:
-        raise ExtensionError(f"{what}: cannot be called with its arguments: {error}") from error
+        if problem := call_problem(functions[name], ("self", "argument"), {}):
+            raise ExtensionError(f"{part}: {name} {problem}")
 
 
 CHECK_BY_KEY: dict[str, PartCheck] = {

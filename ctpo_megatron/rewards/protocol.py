@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ctpo_megatron.base.extensions import call_problem
+from ctpo_megatron.base.extensions import use_problem
 from ctpo_megatron.rewards.overlong import OVERLONG
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class RewardFunction(Protocol):
 
 
 def reward_problem(part: Any, arguments: Mapping[str, Any]) -> str:
-    """Return why a user's object cannot score with these arguments, or ""."""
-    problem = _call_problem(part, arguments)
+    """Why a user's object cannot score with these arguments, or ""."""
+    problem = use_problem(part, ("trajectory", "prompt"), arguments)
     adapter = adapter_for(part) if problem else ""
     return f"{problem}; {adapter}" if adapter else problem
 
@@ -110,13 +110,3 @@ def adapter_for(part: Any) -> str:
         return ""
     trainer = next((trainer for name, trainer in _OF_OTHERS.items() if name in names), "")
     return f"{trainer} calls such functions: docs/coming_from.md has an adapter of a few lines" if trainer else ""
-
-
-def _call_problem(part: Any, arguments: Mapping[str, Any]) -> str:
-    seen = ("trajectory", "prompt")
-    if not isinstance(part, type):
-        return call_problem(part, seen, arguments) if callable(part) else "is neither a function nor a class"
-    if not any("__call__" in vars(base) for base in part.__mro__):
-        return "is a class without __call__(self, trajectory, prompt)"
-    method = inspect.getattr_static(part, "__call__")
-    return call_problem(part, (), arguments) or call_problem(method, ("self", *seen), {})

@@ -385,8 +385,8 @@ NOT_CALLABLE = 3
         ("solve", {"steps": 3}, "unexpected keyword argument 'steps'"),
         ("Maker", {"steps": 3}, ""),
         ("Maker", {}, "missing a required argument: 'steps'"),
-        ("NoAgent", {}, "has no method __call__"),
-        ("NOT_CALLABLE", {}, "is not callable"),
+        ("NoAgent", {}, "is a class without __call__"),
+        ("NOT_CALLABLE", {}, "is neither a function nor a class"),
     ],
 )
 def test_agents_that_are_refused(name: str, arguments: dict[str, Any], problem: str) -> None:
