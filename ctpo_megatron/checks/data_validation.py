@@ -76,35 +76,26 @@ class DataValidation:
     limit: int | None = None
 
     @classmethod
-    def of(cls, config: Config, directory: Path, *, taught: bool | None = None) -> DataValidation:
-        """Of a run, or of `ctpo eval`, in `directory`.
-
-        taught: None: if there is a supervised stage. Raises TokenizerError for a chat template or a tokenizer that
-        cannot be used, DamagedFileError for `rendering.json`.
-        """
-        validation = cls._of(config, directory, taught=config.sft is not None if taught is None else taught)
-        if problem := validation.problem():
-            raise TokenizerError(problem)
-        return validation
-
-    @classmethod
-    def planned(cls, config: Config, limit: int | None) -> DataValidation:
-        """Of a dry run, which writes nothing. A run that would be resumed is compared with what it was begun with.
-
-        Raises TokenizerError for a chat template that cannot render, DamagedFileError for `rendering.json`.
-        """
-        directory = config.run.directory if config.run.resume else None
-        return cls._of(config, directory, taught=config.sft is not None, limit=limit, writes=False)
-
-    @classmethod
-    def _of(
-        cls, config: Config, directory: Path | None, *, taught: bool, limit: int | None = None, writes: bool = True
+    def of(
+        cls, config: Config, directory: Path | None = None, *, taught: bool | None = None, limit: int | None = None
     ) -> DataValidation:
+        """Of a run, or of `ctpo eval`, in `directory`; None: of a dry run, which writes nothing.
+
+        A dry run of a run that would be resumed is compared with what that was begun with, and leaves `problem` to the
+        caller. taught: None: if there is a supervised stage. Raises TokenizerError for a chat template or a tokenizer
+        that cannot be used, DamagedFileError for `rendering.json`.
+        """
         from ctpo_megatron.environments import chat_tokenizer  # it loads numpy, as all that reads rows
 
+        planned = directory is None
+        kept = config.run.directory if planned and config.run.resume else directory
         tokenizer = chat_tokenizer(config.model, offered_schemas(config.data, config.rollout))
-        rendering = Rendering.of(config, tokenizer, directory, writes=writes)
-        return cls(config, tokenizer, _spec(spec_for, config), rendering, taught, limit)
+        rendering = Rendering.of(config, tokenizer, kept, writes=not planned)
+        teaches = config.sft is not None if taught is None else taught
+        validation = cls(config, tokenizer, _spec(spec_for, config), rendering, teaches, limit)
+        if not planned and (problem := validation.problem()):
+            raise TokenizerError(problem)
+        return validation
 
     def training(self) -> PromptSet:
         """Return the prompts of `data.train`."""

@@ -165,7 +165,7 @@ def _sandbox(config: Config) -> str:
 def _tokenizer(config: Config) -> Problem:
     """Whether tokenizer and chat template render prompts that the model and the parser read."""
     try:
-        validation = DataValidation.planned(config, limit=1)
+        validation = DataValidation.of(config, limit=1)
         validation.check_vocabulary()
     except TokenizerError as error:
         return Problem("tokenizer", str(error))

@@ -153,7 +153,7 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
         report.problems += _check_count(config, count_rows(config.data.train_files))
         return report
     try:
-        validation = DataValidation.planned(config, limit)
+        validation = DataValidation.of(config, limit=limit)
         if problem := validation.problem():
             report.problems.append(Problem("model.path", problem))
         _read(report, validation)
