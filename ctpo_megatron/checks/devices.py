@@ -71,14 +71,8 @@ def driver_shows_device() -> bool:
 
 
 def torch_has_cuda() -> bool:
-    """Return whether torch has CUDA; imports torch (2 CPU-seconds), as `has_cuda_device` does not. False
-    without torch.
-    """
-    if not is_installed("torch"):
-        return False
-    import torch
-
-    return torch.cuda.is_available()
+    """Whether torch shows a GPU; imports torch (2 CPU-seconds), as `has_cuda_device` does not. False without torch."""
+    return visible_gpus() > 0
 
 
 def visible_gpus() -> int:
