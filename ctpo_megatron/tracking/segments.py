@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,8 @@ class Texts:
     """Text of trajectories; remembers the text of single tokens."""
 
     def __init__(self, decode: Decode) -> None:
-        self._decode, self._yield_gil = decode, YieldGil()
-        # Texts of single tokens and their lengths, by id; -1 before a token is decoded.
-        self._texts: list[str] = []
-        self._lengths = np.empty(0, np.int32)
+        self._decode, self._give_way = decode, GiveWay()
+        self._texts: dict[int, str] = {}
 
     def segments(self, token_ids: Sequence[int], turn: Sequence[int], response_mask: Sequence[int]) -> list[Record]:
         """Return runs of tokens of one origin: {turn, kind: prompt|model|observation, text}.
@@ -43,23 +40,21 @@ class Texts:
             kind = "prompt" if turns[start] == 0 else "model" if by_model[start] else "observation"
             listed = ids[start:end].tolist()
             segment: Record = {"turn": int(turns[start]), "kind": kind, "text": self._decode(listed)}
-            self._yield_gil.after(len(listed))
-            if kind == "model" and (lengths := self._chars(ids[start:end], listed, segment["text"])) is not None:
+            self._give_way.after(len(listed))
+            if kind == "model" and (lengths := self._chars(listed, segment["text"])) is not None:
                 segment["token_chars"] = lengths
             found.append(segment)
         return found
 
-    def _chars(self, ids: NDArray[Any], listed: list[int], text: str) -> NDArray[Any] | None:
-        """Return the characters of `text` a token; None where the texts of the tokens are not the text of all.
-
-        listed: the same ids.
-        """
-        pieces, lengths = self._singles(ids, listed)
-        if "".join(pieces) == text:
-            return lengths
-        joined = [*pieces]
-        self._join(listed, joined)
-        return np.array([*map(len, joined)], np.int32) if "".join(joined) == text else None
+    def _chars(self, ids: list[int], text: str) -> NDArray[Any] | None:
+        """Return the characters of `text` a token; None where the texts of the tokens are not the text of all."""
+        for token in {*ids} - self._texts.keys():
+            self._give_way.after(_SINGLE)
+            self._texts[token] = self._decode([token])
+        pieces = [*map(self._texts.__getitem__, ids)]
+        if "".join(pieces) != text:
+            self._join(ids, pieces)
+        return np.fromiter(map(len, pieces), np.int32, len(ids)) if "".join(pieces) == text else None
 
     def _join(self, ids: list[int], pieces: list[str]) -> None:
         """Give characters that are spread over several tokens to the last of these."""
@@ -72,20 +67,6 @@ class Texts:
                 pieces[done - 1] = ""
                 done += 1
                 pieces[done - 1] = self._decode(ids[start:done])
-
-    def _singles(self, ids: NDArray[Any], listed: list[int]) -> tuple[Sequence[str], NDArray[Any]]:
-        """Return the text of each token of `ids`, at least one, and its characters. listed: the same ids."""
-        missing = int(ids.max()) + 1 - len(self._texts)
-        if missing > 0:
-            self._texts += [""] * missing
-            self._lengths = np.concatenate([self._lengths, np.full(missing, -1, np.int32)])
-        for token in np.unique(ids[self._lengths[ids] < 0]).tolist():
-            self._yield_gil.after(_SINGLE)
-            self._texts[token] = self._decode([token])
-            self._lengths[token] = len(self._texts[token])
-        # itemgetter takes half the time of a loop, and gives no tuple for a single id.
-        texts = itemgetter(*listed)(self._texts) if len(listed) > 1 else [self._texts[listed[0]]]
-        return texts, self._lengths[ids]
 
 
 @functools.lru_cache(maxsize=1)
