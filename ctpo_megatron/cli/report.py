@@ -71,7 +71,7 @@ def _write_trajectories(args: argparse.Namespace, filters: TrajectoryFilters) ->
     if page is None:
         kind = "held-out answers" if args.evaluations else "trajectories"
         raise UsageError(f"{args.directory}: none of {found.searched:,} {kind} matches {filters}")
-    print(f"{len(found.selection.views):,} of {found.count:,} that match: {page}")
+    print(f"{len(found.views):,} of {found.count:,} that match: {page}")
     return 0
 
 

@@ -13,7 +13,7 @@ from ctpo_megatron.report.confidence import Ends, SignedTables, hierarchical_int
 from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.power import seed_parts, table_parts, visible_difference
 from ctpo_megatron.report.run_data import RunData
-from ctpo_megatron.tracking import read_scores, trajectory_files
+from ctpo_megatron.tracking import read_heads, trajectory_files
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,7 +71,7 @@ def _dump(run: RunData, step: int | None) -> Path | None:
 def _read(path: Path) -> dict[str, dict[str, ScoredProblem]]:
     answers: dict[str, dict[str, str]] = {}
     scores: dict[tuple[str, str], list[float]] = {}
-    for each in read_scores(path):
+    for each in read_heads(path):
         answers.setdefault(each.data_source, {})[each.prompt_id] = each.answer
         if each.reward is not None:
             scores.setdefault((each.data_source, each.prompt_id), []).append(each.reward)

@@ -29,7 +29,7 @@ from ctpo_megatron.report.run_data import RunData, Series
 from ctpo_megatron.report.summary import LAST, StepCost, Summary, conversation_uses, evaluation_label, summarize
 from ctpo_megatron.report.theme import DARK, LIGHT
 from ctpo_megatron.report.trajectories.ratio import ratio_spec
-from ctpo_megatron.report.trajectories.selection import Matches, TrajectoryFilters, matching, sample_of_run
+from ctpo_megatron.report.trajectories.selection import Selection, TrajectoryFilters, matching, sample_of_run
 from ctpo_megatron.tracking import duration
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def write_report(run_dir: Path) -> Path:
     return write_text(RunPaths(run.directory).report, _page(alone, *charts))
 
 
-def write_trajectories_page(run_dir: Path, filters: TrajectoryFilters, most: int) -> tuple[Path | None, Matches]:
+def write_trajectories_page(run_dir: Path, filters: TrajectoryFilters, most: int) -> tuple[Path | None, Selection]:
     """Write `trajectories.html` with at most `most` trajectories that pass; returns its path, None without a match.
 
     Raises DamagedFileError for a configuration that cannot be read.
@@ -76,8 +76,8 @@ def write_trajectories_page(run_dir: Path, filters: TrajectoryFilters, most: int
         headline=f"{found.count:,} of {found.searched:,} trajectories match: {filters}.",
         chosen="Newest step first.",
         run_name=run_dir,
-        sample=found.selection,
-        ratio_spec=ratio_spec(found.selection.quantity),
+        sample=found,
+        ratio_spec=ratio_spec(found.quantity),
     )
     return write_text(paths.trajectories_page, page), found
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         discard_dumps,
         groups_to_dump,
         read_heads,
-        read_scores,
         read_texts,
         read_trajectories,
         recorded_trajectories,

@@ -19,18 +19,18 @@ Decode = Callable[[Sequence[int]], str]
 class Head:
     """What a reader chooses trajectories by.
 
-    place: in the dump. cause: of having no verdict; empty for one. tools: the statuses of its calls, each once, in
-    order of the alphabet, with spaces between. traced: it has `log_ratio`.
+    place: in the dump. answer: the ground truth of the prompt. reward: None without a verdict. tools: the statuses of
+    its calls, each once, in order of the alphabet. traced: it has `log_ratio`.
     """
 
     place: int
     prompt_id: str
+    data_source: str
+    answer: str
     sample_index: int
     reward: float | None
-    cause: str
     finish_reason: str
-    tools: str
-    model_tokens: int
+    tools: tuple[str, ...]
     traced: bool
 
 

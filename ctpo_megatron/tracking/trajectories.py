@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,8 @@ _ADDED = [
 ]
 """Columns that no trajectory has."""
 _OF_HEADS = {
-    *("prompt_id", "sample_index", "reward", "finish_reason", "response_mask", "log_ratio"),
-    *("no_verdict.cause", "tool_calls.status"),
+    *("prompt_id", "data_source", "answer", "sample_index", "reward", "finish_reason", "log_ratio"),
+    "tool_calls.status",
 }
 
 
@@ -120,28 +119,10 @@ def read_heads(path: Path) -> list[Head]:
 
 
 def _heads(batch: pa.RecordBatch, first: int) -> Iterator[Head]:
-    rows = batch.drop_columns(["response_mask", "log_ratio"]).to_pylist()
-    traced, sizes = batch["log_ratio"].is_valid().to_pylist(), _sums(batch["response_mask"])
-    for place, (row, has, size) in enumerate(zip(rows, traced, sizes, strict=True), start=first):
-        yield Head(
-            place,
-            row["prompt_id"],
-            row["sample_index"],
-            row["reward"],
-            (row.get("no_verdict") or {}).get("cause") or "",
-            row["finish_reason"] or "",
-            " ".join(sorted({call["status"] for call in row["tool_calls"]})),
-            size,
-            has,
-        )
-
-
-def _sums(column: pa.ListArray) -> list[int]:
-    """The sum of each list of small numbers."""
-    sums = np.concatenate([[0], np.cumsum(column.values.to_numpy(zero_copy_only=False), dtype=np.int64)])
-    ends = column.offsets.to_numpy()
-    found: list[int] = (sums[ends[1:]] - sums[ends[:-1]]).tolist()
-    return found
+    rows, traced = batch.drop_columns(["log_ratio"]).to_pylist(), batch["log_ratio"].is_valid().to_pylist()
+    for place, (row, has) in enumerate(zip(rows, traced, strict=True), start=first):
+        tools = tuple(sorted({call["status"] for call in row.pop("tool_calls")}))
+        yield Head(place, **row | {"finish_reason": row["finish_reason"] or ""}, tools=tools, traced=has)
 
 
 def read_texts(path: Path) -> Iterator[list[str]]:
@@ -193,25 +174,3 @@ def discard_dumps(run_dir: Path, after: int) -> None:
         for step, path in trajectory_files(run_dir, folder).items():
             if step > after:
                 path.replace(discarded(path))
-
-
-_COLUMNS = ("prompt_id", "data_source", "answer", "reward")
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredAnswer:
-    """answer: the ground truth of the prompt. reward: None without a verdict."""
-
-    prompt_id: str
-    data_source: str
-    answer: str
-    reward: float | None
-
-
-def read_scores(path: Path) -> list[ScoredAnswer]:
-    """Return the scores of one dump, in its order. Raises DamagedFileError."""
-
-    def take(batch: pa.RecordBatch, _: int) -> Iterator[ScoredAnswer]:
-        return (ScoredAnswer(*(row[name] for name in _COLUMNS)) for row in batch.to_pylist())
-
-    return [*read_table(path, take, _COLUMNS)]

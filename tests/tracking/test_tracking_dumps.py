@@ -114,12 +114,11 @@ def test_every_row_group_holds_whole_trajectories(tmp_path: Path, monkeypatch: p
     traces = {"log_ratio": np.zeros(len(trajectories[14]), np.float32)}
     path = write_trajectories(tmp_path, 1, groups, decode, extra={14: traces})
     assert 2 < pq.ParquetFile(path).num_row_groups < len(trajectories)
+    prompts = [group.prompt for group in groups for _ in group.trajectories]
     heads = [
-        Head(
-            place, t.prompt_id, t.sample_index, t.reward, "", t.finish_reason, tools, sum(t.response_mask), place == 14
-        )
-        for place, t in enumerate(trajectories)
-        for tools in [" ".join(sorted({call.status for call in t.tool_calls}))]
+        Head(place, t.prompt_id, p.data_source, p.answer, t.sample_index, t.reward, t.finish_reason, tools, place == 14)
+        for place, (t, p) in enumerate(zip(trajectories, prompts, strict=True))
+        for tools in [tuple(sorted({call.status for call in t.tool_calls}))]
     ]
     assert read_heads(path) == heads
     records = read_trajectories(path)

@@ -1,10 +1,10 @@
-"""Chooses trajectories of a run for a page: a sample for the report, or what passes filters. Each has an address."""
+"""Chooses trajectories of a run for a page: a sample for the report, or what passes filters."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.base.run_paths import EVALUATION, TRAJECTORIES
 from ctpo_megatron.report.trajectories.ratio import RatioQuantity
-from ctpo_megatron.report.trajectories.view import Address, Addressed, Budget, GroupView, Source, View, view_of
+from ctpo_megatron.report.trajectories.view import Budget, GroupView, Source, View, view_of
 from ctpo_megatron.tracking import Head, read_heads, read_texts, records_at, trajectory_files
 
 log = logging.getLogger(__name__)
@@ -27,11 +27,16 @@ CHARACTERS = 6_000
 
 @dataclass(frozen=True)
 class Selection:
-    """groups: to be shown, by dump. quantity: what their ratios are. left_out: phrases that name the others."""
+    """groups: to be shown, by dump. quantity: what their ratios are. left_out: phrases that name the others.
+
+    count: trajectories that pass filters, of `searched` in all dumps of the chosen steps.
+    """
 
     groups: list[GroupView]
     quantity: RatioQuantity
     left_out: list[str]
+    count: int = 0
+    searched: int = 0
 
     @property
     def views(self) -> list[View]:
@@ -53,14 +58,14 @@ def sample_of_run(run_dir: Path, objective: Any = None) -> Selection:
         budget = Budget(REPORT_TOKENS // len(dumps), CHARACTERS)
         try:
             dump = _Dump(source, step, files[source][step])
-            chosen = _best_and_worst(dump.all) if source == "training" else _examples(dump.all)
+            chosen = _best_and_worst(dump.heads) if source == "training" else _examples(dump.heads)
             groups += dump.views(chosen, quantity, budget)
         except DamagedFileError as error:
             log.warning("%s: the report goes without it", error)
             left_out.append(f"{name}, whose file is damaged")
             continue
-        if len(chosen) < len(dump.all):
-            left_out.append(f"{len(dump.all) - len(chosen):,} of {len(dump.all):,} of {name}")
+        if len(chosen) < len(dump.heads):
+            left_out.append(f"{len(dump.heads) - len(chosen):,} of {len(dump.heads):,} of {name}")
     others = sum(map(len, files.values())) - len(dumps)
     return Selection(groups, quantity, [*([f"{others:,} other dumps"] if others else []), *left_out])
 
@@ -98,38 +103,29 @@ class TrajectoryFilters:
             self.prompt in (None, head.prompt_id)
             and self.finish in (None, head.finish_reason)
             and (self.reward is None or head.reward == (None if self.reward == "none" else self.reward))
-            and (self.tool is None or self._accept_tools(head.tools.split()))
+            and (self.tool is None or self._accept_tools(head.tools))
         )
 
-    def _accept_tools(self, statuses: list[str]) -> bool:
+    def _accept_tools(self, statuses: Sequence[str]) -> bool:
         if self.tool == "none":
             return not statuses
         if self.tool == "failed":
             return bool(statuses) and "success" not in statuses
         return self.tool in statuses
 
-    def passing(self, dump: _Dump) -> list[Addressed]:
+    def passing(self, dump: _Dump) -> list[Head]:
         """Return the trajectories of a dump that pass, in its order. Raises DamagedFileError."""
-        found = [(address, head) for address, head in dump.all if self.accept(head)]
+        found = [head for head in dump.heads if self.accept(head)]
         if self.text is None or not found:
             return found
         text = self.text.casefold()
         with_text = {
             place for place, texts in enumerate(read_texts(dump.path)) if any(text in part.casefold() for part in texts)
         }
-        return [pair for pair in found if pair[1].place in with_text]
+        return [head for head in found if head.place in with_text]
 
 
-@dataclass(frozen=True)
-class Matches:
-    """A selection for a page. count: trajectories that match, of `searched` in all dumps of the chosen steps."""
-
-    selection: Selection
-    count: int
-    searched: int
-
-
-def matching(run_dir: Path, filters: TrajectoryFilters, most: int, objective: object = None) -> Matches:
+def matching(run_dir: Path, filters: TrajectoryFilters, most: int, objective: object = None) -> Selection:
     """Return the trajectories that pass, newest step first; at most `most` of them are prepared for the page.
 
     Dumps that cannot be read are named in `Selection.left_out`. objective: that section of the run's configuration.
@@ -149,67 +145,61 @@ def matching(run_dir: Path, filters: TrajectoryFilters, most: int, objective: ob
             log.warning("%s: the page goes without it", error)
             left_out.append(f"{path.name}, which cannot be read")
             continue
-        shown, count, searched = shown + len(chosen), count + len(passing), searched + len(dump.all)
+        shown, count, searched = shown + len(chosen), count + len(passing), searched + len(dump.heads)
     if shown < count:
         left_out.append(f"{count - shown:,} of the {count:,} trajectories that match")
-    return Matches(Selection(groups, quantity, left_out), count, searched)
+    return Selection(groups, quantity, left_out, count, searched)
 
 
 class _Dump:
-    """A dump of trajectories. all: what each is chosen by, with its address. Raises DamagedFileError."""
+    """A dump of trajectories. heads: what each is chosen by. Raises DamagedFileError."""
 
     def __init__(self, source: Source, step: int, path: Path) -> None:
-        self.path = path
-        heads = read_heads(path)
-        self.all: list[Addressed] = list(zip(addresses(source, step, heads), heads, strict=True))
+        self.path, self.heads = path, read_heads(path)
+        self._source, self._step = source, step
 
-    def views(self, chosen: Sequence[Addressed], quantity: RatioQuantity, budget: Budget) -> list[GroupView]:
+    def views(self, chosen: Sequence[Head], quantity: RatioQuantity, budget: Budget) -> list[GroupView]:
         """Read the chosen trajectories, by prompt in the order of the choice. Raises DamagedFileError."""
-        places = [head.place for _, head in chosen]
         by_prompt: dict[str, list[View]] = {}
-        for (address, head), record in zip(chosen, records_at(self.path, places), strict=True):
-            by_prompt.setdefault(head.prompt_id, []).append(view_of(address, record, quantity, budget))
+        records = records_at(self.path, [head.place for head in chosen])
+        for head, record in zip(chosen, records, strict=True):
+            try:
+                view = view_of(self._source, self._step, head.place, record, quantity, budget)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                what = f"trajectory {head.place + 1}: {type(error).__name__}: {error}"
+                raise DamagedFileError(f"{self.path} is damaged ({what})") from error
+            by_prompt.setdefault(head.prompt_id, []).append(view)
         return [
-            GroupView(views, [pair for pair in self.all if pair[1].prompt_id == prompt_id])
+            GroupView(views, [head for head in self.heads if head.prompt_id == prompt_id])
             for prompt_id, views in by_prompt.items()
         ]
 
 
-def addresses(source: Source, step: int, heads: Iterable[Head]) -> Iterator[Address]:
-    """Yield the address of each trajectory of a dump, in order."""
-    seen: dict[tuple[str, int], int] = {}
-    for head in heads:
-        key = (head.prompt_id, head.sample_index)
-        repeat = seen.get(key, 0)
-        seen[key] = repeat + 1
-        yield Address(source, step, head.prompt_id, head.sample_index, repeat)
-
-
-def _reward(chosen: Addressed) -> float:
+def _reward(head: Head) -> float:
     """Return what trajectories are ranked by: without a verdict last."""
-    return -math.inf if chosen[1].reward is None else chosen[1].reward
+    return -math.inf if head.reward is None else head.reward
 
 
-def _best_and_worst(named: Sequence[Addressed]) -> list[Addressed]:
+def _best_and_worst(heads: Sequence[Head]) -> list[Head]:
     """Return the best and the worst trajectory of some groups.
 
     Groups whose rewards differ come first, and among them groups with recorded ratios.
     """
-    groups: dict[str, list[Addressed]] = {}
-    for address, head in named:
-        groups.setdefault(head.prompt_id, []).append((address, head))
-    judged = [[each for each in group if each[1].reward is not None] or group for group in groups.values()]
+    groups: dict[str, list[Head]] = {}
+    for head in heads:
+        groups.setdefault(head.prompt_id, []).append(head)
+    judged = [[head for head in group if head.reward is not None] or group for group in groups.values()]
     pairs = [(max(group, key=_reward), min(group, key=_reward)) for group in judged]
-    pairs.sort(key=lambda pair: (_reward(pair[0]) == _reward(pair[1]), not pair[0][1].traced))
+    pairs.sort(key=lambda pair: (_reward(pair[0]) == _reward(pair[1]), not pair[0].traced))
     chosen = []
     for best, worst in pairs[:GROUPS_PER_STEP]:
         chosen += [best] if _reward(best) == _reward(worst) else [best, worst]
     return chosen
 
 
-def _examples(named: Sequence[Addressed]) -> list[Addressed]:
+def _examples(heads: Sequence[Head]) -> list[Head]:
     """Return half wrong, half right ones where both exist."""
-    ranked = sorted(named, key=_reward)
+    ranked = sorted(heads, key=_reward)
     half = EVALUATION_EXAMPLES // 2
     return ranked if len(ranked) <= EVALUATION_EXAMPLES else ranked[:half] + ranked[-half:]
 

@@ -1,4 +1,4 @@
-"""Prepares trajectories for a template: address, texts, single tokens, tool calls, the ratio."""
+"""Prepares trajectories for a template: texts, single tokens, tool calls, the ratio."""
 
 from __future__ import annotations
 
@@ -9,40 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.report.trajectories.ratio import WINDOW, Point, RatioQuantity, ratio_points
 from ctpo_megatron.tracking import TRACES, Head, Record
 
 _OF_TOKENS = {"token_ids", "response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn", *TRACES}
 _CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 _CHAT_MARKS = re.compile(r"<\|im_(?:start|end)\|>(?:system|user|assistant)?\n?")
-
-
 Source = Literal["training", "evaluation"]
 _NAMES: dict[Source, str] = {"training": "step", "evaluation": "evaluation"}
-_UNSAFE = re.compile(rb"[^A-Za-z0-9_.-]")
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Names one trajectory of a run; as text an id of HTML, a fragment and a part of a path: `step-24-aime-7-3`.
-
-    repeat: how many trajectories of the same prompt and sample index come before it in the dump: a step may draw a
-    prompt twice.
-    """
-
-    source: Source
-    step: int
-    prompt_id: str
-    sample_index: int
-    repeat: int = 0
-
-    def __str__(self) -> str:
-        again = f".{self.repeat}" if self.repeat else ""
-        return f"{_NAMES[self.source]}-{self.step}-{_escaped(self.prompt_id)}-{self.sample_index}{again}"
-
-
-Addressed = tuple[Address, Head]
 
 
 @dataclass
@@ -88,10 +62,12 @@ class Block:
 class View:
     """One trajectory, ready for the template.
 
-    record: its fields that are not of tokens. tokens: their number, prompt included.
+    place: in its dump. record: its fields that are not of tokens. tokens: their number, prompt included.
     """
 
-    address: Address
+    source: Source
+    step: int
+    place: int
     record: Record
     question: str
     blocks: list[Block]
@@ -101,12 +77,13 @@ class View:
     model_tokens: int
 
     @property
-    def source(self) -> Source:
-        return self.address.source
+    def address(self) -> str:
+        """Its id on the page, such as `step-24-7`."""
+        return self.address_of(self.place)
 
-    @property
-    def step(self) -> int:
-        return self.address.step
+    def address_of(self, place: int) -> str:
+        """Return the id of another trajectory of its dump."""
+        return f"{_NAMES[self.source]}-{self.step}-{place}"
 
     @property
     def coloured(self) -> bool:
@@ -118,11 +95,11 @@ class View:
 class GroupView:
     """Samples of one prompt, side by side.
 
-    views: those that are shown. heads: all of the dump, with their addresses.
+    views: those that are shown. heads: all of the dump.
     """
 
     views: list[View]
-    heads: list[Addressed]
+    heads: list[Head]
 
     @property
     def first(self) -> View:
@@ -154,15 +131,9 @@ class Budget:
         return f"{text[:half]}\n… {len(text) - 2 * half:,} characters left out …\n{text[-half:]}"
 
 
-def view_of(address: Address, record: Record, quantity: RatioQuantity, budget: Budget) -> View:
-    """Raises DamagedFileError for a record that is none of a trajectory."""
-    try:
-        return _view(address, record, quantity, budget)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedFileError(f"{address} is damaged ({type(error).__name__}: {error})") from error
-
-
-def _view(address: Address, record: Record, quantity: RatioQuantity, budget: Budget) -> View:
+def view_of(source: Source, step: int, place: int, record: Record, quantity: RatioQuantity, budget: Budget) -> View:
+    """Prepare the trajectory at a place of a dump. Raises LookupError, TypeError, ValueError or AttributeError for a
+    record that is none of a trajectory."""
     blocks, start = [], 0
     calls = record["tool_calls"]
     for segment, length in zip(record["segments"], _segment_lengths(record), strict=True):
@@ -180,7 +151,8 @@ def _view(address: Address, record: Record, quantity: RatioQuantity, budget: Bud
     question = next((line for line in reversed("".join(prompts[:1]).splitlines()) if line.strip()), record["prompt_id"])
     rest = {name: value for name, value in record.items() if name not in _OF_TOKENS}
     size, by_model = len(record["token_ids"]), sum(record["response_mask"])
-    return View(address, rest, question, blocks, _tool_status(calls), ratio_points(record), size, by_model)
+    tool, ratio = _tool_status(calls), ratio_points(record)
+    return View(source, step, place, rest, question, blocks, tool, ratio, size, by_model)
 
 
 def _call(call: dict[str, Any], budget: Budget) -> Call:
@@ -253,8 +225,3 @@ class _Tokens:
     def _at(self, name: str, index: int) -> float | None:
         values = self.record.get(name)
         return values[self.start + index] if values and len(values) == len(self.record["token_ids"]) else None
-
-
-def _escaped(prompt_id: str) -> str:
-    """Return it with bytes of UTF-8 that a path cannot have as they are, and `~`, as `~2F`."""
-    return _UNSAFE.sub(lambda byte: b"~%02X" % byte[0][0], prompt_id.encode("utf-8", "surrogatepass")).decode("ascii")
