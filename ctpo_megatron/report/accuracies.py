@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from ctpo_megatron.report.endpoints import Endpoint, EndpointComparison, GroupDifference, GroupEstimate
+from ctpo_megatron.report.endpoints import Endpoint, EndpointComparison
 from ctpo_megatron.report.estimates import ScoredSet, difference, evaluated_steps, evaluations, mean_score
 from ctpo_megatron.report.groups import RunGroup, run_name, runs_of
 
-BEFORE = "before training"
 Evaluations = Mapping[str, Mapping[str, ScoredSet]]
 """Data source -> seed -> its problems."""
 
@@ -20,8 +18,8 @@ def compare_accuracies(groups: Sequence[RunGroup]) -> list[EndpointComparison]:
     Without such a step: of the last evaluation of each run, and without differences. Raises DamagedFileError.
     """
     step = common_evaluation(groups)
-    evaluated = [(group, evaluations(group, step), evaluations(group, 0)) for group in groups]
-    sources = sorted({source for _, last, _ in evaluated for source in last})
+    evaluated = [(group, evaluations(group, step)) for group in groups]
+    sources = sorted({source for _, last in evaluated for source in last})
     return [_of_source(source, evaluated, differ=step is not None) for source in sources]
 
 
@@ -50,34 +48,11 @@ def common_step(groups: Sequence[RunGroup]) -> int:
     return min((run.last_step for run in runs_of(groups) if run.last_step), default=0)
 
 
-def _of_source(
-    source: str, evaluated: Sequence[tuple[RunGroup, Evaluations, Evaluations]], differ: bool
-) -> EndpointComparison:
-    found = EndpointComparison(Endpoint(f"accuracy, {source}", scale=100, unit="points"), [], [], [])
-    after: dict[str, Mapping[str, ScoredSet]] = {}
-    for group, last, first in evaluated:
-        if scores := last.get(source):
-            after[group.label] = scores
-            found.values.append(_accuracy(group, found.endpoint, scores))
-            found.gains.extend(_gain(group.label, found.endpoint, scores, first.get(source, {})))
-    for other, group_label in itertools.combinations(after if differ else (), 2):
-        estimate = difference(after[group_label], after[other])
-        found.differences.append(GroupDifference(group_label, other, found.endpoint, estimate))
+def _of_source(source: str, evaluated: Sequence[tuple[RunGroup, Evaluations]], differ: bool) -> EndpointComparison:
+    after = {group.label: scores for group, last in evaluated if (scores := last.get(source))}
+    endpoint = Endpoint(f"accuracy, {source}", scale=100, unit="points")
+    found = EndpointComparison.of(endpoint, after, mean_score, difference if differ else None)
+    for group, _ in evaluated:
+        if missing := [seed for seed in group.seeds if seed not in after.get(group.label, group.seeds)]:
+            found.values[group.label].notes.append(f"no evaluation of seed {', '.join(missing)}")
     return found
-
-
-def _gain(
-    label: str, endpoint: Endpoint, after: Mapping[str, ScoredSet], before: Mapping[str, ScoredSet]
-) -> Iterator[GroupDifference]:
-    """Over the seeds that were evaluated both times: before training, seeds differ too."""
-    common = [seed for seed in after if seed in before]
-    if common:
-        estimate = difference({seed: after[seed] for seed in common}, {seed: before[seed] for seed in common})
-        yield GroupDifference(label, BEFORE, endpoint, estimate)
-
-
-def _accuracy(group: RunGroup, endpoint: Endpoint, by_seed: Mapping[str, ScoredSet]) -> GroupEstimate:
-    estimate = mean_score(by_seed)
-    if missing := [seed for seed in group.seeds if seed not in by_seed]:
-        estimate.notes.append(f"no evaluation of seed {', '.join(missing)}")
-    return GroupEstimate(group.label, endpoint, estimate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,6 @@ from ctpo_megatron.base.run_paths import TUNING_RECORD
 from ctpo_megatron.report.accuracies import common_step, compare_accuracies, notes_of_steps
 from ctpo_megatron.report.confidence import Ends
 from ctpo_megatron.report.endpoints import Endpoint, EndpointComparison
-from ctpo_megatron.report.estimates import ONE_SEED, Estimate
 from ctpo_megatron.report.groups import RunGroup, groups_of, notes_of, run_name, shown
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.sampled_rewards import compare_rewards, notes_of_rewards
@@ -57,14 +56,10 @@ def value_table(groups: Sequence[RunGroup], found: Sequence[EndpointComparison])
     """Return values with 95 % intervals, a row for each group and endpoint."""
     rows = []
     for group in groups:
-        values = [value for each in found if (value := each.of(group.label))]
         cells = [
-            [
-                each.endpoint.name,
-                each.endpoint.text(each.estimate.value),
-                _interval(each.estimate.interval, each.endpoint),
-            ]
-            for each in values
+            [each.endpoint.name, each.endpoint.text(value.value), _interval(value.interval, each.endpoint)]
+            for each in found
+            if (value := each.values.get(group.label))
         ]
         first, *others = cells or [["no evaluation, no reward", "", ""]]
         rows += [[group.label, _seeds(group), _steps(group), *first], *(["", "", "", *other] for other in others)]
@@ -89,25 +84,6 @@ def difference_table(groups: Sequence[RunGroup], found: Sequence[EndpointCompari
     return TextTable(header, rows) if rows else None
 
 
-def notes_of_accuracies(found: Sequence[EndpointComparison]) -> list[str]:
-    """Return what applies to figures of the table: problems left out, how pairs were made. Each is said once."""
-    notes: dict[str, None] = {}
-    for each in found:
-        for accuracy in each.values:
-            notes |= dict.fromkeys(_notes(f"{accuracy.group}, {each.endpoint.name}", accuracy.estimate))
-        for difference in (*each.differences, *each.gains):
-            name = f"{difference.group} against {difference.other}, {each.endpoint.name}"
-            notes |= dict.fromkeys(_notes(name, difference.estimate))
-    return list(notes)
-
-
-def _notes(name: str, estimate: Estimate) -> list[str]:
-    """Notes of an estimate, with its name; of left out problems their number."""
-    left_out = [f"{estimate.left_out} problems left out"] if estimate.left_out else []
-    notes = [note for note in estimate.notes if note != ONE_SEED]  # notes_of says it of the group
-    return [f"{name}: {note}." for note in (*notes, *left_out)]
-
-
 def _interval(ends: Ends | None, endpoint: Endpoint, sign: str = "") -> str:
     return UNKNOWN if ends is None else " to ".join(endpoint.text(end, sign) for end in ends)
 
@@ -123,10 +99,17 @@ def _steps(group: RunGroup) -> str:
     return f"{min(done)}" if min(done) == max(done) else f"{min(done)} to {max(done)}"
 
 
-SECONDS, SAMPLES, TOKENS, MFU = "seconds a step", "samples/s", "tokens/s", "MFU of the update"
-TRAINER_WAITS, ENGINES_WAIT = "trainer waits", "engines wait"
-COST_FORMS = {SECONDS: ".3g", SAMPLES: ".3g", TOKENS: ".3s", TRAINER_WAITS: ".0%", ENGINES_WAIT: ".0%", MFU: ".1%"}
-"""Columns of what a step costs (`StepCost`)."""
+COSTS: Mapping[str, tuple[str, Callable[[StepCost], float | None]]] = {
+    "seconds a step": (".3g", lambda cost: cost.step_s),
+    "samples/s": (".3g", lambda cost: cost.samples_per_s),
+    "tokens/s": (".3s", lambda cost: cost.tokens_per_s),
+    "trainer waits": (".0%", lambda cost: cost.trainer_waits),
+    "engines wait": (".0%", lambda cost: cost.engines_idle),
+    "MFU of the update": (".1%", lambda cost: cost.mfu("update")),
+}
+"""Columns of what a step costs, with their forms."""
+_FORMS = {"tool use": ".0%", "RL steps": ",.0f", "tokens": ".3s", "time": "time"}
+_FORMS |= {name: form for name, (form, _) in COSTS.items()}
 
 
 @dataclass(frozen=True)
@@ -185,15 +168,16 @@ class Comparison:
 
     def cost_table(self) -> TextTable | None:
         """Return what a step costs, a row for each group; None where no step was timed."""
-        names = [name for name in COST_FORMS if any(name in values for _, found in self.results for values in found)]
+        names = [name for name in COSTS if any(name in values for _, found in self.results for values in found)]
         rows = [[group.label, *(_cell(found, name)[0] for name in names)] for group, found in self.results]
         return TextTable(["", *names], rows) if names else None
 
     @cached_property
     def notes(self) -> list[str]:
         """What to know of the groups and of their endpoints."""
-        of_endpoints = [*notes_of_accuracies(self.accuracies), *notes_of_rewards(self.rewards, self.groups)]
-        return [*notes_of_steps(self.groups), *notes_of(self.groups, self.tuned), *of_endpoints]
+        of_endpoints = dict.fromkeys(note for each in self.endpoints for note in each.notes)
+        of_groups = [*notes_of_steps(self.groups), *notes_of(self.groups, self.tuned)]
+        return [*of_groups, *of_endpoints, *notes_of_rewards(self.groups)]
 
 
 def _tuned_keys(folder: Path) -> list[str]:
@@ -233,14 +217,7 @@ def _results(run: RunData, step: int) -> dict[str, float]:
         "time": summary.wall_s,
     }
     if (cost := StepCost.of(run)) is not None:
-        found |= {
-            SECONDS: cost.step_s,
-            SAMPLES: cost.samples_per_s,
-            TOKENS: cost.tokens_per_s,
-            TRAINER_WAITS: cost.trainer_waits,
-            ENGINES_WAIT: cost.engines_idle,
-            MFU: cost.mfu("update"),
-        }
+        found |= {name: of(cost) for name, (_, of) in COSTS.items()}
     known = {name: value for name, value in found.items() if value is not None}
     return {name: value.end if isinstance(value, Change) else value for name, value in known.items()}
 
@@ -250,7 +227,7 @@ def _cell(results: Sequence[dict[str, float]], name: str) -> tuple[str, str]:
     known = [values[name] for values in results if name in values]
     if not known:
         return UNKNOWN, ""
-    form = {"tool use": ".0%", "RL steps": ",.0f", "tokens": ".3s", "time": "time", **COST_FORMS}.get(name, ".3f")
+    form = _FORMS.get(name, ".3f")
     low, high = (_text(end, form) for end in (min(known), max(known)))
     return _text(fmean(known), form), "" if low == high else f"{low} to {high}"
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ctpo_megatron.report.estimates import ONE_SEED, Estimate
 
+T = TypeVar("T")
 UNDECIDED = "cannot be told apart"
 
 
@@ -29,17 +33,6 @@ class Endpoint:
     def scaled(self, difference: float, sign: str = "") -> str:
         """Format a difference in its unit, without the unit's name."""
         return f"{self.scale * difference:{sign}.{self.decimals if self.scale == 1 else 1}f}"
-
-
-@dataclass(frozen=True)
-class GroupEstimate:
-    """The mean of an endpoint over the seeds of one group. never: runs that did not reach it, of `runs`."""
-
-    group: str
-    endpoint: Endpoint
-    estimate: Estimate
-    never: int = 0
-    runs: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,15 +73,36 @@ class GroupDifference:
 class EndpointComparison:
     """Everything about one endpoint.
 
-    values: of the groups that have it. gains: those less the values before training, where both were measured.
-    differences: of all pairs of groups, the later one less the earlier one.
+    values: label of a group that has it -> its mean over the seeds. differences: of all pairs of groups, the later one
+    less the earlier one.
     """
 
     endpoint: Endpoint
-    values: list[GroupEstimate]
-    gains: list[GroupDifference]
-    differences: list[GroupDifference]
+    values: Mapping[str, Estimate]
+    differences: Sequence[GroupDifference]
 
-    def of(self, group: str) -> GroupEstimate | None:
-        """Return the value of a group, by its label; None: it has none."""
-        return next((each for each in self.values if each.group == group), None)
+    @classmethod
+    def of(
+        cls,
+        endpoint: Endpoint,
+        groups: Mapping[str, T],
+        mean: Callable[[T], Estimate],
+        less: Callable[[T, T], Estimate] | None,
+    ) -> EndpointComparison:
+        """Compare all pairs. groups: by label. less: the mean of one less the one of another; None: not compared."""
+        differences = [
+            GroupDifference(label, other, endpoint, less(groups[label], groups[other]))
+            for other, label in itertools.combinations(groups, 2)
+            if less
+        ]
+        return cls(endpoint, {label: mean(group) for label, group in groups.items()}, differences)
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """What to know of its figures: problems left out, how pairs were made. `notes_of` names groups of one seed."""
+        told = [*self.values.items()]
+        told += [(f"{each.group} against {each.other}", each.estimate) for each in self.differences]
+        for label, estimate in told:
+            left_out = [f"{estimate.left_out} problems left out"] if estimate.left_out else []
+            notes = [note for note in estimate.notes if note != ONE_SEED]
+            yield from (f"{label}, {self.endpoint.name}: {note}." for note in (*notes, *left_out))

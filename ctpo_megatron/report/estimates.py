@@ -48,7 +48,7 @@ def judged_in_all(many: Sequence[ScoredSet]) -> list[str]:
 def evaluations(group: RunGroup, step: int | None) -> dict[str, dict[str, ScoredSet]]:
     """Return data source -> seed -> its problems, of the evaluation of each run after that step.
 
-    step: 0 is before training; None: the last one of each run. Raises DamagedFileError.
+    step: None: the last one of each run. Raises DamagedFileError.
     """
     found: dict[str, dict[str, ScoredSet]] = {}
     for seed, runs in group.by_seed.items():
@@ -138,10 +138,9 @@ def difference(by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet]
 
     by_seed, others: seed -> its problems, one seed or more.
     """
-    common = [seed for seed in by_seed if seed in others]
-    paired = len(common) > 1 or (len(by_seed) == len(others) == len(common) == 1)
-    left, right = ([each[seed] for seed in (common if paired else each)] for each in (by_seed, others))
-    notes = _seed_notes(by_seed, others, common if paired else None)
+    common, notes = paired_seeds(by_seed, others)
+    paired = common is not None
+    left, right = ([each[seed] for seed in (each if common is None else common)] for each in (by_seed, others))
     bounds = _bounds([*left, *right], -1.0)
     if same_problems([*left, *right]):
         names = judged_in_all([*left, *right])
@@ -220,13 +219,16 @@ def _bounds(many: Sequence[ScoredSet], lowest: float) -> Ends | None:
     return (lowest, 1.0) if scores and min(scores) >= 0 and max(scores) <= 1 else None
 
 
-def _seed_notes(
-    by_seed: Mapping[str, ScoredSet], others: Mapping[str, ScoredSet], paired: Sequence[str] | None
-) -> list[str]:
-    if paired is None:
-        return [] if len(by_seed) == len(others) == 1 else ["not paired by seed"]
-    rest = [seed for seed in {**by_seed, **others} if seed not in paired]
-    return [f"paired by seed, without {', '.join(rest)}"] if rest else []
+def paired_seeds(by_seed: Mapping[str, object], others: Mapping[str, object]) -> tuple[list[str] | None, list[str]]:
+    """Return the seeds that a difference of two groups pairs, from two common ones on, and notes of the others.
+
+    None: it pairs none.
+    """
+    common = [seed for seed in by_seed if seed in others]
+    if len(common) > 1 or len(by_seed) == len(others) == len(common):
+        rest = [seed for seed in {**by_seed, **others} if seed not in common]
+        return common, [f"paired by seed, without {', '.join(rest)}"] if rest else []
+    return None, [] if len(by_seed) == len(others) == 1 else ["not paired by seed"]
 
 
 def _table(many: Sequence[ScoredSet], names: Sequence[str]) -> NDArray[Any]:

@@ -48,24 +48,24 @@ GRPO = {"0": [0.1, 0.4, 0.7, 0.8], "1": [0.2, 0.4, 0.6, 0.7], "2": [0.0, 0.1, 0.
 def test_the_mean_reward_is_paired_by_seed() -> None:
     mean, _ = compared(group("ctpo", CTPO), group("grpo", GRPO))
     ctpo, grpo = ([fmean(rewards) for rewards in curves.values()] for curves in (CTPO, GRPO))
-    assert [value.estimate.value for value in mean.values] == pytest.approx([fmean(ctpo), fmean(grpo)])
+    assert [value.value for value in mean.values.values()] == pytest.approx([fmean(ctpo), fmean(grpo)])
     less = np.subtract(grpo, ctpo)
     (found,) = mean.differences
     assert (found.group, found.other, found.estimate.over) == ("grpo", "ctpo", "seeds")
     assert found.estimate.value == pytest.approx(less.mean())
     assert found.estimate.interval == pytest.approx(tuple(stats.ttest_1samp(less, 0).confidence_interval(0.95)))
-    assert mean.values[0].estimate.interval == pytest.approx(tuple(stats.ttest_1samp(ctpo, 0).confidence_interval()))
+    assert mean.values["ctpo"].interval == pytest.approx(tuple(stats.ttest_1samp(ctpo, 0).confidence_interval()))
 
 
 def test_a_run_that_never_gets_there_counts_as_one_step_more_than_it_had() -> None:
     _, steps = compared(group("ctpo", CTPO), group("grpo", GRPO))
-    ctpo, grpo = steps.values
-    assert ctpo.estimate.value == pytest.approx((3 + 3 + 4) / 3) and (ctpo.never, ctpo.runs) == (0, 3)
-    assert grpo.estimate.value == pytest.approx((3 + 3 + 5) / 3) and (grpo.never, grpo.runs) == (1, 3)
+    ctpo, grpo = steps.values.values()
+    assert ctpo.value == pytest.approx((3 + 3 + 4) / 3) and ctpo.notes == []
+    assert grpo.value == pytest.approx((3 + 3 + 5) / 3)
     (found,) = steps.differences
     assert found.estimate.value == pytest.approx(1 / 3)
     assert found.verdict.startswith(f"{UNDECIDED} (80 % power for ") and found.verdict.endswith(" steps)")
-    (note,) = notes_of_rewards([steps], [group("ctpo", CTPO), group("grpo", GRPO)])
+    (note,) = steps.notes
     assert note == "grpo, steps to 0.5: 1 of 3 runs did not get there in 4 steps and count as 5."
 
 
@@ -78,18 +78,18 @@ def test_runs_that_agree_leave_what_rounding_and_other_seeds_leave() -> None:
     never = compared(group("a", dict.fromkeys("012", flat)), group("b", dict.fromkeys("012", flat)))[1].differences[0]
     assert never.estimate.interval == pytest.approx((-4 * (1 - 0.025 ** (1 / 3)), 4 * (1 - 0.025 ** (1 / 3))))
     alone = compared(group("a", dict.fromkeys("012", flat)), group("b", dict.fromkeys("012", up)))[1]
-    assert alone.values[0].estimate.interval == pytest.approx((5 - 4 * (1 - 0.025 ** (1 / 3)), 5.0))
+    assert alone.values["a"].interval == pytest.approx((5 - 4 * (1 - 0.025 ** (1 / 3)), 5.0))
     assert alone.differences[0].estimate.value == -3 and alone.differences[0].short_verdict == UNDECIDED
 
 
 def test_repeated_runs_count_once_and_a_seed_alone_has_no_interval() -> None:
     twice = {"0a": [0.1, 0.9], "0b": [0.3, 0.9]}
     mean, steps = compared(group("a", twice), group("b", {"0": [0.6, 0.8]}))
-    assert mean.values[0].estimate.value == pytest.approx(0.55) and mean.values[0].estimate.interval is None
+    assert mean.values["a"].value == pytest.approx(0.55) and mean.values["a"].interval is None
     (found,) = mean.differences
     assert found.estimate.value == pytest.approx(0.15) and found.estimate.visible is None
     assert found.verdict == "not known: one seed: says nothing about other seeds"
-    assert steps.values[0].estimate.value == 2 and steps.differences[0].estimate.value == -1
+    assert steps.values["a"].value == 2 and steps.differences[0].estimate.value == -1
 
 
 def test_seeds_of_one_side_alone_are_not_paired() -> None:
@@ -101,7 +101,7 @@ def test_seeds_of_one_side_alone_are_not_paired() -> None:
     assert np.ptp(found.estimate.interval) > np.ptp(paired.interval)
     some = compared(group("ctpo", CTPO), group("grpo", {"0": GRPO["0"], "1": GRPO["1"], "9": [0.1] * 4}))[0]
     assert some.differences[0].estimate.notes == ["paired by seed, without 9, 2"]
-    assert "grpo against ctpo, mean reward: paired by seed, without 9, 2." in notes_of_rewards([some], [])
+    assert "grpo against ctpo, mean reward: paired by seed, without 9, 2." in some.notes
 
 
 def test_only_steps_that_all_runs_have_count() -> None:
@@ -109,7 +109,7 @@ def test_only_steps_that_all_runs_have_count() -> None:
     (found,) = compared(group("ctpo", longer), group("grpo", CTPO))[0].differences
     assert found.estimate.value == 0
     gap = compared(group("a", {"0": [0.2, None, 0.4]}), group("b", {"0": [0.2, 0.2, 0.2]}))[0]
-    assert [value.estimate.value for value in gap.values] == pytest.approx([0.3, 0.2])
+    assert [value.value for value in gap.values.values()] == pytest.approx([0.3, 0.2])
 
 
 def test_the_threshold_is_halfway_up_unless_it_is_given() -> None:
@@ -130,8 +130,8 @@ def test_rewards_of_a_recording_are_not_compared() -> None:
         runs[0].config["rollout"] = {"replay": "runs/recording"}
     assert compare_rewards([replayed], 0.5) == []
     (mean, _) = compare_rewards([sampled, replayed], 0.5)
-    assert [value.group for value in mean.values] == ["ctpo"] and mean.differences == []
-    (note, *_) = notes_of_rewards([], [sampled, replayed])
+    assert [*mean.values] == ["ctpo"] and mean.differences == []
+    (note, *_) = notes_of_rewards([sampled, replayed])
     assert note == "Rewards of a replay are the recording's and say nothing of the run: grpo-0, grpo-1, grpo-2."
 
 
