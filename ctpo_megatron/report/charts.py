@@ -236,21 +236,12 @@ def for_file(chart: Chart, titled: bool = False) -> Spec:
     rows = math.ceil(len(color["scale"]["domain"]) / color["legend"]["columns"]) if color["legend"] else 1
     height = HEIGHT + (rows - 1) * 1.6 * TEXT
     spec = {"width": COLUMN, "height": height, "autosize": {"type": "fit", "contains": "padding"}} | chart.spec
-    spec |= _file_head(chart.caption)
+    spec |= {"$schema": SCHEMA, "config": style(TEXT) | {"background": "white"}, "description": chart.caption}
     if titled:
         spec["title"] = chart.title
-    return _light(spec)
-
-
-def side_by_side(charts: Sequence[Chart], columns: int) -> Spec:
-    """Return several charts as one specification for a file."""
-    width, height = COLUMN - 40, HEIGHT - 40
-    parts = [chart.spec | {"width": width, "height": height, "title": chart.title} for chart in charts]
-    # Here the signal `height` is of the whole, and not of a part.
-    parts = json.loads(json.dumps(parts).replace('{"expr": "height"}', str(height)))
-    apart = {"scale": {"color": "independent", "strokeDash": "independent"}}
-    whole = {"concat": parts, "columns": columns, "resolve": apart, "spacing": 14}
-    return _light(whole | _file_head(", ".join(chart.title for chart in charts)))
+    # Raises KeyError for a name that the theme does not have.
+    found: Spec = json.loads(_VARIABLE.sub(lambda name: LIGHT[name[1]], json.dumps(spec)))
+    return found
 
 
 def style(text: float) -> Spec:
@@ -298,16 +289,6 @@ def _by_curve(rows: Sequence[Spec]) -> Spec:
         points = [*group]
         lists.append({"series": series, "member": member} | {name: column(name, points) for name in names})
     return {"data": {"values": lists}, "transform": [{"flatten": names}] if names else []}
-
-
-def _file_head(description: str) -> Spec:
-    return {"$schema": SCHEMA, "config": style(TEXT) | {"background": "white"}, "description": description}
-
-
-def _light(spec: Spec) -> Spec:
-    """Return a specification with the colours of `LIGHT`; raises KeyError for a name that the theme does not have."""
-    found: Spec = json.loads(_VARIABLE.sub(lambda name: LIGHT[name[1]], json.dumps(spec)))
-    return found
 
 
 def _spec(rows: list[Spec], series: Sequence[Curve], x: Axis, layers: list[Spec]) -> Spec:

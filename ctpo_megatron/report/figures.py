@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ctpo_megatron.base.files import aside
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.report.charts import (
     DASHED,
@@ -21,22 +20,22 @@ from ctpo_megatron.report.charts import (
     curves,
     kept,
     save_charts,
-    side_by_side,
     stacked,
 )
 from ctpo_megatron.report.comparison import Comparison
 from ctpo_megatron.report.groups import RunGroup, mean_and_band, run_name, runs_of
-from ctpo_megatron.report.positions import law_charts, outcome_charts, position_charts
+from ctpo_megatron.report.positions import law_charts, position_charts
 from ctpo_megatron.report.run_data import ACCURACY, RunData, Series
 from ctpo_megatron.report.theme import CYCLE
 from ctpo_megatron.report.trajectories.ratio import ratio_name
 from ctpo_megatron.tracking import drawn_in, known_metric
 
-OVERVIEW = ("reward", "accuracy", "tool", "clip", "is_ratio", "time")
-"""Figures of figures/overview.png, in reading order."""
 SCREEN = 200
 """Pixels an inch of the files of each report; a paper has `save_figures`."""
 STEP, SFT_STEP = Axis("RL step", whole=True), Axis("SFT step", whole=True)
+CLIP_KEYS = ("actor/pg_clipfrac", "pg_update/clip/total/rate")
+"""What the clip fraction of figure 2 may be, by high and low bound or by the dual one too: the one that most runs have.
+"""
 _SMOOTHED_FROM = 100
 
 
@@ -257,7 +256,7 @@ def figures(runs: Sequence[RunData]) -> list[Figure]:
             "memory",
             "Trainer memory",
             "Does memory grow? Most that a trainer rank has held since it began: tensors on a GPU, resident memory on "
-            "a CPU. Health has all ranks.",
+            "a CPU. metrics.jsonl has all ranks.",
         ),
     ]
 
@@ -290,8 +289,8 @@ def _phases(lines: Sequence[Line], run: RunData) -> list[Curve]:
 def _group_curves(metric: str, index: int, group: RunGroup) -> Iterator[Curve]:
     colour = CYCLE[index % len(CYCLE)]
     runs = [(run, series) for run in group.runs if (series := run.series(metric)) is not None]
-    if (band := mean_and_band(group, metric)) and band.steps:
-        yield _thinned(Curve(group.label, band.steps, band.mean, colour, low=band.low, high=band.high))
+    if (mean := mean_and_band(group, metric)) and mean.x:
+        yield _thinned(replace(mean, colour=colour))
     if len(runs) > 1:
         for run, series in runs:
             yield _thinned(Curve(run_name(run), series.steps, series.values, colour, of=group.label))
@@ -333,20 +332,32 @@ def charts_by_position(compared: Comparison) -> list[Chart]:
     return [*law_charts(compared.groups), *position_charts(compared.groups)]
 
 
-def write_figures(run: RunData, charts: Sequence[Chart]) -> None:
-    """Write `figures/<name>.png` of a run and `figures/overview.png`; files of an earlier report are removed."""
-    import vl_convert
+def outcome_charts(groups: Sequence[RunGroup]) -> Iterator[Chart]:
+    """Yield figure 2: accuracies, clip fraction, response length and reward against the step."""
+    runs = runs_of(groups)
+    names = sorted(set().union(*(run.accuracy_names for run in runs)))
+    rows = [
+        (name, f"accuracy_{number}", f"Accuracy on {match['source']}", Axis("accuracy", 0.0, 1.0))
+        for number, name in enumerate(names, start=1)
+        if (match := ACCURACY.fullmatch(name))
+    ]
+    clip = max(CLIP_KEYS, key=lambda key: sum(run.series(key) is not None for run in runs))
+    rows.append((clip, "clip", "Clipped tokens", Axis("share of loss tokens", 0.0)))
+    rows.append(("rollout/response_length_mean", "length", "Response length", Axis("tokens", 0.0)))
+    rows.append(("reward/mean", "reward", "Reward in training", Axis("mean reward")))
+    for metric, name, title, y in rows:
+        drawn = [curve for index, group in enumerate(groups) for curve in _group_curves(metric, index, group)]
+        if means := [curve for curve in drawn if curve.of is None]:
+            caption = f"`{metric}` against the step."
+            yield Chart(f"figure2_{name}", f"{title} (figure 2)", caption, curves(means, STEP, y))
 
+
+def write_figures(run: RunData, charts: Sequence[Chart]) -> None:
+    """Write `figures/<name>.png` of a run; files of an earlier report are removed."""
     folder = RunPaths(run.directory).figures
-    written = {path.name for path in save_charts(charts, folder, ("png",), SCREEN)}
-    by_name = {chart.name: chart for chart in charts}
-    if chosen := [by_name[name] for name in OVERVIEW if name in by_name]:
-        with aside(folder / "overview.png") as new:
-            new.write_bytes(vl_convert.vegalite_to_png(side_by_side(chosen, 3), ppi=SCREEN))
-        written.add("overview.png")
-    for path in folder.glob("*.png"):
-        if path.name not in written:
-            path.unlink()
+    written = save_charts(charts, folder, ("png",), SCREEN)
+    for path in {*folder.glob("*.png")} - {*written}:
+        path.unlink()
 
 
 def save_figures(compared: Comparison, folder: Path) -> list[Path]:

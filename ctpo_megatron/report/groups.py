@@ -13,6 +13,7 @@ from typing import Any
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import flattened, short_names, with_defaults
+from ctpo_megatron.report.charts import Curve
 from ctpo_megatron.report.confidence import student_interval
 from ctpo_megatron.report.run_data import RunData
 
@@ -293,56 +294,20 @@ def _names(runs: Sequence[RunData]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-@dataclass(frozen=True)
-class Band:
-    """The mean of a metric over seeds, at the steps that all of them have.
+def mean_and_band(group: RunGroup, metric: str) -> Curve | None:
+    """Return the mean of a metric over seeds, at the steps that all of those which have it share; None: none has it.
 
-    low, high: from `LEAST` seeds on the 95 % interval of the mean (Student's t); of two seeds both values; None for one
-    seed. seeds: that have the metric. without: that do not. left_out: steps that only some of them have.
+    The band: from `LEAST` seeds on the 95 % interval of the mean (Student's t); of two seeds both values; None for one
+    seed. Repeated runs of a seed count once, by their mean.
     """
-
-    steps: list[float]
-    mean: list[float]
-    low: list[float] | None
-    high: list[float] | None
-    seeds: list[str]
-    without: list[str]
-    left_out: int
-
-    @property
-    def kind(self) -> str:
-        """What the band is, for captions."""
-        count = len(self.seeds)
-        if count == 1:
-            kind = "one seed, no band"
-        elif count < LEAST:
-            kind = f"mean and range of {count} seeds"
-        else:
-            kind = f"mean of {count} seeds and its 95 % interval (Student's t)"
-        if self.without:
-            kind += f"; {len(self.without)} more without the metric"
-        return kind + (f"; {self.left_out} steps that not all seeds have are left out" if self.left_out else "")
-
-
-def mean_and_band(group: RunGroup, metric: str) -> Band | None:
-    """None when no run of the group has the metric. Repeated runs of a seed count once, by their mean."""
-    curves = {seed: _mean_of(runs, metric) for seed, runs in group.by_seed.items()}
-    found = {seed: curve for seed, curve in curves.items() if curve}
+    found = [curve for runs in group.by_seed.values() if (curve := _mean_of(runs, metric))]
     if not found:
         return None
-    common = set.intersection(*map(set, found.values()))
-    steps = sorted(common)
-    columns = [[curve[step] for curve in found.values()] for step in steps]
+    steps = sorted(set.intersection(*map(set, found)))
+    columns = [[curve[step] for curve in found] for step in steps]
     ends = _ends(columns, len(found))
-    return Band(
-        steps=steps,
-        mean=[sum(column) / len(column) for column in columns],
-        low=None if ends is None else [low for low, _ in ends],
-        high=None if ends is None else [high for _, high in ends],
-        seeds=list(found),
-        without=[seed for seed in curves if seed not in found],
-        left_out=len(set.union(*map(set, found.values()))) - len(steps),
-    )
+    low, high = (None if ends is None else [pair[side] for pair in ends] for side in (0, 1))
+    return Curve(group.label, steps, [sum(column) / len(column) for column in columns], low=low, high=high)
 
 
 def _mean_of(runs: Sequence[RunData], metric: str) -> dict[float, float]:

@@ -13,7 +13,6 @@ from ctpo_megatron.tracking import DUMP_FAILURES
 
 ROUNDING = {"float32": 0.005, "bfloat16": 0.05, "float16": 0.02}
 """Mean |sampler - trainer log-prob| in nats that rounding gives at most, by the precision of both; generous."""
-RANK_PEAK = "memory/rank_<r>_peak_mib"
 _NEVER_TOKENS = 1e9
 
 
@@ -50,16 +49,6 @@ def checks(run: RunData) -> Iterator[Indicator]:
     nonfinite = run.series("tracking/nonfinite")
     count = sum(nonfinite.values) if nonfinite else 0.0
     yield Indicator("Non-finite metrics", f"{count:,.0f}", count == 0, "values that were NaN or infinite")
-
-
-def rank_memory(run: RunData) -> list[tuple[str, list[str]]]:
-    """Peak MiB of every trainer rank after the last step, eight ranks per row; empty for one rank and above 64."""
-    steps = list(run.by_rank(RANK_PEAK).values())
-    if not steps or not 1 < len(steps[-1]) <= 64:
-        return []
-    ranks, last = list(steps[-1]), steps[-1]
-    rows = [ranks[start : start + 8] for start in range(0, len(ranks), 8)]
-    return [(f"ranks {row[0]}–{row[-1]}", [f"{last[rank]:,.0f}" for rank in row]) for row in rows]
 
 
 def _mismatch(run: RunData) -> Iterator[Indicator]:

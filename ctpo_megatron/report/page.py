@@ -24,7 +24,7 @@ from ctpo_megatron.base.text import printable, redacted
 from ctpo_megatron.report.charts import Chart, Spec, for_page, style
 from ctpo_megatron.report.comparison import Comparison, in_short, page_values
 from ctpo_megatron.report.figures import charts_by_position, charts_by_step, figures, write_figures
-from ctpo_megatron.report.health import checks, rank_memory
+from ctpo_megatron.report.health import checks
 from ctpo_megatron.report.run_data import RunData, Series
 from ctpo_megatron.report.summary import LAST, StepCost, Summary, conversation_uses, evaluation_label, summarize
 from ctpo_megatron.report.theme import DARK, LIGHT
@@ -109,7 +109,6 @@ def _of_run(run: RunData, drawn: Collection[str]) -> dict[str, Any]:
         "tiles": list(tiles(run, summary)),
         "left_out": [(row.title, [line.metric for line in row.lines]) for row in left_out],
         "checks": list(checks(run)),
-        "rank_memory": rank_memory(run),
         "cost": StepCost.of(run),
         "facts": list(facts(run)),
         "config": yaml.safe_dump(redacted(run.config), sort_keys=False),

@@ -1,4 +1,4 @@
-"""Charts of groups by position in the response, from positions.jsonl, and figures 1 and 2 of the paper."""
+"""Charts of groups by position in the response, from positions.jsonl, and figure 1 of the paper."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.report.charts import DASHED, DOTTED, SOLID, Axis, Chart, Curve, curves, cycled
-from ctpo_megatron.report.groups import Band, RunGroup, mean_and_band, runs_of
-from ctpo_megatron.report.run_data import ACCURACY
+from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.theme import CYCLE
 from ctpo_megatron.tracking import read_positions
 
@@ -27,8 +26,6 @@ least this share of the tokens is at such positions, that is why the law fails.
 GUIDE = 0.2
 """Half width of the band around sigma sqrt(t), as a share of it: the paper's guide, no interval."""
 T_AXIS = Axis("position t in the response, model tokens", log=True)
-CLIP_KEYS = ("actor/pg_clipfrac", "pg_update/clip/total/rate")
-"""Keys that the clip fraction of figure 2 may be: high and low bound, or the dual one too. The first that all have."""
 Shares = tuple[list[float], list[float]]
 """Mean positions of bins with at least `LEAST` tokens, and a quantity there."""
 
@@ -265,41 +262,6 @@ def position_charts(groups: Sequence[RunGroup]) -> list[Chart]:
 
 def _one_each(found: Sequence[PositionSums], quantity: Callable[[PositionSums], Shares]) -> list[Curve]:
     return cycled(Curve(sums.label, t, values) for sums in found for t, values in [quantity(sums)] if t)
-
-
-def outcome_charts(groups: Sequence[RunGroup]) -> list[Chart]:
-    """Figure 2: accuracies, clip fraction, response length and reward against the step."""
-    runs = runs_of(groups)
-    names = sorted(set().union(*(run.accuracy_names for run in runs)))
-    sources = {name: match["source"] for name in names if (match := ACCURACY.fullmatch(name))}
-    rows = [
-        (name, f"accuracy_{number}", f"Accuracy on {source}", Axis("accuracy", 0.0, 1.0))
-        for number, (name, source) in enumerate(sources.items(), start=1)
-    ]
-    in_all = [key for key in CLIP_KEYS if all(run.series(key) for run in runs)]
-    in_any = [key for key in CLIP_KEYS if any(run.series(key) for run in runs)]
-    rows += [(key, "clip", "Clipped tokens", Axis("share of loss tokens", 0.0)) for key in [*in_all, *in_any][:1]]
-    rows.append(("rollout/response_length_mean", "length", "Response length", Axis("tokens", 0.0)))
-    rows.append(("reward/mean", "reward", "Reward in training", Axis("mean reward")))
-    return [chart for row in rows if (chart := _outcome(groups, *row))]
-
-
-def _outcome(groups: Sequence[RunGroup], metric: str, name: str, title: str, y: Axis) -> Chart | None:
-    found = {group.label: band for group in groups if (band := mean_and_band(group, metric)) and band.steps}
-    if not found:
-        return None
-    drawn = cycled(Curve(label, band.steps, band.mean, low=band.low, high=band.high) for label, band in found.items())
-    caption = f"`{metric}` against the step: {_kinds(found)}."
-    spec = curves(drawn, Axis("RL step", whole=True), y)
-    return Chart(f"figure2_{name}", f"{title} (figure 2)", caption, spec)
-
-
-def _kinds(found: Mapping[str, Band]) -> str:
-    """Say what the bands are, once where it is the same for all."""
-    kinds = {label: band.kind for label, band in found.items()}
-    if len(set(kinds.values())) == 1:
-        return next(iter(kinds.values()))
-    return ", ".join(f"{label}: {kind}" for label, kind in kinds.items())
 
 
 def _steps(late: Sequence[PositionSums]) -> str:

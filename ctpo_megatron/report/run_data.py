@@ -80,16 +80,6 @@ class RunData:
         points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
         return Series([step for step, _ in points], [value for _, value in points]) if points else None
 
-    def by_rank(self, name: str) -> dict[int, dict[int, float]]:
-        """Step -> rank -> value of a metric with `<r>` in its name for the rank; steps without any are omitted."""
-        pattern = re.compile(re.escape(name).replace("<r>", r"(\d+)"))
-        ranks = {metric: int(match[1]) for metric in self.names if (match := pattern.fullmatch(metric))}
-        steps = {
-            record["step"]: {rank: record[metric] for metric, rank in ranks.items() if record.get(metric) is not None}
-            for record in self.metrics
-        }
-        return {step: dict(sorted(values.items())) for step, values in steps.items() if values}
-
     def setting(self, dotted: str, default: Any = None) -> Any:
         """Return a value of config.yaml by dotted key, or the default."""
         node: Any = self.config

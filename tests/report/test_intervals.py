@@ -26,37 +26,33 @@ def test_three_seeds_have_students_interval() -> None:
     band = mean_and_band(group({1: 0.1, 2: 0.5}, {1: 0.4, 2: 0.5}, {1: 0.4, 2: 0.5}), "m")
     assert band and band.low and band.high
     expected = stats.ttest_1samp([0.1, 0.4, 0.4], 0).confidence_interval()
-    assert (band.steps, band.mean) == ([1, 2], pytest.approx([0.3, 0.5]))
+    assert (band.x, band.y) == ([1, 2], pytest.approx([0.3, 0.5]))
     assert (band.low[0], band.high[0]) == pytest.approx((expected.low, expected.high))
     assert (band.low[1], band.high[1]) == pytest.approx((0.5, 0.5))
-    assert band.kind == "mean of 3 seeds and its 95 % interval (Student's t)"
 
 
 def test_two_seeds_have_their_range() -> None:
     band = mean_and_band(group({1: 0.1}, {1: 0.4}), "m")
     assert band and (band.low, band.high) == ([0.1], [0.4])
-    assert band.kind == "mean and range of 2 seeds"
 
 
 def test_one_seed_has_no_band() -> None:
     """Also if it was run twice: then its value is the mean."""
     band = mean_and_band(group({1: 0.1}, {1: 0.4}, seeds="00"), "m")
-    assert band and (band.mean, band.low, band.high, band.kind) == ([0.25], None, None, "one seed, no band")
+    assert band and (band.y, band.low, band.high) == ([0.25], None, None)
 
 
-def test_steps_that_a_seed_lacks_are_left_out_and_counted() -> None:
+def test_steps_that_a_seed_lacks_are_left_out() -> None:
     band = mean_and_band(group({1: 0.1, 2: None, 3: 0.3}, {1: 0.1, 2: 0.2, 3: 0.5, 4: 0.9}), "m")
-    assert band and (band.steps, band.mean, band.left_out) == ([1, 3], pytest.approx([0.1, 0.4]), 2)
-    assert band.kind.endswith("; 2 steps that not all seeds have are left out")
+    assert band and (band.x, band.y) == ([1, 3], pytest.approx([0.1, 0.4]))
 
 
-def test_seeds_without_the_metric_are_named() -> None:
+def test_seeds_without_the_metric_do_not_count() -> None:
     band = mean_and_band(group({1: 0.1}, {1: None}), "m")
-    assert band and (band.seeds, band.without, band.low) == (["0"], ["1"], None)
-    assert band.kind == "one seed, no band; 1 more without the metric"
+    assert band and (band.y, band.low) == ([0.1], None)
     assert mean_and_band(group({1: None}), "m") is None
 
 
 def test_seeds_without_a_common_step() -> None:
     band = mean_and_band(group({1: 0.1}, {2: 0.2}), "m")
-    assert band and (band.steps, band.low, band.left_out) == ([], [], 2)
+    assert band and (band.x, band.low) == ([], [])

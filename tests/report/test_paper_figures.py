@@ -13,6 +13,7 @@ import torch
 
 from ctpo_megatron.objective import PolicyObjective, PositionStats, SamplerTokens, position_stats, skipped_stats
 from ctpo_megatron.report.charts import save_charts
+from ctpo_megatron.report.figures import outcome_charts
 from ctpo_megatron.report.groups import RunGroup
 from ctpo_megatron.report.positions import (
     Growth,
@@ -22,7 +23,6 @@ from ctpo_megatron.report.positions import (
     entropies,
     late_positions,
     law_charts,
-    outcome_charts,
     position_charts,
     sampler_spread,
     window_rates,
@@ -164,7 +164,7 @@ def test_bins_of_few_tokens_are_not_shown(tmp_path: Path) -> None:
 
 def test_runs_without_positions_have_no_figure_of_them(tmp_path: Path) -> None:
     group = RunGroup("old", {"0": (RunData(tmp_path, {}, {}, [], [], {}),)}, {})
-    assert law_charts([group]) == outcome_charts([group]) == [] and position_charts([group]) == []
+    assert law_charts([group]) == [*outcome_charts([group])] == [] and position_charts([group]) == []
 
 
 def test_groups_are_told_apart(tmp_path: Path) -> None:
@@ -193,13 +193,14 @@ def test_outcomes_name_the_key_that_is_drawn(tmp_path: Path) -> None:
     ]
     found = {chart.name: chart for chart in outcome_charts(groups)}
     assert [*found] == ["figure2_accuracy_1", "figure2_clip", "figure2_length", "figure2_reward"]
-    kinds = "ctpo: mean and range of 2 seeds, b: one seed, no band"
-    assert found["figure2_clip"].caption == f"`pg_update/clip/total/rate` against the step: {kinds}."
+    assert found["figure2_clip"].caption == "`pg_update/clip/total/rate` against the step."
+    rows = found["figure2_reward"].spec["data"]["values"]
+    assert {row["series"]: "low" in row for row in rows} == {"ctpo": True, "b": False}
     with_both = [{**record, "actor/pg_clipfrac": 0.1} for record in run.metrics]
     both = RunGroup("both", {"0": (replace(run, metrics=with_both),)}, {})
     assert "`actor/pg_clipfrac`" in {chart.name: chart for chart in outcome_charts([both])}["figure2_clip"].caption
     # What only some runs have is not drawn where all have the other.
-    assert "`pg_update/clip/total/rate`" in outcome_charts([groups[1], both])[1].caption
+    assert "`pg_update/clip/total/rate`" in [*outcome_charts([groups[1], both])][1].caption
 
 
 def test_figures_are_written(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ctpo_megatron.config import resolved_objective
 from ctpo_megatron.data.records import NoVerdict
 from ctpo_megatron.report import print_summary, summarize, write_report
 from ctpo_megatron.report.figures import figures
-from ctpo_megatron.report.health import checks, rank_memory
+from ctpo_megatron.report.health import checks
 from ctpo_megatron.report.page import facts, tiles
 from ctpo_megatron.report.run_data import RunData
 from ctpo_megatron.report.theme import DARK, LIGHT
@@ -27,7 +27,7 @@ from tests.tracking.synthetic_run import decode, logged, make_config, make_group
 
 FIGURES = (
     "reward", "accuracy", "tool", "signal", "clip", "is_ratio", "mismatch", "grad_norm", "length", "time", "throughput",
-    "sft", "memory", "overview",
+    "sft", "memory",
 )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def test_sections_figures_and_headline_are_there(demo_run, page):
         assert f'<section id="{part}">' in page
     for name in FIGURES:
         assert (demo_run / "figures" / f"{name}.png").stat().st_size > 5_000
-        assert name == "overview" or f'id="figure-{name}"' in page
+        assert f'id="figure-{name}"' in page
     assert "accuracy on toolmath from 0.40 to 0.94" in page
     assert "Left out" not in page
     assert "data-ratio=" in page, "the cumulative ratio and its window are drawn"
@@ -68,7 +68,7 @@ def test_missing_metrics_leave_a_section_out_and_say_so(tmp_path):
     (run_dir / "figures").mkdir()
     (run_dir / "figures" / "is_ratio.png").write_bytes(b"of an earlier report")
     page = write_report(run_dir).read_text(encoding="utf-8")
-    assert {path.name for path in (run_dir / "figures").iterdir()} == {"reward.png", "overview.png"}
+    assert {path.name for path in (run_dir / "figures").iterdir()} == {"reward.png"}
     assert "Importance ratio: <code>pg_update/is_ratio/mean</code>" in page
     assert "<code>actor/grad_norm</code>" in page
     assert "wrote no trajectories" in page
@@ -78,7 +78,6 @@ def test_throughput_memory_and_packing_are_told(demo_run, page):
     run = RunData.load(demo_run)
     assert [tile.label for tile in tiles(run, summarize(run))][-2:] == ["Update", "Trainer memory"]
     assert {"Useful tokens", "Update overhead", "Rank imbalance"} <= {check.label for check in checks(run)}
-    assert "ranks 0–1" in page
     assert summarize(run).peak_mib == 660.0
 
 
@@ -107,26 +106,6 @@ def test_the_mismatch_is_judged_without_a_limit_too(tmp_path, trainer, sampler, 
     assert row.good is good and row.value == f"{largest:.2g}"
     if limit is None or trainer != sampler != "auto":
         assert "policy.dtype" in row.note and "rollout.engine.dtype" in row.note and trainer in row.note
-
-
-def write_memory(folder: Path, ranks: int) -> RunData:
-    """A run of two steps whose rank r held 1000 + r MiB, and twice that in the end."""
-    steps = [{f"memory/rank_{rank}_peak_mib": step * (1000.0 + rank) for rank in range(ranks)} for step in (1, 2)]
-    return RunData.load(logged(folder, *(peaks | {"memory/trainer_peak_mib": max(peaks.values())} for peaks in steps)))
-
-
-def test_the_memory_of_many_ranks_is_a_table(tmp_path):
-    run = write_memory(tmp_path, 12)
-    page = write_report(run.directory).read_text(encoding="utf-8")
-    rows = re.findall(r"<tr><th>(ranks .*?)</th>(.*?)</tr>", page)
-    assert [name for name, _ in rows] == ["ranks 0–7", "ranks 8–11"]
-    sizes = [size for _, cells in rows for size in re.findall(r">([\d,]+)<", cells)]
-    assert sizes == [f"{2000 + 2 * rank:,}" for rank in range(12)]
-
-
-@pytest.mark.parametrize(("ranks", "rows"), [(1, 0), (6, 1), (64, 8), (65, 0)])
-def test_ranks_are_told_apart_as_far_as_they_can_be(tmp_path, ranks, rows):
-    assert len(rank_memory(write_memory(tmp_path, ranks))) == rows
 
 
 def test_a_run_without_any_metrics_still_has_a_report(tmp_path):
