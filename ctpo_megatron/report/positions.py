@@ -13,8 +13,7 @@ from ctpo_megatron.tracking import read_positions
 
 if TYPE_CHECKING:
     from ctpo_megatron.base.positions import PositionStats
-    from ctpo_megatron.report.law_interval import LawInterval
-    from ctpo_megatron.report.position_law import PositionLaw
+    from ctpo_megatron.report.position_law import LawInterval, PositionLaw
     from ctpo_megatron.report.run_data import RunData
 
 LEAST = 30
@@ -73,8 +72,7 @@ class Growth:
     @classmethod
     def of(cls, sums: PositionSums) -> Growth:
         """Return the points and their fits, as the paper makes them."""
-        from ctpo_megatron.report.law_interval import law_interval
-        from ctpo_megatron.report.position_law import fit_law, points_of_bins
+        from ctpo_megatron.report.position_law import fit_law, law_interval, points_of_bins
 
         points = points_of_bins(sums.stats)
         law = fit_law(points)

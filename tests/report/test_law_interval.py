@@ -10,8 +10,15 @@ import pytest
 from numpy.typing import NDArray
 
 from ctpo_megatron.base.positions import BINS, bin_of
-from ctpo_megatron.report.law_interval import LawInterval, law_interval, resampled
-from ctpo_megatron.report.position_law import EXPONENTS, Points, fit_law, points_of_sums
+from ctpo_megatron.report.position_law import (
+    EXPONENTS,
+    LawInterval,
+    Points,
+    fit_law,
+    law_interval,
+    points_of_sums,
+    resampled,
+)
 from tests.report.dumped_walks import dump, run_of
 
 SIGMA, LENGTH, SAMPLES = 0.0387, 300, 4
