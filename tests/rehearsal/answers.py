@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from tests.rehearsal.claims import (
@@ -38,6 +39,9 @@ class Requests(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
+        if func in (torch.autograd.backward, T.backward):
+            with self:  # torch takes this mode away for the call, and passes that are computed again ask, too
+                return _backward(*args, **kwargs)
         if func in _ANSWERS and has_storage(args[0]):
             return _ANSWERS[func](*args, **kwargs)
         if func in _PRODUCTS and "out_dtype" in kwargs:
@@ -59,6 +63,21 @@ def _leave(func: Callable[..., Any], tensor: torch.Tensor) -> None:
             "memory first."
         )
     note("tolist")
+
+
+def _backward(tensors: Any, grad_tensors: Any = None, **_: Any) -> None:
+    """`torch.autograd.backward`, and `Tensor.backward` of a number."""
+    given = tuple(tensors) if isinstance(tensors, list | tuple) else (tensors,)
+    gradients = grad_tensors or [None] * len(given)
+    _engine_run_backward(
+        given,
+        tuple(torch.ones_like(x) if g is None else g for x, g in zip(given, gradients, strict=True)),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

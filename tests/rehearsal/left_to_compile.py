@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.autograd.graph import _engine_run_backward
-from torch.overrides import TorchFunctionMode
 
 from benchmarks.kernels.aot_launches import recorded
 from ctpo_megatron.config import ObjectiveConfig, objective_from_config
@@ -21,27 +18,6 @@ from tests.rehearsal.job import config_of
 from tests.support.backends import use_backend
 
 TRAJECTORIES = 8
-
-
-class BackwardPasses(TorchFunctionMode):
-    """Lets the modes below answer within a backward pass, too: torch takes the one away that sees its start."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in (torch.autograd.backward, torch.Tensor.backward):
-            return func(*args, **(kwargs or {}))
-        given = args[0] if isinstance(args[0], tuple) else args[:1]
-        gradients = (kwargs or {}).get("grad_tensors") or [None] * len(given)
-        return _engine_run_backward(
-            given,
-            tuple(torch.ones_like(x) if g is None else g for x, g in zip(given, gradients, strict=True)),
-            False,
-            False,
-            (),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
 
 
 def left_to_compile(case: Case, objectives: list[ObjectiveConfig], model: Path) -> tuple[set[str], list[str]]:
@@ -56,7 +32,7 @@ def left_to_compile(case: Case, objectives: list[ObjectiveConfig], model: Path) 
     layout = init_distributed(config_of(case), seed=0)
     try:
         on = Trainer(config_of(case), layout, model, temperature=0.9)
-        with use_backend("triton"), BackwardPasses():
+        with use_backend("triton"):
             kernels: set[str] = set()
             missing = []
             for objective in objectives:

@@ -50,3 +50,10 @@ def rehearse_transfer(case: Any, model: Path, folder: Path) -> Any:
     from tests.rehearsal import transfer_job
 
     return transfer_job.rehearse(case, model, folder)
+
+
+def count_launches(family: str, folder: Path) -> Any:
+    """See `launches.count`."""
+    from tests.rehearsal import launches
+
+    return launches.count(family, folder)
