@@ -32,7 +32,8 @@ from ctpo_kernels import dispatch
 ARCHITECTURES = (80, 90, 100)
 
 # Registers a thread. A multiprocessor has 65536: under these limits at least 16 programs of the loss fit side by side,
-# each of one warp, and two of 16 warps for the rows, so that one computes while another waits for memory.
+# each of one warp, two of 16 warps for the rows, and eight of 4 warps for a layer, so that one computes while another
+# waits for memory.
 REGISTERS = {
     "span_totals_kernel": 96,
     "count_kernel": 64,
@@ -41,6 +42,9 @@ REGISTERS = {
     "row_stats_kernel": 64,
     "gradient_kernel": 64,
     "merge_kernel": 128,
+    "swiglu_kernel": 64,
+    "swiglu_grad_kernel": 64,
+    "rotary_kernel": 64,
 }
 INSTRUCTIONS = {"span_totals_kernel": 46, "loss_kernel": 194}
 """A token, in the loop over tiles: 240 for the two passes over a batch, whatever its options are."""
@@ -128,11 +132,11 @@ def with_tile(launch: KernelLaunch, tile: str) -> KernelLaunch:
 def _kernels() -> set[str]:
     from triton.runtime.jit import JITFunction
 
-    from ctpo_kernels import loss_kernels, rows_kernels
+    from ctpo_kernels import layer_kernels, loss_kernels, rows_kernels
 
     return {
         name
-        for module in (loss_kernels, rows_kernels)
+        for module in (layer_kernels, loss_kernels, rows_kernels)
         for name, value in vars(module).items()
         if isinstance(value, JITFunction) and name.endswith("_kernel")
     }

@@ -70,10 +70,10 @@ class _RecordedKernel:
 
 @contextlib.contextmanager
 def _recording() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
-    from ctpo_kernels import loss_kernels, loss_triton, rows_kernels, rows_triton
+    from ctpo_kernels import layer_kernels, layer_triton, loss_kernels, loss_triton, rows_kernels, rows_triton
 
     launches: list[tuple[Any, dict[str, Any]]] = []
-    modules = {loss_triton: loss_kernels, rows_triton: rows_kernels}
+    modules = {loss_triton: loss_kernels, rows_triton: rows_kernels, layer_triton: layer_kernels}
     for launcher, kernels in modules.items():
         vars(launcher)["kernels"] = _Recorder(kernels, launches)
     try:
@@ -214,6 +214,16 @@ def launch_rows(
     rows_triton.gradient_into(out, logits, merged.lse, labels, g, shard, 1.0, entropy=by_entropy)
 
 
+def launch_layer(heads: int, width: int, columns: int, dtype: torch.dtype, *, rows: int = 16) -> None:
+    """SwiGLU of so many columns and rotary embedding of so many heads, in both directions."""
+    from ctpo_kernels import layer_triton
+
+    x, t = torch.zeros(rows, 2 * columns, dtype=dtype), torch.zeros(rows, heads, width, dtype=dtype)
+    layer_triton.swiglu_gradient(x, layer_triton.swiglu(x))
+    for inverse in (False, True):
+        layer_triton.rotated(t, t[:, :1, ::2], t[:, :1, ::2], inverse=inverse)
+
+
 def configurations() -> dict[str, Callable[[], None]]:
     """Name -> launchers of that configuration, on CPU tensors of realistic sizes."""
     found: dict[str, Callable[[], None]] = {}
@@ -237,4 +247,12 @@ def configurations() -> dict[str, Callable[[], None]]:
     }
     for name, (columns, valid, dtype, options) in rows.items():
         found[name] = partial(launch_rows, columns, valid, dtype, **options)
+    layers: dict[str, tuple[int, int, int, torch.dtype]] = {
+        "default, layer in bf16": (32, 128, 9728, bf16),
+        "default, layer in fp32": (32, 128, 9728, fp32),
+        "one head, odd sizes": (1, 80, 1001, bf16),
+        "wide heads in fp16": (8, 256, 6144, torch.float16),
+    }
+    for name, sizes in layers.items():
+        found[name] = partial(launch_layer, *sizes)
     return found

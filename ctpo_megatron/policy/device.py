@@ -72,7 +72,7 @@ class Capabilities:
             "device": "cuda, collectives: nccl" if self.cuda else "cpu, collectives: gloo",
             "attention": "TE fused" if te else f"{by_length} ({against})" if against and self.cuda else by_length,
             "norms": "TE RMSNorm, fused with the projections" if te else "torch RMSNorm",
-            "RoPE": "TE fused" if te else "unfused",
+            "RoPE": "TE fused" if te else "ctpo_kernels",
             "Adam": self.adam,
             "gradient accumulation fusion": fusion,
         }
@@ -163,18 +163,23 @@ def peak_memory_mib() -> float:
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10  # type: ignore[index]
 
 
-def transformer_flags(*, te_layers: bool) -> dict[str, Any]:
+def transformer_flags(*, te_layers: bool, experts: bool) -> dict[str, Any]:
     """TransformerConfig arguments that follow from the device. te_layers: the layers are Transformer Engine's.
+
+    experts: of a mixture, whose SwiGLU with the weight of each token torch compiles, as it does in Transformer Engine's
+    layers. `use_te_activation_func` has a dense local MLP call `swiglu` of ours (`layers.activate_at_once`).
 
     `batch_p2p_comm=False` everywhere: with interleaved pipelines of two stages the default mixes up messages.
     `deallocate_pipeline_outputs` only on CUDA: gloo may still be reading the freed tensor.
     """
     found = capabilities()
+    compiled = te_layers or experts
     return {
         "use_cpu_initialization": not CUDA,
         "gradient_accumulation_fusion": found.grad_accumulation_fusion,
         "apply_rope_fusion": te_layers,
-        "bias_activation_fusion": CUDA,
+        "bias_activation_fusion": CUDA and compiled,
+        "use_te_activation_func": CUDA and not compiled,
         "bias_dropout_fusion": CUDA,
         "masked_softmax_fusion": False,
         "batch_p2p_comm": False,
@@ -315,7 +320,8 @@ def _tensors(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
         for group in inner.param_groups:
             yield from (parameter for parameter in group["params"] if parameter.is_cuda)
         for state in inner.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.is_cuda)
+            # Not `step`: one number for each parameter is not worth a copy each.
+            yield from (state[name] for name in ("exp_avg", "exp_avg_sq") if name in state and state[name].is_cuda)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Layers of the local spec: RMSNorm and packed causal attention in plain torch, for machines without TE.
+"""Layers of the local spec, for machines without TE: RMSNorm, packed causal attention, rotary embedding, SwiGLU.
 
 RMSNorm and rotary embedding are one node of the autograd graph each. Composed of torch's operations they would be
 several, and every node reads and writes all rows, which is slower on a CPU (benchmarks/results/nodes.md).
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
+from ctpo_kernels import rotate, swiglu
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.policy.attention_plan import AttentionPlan, ForestPlan, WholeSequences
 from ctpo_megatron.policy.context import ContextSplit, gather_rows, take_rows
@@ -139,6 +140,25 @@ def attend_to_whole_sequences(attention: torch.nn.Module) -> None:
     attention.forward = forward
 
 
+def activate_at_once(mlp: torch.nn.Module) -> None:
+    """Have a dense MLP compute its SwiGLU by our kernel, where the configuration has `use_te_activation_func`.
+
+    torch would compile megatron-core's own, and check in every call whether the compiled code fits.
+    """
+    mlp.activation_func = swiglu
+
+
+def compile_layers(config: TransformerConfig, device: torch.device) -> None:
+    """Compile the kernels of these layers, by calls on a few rows as large as this rank's. Other layers need none."""
+    ranks, like = config.tensor_model_parallel_size, {"dtype": config.params_dtype, "device": device}
+    for heads in {config.num_attention_heads // ranks, config.num_query_groups // ranks}:
+        t = torch.zeros(2, heads, config.kv_channels, **like).requires_grad_()
+        angles = torch.zeros(2, 1, config.kv_channels // 2, **like)
+        rotate(t, angles, angles).sum().backward()
+    if config.use_te_activation_func:
+        swiglu(torch.zeros(2, 2 * config.ffn_hidden_size // ranks, **like).requires_grad_()).sum().backward()
+
+
 def _takes_grouped_keys(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Whether a fused back end of torch's attention takes fewer heads of keys than of queries.
 
@@ -226,12 +246,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return found
 
 
-def rotate(t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rows t `[n, h, d]` with their pairs (i, i + d/2) rotated by angles of this cosine and sine, `[n, 1, d/2]`."""
-    found: torch.Tensor = _Rotation.apply(t, cosine, sine)  # type: ignore[no-untyped-call]
-    return found
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -252,25 +266,3 @@ class _RMSNorm(torch.autograd.Function):
         grad_weight = torch.mv(product.t(), scale)
         grad_x = torch.mul(grad, wide, out=product).mul_(scale[:, None]).addcmul_(rows, along[:, None])
         return grad_x.view_as(x).to(x.dtype), grad_weight.to(weight.dtype), None
-
-
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cosine, sine)
-        return _rotated(t, cosine, sine)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return _rotated(grads[0], cosine, -sine), None, None
-
-
-def _rotated(t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    first, second = t.chunk(2, dim=-1)
-    turned = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-    left, right = turned.chunk(2, dim=-1)
-    torch.mul(first, cosine, out=left).sub_(second * sine)
-    torch.mul(second, cosine, out=right).add_(first * sine)
-    return turned

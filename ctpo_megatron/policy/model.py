@@ -23,7 +23,7 @@ from ctpo_megatron.plan import (
     head_chunk_rows,
 )
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.layers import attend_to_whole_sequences, local_block_spec
+from ctpo_megatron.policy.layers import activate_at_once, attend_to_whole_sequences, local_block_spec
 from ctpo_megatron.policy.optimizer import LossScale
 from ctpo_megatron.policy.parallel import gather_objects
 from ctpo_megatron.policy.replacements import route_with_te
@@ -133,7 +133,7 @@ def transformer_config(spec: ModelSpec, policy: PolicyConfig) -> TransformerConf
         **_recompute(policy, use_te=use_te),
         **spec.family.transformer_options(spec),
         **(_routing(use_te, replay=policy.router_replay) if spec.num_experts else {}),
-        **device.transformer_flags(te_layers=use_te),
+        **device.transformer_flags(te_layers=use_te, experts=spec.num_experts > 0),
     )
 
 
@@ -237,6 +237,9 @@ def _build_gpt(config: TransformerConfig, spec: ModelSpec, policy: PolicyConfig,
     if use_te and not against_shared_prefixes(policy):
         for layer in gpt.decoder.layers:
             attend_to_whole_sequences(layer.self_attention.core_attention)
+    if config.use_te_activation_func:
+        for layer in gpt.decoder.layers:
+            activate_at_once(layer.mlp)
     for name, parameter in gpt.named_parameters():
         if ".mlp.experts." in name:
             # Megatron has a separate optimizer for experts only under expert parallelism. With one kind of optimizer, a

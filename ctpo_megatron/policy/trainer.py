@@ -41,6 +41,7 @@ from ctpo_megatron.policy import device, hf
 from ctpo_megatron.policy.checkpoint import CheckpointStore
 from ctpo_megatron.policy.device import DeviceMemory
 from ctpo_megatron.policy.hf import write_directory
+from ctpo_megatron.policy.layers import compile_layers
 from ctpo_megatron.policy.minibatch import (
     Anchor,
     MiniBatch,
@@ -171,11 +172,13 @@ class Trainer:
         self._rl: _Reinforcement | None = None
 
     def compile_kernels(self, objective: ObjectiveConfig) -> None:
-        """Compile the kernels of log-probs and loss, seconds each; returns when every rank has.
+        """Compile the kernels of layers, log-probs and loss, seconds each; returns when every rank has.
 
         Otherwise each compiles at its first launch, within a step. Ranks compile at the same time and wait for each
         other with the deadline `policy.timeout_minutes`. Nothing is compiled on a CPU.
         """
+        if not self._model.whole_attention:
+            compile_layers(self._model.config, self.layout.device)
         if self.layout.is_last_stage:
             weight = self._model.output_weight
             warm_up_kernels(

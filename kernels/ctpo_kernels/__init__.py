@@ -4,6 +4,7 @@
 - `vocab_parallel_log_probs`: log-probs of given logits; `linear_log_probs`: of hidden states, logits in chunks.
 - `fused_linear_ctpo`: output layer, log-probs, loss and gradients in one sweep.
 - `chunk_rows`: the rows of logits at a time that suit a GPU's free memory.
+- `swiglu`, `rotate`: the activation and the rotary embedding of a layer, each in one launch.
 - `warm_up`: compiles the kernels of a run before its first step, given examples of its `LossTensors`.
 - `CTPOStats`, `PerToken`, `SUMS`, `MAXIMA`: what a loss reports.
 
@@ -29,6 +30,8 @@ __all__ = [
     "ctpo_loss",
     "fused_linear_ctpo",
     "linear_log_probs",
+    "rotate",
+    "swiglu",
     "vocab_parallel_log_probs",
     "warm_up",
 ]
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from ctpo_kernels.chunks import chunk_rows
     from ctpo_kernels.compilation import warm_up
     from ctpo_kernels.fused_linear import fused_linear_ctpo
+    from ctpo_kernels.layer import rotate, swiglu
     from ctpo_kernels.linear import linear_log_probs
     from ctpo_kernels.logprob import vocab_parallel_log_probs
     from ctpo_kernels.loss import ctpo_loss
@@ -48,6 +52,8 @@ else:
         "warm_up": "compilation",
         "fused_linear_ctpo": "fused_linear",
         "linear_log_probs": "linear",
+        "rotate": "layer",
+        "swiglu": "layer",
         "vocab_parallel_log_probs": "logprob",
         "ctpo_loss": "loss",
         "LossTensors": "packed",

@@ -23,7 +23,7 @@ def _obstacle() -> str | None:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        from ctpo_kernels import loss_triton, rows_triton  # noqa: F401
+        from ctpo_kernels import layer_triton, loss_triton, rows_triton  # noqa: F401
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]

@@ -38,6 +38,9 @@ for place in ((0, 1, 1), (0, 16, 2), (1, 18, 16), (2048, 4096, 300)):
     for launch in aot_launches.recorded(lambda: window(*place), ""):
         found.setdefault("window", set()).add(launch.key)
 for rows in (1, 2, 16, 17, 301):
+    for launch in aot_launches.recorded(lambda: aot_launches.launch_layer(8, 64, 512, torch.bfloat16, rows=rows), ""):
+        found.setdefault(launch.kernel, set()).add(launch.key)
+        fused.add(launch.options["enable_fp_fusion"])
     for launch in aot_launches.recorded(
         lambda: aot_launches.launch_rows(512, 500, torch.float32, rows=rows, differentiable=True), ""
     ):

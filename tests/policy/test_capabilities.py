@@ -97,7 +97,7 @@ def test_what_is_installed_is_what_is_logged(
     found = lines(installed(*modules), layer_spec)
     assert found["attention"].startswith(attention)
     assert found["norms"].startswith(attention.split()[0])
-    assert found["RoPE"] == "unfused" or attention == "TE fused"
+    assert found["RoPE"] == "ctpo_kernels" or attention == "TE fused"
     assert found["Adam"] == adam
     assert found["gradient accumulation fusion"].startswith(fusion)
     assert device.transformer_flags(te_layers=False)["gradient_accumulation_fusion"] == (fusion == "apex")

@@ -1,7 +1,7 @@
 """How many operators a layer gives the device in each direction, and how often a batch is copied to it.
 
 An operator is one launch, or a few. What CUDA has as one operator or compiled function, and a CPU as several, counts
-once: the norms of torch, kernels of ours, and what torch compiles.
+once: the norms of torch, and kernels of ours, whose launches `tests/kernels/test_kernels_layer.py` counts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.core.fusions import fused_bias_swiglu
 
+from ctpo_kernels import layer_torch
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import MiniBatch, Trainer, destroy_distributed, init_distributed, layers, policy_gradient
 from tests.policy import models
@@ -24,8 +24,9 @@ from tests.rehearsal.job import OBJECTIVE
 _AT_ONCE: list[tuple[Any, str]] = [
     (layers._RMSNorm, "forward"),
     (layers._RMSNorm, "backward"),
-    (fused_bias_swiglu, "swiglu"),
-    (fused_bias_swiglu, "swiglu_back"),
+    (layer_torch, "swiglu"),
+    (layer_torch, "swiglu_gradient"),
+    (layer_torch, "rotated"),
 ]
 SEQUENCES = 4
 

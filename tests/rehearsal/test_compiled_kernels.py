@@ -12,7 +12,8 @@ from tests.rehearsal import start
 from tests.rehearsal.cases import CONTEXT, DENSE, TENSOR, Case
 from tests.support import ranks
 
-STREAMING = {"row_stats_kernel", "merge_kernel", "gradient_kernel", "loss_kernel", "reduce_kernel"}
+LAYER = {"swiglu_kernel", "swiglu_grad_kernel", "rotary_kernel"}
+STREAMING = LAYER | {"row_stats_kernel", "merge_kernel", "gradient_kernel", "loss_kernel", "reduce_kernel"}
 WHOLE = STREAMING | {"span_totals_kernel"}
 SLOW = pytest.mark.slow
 CTPO = ObjectiveConfig()
