@@ -15,6 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from ctpo_megatron.base.host_copies import to_device
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import summarize
 from ctpo_megatron.policy import device
@@ -28,7 +29,7 @@ if TYPE_CHECKING:  # the model is built with a loss scale
 log = logging.getLogger(__name__)
 
 _RATES = ("max_lr", "min_lr")
-_CONFIGURED = (*_RATES, "betas", "eps")
+_CONFIGURED = (*_RATES, "betas", "eps", "fused", "foreach")
 SMALLEST = 1.0
 WINDOW = 1000
 HYSTERESIS = 2
@@ -116,10 +117,8 @@ def build_optimizer(
         for part in optimizer.chained_optimizers:
             part.grad_scaler = scale
     for group in optimizer.param_groups:
-        if not device.CUDA:  # on CUDA it needs its step count on the device; a restored checkpoint has it on the host
+        if "fused" in group:  # torch's AdamW
             group["fused"] = True
-        elif "foreach" in group:  # torch's AdamW, which for all tensors at once writes out the roots of all moments
-            group["foreach"] = False
     steps = max(total_steps, config.warmup_steps + 1)
     decaying = max(1, round(steps * config.decay_fraction))
     scheduler = OptimizerParamScheduler(
@@ -294,10 +293,10 @@ class OptimizerSteps:
         self.optimizer.load_state_dict(optimizer)
         for group, values in zip(self.optimizer.param_groups, configured, strict=True):
             group.update(values)
-        # Loading makes all parameters share one `step` tensor, which would then advance once per parameter.
+        # Loading makes all parameters share one `step` tensor on the host. It would advance once per parameter.
         for inner in _inner_adamw(self.optimizer):
-            for state in inner.state.values():
-                state["step"] = torch.as_tensor(state["step"]).clone()
+            for parameter, state in inner.state.items():
+                state["step"] = to_device(torch.as_tensor(state["step"]).clone(), parameter.device)
         self.scheduler.load_state_dict(scheduler)
 
 
@@ -311,9 +310,9 @@ def _fill_state(optimizer: ChainedOptimizer) -> None:
         if part.optimizer is not None:  # a rank may have no dense, or no expert parameters
             part.init_state_fn(part.optimizer, part.config)
     for inner in _inner_adamw(optimizer):
-        for state in inner.state.values():
-            # Megatron's own function omits the per-parameter `step` of torch's AdamW.
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        for parameter, state in inner.state.items():
+            # Megatron's own function omits the per-parameter `step` of torch's AdamW, which counts on the device.
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
 
 
 def _parts(saved: dict[Any, Any]) -> Iterator[dict[Any, Any]]:

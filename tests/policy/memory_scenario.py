@@ -58,7 +58,7 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     exact = {"micro_batch_tokens": 2048, "share_prefixes": "off"}  # the sums are of tokens
     config = PolicyConfig(timeout_minutes=2.0, **exact, **settings.get("policy", {}))
     layout = init_distributed(config, seed=0)
-    flags = device.transformer_flags(te_layers=False)
+    flags = device.transformer_flags(te_layers=False, experts=False)
     if settings.get("fused"):
         flags |= {"bias_activation_fusion": True, "bias_dropout_fusion": True}
     with mock.patch.object(device, "transformer_flags", lambda **_: flags):
