@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ctpo_megatron.base.host_copies import to_device
+from ctpo_megatron.base.host_copies import all_to_device
 from ctpo_megatron.data.forest import Forest, PrefixOrder
 from ctpo_megatron.data.tokens import BY_TURN, PACKED, ROUTER_CHOICES, common_type, further, joined
 from ctpo_megatron.data.trajectory import Trajectory
@@ -132,7 +132,7 @@ def _sequence(place: int, index: int, trajectory: Trajectory, part: slice, versi
 class PackedBatch:
     """One micro-batch: sequences laid end to end.
 
-    token_ids, position_ids: [N] int64; cu_seqlens: [B+1] int32, cu_seqlens[0] = 0, cu_seqlens[-1] = N.
+    token_ids, position_ids: [N] int32; cu_seqlens: [B+1] int32, cu_seqlens[0] = 0, cu_seqlens[-1] = N.
     response_mask, loss_mask, current: [N] bool, aligned with the predicted token (0 at the first token of a sequence);
     current: see `TokenArrays`.
     rollout_log_probs, advantages, log_probs, old_log_probs: [N] fp32 (nats). log_probs: of the latest pass over this
@@ -209,15 +209,13 @@ class PackedBatch:
             yield place, slice(start, start + length)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Return a copy with its tensors on `device`; the host does not wait for the copies."""
-        tensors = {
-            name: to_device(value, device)
-            for name in self.__slots__
-            if isinstance(value := getattr(self, name), torch.Tensor)
-        }
-        more = {
-            name: value if name == ROUTER_CHOICES else to_device(value, device) for name, value in self.more.items()
-        }
+        """A copy with its tensors on `device`; the host does not wait for the one copy of all."""
+        names = [name for name in self.__slots__ if isinstance(getattr(self, name), torch.Tensor)]
+        columns = [name for name in self.more if name != ROUTER_CHOICES]
+        given = [*(getattr(self, name) for name in names), *(self.more[name] for name in columns)]
+        moved = all_to_device(given, device)
+        tensors = dict(zip(names, moved, strict=False))
+        more = {**self.more, **dict(zip(columns, moved[len(names) :], strict=True))}
         return replace(self, **tensors, more=more, packed=self.on_host)  # type: ignore[arg-type] # only names of tensors
 
 
@@ -407,8 +405,8 @@ def _concatenate(
     if forest is not None and forest.rows > LEAST_SHARED * len(tokens):
         forest = None
     return PackedBatch(
-        token_ids=torch.from_numpy(tokens["token_ids"].astype(np.int64)),
-        position_ids=torch.from_numpy(positions),
+        token_ids=flat("token_ids"),
+        position_ids=torch.from_numpy(positions.astype(np.int32)),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         response_mask=flat("response_mask"),
         loss_mask=flat("loss_mask"),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ctpo_megatron.base.host_copies import to_device
+from ctpo_megatron.base.host_copies import all_to_device, to_device
 from ctpo_megatron.data import Forest, PackedBatch, PrefixSegment
 from ctpo_megatron.policy.context import ContextSplit, gather_rows, take_rows
 
@@ -67,10 +67,9 @@ class AttentionPlan:
         found = torch.cat([real.flatten() for _, real in queries]).nonzero().squeeze(1)
         back = torch.empty_like(found)
         back[asking[found]] = found
-        self.queries, self.back = (to_device(index, device) for index in (asking, back))
-        self.tokens = self.queries
-        if not split.whole:
-            self.tokens = to_device(torch.cat([index.flatten() for index, _ in tokens]), device)
+        others = [] if split.whole else [torch.cat([index.flatten() for index, _ in tokens])]
+        self.queries, self.back, *found_tokens = all_to_device([asking, back, *others], device)
+        self.tokens = found_tokens[0] if found_tokens else self.queries
         self.classes = [
             LengthClass(q.shape, k.shape, self._visible(q, k)) for (q, _), (k, _) in zip(queries, tokens, strict=True)
         ]
@@ -139,8 +138,6 @@ class ForestPlan:
     """
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
-        self.first = to_device(torch.from_numpy(forest.first), device)
-        self.boundaries = to_device(torch.tensor([0, forest.rows], dtype=torch.int32), device)
         classes: dict[tuple[int, int, bool], list[AttentionBlock]] = {}
         for block in blocks(forest):
             queries, path = _padded(len(block.rows)), len(block.path)
@@ -163,10 +160,11 @@ class ForestPlan:
             # In host memory: the plans of all micro-batches of a step exist at the same time.
             self.classes.append(LengthClass(*sizes, None if plain else torch.from_numpy(visible)[:, None]))
         queries_at, tokens_at = np.concatenate(asking), np.concatenate(seen)
-        self.queries, self.back = (to_device(torch.from_numpy(each), device) for each in (queries_at, back))
-        self.tokens = self.queries
-        if not np.array_equal(queries_at, tokens_at):
-            self.tokens = to_device(torch.from_numpy(tokens_at), device)
+        others = [] if np.array_equal(queries_at, tokens_at) else [tokens_at]
+        given = [torch.from_numpy(each) for each in (forest.first, queries_at, back, *others)]
+        boundaries = torch.tensor([0, forest.rows], dtype=torch.int32)
+        self.boundaries, self.first, self.queries, self.back, *found = all_to_device([boundaries, *given], device)
+        self.tokens = found[0] if found else self.queries
         self._masks: list[torch.Tensor | None] | None = None
 
     @classmethod
@@ -205,7 +203,7 @@ class WholeSequences:
     """
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
-        self.row, self.first = (to_device(torch.from_numpy(index), device) for index in (forest.row, forest.first))
+        self.row, self.first = all_to_device([torch.from_numpy(index) for index in (forest.row, forest.first)], device)
 
     @classmethod
     def of(cls, batch: PackedBatch) -> WholeSequences:

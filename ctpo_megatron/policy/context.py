@@ -12,7 +12,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ctpo_megatron.base.host_copies import to_device
+from ctpo_megatron.base.host_copies import all_to_device, to_device
 from ctpo_megatron.data import Forest, PackedBatch
 
 
@@ -41,8 +41,8 @@ class ContextSplit:
         return self.planned or self
 
     def to(self, device: torch.device) -> ContextSplit:
-        """Return the split on a device; the host does not wait for the copies."""
-        rows, restore, cu_seqlens = (to_device(each, device) for each in (self.rows, self.restore, self.cu_seqlens))
+        """The split on a device; the host does not wait for the copy."""
+        rows, restore, cu_seqlens = all_to_device([self.rows, self.restore, self.cu_seqlens], device)
         return replace(self, rows=rows, restore=restore, cu_seqlens=cu_seqlens, planned=self.on_host)
 
     @classmethod
@@ -116,7 +116,7 @@ class SharedRows:
             # The row of the label, as children of a row have different tokens.
             _, at, pair = np.unique(forest.row[tokens + 1], return_index=True, return_inverse=True)
             parts = (forest.row[tokens[at]], tokens[at], pair.reshape(-1))
-            return cls(*(to_device(torch.from_numpy(each), batch.token_ids.device) for each in parts))
+            return cls(*all_to_device([torch.from_numpy(each) for each in parts], batch.token_ids.device))
 
         return forest.derive(cls, pairs)
 
@@ -129,7 +129,7 @@ class SharedRows:
 class Targets:
     """The targets of the rows of this rank; row t of a sequence predicts its token t + 1.
 
-    All `[n]`, n = N / context-parallel size. labels: int64; response_mask, loss_mask: bool; rollout_log_probs,
+    All `[n]`, n = N / context-parallel size. labels: int32; response_mask, loss_mask: bool; rollout_log_probs,
     advantages, old_log_probs (None before they are computed), weights (of the correction, None without): float32.
     weight_version: int32. turn, group: int16 and int32, None without.
     cu_seqlens: `[B + 1]`, boundaries among them. on_policy: see `PackedBatch`.

@@ -12,10 +12,12 @@ from torch.overrides import TorchFunctionMode
 from tests.rehearsal.claims import (
     CPU,
     META,
+    PINNED,
     STATE,
     claim,
     current,
     has_storage,
+    is_pinned,
     launch,
     moved,
     named,
@@ -24,11 +26,11 @@ from tests.rehearsal.claims import (
     unchecked,
 )
 from tests.rehearsal.streams import note
+from tests.rehearsal.synchronizations import refuse_pageable
 
 T = torch.Tensor
 _FROM_HOST_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 _PRODUCTS = {torch.mm, torch.addmm}
-_PINNED = "pinned_in_rehearsal"
 
 
 class Requests(TorchFunctionMode):
@@ -38,7 +40,7 @@ class Requests(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        kwargs.pop("pin_memory", None)
+        pinned = kwargs.pop("pin_memory", None)
         if func in (torch.autograd.backward, T.backward):
             with self:  # torch takes this mode away for the call, and passes that are computed again ask, too
                 return _backward(*args, **kwargs)
@@ -47,12 +49,15 @@ class Requests(TorchFunctionMode):
         if func in _PRODUCTS and "out_dtype" in kwargs:
             return _product(func, *args, **kwargs)
         if kwargs.get("device") is not None:
-            return _made(func, args, kwargs)
+            made = _made(func, args, kwargs)
+            return _pin(made) if pinned else made
         if func is T.new_tensor and claim(args[0]).type == "cuda":
             note("new_tensor")
         if func in (T.tolist, T.numpy, T.__array__) and claim(args[0]).type == "cuda":
             _leave(func, args[0])
         out = func(*args, **kwargs)
+        if pinned:
+            _pin(out)
         return place(out, CPU) if func is torch.from_numpy else out
 
 
@@ -118,16 +123,15 @@ def _to(
         return T.to(tensor, target, dtype=dtype or tensor.dtype)
     if target != claim(tensor) and not non_blocking:
         note(f"to {target.type}")
-    elif target.type == "cuda" and claim(tensor) == CPU and not hasattr(tensor, _PINNED):
-        note("to cuda, from pageable memory")
+    elif target.type == "cuda" and claim(tensor) == CPU and not is_pinned(tensor):
+        refuse_pageable()
     out = T.to(tensor, dtype=dtype, **kwargs) if dtype is not None or kwargs else tensor
     return moved(out, target)
 
 
-def _pinned(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-    out = T.clone(tensor)
-    setattr(out, _PINNED, True)
-    return out
+def _pin(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    setattr(tensor.untyped_storage(), PINNED, True)
+    return tensor
 
 
 def _cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> torch.Tensor:
@@ -156,6 +160,6 @@ _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     T.cpu: lambda tensor, **_: _to(tensor, CPU),
     T.to: _to,
     T.type: _type,
-    T.pin_memory: _pinned,
-    T.is_pinned: lambda tensor, *_: hasattr(tensor, _PINNED),
+    T.pin_memory: lambda tensor, *_: _pin(T.clone(tensor)),
+    T.is_pinned: lambda tensor, *_: is_pinned(tensor),
 }

@@ -14,6 +14,7 @@ from tests.rehearsal.allocator import Allocation
 from tests.rehearsal.streams import here
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+PINNED = "pinned_in_rehearsal"
 
 
 class State(threading.local):
@@ -66,6 +67,11 @@ def claim(tensor: torch.Tensor) -> torch.device:
 def is_claimed(tensor: torch.Tensor) -> bool:
     """Not so what a library made out of sight, for instance what gloo copies a collective's result from."""
     return has_storage(tensor) and hasattr(tensor.untyped_storage(), "claim")
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether memory of the host is pinned, which a copy to a device reads without the host."""
+    return hasattr(tensor.untyped_storage(), PINNED)
 
 
 def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

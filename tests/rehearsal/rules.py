@@ -9,8 +9,20 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.rehearsal.claims import CPU, META, STATE, claim, has_storage, is_claimed, launch, place, tensors_in
+from tests.rehearsal.claims import (
+    CPU,
+    META,
+    STATE,
+    claim,
+    has_storage,
+    is_claimed,
+    is_pinned,
+    launch,
+    place,
+    tensors_in,
+)
 from tests.rehearsal.streams import note
+from tests.rehearsal.synchronizations import refuse_pageable
 
 _MAY_MIX = {"copy_", "_to_copy", "set_", "detach", "alias", "is_same_size", "_has_compatible_shallow_copy_type"}
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
@@ -140,8 +152,12 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _copies_across(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-    return blocking and is_claimed(args[1]) and claim(args[0]) != claim(args[1])
+    across = is_claimed(args[1]) and claim(args[0]) != claim(args[1])
+    if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+        return across
+    if across and claim(args[1]) == CPU and not is_pinned(args[1]):
+        refuse_pageable()
+    return False
 
 
 def _indices_wait(args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 _OURS = ("ctpo_megatron", "ctpo_kernels")
+_THEIRS = ("megatron", "vllm")
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,27 @@ def current() -> str:
 
 def count(what: str) -> None:
     """The host waits for the device now."""
-    frame, line, package = sys._getframe(1), "elsewhere", ""
+    package, line = _cause()
+    _State.counts[Synchronization(_State.phase, what, line, package in _OURS)] += 1
+
+
+def refuse_pageable() -> None:
+    """Memory that is not pinned is copied, `non_blocking`. Raises AssertionError but for other people's libraries."""
+    package, line = _cause()
+    if package not in _THEIRS:
+        raise AssertionError(f"{line}: a copy that is non_blocking needs pinned memory, or the host waits for it")
+    count("to cuda, from pageable memory")
+
+
+def _cause() -> tuple[str, str]:
+    """The nearest package that this looks for, and the line of it."""
+    frame = sys._getframe(1)
     while frame is not None:
         parts = Path(frame.f_code.co_filename).parts
-        package = next((part for part in parts if part in (*_OURS, "megatron")), "")
-        if package:
-            line = f"{'/'.join(parts[parts.index(package) :])}:{frame.f_lineno}"
-            break
+        if package := next((part for part in parts if part in (*_OURS, *_THEIRS)), ""):
+            return package, f"{'/'.join(parts[parts.index(package) :])}:{frame.f_lineno}"
         frame = frame.f_back
-    _State.counts[Synchronization(_State.phase, what, line, package in _OURS)] += 1
+    return "", "elsewhere"
 
 
 def counted() -> Counter[Synchronization]:

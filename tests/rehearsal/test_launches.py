@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.rehearsal import start
 from tests.support import ranks
 
-EXPECTED = {"forward": 20, "recompute": 20, "backward": 35, "copies": 9, "copies_of_pass": 6, "pageable": 0}
+EXPECTED = {"forward": 20, "recompute": 20, "backward": 35, "copies": 1, "copies_of_pass": 3, "pageable": 0}
 
 
 def test_launches_of_a_layer_and_copies_of_a_batch(tmp_path: Path) -> None:

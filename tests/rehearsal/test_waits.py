@@ -8,7 +8,7 @@ from ctpo_megatron.plan import (
     head_chunk_rows,
 )
 from docs.site.sizing import MODELS
-from tests.rehearsal import waits
+from tests.rehearsal import pageable, waits
 from tests.support import ranks
 
 
@@ -23,3 +23,14 @@ def test_all_ranks_take_the_rows_that_suit_the_smallest_gpu() -> None:
     spec, policy = MODELS["Qwen3-4B"], PolicyConfig(dtype="bfloat16", recompute="full", use_distributed_optimizer=True)
     assert first == second == head_chunk_rows(spec, Split.of(policy, 2), small)
     assert first < head_chunk_rows(spec, Split.of(policy, 2), large)
+
+
+def test_copies_from_memory_that_is_not_pinned_are_refused() -> None:
+    ((to, cuda, copy, *more),) = ranks.run(pageable.refusals, pretend_cuda=True)
+    said = "a copy that is non_blocking needs pinned memory, or the host waits for it"
+    assert [to, cuda, copy] == [f"to: {said}", f"cuda: {said}", f"copy_: {said}"] and more == []
+
+
+def test_tensors_of_many_dtypes_are_one_copy() -> None:
+    ((same, waits),) = ranks.run(pageable.of_many_dtypes, pretend_cuda=True)
+    assert same == [True] * 5 and waits == 0
