@@ -66,7 +66,7 @@ def load(name: str) -> Any:
 
 
 def make(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """What is called for a name: an instance of a class made with the arguments, or a function with these bound.
+    """Return what is called for a name: an instance of a class made with the arguments, or a function with these bound.
 
     Raises ExtensionError, also for what the class raises.
     """
@@ -81,7 +81,7 @@ def make(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def is_async(made: Callable[..., Any]) -> bool:
-    """Whether a call of what `make` returned is awaited."""
+    """Return whether a call of what `make` returned is awaited."""
     inner = made.func if isinstance(made, partial) else made
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
@@ -156,7 +156,7 @@ def _from_outside(error: BaseException) -> bool:
 
 
 def use_problem(part: Any, seen: Sequence[str], arguments: Mapping[str, Any]) -> str:
-    """Why a part cannot be called with what it sees, or ""; the arguments go to a class when it is created."""
+    """Return why a part cannot be called with what it sees, or ""; the arguments go to a class when it is created."""
     if not isinstance(part, type):
         return call_problem(part, seen, arguments) if callable(part) else "is neither a function nor a class"
     if not any("__call__" in vars(base) for base in part.__mro__):

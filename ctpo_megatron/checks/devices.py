@@ -71,7 +71,7 @@ def driver_shows_device() -> bool:
 
 
 def torch_has_cuda() -> bool:
-    """Whether torch shows a GPU; imports torch (2 CPU-seconds), as `has_cuda_device` does not. False without torch."""
+    """Return whether torch shows a GPU; False without it. Takes 2 CPU-seconds, for torch is imported."""
     return visible_gpus() > 0
 
 

@@ -162,12 +162,12 @@ def _checked(
             fixed = (f"run.root={root}", f"run.name={name}", "run.resume=auto")
             words = [*common, *own, *fixed]
             config, sources = load_with_sources(args.config, words)
-            warnings = accepted(check_dry(config, sources, job, gpu_gib=None)[0])
+            found = accepted(check_dry(config, sources, job, gpu_gib=None)[0])
         except ConfigError as error:
             wrong += [(name, problem) for problem in error.problems]
         else:
             checked[name] = _Run(config, words)
-            doubtful += [(name, problem) for problem in warnings]
+            warnings += [(name, problem) for problem in found]
     if wrong:
         raise ConfigError(_by_points(wrong, len(points)))
     if warn:

@@ -162,7 +162,7 @@ class RowSet(ABC):
 
     @abstractmethod
     def tokens(self, index: int) -> Sequence[int]:
-        """The token ids of a row."""
+        """Return the token ids of a row."""
 
     def keep(self, indices: Sequence[int]) -> None:
         """Forget all other rows."""

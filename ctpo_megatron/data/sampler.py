@@ -101,7 +101,7 @@ class PromptSampler(PromptStream):
         self._order = lru_cache(2)(self._order_of)  # of the epochs that a batch crosses
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; a batch that crosses the end of an epoch continues with the next epoch."""
+        """Return the next `count` prompts; a batch that crosses the end of an epoch continues with the next epoch."""
         places = [divmod(draw, len(self._prompts)) for draw in range(self.taken, self.taken + count)]
         self.taken += count
         return [self._order(epoch)[cursor] for epoch, cursor in places]

@@ -75,7 +75,7 @@ def position_stats(
 
     anchor: the denominator of the ratio (`old_log_probs` there). objective: None for a user's own, whose ratio and
     clips are unknown. entropy: nats, None where it is not known. S is the cumulative log-ratio whatever the objective's
-    ratio is; x is the objective's, and not summed where that is S. sampler: None where nothing is known of it; then no
+    ratio is; x is the objective's, and not summed where that is S. sampler: None without one; then no
     token is uncertain or has an age. Sums run over the tokens in their order, in float64 on the host.
     """
     layout = SequenceBounds.of(log_probs, cu_seqlens)

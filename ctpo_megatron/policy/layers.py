@@ -145,7 +145,7 @@ def activate_at_once(mlp: torch.nn.Module) -> None:
 
     torch would compile megatron-core's own, and check in every call whether the compiled code fits.
     """
-    mlp.activation_func = swiglu
+    mlp.activation_func = swiglu  # type: ignore[assignment]
 
 
 def compile_layers(config: TransformerConfig, device: torch.device) -> None:

@@ -134,7 +134,7 @@ class LawInterval:
     holding: float = 0.0
 
     def verdict(self, law: PositionLaw) -> str:
-        """Whether the law holds, in words. law: fitted to all prompts together."""
+        """Return whether the law holds, in words. law: fitted to all prompts together."""
         found = f"R2 {law.r2:.2f}; {law.free_fit} fits with R2 {law.free_r2:.2f}"
         if self.prompts < LEAST_PROMPTS:
             known = f"{self.prompts} prompts in the dumps, {LEAST_PROMPTS} are needed"

@@ -93,7 +93,7 @@ class RewardFunction(Protocol):
 
 
 def reward_problem(part: Any, arguments: Mapping[str, Any]) -> str:
-    """Why a user's object cannot score with these arguments, or ""."""
+    """Return why a user's object cannot score with these arguments, or ""."""
     problem = use_problem(part, ("trajectory", "prompt"), arguments)
     adapter = adapter_for(part) if problem else ""
     return f"{problem}; {adapter}" if adapter else problem

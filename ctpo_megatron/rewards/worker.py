@@ -98,16 +98,16 @@ def start(routes: Routes, search_path: Sequence[str], log_path: Path | None) -> 
 
 
 def traits() -> dict[str | None, Traits]:
-    """The traits of every route. Raises what creating the functions raised."""
+    """Return the traits of every route. Raises what creating the functions raised."""
     return {source: _traits(function) for source, function in _functions().items()}
 
 
 def score(route: str | None, pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
-    """One outcome per pair. Several are awaited together, each for at most `timeout_s`; one has no limit here."""
+    """Return one outcome per pair. Several are awaited together, each for at most `timeout_s`; one has no limit."""
     function = _functions()[route]
     if len(pairs) == 1:
         return [_called(function, *pairs[0])]
-    return _runner().run(_awaited_together(function, pairs, timeout_s))
+    return _runner().run(_await_all(function, pairs, timeout_s))
 
 
 def _traits(function: Callable[..., Any]) -> Traits:

@@ -22,7 +22,7 @@ class Texts:
     """Text of trajectories; remembers the text of single tokens."""
 
     def __init__(self, decode: Decode) -> None:
-        self._decode, self._give_way = decode, GiveWay()
+        self._decode, self._yield_gil = decode, YieldGil()
         self._texts: dict[int, str] = {}
 
     def segments(self, token_ids: Sequence[int], turn: Sequence[int], response_mask: Sequence[int]) -> list[Record]:
@@ -40,7 +40,7 @@ class Texts:
             kind = "prompt" if turns[start] == 0 else "model" if by_model[start] else "observation"
             listed = ids[start:end].tolist()
             segment: Record = {"turn": int(turns[start]), "kind": kind, "text": self._decode(listed)}
-            self._give_way.after(len(listed))
+            self._yield_gil.after(len(listed))
             if kind == "model" and (lengths := self._chars(listed, segment["text"])) is not None:
                 segment["token_chars"] = lengths
             found.append(segment)
@@ -49,7 +49,7 @@ class Texts:
     def _chars(self, ids: list[int], text: str) -> NDArray[Any] | None:
         """Return the characters of `text` a token; None where the texts of the tokens are not the text of all."""
         for token in {*ids} - self._texts.keys():
-            self._give_way.after(_SINGLE)
+            self._yield_gil.after(_SINGLE)
             self._texts[token] = self._decode([token])
         pieces = [*map(self._texts.__getitem__, ids)]
         if "".join(pieces) != text:

@@ -48,14 +48,14 @@ class GradientError:
 
 
 def normalized_reward(tree: Tree, rng: np.random.Generator) -> FloatArray:
-    """One reward for the whole sequence, of mean 0 and variance 1 under the behaviour policy, `[N, H]`."""
+    """Return one reward for the whole sequence, of mean 0 and variance 1 under the behaviour policy, `[N, H]`."""
     advantages = tree.outcome_advantages(rng)
     centred = advantages - tree.probability @ advantages
     return np.asarray(centred / np.sqrt(tree.probability @ centred**2))
 
 
 def clipped_weights(tree: Tree, preset: str, advantages: FloatArray) -> tuple[FloatArray, BoolArray]:
-    """What the trainer's own loss multiplies grad log target(a_t | s_t) by, and where a bound acts; both `[N, H]`."""
+    """Return the factor of grad log target(a_t | s_t) in the trainer's loss, and where a bound acts; both `[N, H]`."""
     objective = PolicyObjective.preset(preset, loss_agg_mode="seq-mean-token-sum", loss_scale_factor=1.0)
     log_probs, anchor = (
         torch.from_numpy(policy[tree.paths.nodes, tree.paths.tokens]) for policy in (tree.target, tree.behaviour)

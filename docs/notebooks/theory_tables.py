@@ -67,7 +67,7 @@ class Table:
         return cls(tuple(columns), tuple(zip(*plain, strict=True)))
 
     def column(self, name: str) -> list[Cell]:
-        """All cells of a column. Raises ValueError for an unknown name."""
+        """Return all cells of a column. Raises ValueError for an unknown name."""
         index = self.columns.index(name)
         return [row[index] for row in self.rows]
 
@@ -192,7 +192,7 @@ def error_table(trees: Sequence[Tree], rng: np.random.Generator) -> Table:
 
 
 def clipped_error_table(samples: Iterable[Sequence[Tree]], rng: np.random.Generator) -> Table:
-    """The same of whole objectives, with their clips, for several samples of trees.
+    """Return the same of whole objectives, with their clips, for several samples of trees.
 
     rms d: root mean square of a token's log-ratio. cut: share of tokens that a bound acts on.
     """
@@ -258,7 +258,7 @@ def turn_baseline_table(tasks: Sequence[TwoTurns]) -> Table:
 
 
 def spread_table(walks: Walks, sigma: float) -> Table:
-    """The sqrt(t) law, and the drift."""
+    """Return the sqrt(t) law, and the drift."""
     chosen = np.searchsorted(CURVE, SHOWN)
     t, normal, tokens = CURVE[chosen], walks[NO_DRIFT][0][:, chosen], walks[TOKENS][0][:, chosen]
     std = tokens.std(0, ddof=1)
@@ -288,7 +288,7 @@ def clip_table(walks: Walks, positive: BoolArray, sigma: float) -> Table:
 
 
 def reach_table(sigma: float) -> Table:
-    """The position at which the drift alone is at the lower bound of each window."""
+    """Return the position at which the drift alone is at the lower bound of each window."""
     reached = [round(window.reached_by_drift(sigma)) for window in windows()]
     return Table.of({"window": [window.name for window in windows()], "reached by the drift at token": reached})
 

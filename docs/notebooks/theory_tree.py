@@ -102,7 +102,7 @@ class Tree:
         return rng.standard_normal(self.behaviour.shape)[self.paths.nodes, self.paths.tokens]
 
     def outcome_advantages(self, rng: np.random.Generator) -> FloatArray:
-        """One reward for the whole sequence, N(0, 1), the same for all of its tokens, `[N, H]`."""
+        """Return one reward for the whole sequence, N(0, 1), the same for all of its tokens, `[N, H]`."""
         return np.repeat(rng.standard_normal(len(self.probability))[:, None], self.horizon, 1)
 
     def true_gradient(self, advantages: FloatArray) -> FloatArray:
@@ -139,7 +139,7 @@ class Tree:
         return np.array([relative_bias(term, true_term) for term, true_term in terms])
 
     def bias(self, ratio: str, advantages: FloatArray) -> float:
-        """The same of the whole gradient."""
+        """Return the same of the whole gradient."""
         return relative_bias(self.expected_gradient(ratio, advantages), self.true_gradient(advantages))
 
     def _along(self, tokens: IntArray) -> Paths:
@@ -250,7 +250,7 @@ class Counterexample:
         return {"true": (first * self.q, second), "cumprod": (first * self.q_b, second)}
 
     def enumerated(self) -> dict[str, tuple[float, float]]:
-        """The same from all four sequences, and the other ratios."""
+        """Return the same from all four sequences, and the other ratios."""
         tree = Tree.independent(_log_probs(self.p_b, self.q_b), _log_probs(self.p, self.q))
         reward = tree.paths.tokens.prod(1, keepdims=True) * np.ones(tree.horizon)
         gradients = {"true": tree.true_gradient(reward)}

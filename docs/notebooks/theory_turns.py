@@ -67,7 +67,7 @@ class TwoTurns:
         return np.repeat(values * self.there, [first, self.tree.horizon - first], 1)
 
     def weighted(self, weight: str, *, to_go: bool) -> FloatArray:
-        """What multiplies grad log target(a_t | s_t) in a sample of the behaviour policy, one of `WEIGHTS`: `[N, H]`.
+        """Return the factor of grad log target(a_t | s_t) in a sample of the behaviour policy, one of `WEIGHTS`: `[N, H]`.
 
         to_go: the rewards of the token's turn and the later one, else of its turn alone.
         """
@@ -101,7 +101,7 @@ class TwoTurns:
         return self.of_tokens(left[baseline])
 
     def bonus(self, advantages: FloatArray) -> float:
-        """What a further turn seems to earn by the bias alone: its share of the gradient of P(a second turn)."""
+        """Return what a further turn seems to earn by the bias alone: its share of the gradient of P(a second turn)."""
         bias = self.tree.true_gradient(advantages) - self.tree.true_gradient(self.of_tokens(self.returns))
         further = self.tree.true_gradient(self.of_tokens(self.continues[:, None] * np.array([1.0, 0.0])))
         return float((bias * further).sum() / (further**2).sum())

@@ -35,7 +35,7 @@ class Window:
 
 
 def windows() -> tuple[Window, Window]:
-    """The paper's widening window, and the fixed one on the ratio that it compares with: presets of the objective."""
+    """Return the paper's widening window, and the fixed one that it compares with: presets of the objective."""
     widening, fixed = PolicyObjective.preset("ctpo"), PolicyObjective.preset("ctpo-fixed")
     return (
         Window("widening", -widening.clip_low, widening.clip_high, widening.clip_power),
@@ -59,7 +59,7 @@ def clip_rate(window: Window, t: FloatArray | IntArray, std: FloatArray, mean: F
 
 
 def clipped_share(window: Window, t: IntArray, walks: FloatArray, positive: BoolArray) -> tuple[FloatArray, FloatArray]:
-    """The same counted over walks, and its standard error. walks: S_t, `[N, P]`; positive: whether A > 0, `[N]`."""
+    """Return the share over walks, and its standard error. walks: S_t, `[N, P]`; positive: whether A > 0, `[N]`."""
     low, high = window.bounds(t)
     share = np.where(positive[:, None], walks > high, walks < low).mean(0)
     return share, np.sqrt(share * (1 - share) / len(walks))

@@ -258,7 +258,7 @@ def tile_loss(
 
 @triton.jit
 def largest_of(values):
-    """Return the largest of float32 values that are non-negative or -inf, and not NaN: their bits have the same order."""
+    """Return the largest of float32 values, non-negative or -inf, and not NaN: their bits have the same order."""
     return tl.max(values.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
 
 
