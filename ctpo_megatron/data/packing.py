@@ -209,7 +209,7 @@ class PackedBatch:
             yield place, slice(start, start + length)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """A copy with its tensors on `device`; the host does not wait for the one copy of all."""
+        """Return a copy with its tensors on `device`; the host does not wait for the one copy of all."""
         names = [name for name in self.__slots__ if isinstance(getattr(self, name), torch.Tensor)]
         columns = [name for name in self.more if name != ROUTER_CHOICES]
         given = [*(getattr(self, name) for name in names), *(self.more[name] for name in columns)]

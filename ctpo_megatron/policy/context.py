@@ -41,7 +41,7 @@ class ContextSplit:
         return self.planned or self
 
     def to(self, device: torch.device) -> ContextSplit:
-        """The split on a device; the host does not wait for the copy."""
+        """Return the split on a device; the host does not wait for the copy."""
         rows, restore, cu_seqlens = all_to_device([self.rows, self.restore, self.cu_seqlens], device)
         return replace(self, rows=rows, restore=restore, cu_seqlens=cu_seqlens, planned=self.on_host)
 

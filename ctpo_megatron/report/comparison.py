@@ -80,7 +80,7 @@ def difference_table(groups: Sequence[RunGroup], found: Sequence[EndpointCompari
             visible = UNKNOWN if each.estimate.visible is None else endpoint.text(each.estimate.visible)
             value, ends = endpoint.text(each.estimate.value, "+"), _interval(each.estimate.interval, endpoint, "+")
             rows.append([each.group, endpoint.name, value, ends, visible, each.short_verdict])
-    header = ["group", "endpoint", f"difference from {first}", "95 % interval", "visible", "verdict"]
+    header = ["group", "endpoint", f"minus {first}", "95 % interval", "visible", "verdict"]
     return TextTable(header, rows) if rows else None
 
 

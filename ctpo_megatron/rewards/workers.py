@@ -63,7 +63,7 @@ class Workers:
                     futures[number] = pool.schedule(function, args=calls[number], timeout=limit_s)
                 lost = await self._await(futures.values(), pool)
             except RuntimeError as error:  # also of a new pool whose processes, or their fork server, were killed
-                lost = f"did not start ({error!r})"
+                lost = f"were killed, or did not start ({error!r})"
             for number, future in futures.items():
                 problem = future.exception() if future.done() else BrokenProcessPool()
                 if isinstance(problem, BrokenProcessPool):

@@ -67,7 +67,10 @@ class TwoTurns:
         return np.repeat(values * self.there, [first, self.tree.horizon - first], 1)
 
     def weighted(self, weight: str, *, to_go: bool) -> FloatArray:
-        """Return the factor of grad log target(a_t | s_t) in a sample of the behaviour policy, one of `WEIGHTS`: `[N, H]`.
+        """Return the factor of grad log target(a_t | s_t) in a sample of the behaviour policy, `[N, H]`.
+
+        weight: one of `WEIGHTS`.
+
 
         to_go: the rewards of the token's turn and the later one, else of its turn alone.
         """

@@ -25,7 +25,7 @@ def swiglu_kernel(x, out, width, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def swiglu_grad_kernel(x, grad, out, width, blocks, BLOCK: tl.constexpr):
-    """The same grid. grad `[rows, width]`, out `[rows, 2 * width]`: the gradient of x."""
+    """Write the gradient of x. Grid: the same. grad `[rows, width]`, out `[rows, 2 * width]`."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -17,7 +17,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of x `[..., 2 F]`, given the one of the result, `[..., F]`."""
+    """Return the gradient of x `[..., 2 F]`, given the one of the result, `[..., F]`."""
     gate, up = x.chunk(2, dim=-1)
     out = torch.empty_like(x)
     left, right = out.chunk(2, dim=-1)

@@ -25,7 +25,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of x in one launch."""
+    """Return the gradient of x in one launch."""
     x = x.contiguous()
     out = torch.empty_like(x)
     _by_columns(kernels.swiglu_grad_kernel, x.shape[-1] // 2, x, grad.contiguous(), out)

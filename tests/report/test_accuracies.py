@@ -246,7 +246,7 @@ def test_the_tables_say_it_all(write) -> None:
     ]
     assert all(len(row) == 9 for row in rows)
     head, *rows = lines_of(difference_table(groups, found))
-    assert " ".join(head) == "group endpoint difference from ctpo 95 % interval visible verdict"
+    assert " ".join(head) == "group endpoint minus ctpo 95 % interval visible verdict"
     (row,) = rows
     assert (*row[:4], row[-1]) == ("grpo", "accuracy,", "toolmath", "-0.900", "below") and 0 < float(row[-2]) < 0.9
     assert [note for each in found for note in each.notes] == []

@@ -80,7 +80,7 @@ def test_the_verb_writes_page_and_figures(tmp_path: Path, capsys: pytest.Capture
     out, figures = tmp_path / "new" / "page.html", tmp_path / "figures"
     assert main(["compare", *runs, "--out", str(out), "--figures", str(figures)]) == 0
     printed = capsys.readouterr().out
-    assert f"\nThe page with curves and settings: {out}\n" in printed and "One seed" in printed
+    assert f"\nThe page with curves and settings: {out}\n" in printed and "Only one seed" in printed
     assert out.stat().st_size > 100_000
     kinds = {path.suffix for path in figures.iterdir()}
     assert kinds == {".png", ".svg", ".pdf"} and (figures / "figure2_reward.pdf").is_file()
