@@ -36,7 +36,7 @@ class Workers:
 
     def __init__(self, make: Callable[[], ProcessPool], patience_s: float) -> None:
         self._make, self.patience_s = make, patience_s
-        self._pool, self._moved = make(), 0.0
+        self._pool, self._moved, self._started = make(), 0.0, False
         self._lock, self._closed = threading.Lock(), False
 
     async def call(
@@ -63,7 +63,7 @@ class Workers:
                     futures[number] = pool.schedule(function, args=calls[number], timeout=limit_s)
                 lost = await self._await(futures.values(), pool)
             except RuntimeError as error:  # also of a new pool whose processes, or their fork server, were killed
-                lost = f"were killed, or did not start ({error!r})"
+                lost = "were killed" if self._started else f"did not start ({error!r})"
             for number, future in futures.items():
                 problem = future.exception() if future.done() else BrokenProcessPool()
                 if isinstance(problem, BrokenProcessPool):
@@ -93,7 +93,7 @@ class Workers:
                 ended.set()
 
         def note(_: object) -> None:
-            self._moved = time.monotonic()
+            self._moved, self._started = time.monotonic(), True
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(count)
 
@@ -117,7 +117,7 @@ class Workers:
             if gone is self._pool:
                 log.warning("the reward workers %s; they are replaced", why)
                 self._stop()
-                self._pool = self._make()
+                self._pool, self._started = self._make(), False
 
     def _stop(self) -> None:
         self._pool.stop()  # type: ignore[no-untyped-call]

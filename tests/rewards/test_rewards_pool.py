@@ -329,7 +329,7 @@ def test_a_worker_killed_while_it_had_nothing_to_do_costs_no_verdict(
             others.append(idle_worker(others))
             others[-1].kill()
             assert asyncio.run(scored()) == (ScoreReport(2), ScoreReport(1))
-    assert "the reward workers were killed" in caplog.text
+    assert "the reward workers were killed; they are replaced" in caplog.text
 
 
 def test_workers_that_somebody_kills_again_and_again_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
