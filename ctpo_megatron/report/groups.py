@@ -23,6 +23,8 @@ NOT_COMPARED = (
     *("checkpoint", "export", "tracking"),
 )
 """Keys, and sections, that say where a run is, what it records and how it is watched, not what it learns."""
+OF_A_SEED = ("model.path", "sft.data", "data.train", "data.eval", "rollout.replay")
+"""Paths that may belong to a seed: a task, a supervised stage or a recording of its own."""
 ABSENT, GIVEN = "absent", "given"
 """What stands for a key that a run does not have, and for a section where another run has none."""
 _VALUE, _LABEL = 28, 60
@@ -65,7 +67,8 @@ def groups_of(runs: Sequence[RunData]) -> list[RunGroup]:
     """Group runs by their configurations, in the order of their first runs.
 
     Keys of `NOT_COMPARED` and keys that end in `seed` do not count, and in paths the directory of the run does not. A
-    directory that is given twice counts once.
+    path of `OF_A_SEED` does not count where all runs of a seed share it, and each seed has several. A directory that is
+    given twice counts once.
     """
     runs = list({run.directory.resolve(): run for run in runs}.values())
     table = _differing([_flat(run) for run in runs])
@@ -74,7 +77,11 @@ def groups_of(runs: Sequence[RunData]) -> list[RunGroup]:
         found for key, values in table.items() if _is_seed(key) and (found := [*map(str, values)]) != columns[0]
     ]
     seeds = ["/".join(parts) for parts in zip(*columns, strict=True)]
-    settings = {key.removesuffix(".name"): values for key, values in table.items() if not _is_seed(key)}
+    settings = {
+        key.removesuffix(".name"): values
+        for key, values in table.items()
+        if not _is_seed(key) and not (key in OF_A_SEED and _goes_with(seeds, values))
+    }
     members: dict[str, list[int]] = {}
     for index in range(len(runs)):
         members.setdefault(repr([values[index] for values in settings.values()]), []).append(index)
@@ -108,6 +115,14 @@ def _flat(run: RunData) -> dict[str, Any]:
 
 def _is_seed(key: str) -> bool:
     return key.rpartition(".")[2] == "seed"
+
+
+def _goes_with(seeds: Sequence[str], values: Sequence[Any]) -> bool:
+    """Whether each seed has several runs, which all have the same value."""
+    by_seed: dict[str, list[str]] = {}
+    for seed, value in zip(seeds, values, strict=True):
+        by_seed.setdefault(seed, []).append(repr(value))
+    return all(len(found) > 1 and len({*found}) == 1 for found in by_seed.values())
 
 
 def _differing(flat: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -100,7 +100,8 @@ def test_what_is_installed_is_what_is_logged(
     assert found["RoPE"] == "ctpo_kernels" or attention == "TE fused"
     assert found["Adam"] == adam
     assert found["gradient accumulation fusion"].startswith(fusion)
-    assert device.transformer_flags(te_layers=False, experts=False)["gradient_accumulation_fusion"] == (fusion == "apex")
+    flags = device.transformer_flags(te_layers=False, experts=False)
+    assert flags["gradient_accumulation_fusion"] == (fusion == "apex")
     assert found["device"].startswith("cuda")
     monkeypatch.setattr(device, "CUDA", False)  # where nothing counts as installed
     found = lines(capabilities(), layer_spec)

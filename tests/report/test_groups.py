@@ -63,6 +63,18 @@ def test_names_places_and_what_is_watched_do_not_separate(key: str, values: tupl
     assert members(groups_of(runs)) == {"ctpo": ["a", "b"]}
 
 
+@pytest.mark.parametrize("key", ["rollout__replay", "model__path", "data__train"])
+def test_a_path_of_each_seed_does_not_separate(key: str) -> None:
+    """Such as a recording, or a supervised stage of its own. With one run a seed it may be what is compared."""
+    runs = [
+        run(f"{preset}-{seed}", seed, objective__preset=preset, **{key: f"runs/of-{seed}"})
+        for preset in ("grpo", "ctpo")
+        for seed in (0, 1)
+    ]
+    assert members(groups_of(runs)) == {"grpo": ["grpo-0", "grpo-1"], "ctpo": ["ctpo-0", "ctpo-1"]}
+    assert len(groups_of(runs[:2])) == 2
+
+
 @pytest.mark.parametrize(
     ("key", "values", "labels"),
     [
