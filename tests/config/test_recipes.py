@@ -43,7 +43,7 @@ def leaves(settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_value_is_the_papers(model: str) -> None:
-    block = re.search(r"^```yaml\n(.*?)^```$", PAGE.split("## The setting")[1], re.MULTILINE | re.DOTALL)
+    block = re.search(r"^```yaml\n(.*?)^```$", PAGE.split("## Settings of both recipes")[1], re.MULTILINE | re.DOTALL)
     assert block is not None
     paper, config = leaves(yaml.safe_load(block[1])), leaves(load_config(recipe(model)).model_dump(mode="json"))
     assert len(paper) >= 35
