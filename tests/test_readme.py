@@ -46,4 +46,4 @@ def test_it_is_one_screen() -> None:
     assert not re.search(r"^\|(?:[^|\n]*\|){4,}$", TEXT, re.MULTILINE)  # wide tables do not fit a phone
     status = TEXT[: TEXT.index("## Try it")]
     assert "Parts of it have been run on an H200 and an H100" in status
-    assert "several GPUs: compiled and rehearsed, never executed" in status
+    assert "several GPUs were compiled and rehearsed, never executed" in status
