@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import total_ordering
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -117,8 +118,51 @@ def filled(tokens: NDArray[np.void], start: int, columns: Mapping[str, NDArray[A
     return made
 
 
-class Column(list[NumberT]):
-    """A column of numbers `[T]` as a list of Python's, made by each access: `loss_mask` is assigned as a whole."""
+@total_ordering
+class Column(Sequence[NumberT]):
+    """A column of numbers `[T]` that reads like a list: items and slices are Python's; it cannot be changed."""
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise TypeError("a column does not support item assignment: it is a copy of what the trajectory has")
+    __slots__ = ("_values",)
+
+    def __init__(self, values: NDArray[Any]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> NumberT: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[NumberT]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> NumberT | list[NumberT]:
+        found: Any = self._values[index].tolist()
+        return found  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[NumberT]:
+        return iter(self._values.tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self._values, dtype) if copy else np.asarray(self._values, dtype)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (Column, list, tuple)):
+            return bool(self._values.tolist() == list(other))
+        return NotImplemented
+
+    def __lt__(self, other: Sequence[NumberT]) -> bool:
+        return bool(list(self) < list(other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __add__(self, other: Sequence[NumberT]) -> list[NumberT]:
+        return list(self) + list(other)
+
+    def __radd__(self, other: Sequence[NumberT]) -> list[NumberT]:
+        return list(other) + list(self)
+
+    def copy(self) -> list[NumberT]:
+        """Return the numbers as a list."""
+        return list(self)
+
+    def __repr__(self) -> str:
+        return repr(self._values.tolist())

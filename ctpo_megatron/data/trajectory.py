@@ -55,15 +55,15 @@ class Trajectory:
 
     @property
     def token_ids(self) -> Column[int]:
-        return Column(self.tokens["token_ids"].tolist())
+        return Column(self.tokens["token_ids"])
 
     @property
     def response_mask(self) -> Column[int]:
-        return Column(self.tokens["response_mask"].tolist())
+        return Column(self.tokens["response_mask"])
 
     @property
     def loss_mask(self) -> Column[int]:
-        return Column(self.tokens["loss_mask"].tolist())
+        return Column(self.tokens["loss_mask"])
 
     @loss_mask.setter
     def loss_mask(self, mask: ArrayLike) -> None:
@@ -74,15 +74,15 @@ class Trajectory:
 
     @property
     def rollout_log_probs(self) -> Column[float]:
-        return Column(self.tokens["rollout_log_probs"].tolist())
+        return Column(self.tokens["rollout_log_probs"])
 
     @property
     def weight_version(self) -> Column[int]:
-        return Column(self.tokens["weight_version"].tolist())
+        return Column(self.tokens["weight_version"])
 
     @property
     def turn(self) -> Column[int]:
-        return Column(self.tokens["turn"].tolist())
+        return Column(self.tokens["turn"])
 
     def append_model(
         self,

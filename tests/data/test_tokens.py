@@ -34,7 +34,7 @@ def made(**more: Any) -> Trajectory:
 @pytest.mark.parametrize("name", COLUMNS)
 def test_users_read_a_column_like_a_list(name: str) -> None:
     column, expected = getattr(made(), name), COLUMNS[name]
-    assert column == expected and expected == column and column != expected[1:]
+    assert column == expected and expected == column and column != expected[1:] and column == tuple(expected)
     assert list(column) == expected and [type(value) for value in column] == [type(value) for value in expected]
     assert column[1:4] == expected[1:4] and type(column[1:4]) is list and column[-1] == expected[-1]
     assert sum(column) == sum(expected) and max(column) == max(expected) and len(column) == 6
